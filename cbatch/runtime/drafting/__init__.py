@@ -1,1 +1,1 @@
-"""Who drafts on a processor: a draft model, lookups, chains of them. Imports `cpu`."""
+"""Drafters: a draft model, heads, lookups, and chains of these. Imports `cpu`."""

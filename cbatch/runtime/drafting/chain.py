@@ -1,4 +1,4 @@
-"""Several drafters in one engine: each row goes to one of its chain that has a proposal."""
+"""Several drafters in one engine: each row gets drafts from the first in its chain that has any."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
 from cbatch.runtime.drafting.turns import Turns
 from cbatch.runtime.model.arrays import I64
 
-# The most tokens of a row that a draft model ingests in a step to make up for drafts of others. If
-# it lacks more, it takes such a slice a step, and drafts once it has caught up.
+# The longest catch-up of a row's draft model KV in one step, in tokens, after other drafters had
+# drafted for the row. A row that lags more catches up by such slices, then drafts.
 CATCH_UP_TOKENS = 256
-# A row's lookup is scored on its last 12 tokens when it has emitted so many without drafts; where
-# they do not repeat the text after 24, then after 48. The first time is before a row at k = 0 is
-# probed (`FIRST_ROW_PROBE_STEPS` in cbatch/core/speculation/gate.py).
+# A row's lookup is scored on its last 12 tokens once it has emitted 12 without drafts. While a
+# lookup scores badly, the next scores follow after 24 and then 48 tokens.
 SCORE_TOKENS, MOST_SCORE_TOKENS = 12, 48
-SCORE_STEPS = 4  # scores of so many steps come together: whoever is told has its work, too
+SCORE_STEPS = 4  # steps between scores: each batch of scores is work for the policy
 
 
 class ChainDrafter(Drafter):
-    """Holds drafters by name; a request names its chain (`SamplingParams.drafter`), or gets
+    """Drafts with named drafters. A request names its chain (`SamplingParams.drafter`), or gets
     `default`.
 
-    A row is offered to the drafters of its chain in turn until one drafts, each with a single call
-    for all rows whose turn it is. Whose turn comes first is learnt by slot (`Turns`); `model_price`
-    is what a pass of the model costs over one of the target. Names of the chain that are not held
-    are passed over; whoever accepts requests should refuse them by `check`.
+    A row is offered to the drafters of its chain, in order, until one of them drafts. Each drafter
+    is called once for all its rows. The first drafter of a row is learnt for each slot (`Turns`).
+    `model_price` is the cost of a pass of the draft model over the cost of a pass of the target.
+    Names that are not loaded are skipped; callers that accept requests should `check` them first.
 
-    While a lookup drafts for a slot, the draft model's KV falls behind; `kv_lens` says so. Where a
-    lookup has the first turn the scheduler plans no catch-up, since it would mostly be in vain: the
-    chain makes up for it when the model's turn comes.
+    While a lookup drafts for a slot, the draft model's KV lags; `kv_lens` reports how much. The
+    scheduler plans no catch-up for slots whose lookup is first, since most of it would be wasted.
+    The chain catches up when the model drafts again.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class ChainDrafter(Drafter):
         self.check(default)
 
     def check(self, names: tuple[str, ...]) -> None:
-        """Raises FieldError on a name that this chain does not hold."""
+        """Raises FieldError for a name that is not loaded."""
         for name in names:
             if name not in self._drafters:
-                held = ", ".join(self._drafters) or "none"
-                raise FieldError("drafter", f"{name!r} is not loaded here", f"use: {held}")
+                loaded = ", ".join(self._drafters) or "none"
+                raise FieldError("drafter", f"{name!r} is not loaded here", f"use: {loaded}")
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
@@ -78,12 +77,12 @@ class ChainDrafter(Drafter):
 
     def _forget(self) -> None:
         slots = self.table.max_slots
-        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not the model alone
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not just the model
         self._num_mixed = 0
-        self._scored = np.zeros(slots, dtype=np.bool_)  # has a lookup, and may draft
+        self._scored = np.zeros(slots, dtype=np.bool_)  # its chain has a lookup, and may draft
         self._num_scored = 0
-        self._since = np.zeros(slots, dtype=np.int64)  # tokens at its last draft or score
-        self._pause = np.zeros(slots, dtype=np.int64)  # tokens until its next score
+        self._since = np.zeros(slots, dtype=np.int64)  # number of tokens at its last draft or score
+        self._pause = np.zeros(slots, dtype=np.int64)  # tokens from then to its next score
         self._steps = 0
         self._turns = Turns(
             self.table,
@@ -103,12 +102,12 @@ class ChainDrafter(Drafter):
     def admit(self, admission: NewSequence) -> None:
         for drafter in self._drafters.values():
             drafter.admit(admission)
-        asked = admission.params.drafter
-        names = self.default if asked is None else asked
+        chain = admission.params.drafter
+        names = self.default if chain is None else chain
         names, slot = tuple(name for name in names if name in self._drafters), admission.slot
         self._mixed[slot] = names != (MODEL,)
         if admission.params.max_lookahead == 0:
-            names = names[:1]  # there is nothing to choose
+            names = names[:1]  # nothing to learn without drafts
         looks_up = any(name in self.lookups for name in names)
         self._scored[slot] = looks_up and admission.params.max_lookahead != 0
         self._since[slot], self._pause[slot] = len(admission.tokens), SCORE_TOKENS
@@ -130,8 +129,8 @@ class ChainDrafter(Drafter):
             drafter.truncate(slots, kv_len_tokens)
 
     def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """As `LookupDrafter.observe`, by the drafter that has the first turn. A model that did
-        not draft cannot tell what it would have: no trials."""
+        """Score lookups as `LookupDrafter.observe`, each slot by its first drafter. A slot whose
+        first drafter is the model has no trials."""
         trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
         for name, lookup in self.lookups.items():
             at = np.flatnonzero(self._turns.of(0, name, slots))
@@ -149,7 +148,7 @@ class ChainDrafter(Drafter):
         self.model.read_states(states)
 
     def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether their chains are not the model alone."""
+        """Return whether the chains of `slots` hold other drafters than the model."""
         return self._mixed[slots]
 
     def recall(
@@ -157,18 +156,20 @@ class ChainDrafter(Drafter):
         slots: NDArray[np.integer],
         num_tokens: I64,
         drafting: NDArray[np.integer],
-        asked: I64,
+        num_drafts: I64,
         owners: Mapping[str, NDArray[np.integer]],
     ) -> None:
-        """Before `score`, where another step was proposed for since: these slots had so many known
-        tokens; of those that were `drafting`, how many drafts they were asked for, and whose."""
+        """Restore the state of one step before `score`, when a later step was already proposed for.
+
+        `slots` had `num_tokens` known tokens. The slots `drafting` were given `num_drafts` drafts
+        to make, and `owners` has the slots that each drafter drafted for."""
         self._turns.begin(slots, num_tokens, np.zeros_like(num_tokens))
-        self._turns.ask(drafting, asked)
-        for name, theirs in owners.items():
-            self._turns.credit(name, theirs)
+        self._turns.ask(drafting, num_drafts)
+        for name, owned in owners.items():
+            self._turns.credit(name, owned)
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """A few rows now and then, so many that each is served when its turn has come."""
+        """Score a few rows every `SCORE_STEPS` steps: enough that each row is scored when due."""
         if self._num_mixed:
             self._turns.learn(slots, num_drafted)
         if not self._num_scored:
@@ -220,7 +221,7 @@ class ChainDrafter(Drafter):
         return merger.merged()
 
     def _ingest_slices(self, rows: DraftRows) -> None:
-        """Rows that catch up and draft nothing yet: that is the model's alone."""
+        """Compute catch-up slices of the model for rows that do not draft yet."""
         if self.model is None:
             return
         at = np.flatnonzero((rows.num_drafts == 0) & self._turns.holds(MODEL, rows.slots))
@@ -228,20 +229,21 @@ class ChainDrafter(Drafter):
             self.model.propose(DraftRows(*(field[at] for field in rows)))
 
     def _catch_up(self, at: I64, rows: DraftRows) -> tuple[I64, DraftRows]:
-        """The model's rows with what it owes: all of it if short, else a slice and no draft."""
+        """Return the model's rows with their full catch-up; rows that lag too far get a slice and
+        no drafts."""
         assert self.model is not None
         fits = rows.num_tokens <= self.model.context_tokens
         if not fits.all():
             at, rows = at[fits], DraftRows(*(field[fits] for field in rows))
-        behind = rows.num_tokens - 1 - self.model.kv_len[rows.slots]
-        most = np.maximum(rows.catch_up, CATCH_UP_TOKENS)
+        lag = rows.num_tokens - 1 - self.model.kv_len[rows.slots]
+        allowed = np.maximum(rows.catch_up, CATCH_UP_TOKENS)
         return at, rows._replace(
-            num_drafts=rows.num_drafts * (behind <= most), catch_up=np.minimum(behind, most)
+            num_drafts=rows.num_drafts * (lag <= allowed), catch_up=np.minimum(lag, allowed)
         )
 
 
 class _Merger:
-    """Puts proposals for some rows of a step together to one for all of them."""
+    """Merges proposals for some rows of a step into one for all of them."""
 
     def __init__(self, table: InputBatch, rows: DraftRows) -> None:
         self._vocab_size = table.vocab_size
@@ -250,10 +252,10 @@ class _Merger:
         self._tokens = np.zeros((num_rows, int(rows.num_drafts.max(initial=0))), dtype=np.int64)
         self._num_drafted = np.zeros(num_rows, dtype=np.int64)
         self._non_finite = np.zeros(num_rows, dtype=np.bool_)
-        self._probs: list[tuple[I64, Tensor]] = []  # rows that have them
+        self._probs: list[tuple[I64, Tensor]] = []  # with the rows they belong to
 
     def add(self, at: I64, proposal: Proposal) -> None:
-        """A proposal for the rows `at`, ascending, of which none has drafts yet."""
+        """Add a proposal for the rows `at`, ascending, none of which has drafts yet."""
         self._tokens[at, : proposal.tokens.shape[1]] = proposal.tokens
         self._num_drafted[at] = proposal.num_drafted
         self._non_finite[at] |= proposal.non_finite
@@ -264,9 +266,10 @@ class _Merger:
         return Proposal(self._tokens, self._num_drafted, self._merge_probs(), self._non_finite)
 
     def _merge_probs(self) -> Tensor | None:
-        """q of every draft in a row that is verified by rejection. A draft chosen with certainty
-        has a one-hot q beside others that were drawn: the verdict is the same to the bit as
-        without any q, since u * 1 = u, and p - q clamped at 0 leaves out the draft alone."""
+        """Return q of every draft in rows verified by rejection, or None if no draft has a q.
+
+        A draft chosen with certainty gets a one-hot q if others were drawn. The result is the same,
+        bit for bit, as without q: u * 1 = u, and p - q clamped at 0 removes only the draft."""
         if not self._probs:
             return None
         counts = self._num_drafted * self._rejects

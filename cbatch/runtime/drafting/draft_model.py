@@ -1,8 +1,8 @@
-"""Drafters: who guesses the next tokens of a slot before the target verifies them.
+"""Drafting with a small model.
 
-A drafter lives in the executor. It may propose fewer tokens than planned, never more, and nothing
-it does can change the law of what is emitted: it only has to report the true distribution its
-tokens were drawn from (or None where it chose with certainty).
+A drafter lives in the executor. It may propose fewer tokens than planned, never more. It cannot
+change the distribution of the output: it only has to report the true distribution that each draft
+was drawn from (or None for a draft chosen with certainty).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from triton_kernels.noise import host as noise
 
 
 class DraftModel(ModelDrafter):
-    """A small model of the target's vocabulary as drafter.
+    """A small model with the target's vocabulary, as a drafter.
 
-    Its KV cache has the target's block ids. `kv_len` counts its valid positions per slot; it lags
-    after k = 0, a prefix hit, a preemption or a full acceptance, and the first pass of a proposal
-    ingests what is missing together with the last known token.
+    Its KV cache uses the target's block ids. `kv_len` counts its valid positions in each slot. It
+    lags after k = 0, a prefix hit, a preemption or a full acceptance. The first pass of a proposal
+    computes the missing tokens together with the last known one.
     """
 
-    # Ids of what its logits are of, ascending; None: of the first so many.
+    # The token id of each logit, ascending, int64; None: the logits are those of the first ids.
     vocabulary: Tensor | None = None
 
     def __init__(self, model: Model) -> None:
@@ -44,7 +44,7 @@ class DraftModel(ModelDrafter):
             model.config, num_blocks, table.block_size_tokens, model.dtype, model.device
         )
         self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
-        self._ones = np.ones(table.max_slots, dtype=np.int32)  # of which batches share the first
+        self._ones = np.ones(table.max_slots, dtype=np.int32)  # batches use a prefix of it
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         self.kv.zero_blocks(block_ids)
@@ -54,7 +54,7 @@ class DraftModel(ModelDrafter):
 
     def propose(self, rows: DraftRows) -> Proposal:
         slots, known = rows.slots, rows.num_tokens
-        # The last draft stands at position known + k - 1; its predecessor must fit the context.
+        # The last draft has position known + k - 1; the draft before it must fit the context.
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - known)
         missing = known - self.kv_len[slots]
         depths *= (missing <= rows.catch_up + 1) & (depths > 0)
@@ -64,8 +64,8 @@ class DraftModel(ModelDrafter):
         active = depths.nonzero()[0]
         if len(active):
             self._ingest_and_draft(drafting, active, missing)
-        # KV now holds the known tokens and all drafts but the last; where it held values that are
-        # not finite, nothing that counts.
+        # KV now holds the known tokens and all drafts but the last. A row with non-finite values
+        # has no valid KV.
         drafting.close()
         drafted = drafting.depths
         self.kv_len[slots[active]] = (known - 1 + drafted)[active]
@@ -73,7 +73,7 @@ class DraftModel(ModelDrafter):
         return Proposal(drafting.tokens, drafted, drafting.probs(), drafting.non_finite)
 
     def _ingest_slices(self, rows: DraftRows, missing: I64) -> None:
-        """Rows without drafts: their next `catch_up` tokens, short of the last known one."""
+        """Compute the next `catch_up` tokens of rows without drafts, but not the last known one."""
         slices = np.minimum(rows.catch_up, missing - 1) * (rows.num_drafts == 0)
         at = (slices > 0).nonzero()[0]
         if len(at):
@@ -83,8 +83,8 @@ class DraftModel(ModelDrafter):
             self.kv_len[slots] = starts + lens
 
     def _ingest_and_draft(self, drafting: Drafting, active: I64, missing: I64) -> None:
-        """First a ragged pass over the unseen tokens, then one token a pass, while any row goes
-        deeper."""
+        """Run one ragged pass over the uncomputed tokens, then passes of one token for each row
+        that drafts deeper."""
         rows, depths = drafting.rows, drafting.depths[active]
         slots, positions = rows.slots[active], rows.num_tokens[active]
         tables = self.table.block_rows(slots, int(np.maximum.reduce(positions + depths)))
@@ -108,23 +108,23 @@ class DraftModel(ModelDrafter):
             batch = self._next_tokens(tokens, positions + (depth - 1), tables)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
-        """Of the next draft of each sequence; `slots` at the first one, None behind it."""
+        """Return the logits of the next draft of each sequence. `slots` is None after the first."""
         return self.model.forward(batch, self.kv)
 
     def _go_on_with(self, at: I64) -> None:
-        """Of the sequences of the latest batch only these are drafted for any further."""
+        """Note that only the sequences `at` of the latest batch are drafted further."""
 
     def _batch(
-        self, slots: NDArray[np.integer], starts: I64, query_lens: I64, wanted: I64
+        self, slots: NDArray[np.integer], starts: I64, query_lens: I64, num_logits: I64
     ) -> RaggedBatch:
-        """Of known tokens, changed to what this model knows: its vocabulary may be the smaller."""
-        batch = self.table.ragged(slots, starts, query_lens, wanted)
+        """Return a batch of known tokens. Tokens beyond this model's vocabulary become its last."""
+        batch = self.table.ragged(slots, starts, query_lens, num_logits)
         if self.model.config.vocab_size < self.table.vocab_size:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
         return batch
 
     def _next_tokens(self, tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
-        """A batch of one token a row."""
+        """Return a batch of one token for each row."""
         return RaggedBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
@@ -136,7 +136,7 @@ class DraftModel(ModelDrafter):
 
 
 class Drafting:
-    """The choices of one proposal as it deepens. Logits are those of the ids of `vocabulary`."""
+    """The drafts of one proposal, depth by depth. Column i of logits is token `vocabulary[i]`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Drafting:
         vocabulary: Tensor | None = None,
     ) -> None:
         self.rows, self.vocabulary = rows, vocabulary
-        self.depths = depths  # how many drafts a row is to have, or has where its numbers broke
+        self.depths = depths  # drafts per row; cut where a row gets non-finite logits
         self._num_reduced = None if vocabulary is None else len(vocabulary)
         self.table = drafter.table
         deepest = int(np.maximum.reduce(depths))
@@ -156,14 +156,14 @@ class Drafting:
         self.sampled = None if greedy.all() else ~greedy
         self.processors = self.table.logits_processors
         self.processed = bool(self.processors.active[rows.slots].any())
-        # Tokens by which the prefixes are ahead.
+        # Drafts in the prefix of each row's logits processors.
         self._advanced = np.zeros(len(depths), dtype=np.int64)
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
 
     def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
-        """Next token of each active row, and whether all their numbers were finite."""
-        if logits.shape[1] > self.table.vocab_size:  # a draft may pad the vocabulary further
+        """Return the next token of each active row, and whether all these rows are finite."""
+        if logits.shape[1] > self.table.vocab_size:  # the draft model's vocabulary may be padded
             logits = logits[:, : self.table.vocab_size]
         if self.processed:  # processors know the target's ids
             logits = self._widened(logits, -torch.inf)
@@ -186,12 +186,12 @@ class Drafting:
         return tokens, all_are
 
     def close(self) -> None:
-        """The prefixes of the processors are the known tokens again."""
+        """Remove the drafts from the prefixes of the logits processors."""
         if self.processed:
             self.processors.rollback(self.rows.slots, self._advanced)
 
     def _sample(self, logits: Tensor, active: I64, depth: int, tokens: I64) -> None:
-        """Overwrite the tokens of sampled rows with draws from q; keep q where it will be asked."""
+        """Replace the tokens of sampled rows by draws from q; keep q for the verification."""
         assert self.sampled is not None
         at = self.sampled[active].nonzero()[0]
         if not len(at):
@@ -209,15 +209,15 @@ class Drafting:
         purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
         purposes += noise.DEPTH_STEP * depth * self.table.in_blocks[slots]
         tokens[at] = draw(q, where, torch.from_numpy(purposes), ids).numpy()
-        if np.count_nonzero(coupled):  # a coupled draft is compared, never weighed
+        if np.count_nonzero(coupled):  # coupled drafts are verified without q
             keep = np.flatnonzero(~coupled)
             q, rows = q[torch.from_numpy(keep)], rows[keep]
-        if len(rows):  # rows only drop out with depth: the next q is always one deeper
+        if len(rows):  # rows never rejoin, so every next q is exactly one draft deeper
             self._q.append(self._widened(q, 0.0))
             self._q_rows.append(rows)
 
     def _widened(self, x: Tensor, rest: float) -> Tensor:
-        """[N, drafts] to [N, vocab]."""
+        """Map [N, drafted ids] to [N, vocab_size]; the other ids get `rest`."""
         if x.shape[1] == self.table.vocab_size:
             return x
         if x.shape[1] != self._num_reduced:
@@ -228,14 +228,14 @@ class Drafting:
         return whole.index_copy_(1, self.vocabulary, x)
 
     def probs(self) -> Tensor | None:
-        """q of every draft that stands, row after row and by depth within a row."""
+        """Return q of every draft that counts, row after row and by depth within a row."""
         if not self._q:
             return None
         row = np.concatenate(self._q_rows)
         depth = np.repeat(iota(len(self._q_rows)), [len(r) for r in self._q_rows])
-        stands = depth < self.depths[row]
+        counts = depth < self.depths[row]
         order = np.lexsort((depth, row))
-        order = order[stands[order]]
+        order = order[counts[order]]
         flat = torch.cat(self._q)
         if len(order) == len(row) and (order == iota(len(order))).all():
             return flat

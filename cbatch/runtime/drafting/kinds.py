@@ -1,4 +1,4 @@
-"""Which drafter drives which draft: a new kind is one file, and a line here."""
+"""The drafter class for each kind of draft. A new kind is one file and one line here."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Drafters without a model: what followed the last tokens where they stood before.
+"""Drafters without a model: they draft what followed an earlier occurrence of the last tokens.
 
-`LookupDrafter` keeps nothing. A lookup reads the *verified* tokens of a sequence when it is asked,
-so a slot that never speculates costs nothing, prompts are not indexed, and neither a rejected draft
-nor a preemption has anything to undo. To read them costs little beside what attends to them.
+`LookupDrafter` keeps no state. It reads the *verified* tokens of a sequence when it drafts. So a
+slot that never speculates costs nothing, prompts are not indexed, and rejected drafts or
+preemptions need no undo. Reading the tokens costs little compared with attention over them.
 
-Such a drafter chooses with certainty, so it also knows after the fact what it would have drafted:
-`observe` scores it on tokens that were emitted without drafts.
+A lookup is deterministic, so `observe` can score it later: it compares tokens emitted without
+drafts with what the lookup would have drafted.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from cbatch.runtime.cpu.compiled.lookup import CompiledLookup, LookupStruct
 from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
 from cbatch.runtime.model.arrays import I64, iota
 
-# At most so many tokens before a draft are looked at, and at least the last half of them: it bounds
-# what a draft costs.
+# The longest text that a lookup reads, in tokens before the draft. It reads at least half of this.
+# The limit bounds the cost of a draft.
 WINDOW_TOKENS = 16384
 
 
 class Lookup:
-    """A guess of how a text goes on."""
+    """A guess at the continuation of a text."""
 
-    struct: LookupStruct | None = None  # by which the kernels know it, too; None: they do not
+    struct: LookupStruct | None = None  # the same lookup for the C kernels; None: in Python only
 
     def guess(self, text: I64, depth: int) -> list[int]:
-        """At most `depth` >= 1 tokens; a smaller depth gives the beginning of the same guess."""
+        """Return at most `depth` >= 1 tokens. A smaller depth gives a prefix of the same guess."""
         raise NotImplementedError
 
 
 class Evidence(NamedTuple):
-    """Per row, what a drafter would have scored on tokens emitted without drafts."""
+    """The score that a drafter would have had on tokens emitted without drafts, by row."""
 
-    trials: I64  # [R] tokens before which it would have drafted
-    hits: I64  # [R] of these, how many its first draft would have named
+    trials: I64  # [R] emitted tokens before which it would have drafted
+    hits: I64  # [R] trials whose first draft would have been right
 
 
 def followers(text: I64, context: I64) -> tuple[I64, int]:
-    """Places in `text`, ascending, whose tokens follow the longest end of `context` that any token
-    follows, and the length of that."""
+    """Find the longest suffix of `context` that occurs in `text` with a token after it.
+
+    Return the places of these next tokens in `text`, ascending, and the length of the suffix."""
     places, size = np.arange(len(text)), 0
     for token in context[::-1].tolist():
         before = places[places > size]
@@ -55,8 +56,8 @@ def followers(text: I64, context: I64) -> tuple[I64, int]:
 
 
 class LookupDrafter(Drafter):
-    """Drafts what a lookup finds in the last `window_tokens / 2` to `window_tokens` tokens of a
-    sequence. Where they start depends on their number alone."""
+    """Drafts by a lookup in the last `window_tokens / 2` to `window_tokens` tokens of a sequence.
+    The start of this window depends on the number of tokens only."""
 
     def __init__(self, lookup: Lookup, window_tokens: int = WINDOW_TOKENS) -> None:
         if window_tokens < 2:
@@ -81,11 +82,12 @@ class LookupDrafter(Drafter):
         return Proposal(tokens, num_drafted, None, np.zeros(len(tokens), dtype=np.bool_))
 
     def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """Score the known tokens of `slots` from position `since[i]` on, each against the draft
-        that its predecessors call for. Depends on emitted tokens alone, so lookahead may follow it
-        without changing the law of the output.
+        """Score the known tokens of `slots` from position `since[i]` on: compare each with the
+        first draft that the lookup would have made. The score depends on emitted tokens only. So
+        lookahead
+        may follow it without changing the distribution of the output.
 
-        Call it after a step for rows that drafted nothing since then.
+        Call it after a step, for rows without drafts since position `since[i]`.
         """
         known = self.table.num_tokens[slots]
         if self.compiled is not None:
@@ -101,9 +103,10 @@ class LookupDrafter(Drafter):
     def replay(
         self, slots: NDArray[np.integer], since: I64, depths: I64
     ) -> tuple[NDArray[np.bool_], I64]:
-        """Whether it would have drafted after the first `since[i]` tokens of a slot, asked for
-        `depths[i]` drafts, and how many would have been accepted; so many tokens are known since.
-        Depends on emitted tokens alone, as `observe` does."""
+        """Draft as if only the first `since[i]` tokens of a slot were known, `depths[i]` tokens.
+
+        Return whether any drafts were made, and how many would have been accepted; the slot has
+        `depths[i]` known tokens after `since[i]`. Both depend on emitted tokens only."""
         if self.compiled is not None:
             tokens, num_drafted = self.compiled.look_up(self.table.tokens, slots, since, depths)
         else:
@@ -111,8 +114,8 @@ class LookupDrafter(Drafter):
         depth = iota(tokens.shape[1])
         places = np.minimum(since[:, None] + depth, self.table.tokens.shape[1] - 1)
         emitted = self.table.tokens[slots[:, None], places]
-        stands = (tokens == emitted) & (depth < num_drafted[:, None])
-        hits: I64 = np.logical_and.accumulate(stands, axis=1).sum(axis=1)
+        matches = (tokens == emitted) & (depth < num_drafted[:, None])
+        hits: I64 = np.logical_and.accumulate(matches, axis=1).sum(axis=1)
         return num_drafted > 0, hits
 
     def _look_up(self, rows: DraftRows) -> tuple[I64, I64]:
@@ -127,7 +130,7 @@ class LookupDrafter(Drafter):
         return tokens, num_drafted
 
     def _guess(self, slot: int, known: int, depth: int) -> list[int]:
-        """After the first `known` tokens of a slot."""
-        # Steps of half a window: what is dropped was seen for half a window of tokens.
+        """Draft after the first `known` tokens of a slot."""
+        # The window moves by half its size, so a token is seen at least half a window long.
         start = max(-(-known // self._half) - 2, 0) * self._half
         return self._lookup.guess(self.table.tokens[slot, start:known], depth)

@@ -8,10 +8,11 @@ from cbatch.runtime.model.arrays import I64
 
 
 class NgramLookup(Lookup):
-    """The tokens that followed the latest earlier occurrence of the longest known ending.
+    """Drafts the tokens that followed the latest earlier occurrence of the longest known ending.
 
-    Endings of `longest_tokens` down to `shortest_tokens` tokens are looked up. A match so near the
-    end that its continuation runs out goes on with its own drafts, which repeats a period.
+    Endings of `longest_tokens` down to `shortest_tokens` tokens are looked up. A match may be so
+    near the end that its continuation runs out. The drafts then continue with their own beginning,
+    which repeats a period.
     """
 
     def __init__(self, shortest_tokens: int = 2, longest_tokens: int = 4) -> None:

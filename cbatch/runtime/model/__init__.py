@@ -1,1 +1,1 @@
-"""A checkpoint's config, weights and KV, for any device. Imports nothing of the runtime's."""
+"""Config, weights and KV cache of a model, for any device. Imports nothing else of `runtime`."""

@@ -1,4 +1,4 @@
-"""Index arithmetic shared by the batches and the layouts of a step."""
+"""Index arithmetic for batches and step layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _iota = np.arange(4096, dtype=np.int64)
 
 
 def iota(n: int) -> I64:
-    """0..n-1 as a view of one shared array (read only by convention)."""
+    """Return 0..n-1 as a view of one shared array; callers must not write to it."""
     global _iota
     if n > len(_iota):
         _iota = np.arange(2 * n, dtype=np.int64)

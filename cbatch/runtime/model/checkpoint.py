@@ -1,4 +1,4 @@
-"""A checkpoint of a Hugging Face directory or a GGUF file, or with numbers drawn for benchmarks."""
+"""Checkpoints: a Hugging Face directory, a GGUF file, or random weights for benchmarks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 
 _RANDOM_STD = 0.02
 _EMBEDDING = "model.embed_tokens.weight"
-_MOST_NAMED = 4  # layers, or tensors of none, in a message
+_MOST_NAMED = 4  # names in a warning about unread tensors; one name covers all layers
 UNTIED = "%s: tie_word_embeddings: lm_head.weight differs from the embedding, and is used"
 _logger = logging.getLogger("cbatch")
 
 
 class RandomWeights(WeightSource):
-    """Numbers of the usual initialisation, the same for a name and a seed: benchmarks only."""
+    """Random weights from the usual initialisation, a function of name and seed: for benchmarks."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -44,14 +44,14 @@ class RandomWeights(WeightSource):
 
 
 class Checkpoint(NamedTuple):
-    """What a model is, its weights, and the dtype to serve them in."""
+    """Config and weights of a model, and the dtype to serve it in."""
 
     config: ModelConfig
     weights: WeightSource
     dtype: torch.dtype
 
     def head(self) -> Tensor:
-        """[vocab, hidden], by which states become logits: the embedding, where they are tied."""
+        """Return the LM head [vocab, hidden]: the embedding, if they are tied."""
         c = self.config
         name = _EMBEDDING if c.tie_embeddings else "lm_head.weight"
         return self.weights.get(name, (c.vocab_size, c.hidden_size))
@@ -62,11 +62,11 @@ def open_checkpoint(
     dtype: str | torch.dtype = "auto",
     random_weights_seed: int | None = None,
 ) -> Checkpoint:
-    """Of a Hugging Face directory or hub name, or of a GGUF file (the first, where it is split).
+    """Open a Hugging Face directory or hub name, or a GGUF file (the first of a split one).
 
-    Quantised weights are multiplied with as they are unless `dtype` says what to widen them to.
-    `random_weights_seed` draws the weights instead (only the config is read). Raises ModelError for
-    whatever in the checkpoint cannot be served, naming file and field or tensor.
+    Products take quantised weights as they are, unless `dtype` names a type to widen them to. With
+    `random_weights_seed` the weights are random, and only the config is read. Raises ModelError for
+    anything in the checkpoint that cannot be served, naming the file and the field or tensor.
     """
     path = resolve_directory(path_or_name, weights=random_weights_seed is None)
     file = read_gguf(path) if is_gguf(path) else None
@@ -78,7 +78,7 @@ def open_checkpoint(
             f"{path}: torch_dtype: {stored!r:.40} is not supported; supported: {known}"
         )
     if config.quantisation is not None and stored == "float16":
-        stored = "bfloat16"  # as for GGUF files: what is quantised is multiplied with as it is
+        stored = "bfloat16"  # as for GGUF files: products take quantised weights as they are
     served = resolve_dtype(dtype, stored)
     source: WeightSource
     if random_weights_seed is not None:
@@ -100,7 +100,8 @@ def open_checkpoint(
 
 
 def _has_other_head(files: Safetensors) -> bool:
-    """Whether there is a head that is not the embedding: transformers takes it in any case."""
+    """Return whether the LM head differs from the embedding; transformers always uses the LM
+    head."""
     if "lm_head.weight" not in files:
         return False
     head, embedding = files.read("lm_head.weight"), files.read(_EMBEDDING)
@@ -108,7 +109,7 @@ def _has_other_head(files: Safetensors) -> bool:
 
 
 def warn_unread(path: str | Path, names: Iterable[str]) -> None:
-    """Log which tensors of a checkpoint nothing reads: its config.json may be of another model."""
+    """Log the unread tensors of a checkpoint: its config.json may belong to another model."""
     layers = Counter(re.sub(r"(\.\d+\.).*", r"\1*", name) for name in sorted(names))
     if layers:
         shown = ", ".join([f"{n} ({count})" for n, count in layers.items()][:_MOST_NAMED])
@@ -118,7 +119,7 @@ def warn_unread(path: str | Path, names: Iterable[str]) -> None:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """What `open_checkpoint` says of a directory or file, without its weights."""
+    """Return the config that `open_checkpoint` returns, without reading weights."""
     config = config_of(read_gguf(path)) if is_gguf(path) else load_config(path)
     if not has_angles(config):
         raise ModelError(
@@ -128,7 +129,8 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def resolve_dtype(dtype: str | torch.dtype, stored: str | None) -> torch.dtype:
-    """The dtype to serve in; "auto" is the checkpoint's own, fp32 if it does not say."""
+    """Return the dtype to serve in. "auto" is the checkpoint's own dtype, or fp32 if it has
+    none."""
     if isinstance(dtype, torch.dtype):
         name = str(dtype).removeprefix("torch.")
     else:
@@ -141,11 +143,11 @@ def resolve_dtype(dtype: str | torch.dtype, stored: str | None) -> torch.dtype:
 def resolve_directory(
     path_or_name: str | Path, *, weights: bool, download: Callable[..., str] | None = None
 ) -> Path:
-    """A local model directory, downloading a hub name (`owner/name`) if need be; a GGUF file as
-    it is.
+    """Return a local model directory, downloading a hub name (`owner/name`) if necessary. A GGUF
+    file is returned as it is.
 
-    With `weights` False only config and tokenizer files are fetched. `download` stands in for
-    `huggingface_hub.snapshot_download` in tests.
+    With `weights` False only config and tokenizer files are downloaded. Tests replace
+    `huggingface_hub.snapshot_download` by `download`.
     """
     path = Path(path_or_name).expanduser()
     if is_gguf(path):

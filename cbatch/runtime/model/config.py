@@ -1,4 +1,4 @@
-"""A model's shape and arithmetic, in one form for every family; checked reading of JSON files."""
+"""Shape and arithmetic of a model, in one form for every family; validated access to JSON files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from cbatch.runtime.model.quantisation import Quantisation
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# More than any model has: who says so is damaged, or wants memory for nothing. Kernels count in 32
-# bits, and keep a head on their stack.
-_MOST = 1 << 30
-_MOST_OF = {
+# Upper limits of config fields, above those of any model. A larger value means a damaged file, or
+# would allocate memory for nothing. Kernels count in 32 bits and keep one attention head on the
+# stack.
+_MAX_INT = 1 << 30
+_MAX_OF = {
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 12,
     "head_dim": 1 << 12,
@@ -30,7 +31,7 @@ _MOST_OF = {
     "moe_intermediate_size": 1 << 18,
     "shared_expert_intermediate_size": 1 << 18,
 }
-_LARGEST = float(2**127)  # of fp32
+_MAX_FLOAT = float(2**127)  # of fp32
 
 
 class ModelError(ValueError):
@@ -38,16 +39,16 @@ class ModelError(ValueError):
 
 
 class UnsupportedModelError(ModelError):
-    """A valid checkpoint that our own pass does not compute."""
+    """A valid checkpoint that our own pass cannot compute."""
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding; a type ignores the fields that it does not use.
+    """Rotary embedding. Each type ignores the fields that it does not use.
 
-    `attention_factor` multiplies cos and sin (yarn, longrope); 1.0 elsewhere. `divisors`, one for
-    each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
-    rotate. The pair of dimension i is i + 1 with `interleaved`; otherwise it is half of the rotated
-    dimensions away.
+    `attention_factor` multiplies cos and sin (yarn, longrope); it is 1.0 elsewhere. `divisors`, one
+    for each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
+    rotate. With `interleaved`, dimensions i and i + 1 are a pair; otherwise the two are half of the
+    rotated dimensions apart.
     """
 
     type: str = "default"
@@ -70,7 +71,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
 
 
 class KVShape(NamedTuple):
-    """What a layer keeps of each token: of each of `heads` a key and a value."""
+    """The KV of one token in one layer: a key and a value for each of `heads` KV heads."""
 
     heads: int
     key_dim: int
@@ -84,9 +85,9 @@ class KVShape(NamedTuple):
 class Experts(msgspec.Struct, frozen=True):
     """A mixture of `count` experts of inner width `width`.
 
-    A token uses the `chosen` most likely ones; with `normalized` their weights sum to 1. Every
+    A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
     token also uses `shared` experts of the same width, weighted by a gate. `dense_layers` have a
-    feed-forward without experts. `limit` and `alpha` are of the clamped activation.
+    feed-forward without experts. `limit` and `alpha` are parameters of the clamped activation.
     """
 
     count: int
@@ -100,18 +101,18 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """Differences from Llama's arithmetic; only the compiled pass on CPUs computes them.
+    """Differences from Llama's arithmetic. On CPUs only the compiled pass computes them.
 
     norms: names of a layer's norms before and after attention, before and after the
         feed-forward; None where there is none.
-    layer_norm, norm_bias, norm_offset: norms subtract the mean, add a bias, add this to the weight.
+    layer_norm, norm_bias, norm_offset: norms subtract the mean; add a bias; add this to the weight.
     parallel: attention and feed-forward have the same input.
-    gated: the feed-forward has a gate and an up projection; without it, only the latter.
+    gated: the feed-forward has gate and up projections; if False, only an up projection.
     whole_qk_norm: all query heads of a token are normed together, and all its key heads.
     attention_scale: factor of scores; None is head_dim ** -0.5.
-    attention_softcap, logit_softcap: x becomes cap * tanh(x / cap); 0 is no cap.
-    residual_scale: factor of what attention and feed-forward add to the residual stream.
-    layer_ropes: rotary embedding of each layer, where layers differ.
+    attention_softcap, logit_softcap: x becomes cap * tanh(x / cap); 0 means no cap.
+    residual_scale: factor of the outputs of attention and feed-forward before they are added.
+    layer_ropes: rotary embedding of each layer, if layers differ.
     """
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -137,8 +138,9 @@ class Arithmetic(msgspec.Struct, frozen=True):
 
 class ModelConfig(msgspec.Struct, frozen=True):
     """Shape and arithmetic of a decoder. `sliding_window[layer]` is the window in tokens (the
-    token itself included) or None for full attention; `max_position_tokens` is the context.
-    `kv_shapes` are those of the layers where `num_kv_heads` and `head_dim` do not say all."""
+    token itself included) or None for full attention. `max_position_tokens` is the context length.
+    `kv_shapes` has one entry per layer if `num_kv_heads` and `head_dim` do not describe them
+    all."""
 
     family: str
     vocab_size: int
@@ -171,12 +173,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Return the number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class Fields:
-    """A JSON object; errors name the file and the field, the latter as `names` spells it."""
+    """A JSON object. Errors name the file and the field; `names` maps fields to the file's
+    names."""
 
     def __init__(
         self,
@@ -196,25 +199,26 @@ class Fields:
         return default if value is None else value
 
     def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
-        """A positive integer; `default` where it is absent or null, an error if there is none."""
-        value, most = self.get(field, default), _MOST_OF.get(field, _MOST)
+        """Return a positive integer. If the field is absent or null, return `default`, or raise
+        ModelError without a default."""
+        value, largest = self.get(field, default), _MAX_OF.get(field, _MAX_INT)
         if value is None:
             raise self.error(field, "missing; a complete file of the model has it")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least else "an integer of 0 or more"
             raise self.error(field, f"must be {kind}, got {value!r:.40}")
-        if value > most:
-            raise self.error(field, f"must be at most {most}, got {value!r:.40}")
+        if value > largest:
+            raise self.error(field, f"must be at most {largest}, got {value!r:.40}")
         return value
 
-    def number(self, field: str, default: float | None = None, most: float = math.inf) -> float:
-        """A positive finite number; `default` as in `integer`."""
+    def number(self, field: str, default: float | None = None, largest: float = math.inf) -> float:
+        """Return a positive finite number of at most `largest`; `default` as in `integer`."""
         value = self.get(field, default)
         if value is None:
             raise self.error(field, "missing; a complete file of the model has it")
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not 0 < value <= min(most, _LARGEST):
-            limit = "" if most == math.inf else f" of at most {most:g}"
+        if not good or not 0 < value <= min(largest, _MAX_FLOAT):
+            limit = "" if largest == math.inf else f" of at most {largest:g}"
             raise self.error(field, f"must be a positive number{limit}, got {value!r:.40}")
         return float(value)
 
@@ -226,35 +230,36 @@ class Fields:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it has the form `owner/name`."""
+    """Return whether a name has the form `owner/name`."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def eos_ids_of(directory: Path) -> tuple[int, ...]:
-    """By config, generation config and the tokenizer's files, each once. Raises ModelError for what
-    is no token id."""
-    found: list[int] = []
+    """Return the EOS ids of config, generation config and tokenizer files, without repeats. Raises
+    ModelError for invalid token ids."""
+    ids: list[int] = []
     for file in (directory / "config.json", directory / GENERATION_FILE):
-        found += token_ids(Fields(file, read_optional(file)), "eos_token_id")
+        ids += token_ids(Fields(file, read_optional(file)), "eos_token_id")
     configs = [read_optional(directory / name) for name in _TOKENIZER_FILES]
-    named = tokenizer_end_ids(configs, directory / "tokenizer.json", guess=not found)
-    found += [token_id for token_id in named if 0 <= token_id <= _MOST]
-    return tuple(dict.fromkeys(found))
+    named = tokenizer_end_ids(configs, directory / "tokenizer.json", guess=not ids)
+    ids += [token_id for token_id in named if 0 <= token_id <= _MAX_INT]
+    return tuple(dict.fromkeys(ids))
 
 
 def read_optional(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file. Raises ModelError for one that cannot be read."""
+    """Read a JSON object; return an empty dict if there is no file. Raises ModelError if
+    unreadable."""
     return read_json_object(file) if file.exists() else {}
 
 
 def require_file(file: Path) -> None:
-    """Raise ModelError for a pipe, a device or a folder: to read one may never end."""
+    """Raise ModelError for a pipe, a device or a folder: reading one may never end."""
     if file.exists() and not file.is_file():
         raise ModelError(f"{file}: is no regular file; give the model's own")
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Raises ModelError for a file that holds no JSON object."""
+    """Read a JSON object. Raises ModelError for any other file."""
     require_file(file)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -268,6 +273,6 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def token_ids(f: Fields, field: str) -> tuple[int, ...]:
     value = f.get(field)
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _MOST for i in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _MAX_INT for i in ids):
         raise f.error(field, f"must be a token id or a list of them, got {value!r:.40}")
     return ids

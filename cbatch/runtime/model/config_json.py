@@ -1,4 +1,4 @@
-"""Reading of `config.json`, for every family that our own pass computes."""
+"""Parsing of `config.json`, for every family that our own pass computes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
 _MOST_NORM_EPS = 1.0
-_LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30  # tokens: at least a prompt token and one more
+_LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30  # tokens: a prompt token and one more; 32-bit counts
 
 
 def load_config(path: str | Path) -> ModelConfig:
     """Read `config.json` (a file, or the directory that holds it).
 
-    Raises ModelError, naming file and field, for what is missing, malformed or not supported.
+    Raises ModelError, naming file and field, for anything missing, malformed or not supported.
     """
     file = Path(path)
     if file.is_dir():
@@ -52,8 +52,8 @@ def load_config(path: str | Path) -> ModelConfig:
 def parse_config(
     values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """Return the configuration of values already read. Messages use `path`, and `names` for what
-    fields are called in a file of another format. Raises ModelError as `load_config`."""
+    """Return the configuration of values already read. Messages use `path`; `names` maps fields to
+    their names in a file of another format. Raises ModelError as `load_config`."""
     family = _family(Fields(path, values, names=names))
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
@@ -114,7 +114,7 @@ def _activation(f: Fields, family: Family) -> str:
         return "clamped"
     field = "hidden_act" if f.get("hidden_activation") is None else "hidden_activation"
     act = f.get(field, "silu")
-    if act == "gelu" and "gemma" in family.name:  # older files name the wrong one
+    if act == "gelu" and "gemma" in family.name:  # older files name the wrong activation
         act = "gelu_pytorch_tanh"
     if not isinstance(act, str) or act not in _ACTIVATIONS:
         problem = f"{act!r:.40} is not supported; supported: {', '.join(_ACTIVATIONS)}"
@@ -210,8 +210,8 @@ def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
     if not named or len(types) != layers:
         problem = f"must name {layers} layers, each one of {', '.join(known)}; got {types!r:.80}"
         raise f.error("layer_types", problem)
-    found: list[str] = types
-    return found
+    layer_types: list[str] = types
+    return layer_types
 
 
 def _windows(
@@ -231,21 +231,21 @@ def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
     """Return the longest context.
 
     Configurations disagree whether `max_position_embeddings` is the length before or after
-    scaling. As in vLLM: yarn gives the original length itself; with linear the field is the length
-    before; with llama3, and where layers have different ropes, the one after. Longrope uses other
-    frequencies from the original length on, so the context ends there.
+    scaling. The rules are vLLM's. yarn gives the original length itself. With linear, the field is
+    the length before scaling; with llama3, and where layers have different ropes, the length after.
+    Longrope has other frequencies beyond the original length, so the context ends there.
     """
-    found: float = f.integer("max_position_embeddings")
+    context: float = f.integer("max_position_embeddings")
     if rope.type in ("yarn", "longrope"):
-        found = rope.original_max_position_tokens
+        context = rope.original_max_position_tokens
     if rope.type in ("linear", "yarn") and family.ropes != "typed":
-        found *= rope.factor
-    if not _LEAST_CONTEXT <= found <= _MOST_CONTEXT:
+        context *= rope.factor
+    if not _LEAST_CONTEXT <= context <= _MOST_CONTEXT:
         problem = (
-            f"a context of {found:.6g} tokens; {_LEAST_CONTEXT} to {_MOST_CONTEXT} are supported"
+            f"a context of {context:.6g} tokens; {_LEAST_CONTEXT} to {_MOST_CONTEXT} are supported"
         )
         raise f.error("max_position_embeddings", problem)
-    return round(found)
+    return round(context)
 
 
 def _ropes(
@@ -255,20 +255,20 @@ def _ropes(
     types: list[str] | None,
     head_dim: int,
 ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
-    """Return the rope of full attention, and that of each layer where layers differ."""
+    """Return the rope of full attention, and the rope of each layer if layers differ."""
     if types is not None and family.ropes == "typed":
         nested = f.get("rope_parameters", {})
         if not isinstance(nested, dict):
             raise f.error("rope_parameters", f"must be an object, got {nested!r:.40}")
         local = f.get("rope_local_base_freq", f.get("rope_theta"))
-        found = {}
+        by_type = {}
         for kind, own in (
             ("full_attention", {}),
             ("sliding_attention", {"rope_theta": local, "rope_scaling": None}),
         ):
             values = {**f.values, **own, "rope_parameters": nested.get(kind)}
-            found[kind] = _rope(Fields(f.path, values, names=f.names), family, head_dim)
-        return found["full_attention"], tuple(found[kind] for kind in types)
+            by_type[kind] = _rope(Fields(f.path, values, names=f.names), family, head_dim)
+        return by_type["full_attention"], tuple(by_type[kind] for kind in types)
     rope = _rope(f, family, head_dim)
     none = replace(rope, share=0.0)
     if family.ropes == "windowed" and any(windows):
@@ -283,8 +283,8 @@ def _ropes(
 
 
 def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
-    """Return the rope, in either spelling: `rope_parameters` (transformers 5), or `rope_theta`
-    with `rope_scaling`."""
+    """Parse a rope in either spelling: `rope_parameters` (transformers 5), or `rope_theta` with
+    `rope_scaling`."""
     context_tokens = f.integer("max_position_embeddings")
     field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     raw = f.get(field, {})
@@ -339,7 +339,7 @@ def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
 
 
 def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs: int) -> RopeConfig:
-    """Return LongRoPE (arXiv:2402.13753) up to the original context, with its short factors."""
+    """Return LongRoPE (arXiv:2402.13753) with its short factors: up to the original context."""
     divisors = r.get("short_factor")
     numbers = isinstance(divisors, list) and all(
         isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf

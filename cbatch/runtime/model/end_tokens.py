@@ -1,4 +1,4 @@
-"""Tokens that end a text, by what a tokenizer's files say of them."""
+"""Tokens that end a text, from the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-# Texts by which llama.cpp knows such a token.
+# The texts by which llama.cpp recognises such tokens.
 END_TOKENS = frozenset(
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"]
     + ["</s>", "<EOT>", "_<EOT>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]
@@ -33,8 +33,8 @@ class _Tokenizer(msgspec.Struct):
 def tokenizer_end_ids(
     configs: Iterable[Mapping[str, Any]], tokenizer: Path, *, guess: bool
 ) -> list[int]:
-    """Return the ids of each `eos_token` that `configs` name, by a `tokenizer.json`. Where they
-    name none, and with `guess`, those of its special tokens with a text of `END_TOKENS`."""
+    """Return the ids of the `eos_token`s in `configs`, looked up in a `tokenizer.json`. If there
+    are none, `guess` returns instead its special tokens with a text in `END_TOKENS`."""
     tokens = [config.get("eos_token") for config in configs]
     texts = [each.get("content") if isinstance(each, dict) else each for each in tokens]
     names = [text for text in texts if isinstance(text, str)]
@@ -51,5 +51,5 @@ def tokenizer_end_ids(
                 vocab = {text: at for at, (text, _) in enumerate(vocab)}
             ids = vocab | ids
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []  # `load_tokenizer` says what is wrong
+        return []  # `load_tokenizer` reports what is wrong
     return [ids[name] for name in names if name in ids]

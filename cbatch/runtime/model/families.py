@@ -1,4 +1,4 @@
-"""Model families of our own pass: how the `config.json` of each differs from Llama's."""
+"""Model families that our own pass computes: how each `config.json` differs from Llama's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FILE = Path(__file__).with_suffix(".toml")
 
 
 class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a family's config has its experts.
+    """The config fields of a family's experts.
 
-    `width` names the field with the inner width of an expert, `shared` the one with the inner width
-    of the experts that every token uses. `normalized`: the weights of a token's experts always sum
-    to 1; without it the field `norm_topk_prob` decides. `clamped`: the activation is gpt-oss's.
+    `width` names the field with the inner width of an expert. `shared` names the field with the
+    total inner width of the experts that every token uses. `normalized`: a token's expert weights
+    always sum to 1; otherwise the field `norm_topk_prob` decides. `clamped`: gpt-oss's activation.
     """
 
     width: str
@@ -29,20 +29,20 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One architecture, as an entry of families.toml describes it.
 
     name: `model_type` of the config.
-    names: where a checkpoint's tensor names differ: ends of our module names, and theirs.
+    names: where a checkpoint's tensor names differ: suffix of our module name -> theirs.
     fused: matrices that the checkpoint stores as one.
-    stacked: a layer's experts are one tensor, outputs or inputs first; "" is a tensor an expert.
-    defaults: what transformers assumes for fields that are absent.
-    qkv_bias, out_bias, mlp_bias: present, absent, or the name of the field that says so.
-    windows: which layers have the sliding window: `all`; those that `layer_types` calls sliding
-        (`typed`; without that list, all but every `full_every`th); those from `max_window_layers`
+    stacked: a layer's experts are one tensor with outputs or inputs first; "": a tensor per expert.
+    defaults: the values that transformers assumes for absent fields.
+    qkv_bias, out_bias, mlp_bias: present, absent, or the name of the field that decides.
+    windows: the layers with a sliding window: `all`; those called sliding in `layer_types`, or
+        without that list all but every `full_every`th (`typed`); those from `max_window_layers`
         on (`late`).
     ropes: `one` for all layers; one for each of `layer_types` (`typed`); only on layers with a
         window (`windowed`); only on layers where `no_rope_layers` has a 1 (`listed`).
-    interleaved: rotary pairs are neighbours.
+    interleaved: the two dimensions of a rotary pair are neighbours.
     eps: the field with the epsilon of norms.
-    flags: fields of `Arithmetic`.
-    numbers: fields of `Arithmetic` that are a field of the config to a power.
+    flags: values of fields of `Arithmetic`.
+    numbers: fields of `Arithmetic` -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
     """
 
@@ -68,7 +68,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.lru_cache(maxsize=1)
 def families() -> dict[str, Family]:
-    """Return every family by the name of its architecture."""
+    """Return all families by architecture name."""
     entries = msgspec.toml.decode(_FILE.read_bytes())
     return {name: msgspec.convert(_merged(name, entries), Family) for name in entries}
 
@@ -79,7 +79,7 @@ def family_named(name: str) -> Family:
 
 
 def _merged(name: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry over the one that its `like` names; tables are merged."""
+    """Return an entry merged over the entry that its `like` names; tables are merged, too."""
     own = dict(entries[name])
     base = _merged(own.pop("like"), entries) if "like" in own else {}
     tables = [key for key in own if isinstance(own[key], dict) and key in base]

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint under the names that our own pass asks for."""
+"""Checkpoint tensors under the names of our own forward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FamilyWeights(WeightSource):
     """Checkpoint tensors in one form for every family.
 
     A matrix that the checkpoint fuses with others is returned alone. The experts of a layer are
-    stacked, as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` [experts, outputs, inputs];
-    their biases have the suffix `_bias` [experts, outputs].
+    stacked as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` [experts, outputs, inputs].
+    Their biases have the suffix `_bias` [experts, outputs].
     """
 
     def __init__(self, files: WeightSource, config: ModelConfig) -> None:
@@ -52,9 +52,9 @@ class FamilyWeights(WeightSource):
         return self._files.get(f"{self._named(module)}.{kind}", shape)
 
     def _named(self, module: str) -> str:
-        for ours, theirs in self._family.names.items():
-            if module.endswith(ours):
-                return module.removesuffix(ours) + theirs
+        for own_name, stored_name in self._family.names.items():
+            if module.endswith(own_name):
+                return module.removesuffix(own_name) + stored_name
         return module
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:

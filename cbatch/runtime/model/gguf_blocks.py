@@ -1,8 +1,8 @@
-"""Values of GGUF's block types. The order of the operations is that of ggml's own reference, so
-that fp32 values are the same to the bit.
+"""Dequantisation of GGUF's block types. The operations have the order of ggml's reference, so that
+fp32 values are the same to the bit.
 
-d and m are a block's scale and offset in fp16, q its codes. Nibbles hold two codes: the low ones of
-some consecutive bytes, then the high ones of the same.
+d and m are a block's scale and offset in fp16, q its codes. A byte holds two codes of 4 bits. First
+come the low codes of some consecutive bytes, then the high codes of the same bytes.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_AT_ONCE = 1 << 22  # values: what is wide in between stays small beside a tensor
+_AT_ONCE = 1 << 22  # values per step: keeps fp32 intermediates small compared with a tensor
 _IQ4 = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
 
 
 def dequantised(name: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    """All values of `blocks` [count, bytes of a block] of a type, flat."""
+    """Return all values of `blocks` [count, bytes of a block] of the type `name`, flat."""
     stored = torch.from_numpy(blocks)
     if name in _PLAIN:
         return stored.view(_PLAIN[name]).flatten().to(dtype)
     values = _VALUES[name]
     width = values(stored[:1]).shape[1]
-    found = torch.empty(len(stored), width, dtype=dtype)
+    values_out = torch.empty(len(stored), width, dtype=dtype)
     step = _AT_ONCE // width
     for at in range(0, len(stored), step):
-        found[at : at + step] = values(stored[at : at + step])
-    return found.flatten()
+        values_out[at : at + step] = values(stored[at : at + step])
+    return values_out.flatten()
 
 
 def rounded_to_q8_0(matrix: Tensor) -> NDArray[np.uint8]:
-    """Rows [out, columns], columns a multiple of 32, as blocks uint8 [out, columns / 32 * 34]."""
-    found = []
+    """Quantise rows [out, columns], columns a multiple of 32: uint8 [out, columns / 32 * 34]."""
+    parts = []
     for rows in matrix.split(max(1, _AT_ONCE // matrix.shape[1])):
         values = rows.float().unflatten(1, (-1, 32))
         scales = values.abs().amax(-1, keepdim=True) / 127
         codes = (values / scales.clamp(min=1e-30)).round().clamp(-127, 127).to(torch.int8)
         bits = scales.half().view(torch.uint8)
-        found.append(torch.cat([bits, codes.view(torch.uint8)], dim=-1).flatten(1))
-    return torch.cat(found).numpy()
+        parts.append(torch.cat([bits, codes.view(torch.uint8)], dim=-1).flatten(1))
+    return torch.cat(parts).numpy()
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """fp16 at byte `at` of every block, as fp32 [count, 1]."""
+    """Return the fp16 number at byte `at` of every block, as fp32 [count, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """The codes in the last dimension: all low ones, then all high ones."""
+    """Return the codes in the last dimension: all low codes, then all high codes."""
     return torch.cat([codes & 15, codes >> 4], dim=-1)
 
 
 def _bits(words: Tensor) -> Tensor:
-    """[count, bytes] -> [count, 8 bytes], the lowest bit of a byte first."""
+    """Unpack bits: [count, bytes] -> [count, 8 * bytes], the lowest bit of a byte first."""
     return (words.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
@@ -84,8 +84,8 @@ def _q5_1(b: Tensor) -> Tensor:
 
 
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of 8 sub-blocks, fp32 [count, 8, 1]: 6 bits each in 12 bytes, the upper
-    two bits of the last four above those of the first."""
+    """Return scales and offsets of 8 sub-blocks, fp32 [count, 8, 1]. They have 6 bits each, in 12
+    bytes; the upper two bits of the last four lie above the first four."""
     first, second, last = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=1)
     offsets = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=1)
@@ -121,7 +121,7 @@ def _iq4_nl(b: Tensor) -> Tensor:
 
 
 def _iq4_xs(b: Tensor) -> Tensor:
-    """Scales of 6 bits: nibbles in bytes 4 to 8, and above them two bits each in bytes 2 and 3."""
+    # Scales have 6 bits: low 4 bits in bytes 4 to 8, upper two bits in bytes 2 and 3.
     low = torch.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], dim=2).flatten(1)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
     high = (b[:, 2:4].unsqueeze(2) >> shifts & 3).flatten(1)

@@ -1,7 +1,7 @@
-"""GGUF files: their metadata and their tensors, mapped. Nothing of torch is loaded to read one.
+"""GGUF files: metadata and memory-mapped tensors. Reading a file does not import torch.
 
-Every size, count and offset is checked against the file before it is used: what a file says of
-itself is no reason to read beyond its end, to allocate what it does not hold, or to take long.
+Every size, count and offset is checked against the file before it is used. A broken file can cause
+neither reads beyond its end, nor large allocations, nor long loops.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 16  # keys, or tensors
+_MOST_ENTRIES = 1 << 16  # metadata keys, or tensors
 _MOST_NAME_BYTES = 1 << 10
-_MOST_HEAD_BYTES = 1 << 26  # what is before the first tensor's data; the largest have 20 MB
+_MOST_HEAD_BYTES = 1 << 26  # everything before the first tensor's data; the largest have 20 MB
 _MOST_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
@@ -39,7 +39,7 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class BlockType(NamedTuple):
-    """How values are stored: `elements` of a row at a time take `bytes`."""
+    """A storage type: every `elements` values of a row take `bytes` bytes."""
 
     name: str
     elements: int
@@ -69,8 +69,8 @@ _UNSUPPORTED = dict(
 
 
 class GgufTensor(NamedTuple):
-    """A tensor as it is stored. `raw` holds the bytes of all rows, blocks whole, one after the
-    other; `shape` is [rows, columns] as torch has it."""
+    """A tensor as stored. `raw` holds the bytes of all rows, one after the other, in whole blocks;
+    `shape` is [rows, columns] as in torch."""
 
     name: str
     type: BlockType
@@ -79,7 +79,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """[rows, bytes of one]."""
+        """Return the bytes by row, uint8 [rows, bytes per row]."""
         return self.raw.reshape(self.shape[0], -1)
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -91,8 +91,8 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gguf:
-    """One file, or all parts of a split one. Arrays of numbers in `metadata` are numpy's, those of
-    strings are lists."""
+    """One file, or all parts of a split one. In `metadata`, arrays of numbers are numpy arrays and
+    arrays of strings are lists."""
 
     path: Path
     metadata: dict[str, Any]
@@ -103,27 +103,27 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name: whether there is such a file is told where it is read."""
+    """Return whether a path names a GGUF file; the file itself need not exist."""
     return path.suffix == SUFFIX and not path.is_dir()
 
 
-_held: WeakValueDictionary[tuple[str, int, int, int], Gguf] = WeakValueDictionary()
+_open_files: WeakValueDictionary[tuple[str, int, int, int], Gguf] = WeakValueDictionary()
 
 
 def read_gguf(path: Path) -> Gguf:
-    """What somebody still holds of the same file, unchanged, is not read again. Raises ModelError
-    naming the file, and the field or tensor, for whatever is wrong with it."""
+    """Read a file, or return the same object as before if it is still in use and the file has not
+    changed. Raises ModelError naming the file, and the field or tensor at fault."""
     try:
         stat = path.stat()
     except OSError as err:
         raise _unreadable(path, err) from None
-    if not S_ISREG(stat.st_mode):  # who opens a pipe waits for its writer
+    if not S_ISREG(stat.st_mode):  # opening a pipe would block until it has a writer
         raise ModelError(f"{path}: cannot be read (no file; give a copy of it)")
     key = str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
-    found = _held.get(key)
-    if found is None:
-        found = _held[key] = _read_parts(path)
-    return found
+    file = _open_files.get(key)
+    if file is None:
+        file = _open_files[key] = _read_parts(path)
+    return file
 
 
 def _unreadable(path: Path, err: OSError) -> ModelError:
@@ -159,13 +159,13 @@ def _read_parts(path: Path) -> Gguf:
 
 
 class _Reader:
-    """One pass over a file's head. `at` never goes beyond `size`."""
+    """Reads the header of a file in one pass. `at` is the next byte and never exceeds `size`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at = path, 0
         try:
             with path.open("rb") as file:
-                # Private and writable, as torch wants memory to be; nobody writes to it.
+                # Private and writable, since torch wants writable memory; no code writes to it.
                 self.data = (
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if file.seek(0, 2) else b""
                 )
@@ -199,7 +199,7 @@ class _Reader:
         return ModelError(f"{self.path}: {field}: {problem}")
 
     def _take(self, count: int, field: str) -> int:
-        """Where the next `count` bytes are, which it steps over."""
+        """Return where the next `count` bytes start, and skip them."""
         start = self.at
         if count > self.size - start:
             problem = f"the file ends at byte {self.size}, {start + count} are needed"
@@ -247,25 +247,25 @@ class _Reader:
         if count > (min(self.size, _MOST_HEAD_BYTES) - self.at) // 8:
             raise self._error(field, f"{count} strings are more than the file can hold")
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
-        found = []
+        strings = []
         try:
-            for _ in range(count):  # vocabularies have 100,000s: no calls in here
+            for _ in range(count):  # vocabularies have 100,000s of strings: avoid calls
                 start = at + 8
                 at = start + length_at(data, at)[0]
                 if at > self.size:
                     self.at = start
                     self._take(at - start, field)
-                found.append(data[start:at].decode())
+                strings.append(data[start:at].decode())
         except struct.error:
             self.at = self.size
             self._take(8, field)
         except UnicodeDecodeError as err:
-            raise self._error(field, f"string {len(found)} is not UTF-8 ({err.reason})") from None
+            raise self._error(field, f"string {len(strings)} is not UTF-8 ({err.reason})") from None
         self.at = at
-        return found
+        return strings
 
     def _head(self, field: str) -> tuple[str, BlockType, tuple[int, ...], int]:
-        """Name, type, shape and offset into the data."""
+        """Return name, type, shape and offset (in bytes, into the data) of the next tensor."""
         name = self._name(field)
         field = f"tensor {name}"
         dims = self._scalar("I", field)
@@ -290,21 +290,21 @@ class _Reader:
             problem = f"must be a power of 2 and at least 8, got {alignment!r:.40}"
             raise self._error("general.alignment", problem)
         base = -(-self.at // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         spans = []
         for name, kind, shape, offset in heads:
             field, num_bytes = f"tensor {name}", math.prod(shape) // kind.elements * kind.bytes
-            if name in found:
+            if name in tensors:
                 raise self._error(field, "stands twice")
             if offset % alignment:
                 raise self._error(field, f"offset {offset} is no multiple of {alignment}")
             self.at = base + offset
             start = self._take(num_bytes, field)
-            found[name] = GgufTensor(
+            tensors[name] = GgufTensor(
                 name, kind, shape, np.frombuffer(self.data, np.uint8, num_bytes, start)
             )
             spans.append((start, self.at, name))
         for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
             if start < stop:
                 raise self._error(f"tensor {other}", f"its data lie within those of {one}")
-        return found
+        return tensors

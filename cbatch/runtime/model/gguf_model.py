@@ -1,4 +1,4 @@
-"""The config and the weights of a GGUF file, by the names that Hugging Face's files have."""
+"""Config and weights of a GGUF file, under the names of Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Fields of config.json and their keys, below the name of the architecture.
+# Fields of config.json -> their GGUF keys, without the prefix of the architecture.
 _KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -38,15 +38,15 @@ _KEYS = {
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
 }
-# What the arithmetic here has one value for.
+# Keys for which only one value is supported.
 _FIXED = {
     "attention.causal": True,
     "attention.scale": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-_CONTROL = 3  # a token's type
-_MOST_CHARS = 64  # of a name among the metadata
+_CONTROL = 3  # the token type of control tokens
+_MOST_CHARS = 64  # the longest metadata string that can be a name
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 _WHOLE = {
     "model.embed_tokens.weight": _EMBEDDING,
@@ -69,7 +69,7 @@ _LAYER = {
 
 
 def config_of(file: Gguf) -> ModelConfig:
-    """Raises ModelError naming the file and the key, or the tensor that does not go with it."""
+    """Return the config of a GGUF file. Raises ModelError naming the file and the key or tensor."""
     arch, tensors = _one(file, "general.architecture"), file.tensors
     if arch not in _ARCHITECTURES:
         problem = f"{arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
@@ -126,7 +126,7 @@ def config_of(file: Gguf) -> ModelConfig:
 
 
 def _one(file: Gguf, key: str, default: Any = None) -> Any:
-    """A value that holds for all layers. A file may give every layer its own."""
+    """Return a value that holds for all layers, also from a file with an array of equal values."""
     value = file.metadata.get(key, default)
     if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
         return value[0].item()
@@ -138,7 +138,7 @@ def _one(file: Gguf, key: str, default: Any = None) -> Any:
 
 
 def _each(file: Gguf, key: str) -> Any:
-    """An array, empty where there is none."""
+    """Return an array, or an empty list if there is none."""
     value = file.metadata.get(key, [])
     if not isinstance(value, np.ndarray | list):
         raise file.error(key, f"must be an array, got {value!r:.40}")
@@ -146,7 +146,7 @@ def _each(file: Gguf, key: str) -> Any:
 
 
 def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, Any] | None:
-    """As config.json has it; takes its fields out of `values`."""
+    """Return the rope scaling in config.json's form; removes its fields from `values`."""
     prefix = "rope_scaling."
     scaling = {
         field.removeprefix(prefix): values.pop(field)
@@ -164,13 +164,14 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     given = scaling["attention_factor"] or 1.0
     numbers = all(isinstance(each, int | float) for each in (factor, given))
     if kind == "yarn" and numbers and factor > 1:
-        # Here it stands beside what the factor of the lengths asks for, there in place of that.
+        # GGUF: a further factor. config.json: the whole factor, length scaling included.
         scaling["attention_factor"] = given * (0.1 * math.log(factor) + 1)
     return scaling
 
 
 def _end_ids(file: Gguf) -> list[Any]:
-    """The tokens that a text ends with: those that are named, and those that tell by their text."""
+    """Return the ids of EOS tokens: those named by the metadata, and control tokens with a known
+    text."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [_one(file, key) for key in keys if key in file.metadata]
     tokens, types = (_each(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
@@ -180,17 +181,17 @@ def _end_ids(file: Gguf) -> list[Any]:
 
 
 def _dtype(file: Gguf) -> str:
-    """What most values are stored in; bf16 for those that are quantised."""
+    """Return the dtype of most values, or bfloat16 if these are quantised."""
     counts: Counter[str] = Counter()
     for tensor in file.tensors.values():
         counts[tensor.type.name] += math.prod(tensor.shape)
-    most = counts.most_common(1)[0][0]
-    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+    commonest = counts.most_common(1)[0][0]
+    return {"F32": "float32", "F16": "float16"}.get(commonest, "bfloat16")
 
 
 def _check_tensors(file: Gguf, config: ModelConfig) -> None:
-    """Raises ModelError unless the tensors are those of the config, to the shape: one that nobody
-    asks for would mean other arithmetic."""
+    """Raise ModelError unless names and shapes of the tensors are those of the config. An unknown
+    tensor would mean other arithmetic."""
     shapes = _shapes(config)
     for name, shape in shapes.items():
         tensor = file.tensors.get(name)
@@ -227,16 +228,16 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"ffn_gate.bias": (wide,), "ffn_up.bias": (wide,), "ffn_down.bias": (hidden,)}
     if c.qk_norm:
         layer |= {"attn_q_norm.weight": (c.head_dim,), "attn_k_norm.weight": (c.head_dim,)}
-    found = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
+    shapes = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
     if not c.tie_embeddings:
-        found["output.weight"] = (c.vocab_size, hidden)
+        shapes["output.weight"] = (c.vocab_size, hidden)
     for i in range(c.num_layers):
-        found |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
-    return found
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
 
 def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
-    """With what each frequency is divided by: so Llama 3's scaling is written here."""
+    """Return the rope with the stored divisors of its frequencies (Llama 3's scaling)."""
     tensor = file.tensors[_ROPE_FACTORS]
     fits = tensor.shape == (config.head_dim // 2,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
@@ -247,8 +248,8 @@ def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
 
 
 class GgufWeights(WeightSource):
-    """A file's tensors by their names in Hugging Face's files, values in `dtype`; `as_stored` those
-    that are quantised as blocks, too."""
+    """The tensors of a GGUF file under the names of Hugging Face's files, widened to `dtype`. With
+    `as_stored`, `blocks` returns quantised ones as they are."""
 
     def __init__(
         self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False
@@ -268,8 +269,8 @@ class GgufWeights(WeightSource):
         return stored if stored is not None and stored.type.elements > 1 else None
 
     def stored(self, name: str) -> GgufTensor:
-        """Bytes as they are, rows in the order of Hugging Face's files: in a llama's file the rows
-        of a head's queries and keys alternate between its halves."""
+        """Return a tensor as stored, rows in the order of Hugging Face's files. In a Llama GGUF,
+        the rows of a head's queries and keys alternate between the halves of the head."""
         gguf_name = _gguf_name(name)
         tensor = self._file.tensors.get(gguf_name)
         if tensor is None:

@@ -1,8 +1,9 @@
-"""What the `config.json` of a head says: a small drafter that reads a model's states.
+"""The `config.json` of a head: a small drafter that reads the hidden states of the target.
 
-Known layouts: EAGLE-3 as SafeAILab, SpecForge and SGLang, AngelSlim and speculators write it,
-EAGLE-1 and 2 (whose files are the same), and Medusa as FasterDecoding, TGI and vLLM do. Where
-frameworks read a field differently, `readings` has what it may mean, the likeliest first.
+Known layouts: EAGLE-3 as written by SafeAILab, SpecForge and SGLang, AngelSlim and speculators;
+EAGLE-1 and 2 (whose files are the same); Medusa as written by FasterDecoding, TGI and vLLM.
+Frameworks read some fields differently. `_readings` lists the possible meanings, the likeliest
+first.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _HEAD_FIELDS += ("medusa_num_heads",)
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
-    """`layer` is the shape of an EAGLE head's one layer, of Medusa of none, with the target's
-    vocabulary. `hidden_layers` are those of the target that it reads, as `Model.keep_hidden`
-    numbers them."""
+    """One reading of a head's config. `layer` describes the single layer of an EAGLE head; Medusa
+    has no layer there, only the target's vocabulary. `hidden_layers` are the target's layers whose
+    states the head reads, numbered as in `Model.keep_hidden`."""
 
     kind: Literal["eagle3", "eagle", "medusa"]
     layer: ModelConfig
@@ -47,10 +48,10 @@ class HeadConfig(msgspec.Struct, frozen=True):
     draft_vocab_size: int
     norm_before_residual: bool = False
     norm_output: bool = False
-    input_norm: bool = False  # one norm of all that is read, before fc
-    fc_norm: bool = False  # one of each layer's
+    input_norm: bool = False  # one norm over all states that are read, before fc
+    fc_norm: bool = False  # one norm for each layer's states
     fc_bias: bool = False
-    # Of Medusa: how many tokens are drafted, by how many blocks each; whether one head is for all.
+    # Medusa: the number of drafted tokens, residual blocks for each, and whether all share a head.
     num_heads: int = 1
     num_blocks: int = 1
     shares_head: bool = False
@@ -64,7 +65,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
 
 
 def is_head(path: Path) -> bool:
-    """Whether a directory's configuration is that of a head."""
+    """Return whether a directory's configuration is that of a head."""
     file = path / "config.json"
     if not path.is_dir() or not file.exists():
         return False
@@ -79,19 +80,19 @@ def is_head(path: Path) -> bool:
 
 
 def _has_fc(path: Path) -> bool:
-    """Whether it has a tensor `fc`. EAGLE-1 says nothing in its configuration: it is the one Llama
-    layer with `fc`. The names of a safetensors file are read without importing torch."""
+    """Return whether a directory has the tensor `fc`. An EAGLE-1 config looks like that of a Llama
+    with one layer, but only a head has `fc`. Safetensors names are read without importing torch."""
     for file in sorted(path.glob("*.safetensors"))[:1]:
-        with contextlib.suppress(SafetensorError, OSError), safe_open(file, "numpy") as held:
-            return not _FC_NAMES.isdisjoint(held.keys())
+        with contextlib.suppress(SafetensorError, OSError), safe_open(file, "numpy") as tensors:
+            return not _FC_NAMES.isdisjoint(tensors.keys())
     from cbatch.runtime.model.head_weights import HeadWeights, weight_files
 
     return bool(weight_files(path)) and "fc.weight" in HeadWeights.of(path).names
 
 
 def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
-    """Its readings, the likeliest first. Raises ModelError naming file and field for what is not
-    supported, or does not fit the target."""
+    """Return the readings of a head's config, the likeliest first. Raises ModelError naming file
+    and field for anything that is not supported, or that does not fit the target."""
     from cbatch.runtime.model.head_weights import HeadWeights
 
     file = path / "config.json"
@@ -136,7 +137,7 @@ def _fc_norms(names: frozenset[str]) -> bool:
 def _layer(
     f: Fields, inner: Mapping[str, Any], target: ModelConfig, weights: HeadWeights
 ) -> ModelConfig:
-    """Sizes that files get wrong are those of the tensors."""
+    """Parse the head's layer. Sizes that configs often get wrong come from the tensors instead."""
     values = dict(inner)
     if values.get("num_hidden_layers", 1) != 1:
         count = values["num_hidden_layers"]
@@ -167,23 +168,23 @@ def _layer(
         attention_bias=biased,
         attention_out_bias=False,
         mlp_bias=False,
-        # A head's own context is often that of its training; its positions are relative.
+        # A head's config often has its training length; rotary positions are relative.
         max_position_tokens=max(context, min(target.max_position_tokens, 2048)),
     )
 
 
 def _medusa(f: Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
-    """Files hold more heads than their configuration tells: those that are there count. Where it is
-    that of a whole model, the number of layers is the model's."""
+    """Parse a Medusa config. The number of heads is that of the tensors: configs often state fewer.
+    In the config of a whole model, the number of layers is the model's, not the head's."""
     own = f.get("model_type") == "medusa"
     for field in ("hidden_size", "vocab_size"):
-        size, wanted = f.get(field), getattr(target, field)
-        if size is not None and size != wanted:
-            problem = f"{size!r:.40} is not the target's {wanted}"
+        size, expected = f.get(field), getattr(target, field)
+        if size is not None and size != expected:
+            problem = f"{size!r:.40} is not the target's {expected}"
             raise f.error(field, f"{problem}; use heads that were trained for this model")
     places = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", n) for n in weights.names]
-    found = [(int(each[1]), int(each[2])) for each in places if each]
-    heads, blocks = (1 + max((each[i] for each in found), default=0) for i in range(2))
+    places_of_blocks = [(int(each[1]), int(each[2])) for each in places if each]
+    heads, blocks = (1 + max((each[i] for each in places_of_blocks), default=0) for i in range(2))
     weights.require("blocks.0.layers.0.weight", (target.hidden_size, target.hidden_size))
     stated = f.integer("num_heads" if own and f.get("num_heads") else "medusa_num_heads", heads)
     if stated > heads:
@@ -213,8 +214,8 @@ def _draft_vocab(f: Fields, target: ModelConfig, field: str = "draft_vocab_size"
 
 
 def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadConfig]:
-    """Ids are of the state before a layer, as vLLM and speculators have them, or of the one behind
-    it, as SGLang has. `norm_before_residual` defaults to one in vLLM, to the other elsewhere."""
+    """Return the possible readings. Layer ids mean the state before a layer (vLLM, speculators) or
+    after it (SGLang). `norm_before_residual` defaults to True in one of these, False elsewhere."""
     count = target.num_layers
     eagle = f.get("eagle_config", {})
     given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
@@ -229,8 +230,8 @@ def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadCo
         field = "eagle_aux_hidden_state_layer_ids"
         raise f.error(field, f"must be a list of layer numbers, got {given!r:.40}")
     else:
-        before, behind = tuple(given), tuple(i + 1 for i in given)
-        ids = [behind, before] if by_sglang else [before, behind]
+        before, after = tuple(given), tuple(i + 1 for i in given)
+        ids = [after, before] if by_sglang else [before, after]
     fits = [each for each in ids if all(0 <= i <= count for i in each)]
     if not fits:
         field, problem = "eagle_aux_hidden_state_layer_ids", f"{list(ids[0])} of {count} layers"

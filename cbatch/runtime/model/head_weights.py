@@ -1,4 +1,4 @@
-"""The tensors of a head, under one spelling: of safetensors, or a pickle of tensors alone."""
+"""The tensors of a head (an EAGLE or Medusa drafter), from safetensors or a pickle of tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.weight_files import WeightSource
 
 _SAFE, _PICKLES = "*.safetensors", ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")
-# What frameworks call the one layer, and what they put before names.
+# The names that frameworks give the one layer, and the prefixes that they put before all names.
 _LAYER_NAMES = ("midlayer.", "model.midlayer.", "model.layers.0.", "layers.0.")
 _PREFIXES = ("model.", "draft_model.")
-# FasterDecoding's: blocks `0.0.linear.weight`, and behind them the head, `0.1.weight`.
+# FasterDecoding's Medusa: blocks are `0.0.linear.weight`, the LM head after them `0.1.weight`.
 _MEDUSA_NAME = re.compile(
     r"(?:medusa_heads?\.)?(\d+)\.(?:(\d+)\.linear\.(weight|bias)|\d+\.weight)"
 )
@@ -29,7 +29,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Tensors(NamedTuple):
-    """Of a file that is open."""
+    """An open file of tensors."""
 
     names: Iterable[str]
     shape: Callable[[str], Iterable[int]]
@@ -37,28 +37,29 @@ class _Tensors(NamedTuple):
 
 
 class HeadWeights(WeightSource):
-    """Tensors by the names of speculators (`fc.weight`, `layers.0.self_attn.q_proj.weight`), of
-    Medusa by vLLM's (`blocks.0.layers.0.weight`). They are read as they are asked for."""
+    """The tensors of a head, read on request. EAGLE tensors have the names of speculators
+    (`fc.weight`, `layers.0.self_attn.q_proj.weight`), Medusa's those of vLLM
+    (`blocks.0.layers.0.weight`)."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._held = _read_safe(file) if file.match(_SAFE) else _read_pickle(file)
-        self._stored = {_spelled(name): name for name in self._held.names}
+        self._tensors = _read_safe(file) if file.match(_SAFE) else _read_pickle(file)
+        self._stored = {_spelled(name): name for name in self._tensors.names}
         self.names = frozenset(self._stored)
 
     @classmethod
     def of(cls, path: Path) -> HeadWeights:
-        """Raises ModelError for what is no file of tensors. A pickle is read by an unpickler that
-        knows tensors alone: code in it is never run."""
+        """Open the weights in a directory. Raises ModelError if there is no file of tensors. A
+        pickle is read by an unpickler that accepts only tensors: code in it is never run."""
         for file in weight_files(path):
             return cls(file)
         raise ModelError(f"{path}: no weights found; a head has {_SAFE}, or {_PICKLES[0]}")
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self._held.shape(self._stored[name])) if name in self.names else None
+        return tuple(self._tensors.shape(self._stored[name])) if name in self.names else None
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Of floats that are numbers. Raises ModelError naming file and tensor."""
+        """Return a tensor of finite floats. Raises ModelError naming file and tensor."""
         tensor = self.read(name, shape)
         if tensor.dtype not in _FLOATS:
             raise self._error(name, f"has dtype {tensor.dtype}; quantised heads are not supported")
@@ -67,12 +68,12 @@ class HeadWeights(WeightSource):
         return tensor
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Of any dtype."""
+        """Return a tensor of any dtype."""
         self.require(name, shape)
-        return self._held.read(self._stored[name]).contiguous()
+        return self._tensors.read(self._stored[name]).contiguous()
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """It is there, and of this shape."""
+        """Raise ModelError unless the tensor exists and has this shape."""
         have = self.shape_of(name)
         if have is None:
             raise self._error(name, "is missing; the download may be cut, or the layout another")
@@ -85,7 +86,7 @@ class HeadWeights(WeightSource):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The preferred first."""
+    """Return the files of weights in a directory, the preferred first."""
     return [file for pattern in (_SAFE, *_PICKLES) for file in sorted(path.glob(pattern))]
 
 
@@ -104,25 +105,25 @@ def _spelled(name: str) -> str:
 
 def _read_safe(file: Path) -> _Tensors:
     try:
-        held = safe_open(file, framework="pt")
-        names = list(held.keys())
+        tensors = safe_open(file, framework="pt")
+        names = list(tensors.keys())
     except (SafetensorError, OSError) as error:
         problem = f"not a complete safetensors file ({error!s:.300}); download it again"
         raise ModelError(f"{file}: {problem}") from None
-    return _Tensors(names, lambda name: held.get_slice(name).get_shape(), held.get_tensor)
+    return _Tensors(names, lambda name: tensors.get_slice(name).get_shape(), tensors.get_tensor)
 
 
 def _read_pickle(file: Path) -> _Tensors:
     try:
-        with warnings.catch_warnings(action="ignore"):  # of older and newer pickles
-            mapped = is_zipfile(file)  # older ones can only be read whole
-            held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings(action="ignore"):  # about pickles of older and newer versions
+            mapped = is_zipfile(file)  # older pickles can only be read whole
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         problem = "holds more than tensors: code in a pickle could do anything and is not run"
         remedy = "take a safetensors file of it"
         raise ModelError(f"{file}: {problem}; {remedy}") from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise ModelError(f"{file}: cannot be read ({error!s:.200}); download it again") from None
-    if not isinstance(held, dict) or not all(isinstance(t, Tensor) for t in held.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelError(f"{file}: must hold tensors by their names; take a file of weights")
-    return _Tensors(held, lambda name: held[name].shape, held.__getitem__)
+    return _Tensors(tensors, lambda name: tensors[name].shape, tensors.__getitem__)

@@ -1,4 +1,4 @@
-"""Paged keys and values of one model."""
+"""The paged KV cache of one model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ALIGNMENT_BYTES = 64
 
 
 class KVCache:
-    """K and V in blocks of `block_size` tokens; block ids 0 .. num_blocks - 1 are the caller's.
+    """K and V in blocks of `block_size` tokens. Callers use the block ids 0 .. num_blocks - 1.
 
-    Memory per layer: [kv_heads, blocks, block_size, 2 (K, V), head_dim]. K and V of a token lie
-    together, as they do in the projection that makes them, and so do the tokens of one head in one
-    block: writing copies one run for each (token, head), gathering one for each (block, head), and
-    the gathered tiles are operands of a batched product as they stand. A compiled pass, which reads
-    blocks in place, has K of a block transposed (see `paged.h`). One more block
-    (`scratch_block`) stays zero: it stands for whatever a block table does not hold.
+    Memory per layer: [kv_heads, blocks, block_size, 2 (K, V), head_dim]. K and V of a token are
+    adjacent, as in the projection that makes them. The tokens of one head in one block are
+    contiguous. So a write copies one run per (token, head), a gather copies one run per (block,
+    head), and gathered tiles are operands of a batched product without another copy. The compiled
+    pass reads blocks in place and stores K of a block transposed (see `paged.h`). One extra block,
+    `scratch_block`, stays zero; it replaces blocks that a block table does not have.
 
-    `block_rows[layer]` [kv_heads * blocks, values of a block of one head] are all there is where
-    layers differ in shape, or K and V do. Where they do not, `data` [layers, 2, kv_heads, blocks,
-    block_size, head_dim] is a view of all of it, and `token_rows` are rows of K and V of a token.
+    `block_rows[layer]` is [kv_heads * blocks, values of one head in one block]. If all layers have
+    one shape, with equal dimensions of K and V, there are also views: `data` [layers, 2, kv_heads,
+    blocks, block_size, head_dim], and `token_rows[layer]`, with K and V of one token in each row.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVCache:
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scratch_block = num_blocks
         place, heads = torch.device(device), config.num_kv_heads
-        # First block row of each head: add a block id to get a row of `block_rows`.
+        # First row of `block_rows` of each head: adding a block id gives a block's row.
         self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
         # Zeroed, not empty: positions never written are masked, but they must be finite.
         if config.kv_shapes:
@@ -63,7 +63,7 @@ class KVCache:
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Forget the contents of blocks, so that values that were not finite cannot spread."""
+        """Zero the contents of blocks, so that non-finite values in them cannot spread."""
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.size == 0:
             return
@@ -76,7 +76,7 @@ class KVCache:
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes one block takes over all layers."""
+        """Return the bytes of one block over all layers."""
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         if config.kv_shapes:
             per_token = sum(shape.values for shape in config.kv_shapes)
@@ -90,7 +90,7 @@ def _layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Memory of each layer, [heads * blocks, values of a block of one head]."""
+    """Allocate each layer, [heads * blocks, values of one head in one block]."""
     widths = [block_size * (shape.key_dim + shape.value_dim) for shape in shapes]
     counts = [shape.heads * blocks * width for shape, width in zip(shapes, widths, strict=True)]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
@@ -102,7 +102,7 @@ def _layers(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Aligned, so that no row of a head begins within a cache line."""
+    """Return zeros aligned to 64 bytes, so that every row of a head begins at a cache line."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

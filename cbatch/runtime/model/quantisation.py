@@ -1,4 +1,4 @@
-"""What a config.json says of quantised weights."""
+"""The quantisation of a checkpoint, from its config.json."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
 
 class Quantisation(NamedTuple):
     method: str  # "compressed-tensors", "gptq", "awq" or "fp8"
-    zero_shift: int  # by which stored zero points are too small
+    zero_shift: int  # what to add to stored zero points
     block_rows: int | None  # fp8: rows and columns that share a scale
     block_columns: int | None
 
 
 def parse_quantisation(given: Any, error: Callable[[str, str], Exception]) -> Quantisation | None:
-    """`quantization_config` of a config.json; raises what `error` makes of a problem."""
+    """Parse `quantization_config` of a config.json. Raises `error(field, problem)`."""
 
     def refused(name: str, problem: str) -> Exception:
         return error(f"quantization_config.{name}", problem)
@@ -35,8 +35,8 @@ def parse_quantisation(given: Any, error: Callable[[str, str], Exception]) -> Qu
             raise refused("transform_config", "rotations are not supported")
     elif method == "gptq":
         if given.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-            found = given["checkpoint_format"]
-            raise refused("checkpoint_format", f"{found!r:.40}; supported: gptq, gptq_v2")
+            stated = given["checkpoint_format"]
+            raise refused("checkpoint_format", f"{stated!r:.40}; supported: gptq, gptq_v2")
     elif method == "awq":
         if str(given.get("version", "gemm")).lower() != "gemm":
             raise refused("version", f"{given['version']!r:.40}; supported: gemm")

@@ -1,9 +1,9 @@
 """Quantised weights of Hugging Face directories: compressed-tensors, GPTQ, AWQ and fp8.
 
-Whole numbers of 4 or 8 bits with a scale, and a zero point, for a group of columns each. What of
-them fits a block type of GGUF to the bit (`_as_blocks` has the one exception) is multiplied with as
-such blocks; the rest is widened as it loads, and so are weights in fp8. How many bits a matrix has,
-and how large its groups are, follows from the shapes of its tensors.
+Weights are integers of 4 or 8 bits, with a scale and a zero point for each group of columns. Those
+that equal a block type of GGUF, bit for bit, are multiplied as such blocks (`_as_blocks` has the
+one exception). Other weights, and those in fp8, are widened while loading. The shapes of a matrix's
+tensors tell its bits and its group size.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from cbatch.runtime.model.quantisation import Quantisation
 from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _BLOCK_TYPES = {each.name: each for each in TYPES.values()}
-_BLOCK = 32  # columns
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0 .. 7 in a word
-_FP8 = "F8_E4M3"  # as safetensors files name it
+_BLOCK = 32  # columns of a block
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0 .. 7 in a 32-bit word
+_FP8 = "F8_E4M3"  # the name of the dtype in safetensors files
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
 
 class Codes(NamedTuple):
-    """A matrix [out, in] of whole numbers: (codes - zeros) * scales, by groups of columns."""
+    """A quantised matrix [out, in]: (codes - zeros) * scales, by groups of columns."""
 
     codes: Tensor  # uint8 [out, in]
     scales: Tensor  # fp32 [out, groups]
     zeros: Tensor  # int32 [out, groups]
     bits: int
-    group_of: Tensor  # int64 [in]: ascending, unless columns were sorted by importance
+    group_of: Tensor  # int64 [in]; ascending, except with GPTQ's sorting of columns (act-order)
 
     @property
     def in_order(self) -> bool:
@@ -41,14 +41,14 @@ class Codes(NamedTuple):
         return bool((self.group_of == torch.arange(len(self.group_of)) // max(size, 1)).all())
 
     def values(self) -> Tensor:
-        """fp32."""
+        """Return the matrix in fp32."""
         zeros, scales = self.zeros[:, self.group_of], self.scales[:, self.group_of]
         return (self.codes.int() - zeros).float() * scales
 
 
 class QuantisedWeights(WeightSource):
-    """A directory's tensors, quantised ones widened to `dtype`; `as_stored` also as blocks, where
-    they are some."""
+    """The tensors of a directory, with quantised ones widened to `dtype`. With `as_stored`,
+    `blocks` returns those that can be multiplied as blocks."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class QuantisedWeights(WeightSource):
         return _as_blocks(name, self._codes(module, *self._shapes[name]))
 
     def _main(self, module: str) -> str:
-        """The tensor that a quantised matrix has, and no other."""
+        """Return the name of the tensor that only a quantised matrix has."""
         return f"{module}.{_MAIN.get(self._how.method, '')}"
 
     def _error(self, name: str, problem: str) -> ModelError:
@@ -98,8 +98,8 @@ class QuantisedWeights(WeightSource):
         return self._transposed(module, out, columns)
 
     def _packed(self, module: str, out: int, columns: int) -> Codes:
-        """compressed-tensors' `pack-quantized`: words along the columns, and zero points, where
-        there are some, along the rows; both by half a range too large."""
+        """Read compressed-tensors' `pack-quantized` format. Words run along the columns; those of
+        zero points, if any, along the rows. Codes and zeros are stored plus half their range."""
         name = f"{module}.weight_packed"
         words, bits = self._words(name, out, columns, along=1)
         codes = _unpacked(words, bits, range(32 // bits))[:, :columns]
@@ -119,8 +119,8 @@ class QuantisedWeights(WeightSource):
         return Codes(codes, scales, zeros, bits, order)
 
     def _transposed(self, module: str, out: int, columns: int) -> Codes:
-        """GPTQ and AWQ: [in, out], of which GPTQ's words go along the columns of x, AWQ's along the
-        outputs, in an order of their own."""
+        """Read GPTQ or AWQ, stored as [in, out]. GPTQ packs words along the inputs, AWQ along the
+        outputs, in an order of its own."""
         name, awq = f"{module}.qweight", self._how.method == "awq"
         words, bits = self._words(name, columns, out, along=1 if awq else 0)
         places = _AWQ_PLACES if awq else range(32 // bits)
@@ -143,7 +143,7 @@ class QuantisedWeights(WeightSource):
         return words
 
     def _words(self, name: str, rows: int, columns: int, *, along: int) -> tuple[Tensor, int]:
-        """Packed along a dimension of [rows, columns], and in how many bits each."""
+        """Return the words packed along a dimension of [rows, columns], and the bits of a value."""
         words = self._integers(name)
         for bits in (4, 8):
             shape = [rows, columns]
@@ -153,10 +153,10 @@ class QuantisedWeights(WeightSource):
         problem = f"has shape {list(words.shape)}, not {[rows, columns]} in 4 or 8 bits"
         raise self._error(name, problem)
 
-    def _fitting(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if tuple(found.shape) != shape:
-            raise self._error(name, f"holds {list(found.shape)}, its scales are {list(shape)}")
-        return found
+    def _fitting(self, name: str, zeros: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(zeros.shape) != shape:
+            raise self._error(name, f"holds {list(zeros.shape)}, its scales are {list(shape)}")
+        return zeros
 
     def _scales(self, name: str, out: int, columns: int, *, rows_first: bool) -> Tensor:
         stored = self._files.read(name)
@@ -178,7 +178,7 @@ class QuantisedWeights(WeightSource):
         return order
 
     def _widened(self, module: str, shape: tuple[int, ...]) -> Tensor:
-        """fp8: with a scale for all, for each row, or for blocks of rows and columns."""
+        """Widen fp8 with one scale for all, for each row, or for each block of rows and columns."""
         weight = self._files.read(f"{module}.weight")
         if tuple(weight.shape) != shape:
             problem = f"has shape {list(weight.shape)}, config.json asks for {list(shape)}"
@@ -197,21 +197,22 @@ class QuantisedWeights(WeightSource):
         rows, wide = self._how.block_rows or 128, self._how.block_columns or 128
         if tuple(scale.shape) != (-(-out // rows), -(-columns // wide)):
             raise self._error(name, f"{list(scale.shape)} fits no {rows} x {wide} of {list(shape)}")
-        each = scale[torch.arange(out) // rows][:, torch.arange(columns) // wide]
-        return (weight.float() * each).to(self._dtype)
+        scales = scale[torch.arange(out) // rows][:, torch.arange(columns) // wide]
+        return (weight.float() * scales).to(self._dtype)
 
 
 def _unpacked(words: Tensor, bits: int, places: Any) -> Tensor:
-    """uint8 [rows, values] of int32 [rows, words]; value i of a word is at place `places[i]`."""
+    """Return uint8 [rows, values] of int32 [rows, words]. Value i of a word is at `places[i]`."""
     shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
     values = (words.contiguous().unsqueeze(2) >> shifts) & ((1 << bits) - 1)
     return values.flatten(1).to(torch.uint8)
 
 
 def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
-    """Q4_0 and Q8_0 where zero points are the middle, Q4_1 for others of 4 bits: there an offset is
-    held, which is rounded to 11 bits (by less than a 130th of a step). None where groups, or their
-    scales in fp16, do not fit."""
+    """Return the matrix as GGUF blocks, or None where its groups, or scales in fp16, do not fit.
+
+    Zero points in the middle of the range give Q4_0 or Q8_0. Other 4-bit ones give Q4_1, whose
+    offset is rounded to 11 bits: an error of less than 1/130 of a quantisation step."""
     out, columns = matrix.codes.shape
     groups = matrix.scales.shape[1]
     scales = matrix.scales.half()
@@ -230,8 +231,8 @@ def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
         body = (codes.int() - 128).to(torch.int8).view(torch.uint8)
     else:
         body = codes[..., :16] | codes[..., 16:] << 4
-    each = [h.repeat_interleave(times, 1).unsqueeze(2).view(torch.uint8) for h in heads]
-    raw: np.ndarray = torch.cat([*each, body], dim=2).flatten().numpy()
+    packed_heads = [h.repeat_interleave(times, 1).unsqueeze(2).view(torch.uint8) for h in heads]
+    raw: np.ndarray = torch.cat([*packed_heads, body], dim=2).flatten().numpy()
     return GgufTensor(name, kind, (out, columns), raw)
 
 
@@ -247,9 +248,9 @@ def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
         "mlp.up_proj": (wide, hidden),
         "mlp.down_proj": (hidden, wide),
     }
-    found = [
+    layers = [
         (f"model.layers.{i}.{name}.weight", shape)
         for i in range(c.num_layers)
         for name, shape in shapes.items()
     ]
-    return [*found, ("lm_head.weight", (c.vocab_size, hidden))]
+    return [*layers, ("lm_head.weight", (c.vocab_size, hidden))]

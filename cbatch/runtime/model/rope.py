@@ -15,21 +15,22 @@ ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """fp32 [head_dim / 2], in radians per token; 0 where dimensions do not rotate.
+    """Return the frequencies, fp32 [head_dim / 2], in radians per token; 0 for dimensions that do
+    not rotate.
 
-    Computed in fp32 in the order transformers does: at far positions the rounding of a frequency
-    is a visible angle, and checkpoints were trained with that rounding.
+    Computed in fp32 in the same order as transformers. At far positions the rounding of a frequency
+    changes the angle visibly, and checkpoints were trained with that rounding.
     """
     rotated = rope.rotated(head_dim)
-    found = torch.zeros(head_dim // 2)
+    frequencies = torch.zeros(head_dim // 2)
     if rotated:
-        found[: rotated // 2] = _scaled_frequencies(rope, rotated)
-    return found
+        frequencies[: rotated // 2] = _scaled_frequencies(rope, rotated)
+    return frequencies
 
 
 def has_angles(config: ModelConfig) -> bool:
-    """Whether each position of the context has finite ones: fields may each be a number, and their
-    quotients and logarithms none."""
+    """Return whether all angles up to the context length are finite. Valid fields may have
+    quotients or logarithms that are not."""
     try:
         ropes = {config.rope, *config.arithmetic.layer_ropes}
         fastest = max(inverse_frequencies(r, config.head_dim).max().item() for r in ropes)
@@ -43,18 +44,18 @@ def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     base = rope.theta**exponents
     if rope.type == "longrope":
         return 1.0 / (torch.tensor(rope.divisors) * base)
-    found = 1.0 / base
+    frequencies = 1.0 / base
     if rope.type == "linear":
-        found = found / rope.factor
+        frequencies = frequencies / rope.factor
     elif rope.type == "llama3":
-        found = _llama3(rope, found)
+        frequencies = _llama3(rope, frequencies)
     elif rope.type == "yarn":
-        found = _yarn(rope, base, head_dim)
-    return found / torch.tensor(rope.divisors) if rope.divisors else found
+        frequencies = _yarn(rope, base, head_dim)
+    return frequencies / torch.tensor(rope.divisors) if rope.divisors else frequencies
 
 
 def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Divide long wavelengths by `factor`, keep short ones, interpolate those between."""
     original = rope.original_max_position_tokens
     longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
     wavelength = 2 * math.pi / freq
@@ -67,7 +68,7 @@ def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
-    """YaRN, section 3.2: a ramp over dimensions from extrapolation to interpolation."""
+    """Return YaRN's frequencies (section 3.2): a ramp from extrapolation to interpolation."""
 
     def dimension_of(rotations: float) -> float:
         ratio = rope.original_max_position_tokens / (rotations * 2 * math.pi)
@@ -78,18 +79,18 @@ def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step; the ramp below divides by the width
+        high += 0.001  # a step function; the ramp divides by high - low
     dims = torch.arange(head_dim // 2, dtype=torch.float32)
     keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
     return (1.0 / (rope.factor * base)) * (1 - keep) + (1.0 / base) * keep
 
 
 class RotaryTable:
-    """The factors that rotate a row of the fused projection, by position.
+    """Factors by position that rotate a row of the fused QKV projection.
 
-    A row is [kv_heads, group + 2, head_dim]: queries, then K, then V of each KV head, pairs of
-    dimensions side by side. Queries are rotated by cos + i sin and scaled by 1 / sqrt(head_dim) (so
-    that scores need no scaling), keys are rotated, values multiplied by 1.
+    A row is [kv_heads, group + 2, head_dim]: for each KV head its queries, then K, then V. The two
+    dimensions of a rotary pair are adjacent. Queries are multiplied by cos + i sin and 1 /
+    sqrt(head_dim), so scores need no scaling. Keys are multiplied by cos + i sin, values by 1.
     """
 
     def __init__(
@@ -110,18 +111,19 @@ class RotaryTable:
         self._by_position = self._segment(0, _FIRST_POSITIONS)
 
     def rows(self, positions: Tensor, last_position: int) -> Tensor:
-        """complex64 [T, row_width / 2] of int64 `positions` [T], none beyond `last_position`.
+        """Return the factors of int64 `positions` [T], complex64 [T, row_width / 2]. No position
+        may exceed `last_position`.
 
-        Rows have a gap between them, so that an operation on several rows is never merged into one
-        loop, whose end (scalar code) would lie elsewhere for every row count.
+        Rows have a gap between them. Otherwise an operation on several rows would be merged into
+        one loop whose scalar end lies at another element for every row count.
         """
         while last_position >= len(self._by_position):
             self._grow()
         return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
 
     def cos_sin(self, count: int) -> Tensor:
-        """cos and sin of positions [0, count): fp32 [count, head_dim / 2, 2]; the factors of keys
-        in `rows`, bit for bit."""
+        """Return cos and sin of positions [0, count), fp32 [count, head_dim / 2, 2]: the factors of
+        keys in `rows`, bit for bit."""
         while count > len(self._by_position):
             self._grow()
         return torch.view_as_real(self._by_position[:count]).contiguous()
@@ -131,34 +133,35 @@ class RotaryTable:
         self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
 
     def _segment(self, start: int, stop: int) -> Tensor:
-        """cos + i sin of positions [start, stop): complex64 [positions, head_dim / 2].
+        """Return cos + i sin of positions [start, stop), complex64 [positions, head_dim / 2].
 
-        In fp64, then rounded: how a library rounds a cosine of fp32 depends on its place in the
-        call, and on how many threads share the call.
+        Computed in fp64, then rounded. The rounding of a library's fp32 cosine depends on the
+        element's place in the call and on the number of threads.
         """
         positions = np.arange(start, stop, dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)
-        found = np.empty(angles.shape, dtype=np.complex64)
-        found.real = np.cos(angles).astype(np.float32) * self._attention_factor
-        found.imag = np.sin(angles).astype(np.float32) * self._attention_factor
-        return torch.from_numpy(found).to(self._device)
+        factors = np.empty(angles.shape, dtype=np.complex64)
+        factors.real = np.cos(angles).astype(np.float32) * self._attention_factor
+        factors.imag = np.sin(angles).astype(np.float32) * self._attention_factor
+        return torch.from_numpy(factors).to(self._device)
 
     def _expand(self, keys: Tensor) -> Tensor:
-        """complex64 [T, row_width / 2 + gap] from [T, head_dim / 2]."""
+        """Return the factors of whole rows, complex64 [T, row_width / 2 + gap], from those of keys
+        [T, head_dim / 2]."""
         count, half = keys.shape
-        found = keys.new_ones(count, self._width + ROW_GAP)
-        roles = found[:, : self._width].unflatten(1, (self._kv_heads, self._group + 2, half))
+        rows = keys.new_ones(count, self._width + ROW_GAP)
+        roles = rows[:, : self._width].unflatten(1, (self._kv_heads, self._group + 2, half))
         roles[:, :, : self._group] = (keys * self._score_scale)[:, None, None]
         roles[:, :, self._group] = keys[:, None]
-        return found
+        return rows
 
 
 def interleave_halves(weight: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """Reorder the rotated rows of each head from (x_0.., y_0..) to (x_0, y_0, x_1, y_1, ..).
 
-    Unless the rope is `interleaved`, a checkpoint's pairs are half of the rotated dimensions apart.
-    With pairs side by side the rotation is one complex product. Scores do not change, since queries
-    and keys have the same order.
+    In most checkpoints the dimensions of a pair are half of the rotated dimensions apart; with
+    `rope.interleaved` they are adjacent already. With adjacent pairs a rotation is one complex
+    product. Scores do not change, since queries and keys have the same order.
     """
     if rope.interleaved:
         return weight

@@ -1,7 +1,9 @@
-"""A checkpoint's tensors as one of several ranks holds them (Megatron-LM, arXiv:1909.08053): heads
-and the MLP's inner columns are shared out, and with them the rows of the projections that make them
-and the columns of those that take them. The rows of the head are shared out, too. Embedding and
-norms are every rank's."""
+"""The shard of a checkpoint's tensors that one rank loads (Megatron-LM, arXiv:1909.08053).
+
+Attention heads and the MLP's inner columns are divided among the ranks. So the projections before
+them are split by rows, and the projections after them by columns. The LM head is split by rows.
+Embedding and norms are whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """What a rank of `size` computes. Vocabulary and hidden size are the whole model's, and its
-    head is a matrix of its own. Raises `FieldError` where heads or columns cannot be shared out."""
+    """Return the config of one of `size` ranks. Vocabulary and hidden size stay those of the whole
+    model, and the LM head is untied. Raises FieldError if heads or columns cannot be divided."""
     if not config.plain:
         problem = f"our own pass does not share {config.family} out"
         raise FieldError(FIELD, problem, "leave it out, or use model_impl transformers")
@@ -47,7 +49,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _remedy(config: ModelConfig) -> str:
-    """Of the sizes that divide it, all."""
+    """Return the advice of an error: all sizes that divide the model's counts."""
     counts = config.num_kv_heads, config.num_heads, config.intermediate_size
     fitting = [n for n in range(2, counts[0] + 1) if not any(c % n for c in counts)]
     if not fitting:
@@ -56,7 +58,8 @@ def _remedy(config: ModelConfig) -> str:
 
 
 def head_rows(config: ModelConfig, size: int) -> int:
-    """Logits that each of `size` ranks makes; together they may be some too many, which are 0."""
+    """Return the number of logits per rank. Together the ranks may have more rows of the LM head
+    than the vocabulary; these rows are 0."""
     return columns_per_rank(config.vocab_size, size)
 
 
@@ -65,7 +68,7 @@ def columns_per_rank(count: int, size: int) -> int:
 
 
 class ShardedWeights(WeightSource):
-    """What rank `rank` of `size` is given when it asks in the shapes of its own config."""
+    """The tensors of rank `rank` of `size`, requested in the shapes of that rank's config."""
 
     def __init__(self, whole: WeightSource, config: ModelConfig, rank: int, size: int) -> None:
         """`config` is the whole model's."""
@@ -82,13 +85,13 @@ class ShardedWeights(WeightSource):
         along = _split_along(name)
         if along is None:
             return self._whole.get(name, shape)
-        if along == len(shape):  # the bias of sums, which one rank adds
+        if along == len(shape):  # a bias after a row-parallel product: only rank 0 adds it
             bias = self._whole.get(name, shape)
             return bias if self._rank == 0 else torch.zeros_like(bias)
         count = shape[along]
         whole = list(shape)
         whole[along] = count * self._size
-        # A copy: a view would hold all of it.
+        # A copy: a view would keep the whole tensor in memory.
         return self._whole.get(name, tuple(whole)).narrow(along, self._rank * count, count).clone()
 
     def blocks(self, name: str) -> GgufTensor | None:
@@ -124,7 +127,7 @@ class ShardedWeights(WeightSource):
 
 
 def _split_along(name: str) -> int | None:
-    """The dimension of a tensor that is shared out; None: none is. Of the bias of a matrix whose
-    columns are shared out, 1, which it does not have."""
+    """Return the dimension along which a tensor is split, or None. For the bias of a matrix split
+    by columns it is 1, a dimension which the bias does not have."""
     module = name.split(".")[-2]
     return 0 if module in _BY_ROWS else 1 if module in _BY_COLUMNS else None

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory by their names, and what any source of weights has."""
+"""Sources of weights: the tensors of a checkpoint by name, and the reader of safetensors files."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from cbatch.runtime.model.gguf_file import GgufTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Tensors that say nothing new, or of the types of activations and KV.
+# Tensors that a model does not need: derived ones, and scales of activations and KV.
 _NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class WeightSource(Protocol):
-    """Tensors by their name in the checkpoint."""
+    """The tensors of a checkpoint, by name."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, on the CPU in its stored dtype. Raises ModelError if it is absent, broken or
-        of another shape."""
+        """Return the tensor, on the CPU in its stored dtype. Raises ModelError if it is absent,
+        broken or of another shape."""
 
     def blocks(self, name: str) -> GgufTensor | None:
-        """It as it is stored, where that is in blocks that are to be multiplied with."""
+        """Return the tensor as stored if products take its quantised blocks directly, else None."""
         return None
 
     def scalar(self, name: str) -> float | None:
-        """A tensor of one number, if there is one of that name."""
+        """Return the value of a tensor with one element, or None if there is no such tensor."""
         return None
 
     def unread(self) -> set[str]:
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
 
 
 class Safetensors(WeightSource):
-    """A directory with `model.safetensors`, or shards and their index."""
+    """The tensors of a directory with `model.safetensors`, or with shards and their index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -65,11 +65,12 @@ class Safetensors(WeightSource):
         return name in self._names
 
     def type_of(self, name: str) -> str | None:
-        """As the file names it (F32, BF16, F8_E4M3); None where there is none of that name."""
+        """Return the dtype as the file names it (F32, BF16, F8_E4M3), or None without the
+        tensor."""
         if name not in self._names:
             return None
-        found: str = self._read(name, lambda file: file.get_slice(name).get_dtype())
-        return found
+        dtype: str = self._read(name, lambda file: file.get_slice(name).get_dtype())
+        return dtype
 
     def scalar(self, name: str) -> float | None:
         if name not in self._names:
@@ -94,7 +95,7 @@ class Safetensors(WeightSource):
         return tensor
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is, of any dtype and shape."""
+        """Return the tensor as stored, of any dtype and shape."""
         tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
         self._read_names.add(name)
         return tensor
@@ -102,12 +103,12 @@ class Safetensors(WeightSource):
     def unread(self) -> set[str]:
         return {n for n in self._names if not _NEEDLESS.search(n)} - self._read_names
 
-    def _read(self, name: str, what: Callable[[Any], Any]) -> Any:
+    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         file = self._names.get(name)
         if file is None:
             raise ModelError(f"{self.directory}: tensor {name} is missing; the download may be cut")
         try:
-            return what(self._open(file))
+            return read(self._open(file))
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{file}: tensor {name} cannot be read ({err!s:.300})") from None
 
@@ -126,14 +127,14 @@ class Safetensors(WeightSource):
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index of a sharded checkpoint."""
+    """Return the file of each tensor, from the index of a sharded checkpoint."""
     require_file(index)
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(name): index.parent / file for name, file in names.items()}
+        files = {str(name): index.parent / file for name, file in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ModelError(f"{index}: weight_map: cannot be read ({err!r:.300})") from None
-    for file in found.values():
+    for file in files.values():
         if file.parent != index.parent or "\0" in file.name:
             raise ModelError(f"{index}: weight_map: {str(file)!r:.80} is no file beside it")
-    return found
+    return files

@@ -1,1 +1,1 @@
-"""From logits to what may be sampled: penalties, grammars, log probabilities. Imports `model`."""
+"""Logits processors, grammars, log probabilities and rejection sampling. Imports `model`."""

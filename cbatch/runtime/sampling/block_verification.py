@@ -1,36 +1,40 @@
-"""Rejection sampling by blocks: all drafts of a step are judged together, by their joint ratio.
+"""Rejection sampling by blocks: a row's drafts are accepted by their joint probability ratio.
 
 Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024, "Block verification accelerates
-speculative decoding" (arXiv 2403.10444), Algorithm 2. With drafts x_1 .. x_k, each from q given
-those before it, and p, q the laws behind x_1 .. x_i:
+speculative decoding" (arXiv 2403.10444), Algorithm 2. Given the drafts x_1 .. x_i, p and q are the
+distributions of the next token of the target and of the drafter. Each x_{i+1} is drawn from q.
 
     c_0 = 1,  c_i = min(1, c_{i-1} p(x_i) / q(x_i))        the joint ratio           `_joint_ratios`
     R_i = sum_x max(0, c_i p(x) - q(x))                    the residual's mass
-    h_i = R_i / (R_i + 1 - c_i),  h_k = c_k                the chance of the coin behind draft i
+    h_i = R_i / (R_i + 1 - c_i),  h_k = c_k                the probability that coin i succeeds
 
-The *last* draft whose coin says so is accepted, with all before it, then a token of
-norm(max(0, c_i p - q)), or behind all k of p. A draft may stand although its own coin failed.
+The *last* draft whose coin succeeds is accepted, with all drafts before it. The next token is drawn
+from norm(max(0, c_i p - q)), or from p after all k drafts. A draft may be accepted although its own
+coin failed.
 
-*The law.* (1) P(i or more accepted | x_1 .. x_i) = c_i. For i = k that is the coin. Before:
-P(i + 1 or more | x_1 .. x_i) = sum_x q(x) c_{i+1} = sum_x min(c_i p(x), q(x)) = c_i - R_i, and
-coin i adds (1 - c_i + R_i) h_i = R_i. (2) So exactly i are accepted, given x_1 .. x_i, with
-probability R_i. (3) Of prefixes x_1 .. x_i with i or more accepted the next token is y with mass
-R_i max(0, c_i p(y) - q(y)) / R_i + q(y) c_{i+1}(y) = max(0, c_i p(y) - q(y)) + min(c_i p(y), q(y))
-= c_i p(y): it has the law p. Nothing asks that k be fixed, only that whether a draft follows x_i is
-known from x_1 .. x_i. By (1) survival of i drafts has mean E[c_i] whatever k >= i is.
+*Proof that the output has the distribution p.* (1) P(i or more accepted | x_1 .. x_i) = c_i. For
+i = k this is the coin. By induction from i + 1 down to i:
+    P(i + 1 or more | x_1 .. x_i) = sum_x q(x) c_{i+1} = sum_x min(c_i p(x), q(x)) = c_i - R_i
+and coin i adds (1 - c_i + R_i) h_i = R_i. (2) So exactly i are accepted, given x_1 .. x_i, with
+probability R_i. (3) After a prefix x_1 .. x_i with i or more accepted, the next token is y with
+the mass
+    R_i max(0, c_i p(y) - q(y)) / R_i + q(y) c_{i+1}(y)
+        = max(0, c_i p(y) - q(y)) + min(c_i p(y), q(y)) = c_i p(y),
+so its distribution is p. The proof allows any k, also one that varies, as long as x_1 .. x_i decide
+whether another draft follows. By (1) the survival of i drafts has mean E[c_i] whatever k >= i is.
 
-*The noise.* How many are accepted depends on every draft and every coin of the block, also on those
-behind the last accepted one. Of these it is known afterwards that they failed: to use them again at
-the same position in the next step, as the rule that goes token by token rightly does, would make
-the next coins fail more often than they may. A single coin a block would not help, since drafts
-tell, too. Draft and accept noise therefore depend on position and depth in the block
-(`noise.at_depth`), which no two blocks of a sequence share. Replacement and bonus are drawn once a
-position in any case. So each block's noise is independent of all that was known before it, and by
-(3) the law is exact over any number of steps; k may follow whatever was seen.
+*Noise.* The number of accepted drafts depends on every draft and every coin of the block, also on
+those after the last accepted draft. These later coins are known to have failed. Token-by-token
+verification may use their noise again at the same positions in the next step; here the next coins
+would then fail too often. One coin for the whole block would not help, since the drafts carry
+information, too. So the noise of drafts and coins depends on the position and on the depth in the
+block (`noise.at_depth`): no two blocks of a sequence share it. Replacement and bonus are drawn once
+for each position in any case. Each block's noise is thus independent of everything known before the
+block. By (3) the distribution is exact over any number of steps, and k may depend on the past.
 
-A block of one draft is judged, to the bit, as by `rejection_verify` of `rejection_sampler.py`; a
-draft chosen with certainty is accepted as often as there (c_i is then the product of its p), and
-never more often.
+A block of one draft gets the same result, bit for bit, as from `rejection_verify` in
+`rejection_sampler.py`. Drafts chosen with certainty are accepted equally often by both functions
+(c_i is then the product of their p), and never more often.
 """
 
 from __future__ import annotations
@@ -47,16 +51,16 @@ from triton_kernels.noise import host as noise
 
 class BlockVerdict(NamedTuple):
     num_accepted: Tensor  # int64 [B]
-    next_tokens: Tensor  # int64 [B]: the replacement or the bonus
+    next_tokens: Tensor  # int64 [B]: the replacement or the bonus token
     expected_accepted: Tensor  # fp32 [B]: see `_expected`
 
 
 class _Drafts(NamedTuple):
-    """Of every draft, flat: its row, its depth from 0, and which row of p decides on it."""
+    """The place of every draft, as int64 vectors over all drafts of the step."""
 
     row: Tensor  # ascending
-    depth: Tensor
-    at: Tensor
+    depth: Tensor  # from 0
+    at: Tensor  # the row of `target_probs` that accepts or rejects the draft
 
 
 def block_verify(
@@ -66,12 +70,12 @@ def block_verify(
     num_drafts: Tensor,
     rows: NoiseRows,
 ) -> BlockVerdict:
-    """Verify the drafts of B rows as blocks. Shapes, and what is raised, as for
-    `rejection_sampler.rejection_verify`. Drafts that were drawn had the noise of their depth
-    (`at_depth`).
+    """Verify the drafts of B rows as blocks. Shapes and errors as for
+    `rejection_sampler.rejection_verify`. Sampled drafts must have used the noise of their depth
+    (`noise.at_depth`).
 
-    Where p is not a number (no token may follow a draft) a block ends, as if no more had been
-    drafted; that this draft was accepted is for the caller to notice."""
+    Where p is NaN (no token may follow a draft) the block ends as if no more tokens had been
+    drafted. The caller must notice that a draft which nothing may follow was accepted."""
     rejection_sampler.check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
     if draft_tokens.numel() == 0:
         zeros = torch.zeros_like(num_drafts)
@@ -98,8 +102,8 @@ def block_verify(
 
 
 def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: _Drafts) -> Tensor:
-    """c_0 .. c_k of each row, fp32 [B, max k + 1]; 0 from a draft on that the target forbids.
-    `own` and `own_q`: p and q of every draft."""
+    """Return c_0 .. c_k of each row, fp32 [B, max k + 1]: 0 from the first draft that the target
+    forbids. `own` and `own_q`: p and q of every draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))
     p, q = own.new_zeros(shape), own.new_ones(shape)
     p[drafts.row, drafts.depth], q[drafts.row, drafts.depth] = own, own_q
@@ -107,13 +111,13 @@ def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: _Draft
     for depth in range(shape[1]):
         weight = ratios[:, depth] * p[:, depth]
         ratio = torch.where(weight >= q[:, depth], 1.0, weight / q[:, depth])
-        ratios[:, depth + 1] = torch.where(weight > 0, ratio, 0.0)  # a NaN is not
+        ratios[:, depth + 1] = torch.where(weight > 0, ratio, 0.0)  # False for NaN
     return ratios
 
 
 def _masses(scaled: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> Tensor:
-    """R of the prefix before each draft, of `scaled` c p, which is overwritten. In double: then
-    the sum of a row does not show in which order its company has let it be taken."""
+    """Return R of the prefix before each draft. `scaled` is c p and is overwritten. The sum is in
+    double, so that the order of summation, which may depend on the batch, does not show."""
     if draft_probs is None:
         scaled.scatter_(1, draft_tokens[:, None], 0.0)
     else:
@@ -130,7 +134,7 @@ def _coins(
     rows: NoiseRows,
     drafts: _Drafts,
 ) -> Tensor:
-    """Whether the coin behind each draft says so, bool; `weights` are c p of the drafts."""
+    """Return whether the coin of each draft succeeds, bool. `weights` are c p of the drafts."""
     row, depth, _ = drafts
     words = noise.scalar_words(
         rows.keys[row],
@@ -139,8 +143,8 @@ def _coins(
         noise.ACCEPT + noise.DEPTH_STEP * depth,
     )
     u = noise.uniform(words)
-    # u <= h, with u in (0, 1]. Where c is 1 that holds whatever round-off has made of R.
-    mass = masses.roll(-1)  # behind the draft
+    # u <= h, with u in (0, 1]. For c = 1 this holds whatever the rounding error of R.
+    mass = masses.roll(-1)  # R of the prefix that ends with the draft
     passes = u * (mass + (1 - ratios[row, depth + 1])) <= mass
     ends = (depth + 1 == num_drafts[row]) | mass.isnan()
     return (weights > 0) & torch.where(ends, u * own_q <= weights, passes)
@@ -155,7 +159,7 @@ def _following(
     num_accepted: Tensor,
     ratios: Tensor,
 ) -> Tensor:
-    """The token after the accepted drafts of each row."""
+    """Return the token after the accepted drafts of each row, int64 [B]."""
     draft_starts = num_drafts.cumsum(0) - num_drafts
     lines = torch.arange(num_drafts.numel(), device=num_drafts.device)
     weights = target_probs[draft_starts + lines + num_accepted]
@@ -172,12 +176,12 @@ def _following(
 
 
 def _expected(before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: _Drafts) -> Tensor:
-    """How many drafts could be expected to be accepted, fp32 [B].
+    """Return the expected number of accepted drafts, fp32 [B].
 
     Given x_1 .. x_i and that i or more are accepted, one more is with probability 1 - R_i / c_i, by
-    (1). These are summed over i up to the number accepted. Count less sum is a martingale in i, so
-    both have the same mean, and the sum has the lower variance. With c = 1 throughout it is what
-    `rejection_sampler.expected_accepted` is."""
+    (1). These probabilities are summed over i up to the number accepted. Count less sum is a
+    martingale in i, so both have the same mean, and the sum has the lower variance. With c = 1
+    throughout the result equals `rejection_sampler.expected_accepted`."""
     tried = drafts.depth <= num_accepted[drafts.row]
     chances = 1 - (masses / before).clamp(max=1)
     total = chances.new_zeros(num_accepted.numel())

@@ -1,7 +1,7 @@
-"""What shapes a sequence's logits before temperature and filters, one position at a time.
+"""Logits processors of the sequences: applied before temperature and filters, row by row.
 
-Rows of target and draft go through the same processors, each after the prefix it belongs to, drafts
-included. Only slots that ask for something are visited.
+The target's and the drafter's logits go through the same processors, each row after its own prefix,
+drafts included. Slots without processors cost nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from cbatch.runtime.sampling.structured import GrammarSource, Structured
 
 
 class LogitsProcessor(Protocol):
-    """Shapes the logits of one sequence. Its state is a prefix of it: the known tokens, and behind
-    them the drafts that are being looked at. What it does depends on that prefix alone."""
+    """A processor of the logits of one sequence. Its state depends only on a prefix of the
+    sequence: the known tokens, and then the drafts under verification."""
 
     def shape(self, row: Tensor) -> None:
         """Change `row` in place: fp32 [V], the logits of the position after the prefix."""
 
     def advance(self, token: int) -> None:
-        """The prefix grows by `token`."""
+        """Append `token` to the prefix."""
 
     def rollback(self, count: int) -> None:
-        """The prefix loses its last `count` tokens, of those that `advance` added."""
+        """Remove the last `count` tokens from the prefix. All of them were added by `advance`."""
 
 
 class _Stateless:
-    """The same at every position."""
+    """A processor that does the same at every position."""
 
     def advance(self, token: int) -> None:
         pass
@@ -46,7 +46,7 @@ class _Stateless:
 
 
 class AllowedTokens(_Stateless):
-    """Every other token is forbidden."""
+    """Forbids every token but `ids`."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = _as_index(ids)
@@ -66,8 +66,8 @@ class BannedTokens(_Stateless):
 
 
 class MinTokens:
-    """Stop ids are forbidden for the next `count` tokens; with `yields` not where nothing else may
-    follow."""
+    """Forbids the stop ids for the next `count` tokens. With `yields` they stay allowed where no
+    other token is."""
 
     def __init__(self, stop_ids: Sequence[int], count: int, *, yields: bool = False) -> None:
         self._ids = _as_index(stop_ids)
@@ -99,11 +99,11 @@ class LogitBias(_Stateless):
 
 
 class Penalties:
-    """Repetition (Keskar et al. 2019, arXiv 1909.05858, section 4.1; here also for logits below 0,
-    which are multiplied), then presence and frequency.
+    """Repetition penalty, then presence and frequency penalties.
 
-    Keeps the tokens seen as a list without repeats, so that a row costs what the sequence has used
-    of the vocabulary, not the vocabulary.
+    The repetition penalty (Keskar et al. 2019, arXiv 1909.05858, section 4.1) multiplies logits
+    below 0, where the paper divides. The tokens seen are kept as a list without repeats, so the
+    cost of a row grows with the distinct tokens of the sequence, not with the vocabulary.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Penalties:
         self._num_of_prompt = len(seen)
         self._ids = np.zeros(max(2 * len(seen), 64), dtype=np.int64)
         self._ids[: len(seen)] = list(seen)
-        # By place: how often it is in the output, and what presence and frequency take off.
+        # Indexed by place: the token's count in the output, and its presence + frequency penalty.
         self._counts = np.zeros(len(self._ids), dtype=np.int64)
         self._costs = np.zeros(len(self._ids), dtype=np.float32)
         self._output: list[int] = []
@@ -125,7 +125,7 @@ class Penalties:
         ids = torch.from_numpy(self._ids[:used]).to(row.device)
         logits = row.index_select(0, ids)
         if self._repetition != 1:
-            # The part above 0 and the part below: faster than choosing a factor for each.
+            # Scaling both signs apart is faster than choosing a factor for each logit.
             below = logits.clamp(max=0).mul_(self._repetition)
             logits = logits.clamp_(min=0).div_(self._repetition).add_(below)
         if self._presence or self._frequency:
@@ -136,8 +136,8 @@ class Penalties:
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._ids):
             self._ids, self._counts, self._costs = (
-                np.concatenate([held, np.zeros_like(held)])
-                for held in (self._ids, self._counts, self._costs)
+                np.concatenate([array, np.zeros_like(array)])
+                for array in (self._ids, self._counts, self._costs)
             )
         self._ids[place] = token
         self._count(place, 1)
@@ -148,7 +148,7 @@ class Penalties:
             token = self._output.pop()
             place = self._place[token]
             self._count(place, -1)
-            # Its first time in the sequence: then it has the last place of all.
+            # A token used for the first time has the last place, so removing it leaves no gap.
             if not self._counts[place] and place >= self._num_of_prompt:
                 del self._place[token]
 
@@ -159,8 +159,8 @@ class Penalties:
 
 
 class ProcessorChain:
-    """Processors in the order in which they apply. `structured` is one of them: with it there may
-    be prefixes that nothing may follow."""
+    """Processors in the order in which they apply. `structured` is one of them, or None; only with
+    a grammar can a prefix be reached that no token may follow."""
 
     def __init__(
         self, processors: Sequence[LogitsProcessor], structured: Structured | None = None
@@ -172,7 +172,8 @@ class ProcessorChain:
         return len(self._processors)
 
     def shape(self, row: Tensor) -> bool:
-        """False: no token may follow. Then `row` is 0, so that what is made of it are numbers."""
+        """Apply every processor to `row`. If no token may follow, return False and zero the row, so
+        that later arithmetic gives finite numbers."""
         for processor in self._processors:
             processor.shape(row)
         if self.structured is None or not _is_empty(row):
@@ -197,9 +198,10 @@ def processors_of(
     grammars: GrammarSource | None = None,
     shared: dict[str, LogitsProcessor] | None = None,
 ) -> ProcessorChain:
-    """What `params` ask for, after `prompt`: none, for most requests. Those without a state are
-    taken from `shared` if others have put them there, with the same `params`. Raises `FieldError`
-    for a structured output that `grammars` does not know."""
+    """Return the processors that `params` need after `prompt`; most requests need none.
+
+    Stateless processors are taken from `shared`, or put there; all users of a `shared` must have
+    the same `params`. Raises FieldError for a structured output that `grammars` rejects."""
     chain: list[LogitsProcessor] = []
     structured = None
     if params.structured_outputs is not None:
@@ -239,29 +241,31 @@ def _token_lists(params: SamplingParams) -> LogitsProcessor:
 
 
 def _structured(
-    asked: StructuredOutputs, vocab_size: int, grammars: GrammarSource | None
+    spec: StructuredOutputs, vocab_size: int, grammars: GrammarSource | None
 ) -> Structured:
     if grammars is None:
         remedy = "start the engine with a tokenizer"
         raise FieldError("structured_outputs", "is not served here", remedy)
-    return Structured(grammars, asked, vocab_size)
+    return Structured(grammars, spec, vocab_size)
 
 
 class LogitsProcessors:
-    """The processors of every slot. `active` bool [slots], `num_active` their number."""
+    """The processors of all slots. `active` is bool [slots]; `num_active` counts the true ones."""
 
     def __init__(
         self, max_slots: int, vocab_size: int, grammars: GrammarSource | None = None
     ) -> None:
         self._vocab_size, self._grammars = vocab_size, grammars
         self._chains: dict[int, ProcessorChain] = {}
-        # By slot: the choices of a call have the same object, with lists as long as the vocabulary.
+        # By slot. The n choices of a request share `params`, whose lists may be as long as the
+        # vocabulary; they share the stateless processors, too.
         self._shared: dict[int, tuple[SamplingParams, dict[str, LogitsProcessor]]] = {}
         self.active: NDArray[np.bool_] = np.zeros(max_slots, dtype=np.bool_)
         self.num_active = 0
 
     def admit(self, a: NewSequence) -> None:
-        """Made anew from prompt and output: a preemption or a restart leaves no trace."""
+        """Build the slot's processors from prompt and output. So a sequence that was preempted or
+        restarted goes on as if it had not been."""
         prompt = a.tokens[: a.num_prompt_tokens].tolist()
         same = (shared for params, shared in self._shared.values() if params is a.params)
         shared = next(same, {})
@@ -291,9 +295,9 @@ class LogitsProcessors:
         drafts: I64 | None,
     ) -> dict[int, int]:
         """Shape the rows of W sequences in place: `logits[starts[i] + j]` follows the known tokens
-        and the first j of the drafts of row i, j <= num_drafted[i]; `drafts` int64 [W, >= max k]
-        or None. Afterwards the prefixes are the known tokens again. Returns the rows that come to a
-        prefix that no token may follow, and at which j."""
+        and the first j drafts of row i, j <= num_drafted[i]. `drafts` is int64 [W, >= max k], or
+        None. Afterwards the prefixes are the known tokens again. Return, for each row that reaches
+        a prefix which no token may follow, the first such j."""
         dead_ends = {}
         for i in self.active[slots].nonzero()[0].tolist():
             chain, start, depth = self._chains[int(slots[i])], int(starts[i]), int(num_drafted[i])
@@ -307,29 +311,29 @@ class LogitsProcessors:
         return dead_ends
 
     def shape_each(self, logits: Tensor, slots: NDArray[np.integer]) -> None:
-        """Shape one row each in place, after the present prefixes."""
+        """Shape one row for each slot in place, after the present prefixes."""
         for i in self.active[slots].nonzero()[0].tolist():
             self._chains[int(slots[i])].shape(logits[i])
 
     def num_allowed(self, slot: int, drafts: list[int]) -> int:
-        """How many of `drafts` the grammar of the slot's output lets follow one another."""
+        """Return how many of the leading `drafts` the grammar of the slot's output allows."""
         structured = self._chains[slot].structured if self.active[slot] else None
         return len(drafts) if structured is None else structured.num_allowed(drafts)
 
     def advance(self, slots: NDArray[np.integer], tokens: I64, counts: I64) -> None:
-        """The prefix of `slots[i]` grows by `tokens[i, : counts[i]]`."""
+        """Append `tokens[i, : counts[i]]` to the prefix of `slots[i]`, for every i."""
         for i in self.active[slots].nonzero()[0].tolist():
             for token in tokens[i, : counts[i]].tolist():
                 self._chains[int(slots[i])].advance(token)
 
     def rollback(self, slots: NDArray[np.integer], counts: I64) -> None:
-        """The prefix of `slots[i]` loses its last `counts[i]` tokens."""
+        """Remove the last `counts[i]` tokens from the prefix of `slots[i]`, for every i."""
         for i in self.active[slots].nonzero()[0].tolist():
             self._chains[int(slots[i])].rollback(int(counts[i]))
 
 
 def _is_empty(row: Tensor) -> bool:
-    """Whether every token is forbidden."""
+    """Return whether every token is forbidden."""
     return row.max().item() == -torch.inf
 
 

@@ -1,7 +1,7 @@
-"""Log probabilities of tokens, for the requests that ask for them.
+"""Log probabilities of tokens, for the requests that want them.
 
-Each row of logits is normalised by itself, so the numbers of a token are the same bits whether it
-was an accepted draft, a bonus or the one token of a plain step.
+Each row of logits is normalised by itself. So a token's values have the same bits whether it was an
+accepted draft, a bonus token or the only token of a plain step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from cbatch.runtime.model.arrays import I64
 
 
 class LogprobRequest(NamedTuple):
-    num_top: int  # 0: the chosen token alone
-    processed: bool  # of the distribution sampled from, not of the model's own logits
+    num_top: int  # 0: only the chosen token
+    processed: bool  # True: after processors and filters; False: the model's own distribution
 
 
 class LogprobRequests:
-    """What the sequence in each slot asks for; most ask for nothing. `prompts` lose a slot once its
-    prompt is computed."""
+    """The log probabilities that each slot needs, by slot. A slot is in `prompts` until its prompt
+    is computed."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, LogprobRequest] = {}
         self.prompts: dict[int, LogprobRequest] = {}
 
     def admit(self, a: NewSequence) -> None:
-        """Raises ValueError if prompt positions that are asked for are in KV already."""
+        """Raises ValueError if prompt positions whose log probabilities are needed are in KV."""
         params = a.params
         if params.logprobs is not None:
             self.outputs[a.slot] = LogprobRequest(
@@ -56,15 +56,15 @@ class LogprobRequests:
 def describe(
     slot: int, first_position: int, logits: Tensor, tokens: I64, num_top: int
 ) -> TokenLogprobs:
-    """Of `tokens` int64 [T], chosen at successive positions by `logits` fp32 [T, V] (or by anything
-    that differs from them by a constant in each row)."""
+    """Return the log probabilities of `tokens` int64 [T], chosen at successive positions. `logits`
+    fp32 [T, V] may differ from the model's by a constant in each row."""
     packed = pack(logits, torch.from_numpy(tokens).to(logits.device), num_top)
     return unpack(slot, first_position, packed.cpu().numpy())
 
 
 def pack(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """What `unpack` reads, int32 [T, 1 + 2 n], where the logits fp32 [T, V] and `tokens` int64 [T]
-    are: nothing is waited for. n is `num_top`, or the vocabulary if that is smaller."""
+    """Compute what `unpack` reads, int32 [T, 1 + 2 n], on the device of `logits` fp32 [T, V] and
+    `tokens` int64 [T], without synchronising. n is min(`num_top`, V)."""
     logprobs = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
     chosen = logprobs.gather(1, tokens[:, None])
     top_ids = _top(logprobs, min(num_top, logits.shape[1]))
@@ -85,9 +85,9 @@ def unpack(slot: int, first_position: int, packed: NDArray[np.int32]) -> TokenLo
 
 
 def _top(logprobs: Tensor, count: int) -> Tensor:
-    """The `count` likeliest of each row in the order (-logprob, id), int64 [T, count]: by integers
-    of the same order, all of them distinct."""
-    bits = (logprobs + 0.0).view(torch.int32)  # of two zeros that are equal, one
+    """Return the `count` likeliest tokens of each row in the order (-logprob, id), int64
+    [T, count]. Sorts distinct integers that have this order."""
+    bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0: equal values, equal bits
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = logprobs.shape[1] - 1
     ids = torch.arange(last + 1, device=logprobs.device)
@@ -96,15 +96,15 @@ def _top(logprobs: Tensor, count: int) -> Tensor:
 
 
 def split_prompt_rows(
-    logits: Tensor, ends: I64, counts: Sequence[tuple[int, int]], wanted: I64
+    logits: Tensor, ends: I64, counts: Sequence[tuple[int, int]], num_rows: I64
 ) -> tuple[list[Tensor], Tensor]:
-    """The first `n` of the rows of sequence i, for each (i, n) of `counts`, and all other rows.
+    """Return the first `n` rows of sequence i, for each (i, n) of `counts`, and all other rows.
 
-    The rows of sequence i are `logits[ends[i] - wanted[i] : ends[i]]`."""
+    The rows of sequence i are `logits[ends[i] - num_rows[i] : ends[i]]`."""
     others = np.ones(len(logits), dtype=np.bool_)
     parts = []
     for i, count in counts:
-        start = int(ends[i] - wanted[i])
+        start = int(ends[i] - num_rows[i])
         others[start : start + count] = False
         parts.append(logits[start : start + count])
     return parts, logits[torch.from_numpy(others.nonzero()[0]).to(logits.device)]

@@ -1,19 +1,21 @@
-"""Batched verification of ragged drafts, one by one, in two modes. Each emitted token has the law p
-in both. Verification of whole blocks is in `block_verification.py`.
+"""Batched verification of ragged drafts, token by token, in two modes. In both modes every emitted
+token has the target's distribution p. Verification of whole blocks is in `block_verification.py`.
 
 *Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
-decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)); the first
-rejected one is replaced by a draw from norm(max(0, p - q)); after a full acceptance one more token
-comes from p. Of rules that look at one draft it accepts the most, 1 - TV(p, q), whatever q is.
+decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)). The first
+rejected draft is replaced by a draw from norm(max(0, p - q)). After a full acceptance one bonus
+token is drawn from p. Of all rules that look at one draft at a time this rule accepts the most,
+1 - TV(p, q), whatever q is.
 
 *Coupled* (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
 speculative decoding", arXiv 2408.07978): the target draws its own token at every position, with
-noise of that position alone; drafts are accepted while they equal it. What is emitted is what the
-target would have drawn without drafts. A draft drawn from q with the *same* noise is accepted with
-probability sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
+noise that depends on the position alone. Drafts are accepted while they equal these tokens, so the
+output is what the target would have drawn without drafts. A draft drawn from q with the *same*
+noise is accepted with probability
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
 
-p and q are *filtered* distributions: what the request really asked for, and what the draft was
-really drawn from.
+p and q are the distributions *after* temperature, filters and logits processors: those from which
+the tokens are really sampled.
 """
 
 from __future__ import annotations
@@ -28,34 +30,35 @@ from triton_kernels.noise import host as noise
 
 
 class NoiseRows(NamedTuple):
-    """Where B rows draw their noise: see `cbatch/core/request/noise.py`."""
+    """The noise coordinates of B rows: see `cbatch/core/request/noise.py`."""
 
     keys: Tensor  # int64 [B, 2]: low and high word of the seed
     choices: Tensor  # int64 [B]
-    positions: Tensor  # int64 [B]: absolute position of the first token that the row decides
+    positions: Tensor  # int64 [B]: absolute position of the first token to sample in the row
 
 
 class Verdict(NamedTuple):
     num_accepted: Tensor  # int64 [B]
-    next_tokens: Tensor  # int64 [B]: the replacement or the bonus
+    next_tokens: Tensor  # int64 [B]: the replacement or the bonus token
 
 
 def draw(
     probabilities: Tensor, rows: NoiseRows, purposes: Tensor | int, ids: Tensor | None = None
 ) -> Tensor:
-    """One token a row by an exponential race: argmax of p_i / E_i, ties to the lowest id.
+    """Draw one token for each row by an exponential race: argmax of p_i / E_i, ties to the lowest
+    id. Return int64 [B].
 
-    `probabilities` fp32 [B, V], not necessarily normalised; returns int64 [B]. With `ids` int64
-    [V], ascending, they are those of these tokens, and all others have none.
+    `probabilities` is fp32 [B, V], not necessarily normalised. With `ids` int64 [V], ascending,
+    column i belongs to token `ids[i]`, and all other tokens have probability 0.
     """
     if isinstance(purposes, int):
         purposes = torch.full_like(rows.positions, purposes)
     if ids is not None:
-        each = ids.expand(len(probabilities), -1)
-        words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, each)
+        token_ids = ids.expand(len(probabilities), -1)
+        words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, token_ids)
         return ids[(probabilities / noise.exponential(words)).argmax(dim=-1)]
-    # Filters leave few tokens: then only their noise is computed. Ids ascend, for the ties.
-    width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # a row of NaN has none
+    # Filters leave few tokens, so only their noise is computed. Sorted, for the rule about ties.
+    width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # 0 for a row of NaN
     if width * 8 > probabilities.shape[1]:
         words = noise.token_words(
             rows.keys, rows.positions, rows.choices, purposes, probabilities.shape[1]
@@ -74,7 +77,7 @@ def rejection_verify(
     num_drafts: Tensor,
     rows: NoiseRows,
 ) -> Verdict:
-    """Verify the drafts of B rows, k_i = num_drafts[i] >= 0 each; rows lie one after the other.
+    """Verify the drafts of B rows, k_i = num_drafts[i] >= 0 for row i; rows are concatenated.
 
     target_probs fp32 [sum(k_i + 1), V]; draft_tokens int64 [sum(k_i)]; draft_probs fp32
     [sum(k_i), V], or None where every draft was chosen with certainty (greedy or n-gram drafts:
@@ -107,22 +110,22 @@ def expected_accepted(
     num_drafts: Tensor,
     num_accepted: Tensor,
 ) -> Tensor:
-    """What `rejection_verify` could be expected to accept of B rows where it accepted
-    `num_accepted`, int64 [B]: fp32 [B]. The other shapes are those of `rejection_verify`.
+    """Return the expected number of drafts that `rejection_verify` accepts, fp32 [B], for B rows of
+    which it accepted `num_accepted`, int64 [B]. The other shapes are those of `rejection_verify`.
 
     A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
-    2023, Theorem 3.5), one that was chosen with certainty with p(draft). These are summed over the
+    2023, Theorem 3.5); a draft chosen with certainty, with p(draft). These are summed over the
     positions that were tried, up to and including the first rejection. Whether a position is tried
     is known before its coin falls, so count less sum is a martingale and both have the same mean
-    (Doob's optional stopping); without the coins the variance is lower. Positions further on must
-    stay out: the next step decides with their noise again.
+    (Doob's optional stopping). The sum does not depend on the coins and has the lower variance.
+    Later positions must not enter the sum: the next step uses their noise again.
     """
     row = torch.repeat_interleave(num_drafts)
     flat = torch.arange(row.numel(), device=row.device)
     depth = flat - (num_drafts.cumsum(0) - num_drafts)[row]
     tried = (depth <= num_accepted[row]).nonzero().squeeze(1)
     flat, row, depth = flat[tried], row[tried], depth[tried]
-    at = flat + row  # every earlier row has one more of p
+    at = flat + row  # `target_probs` has one row more for every earlier row of the batch
     if draft_probs is None:
         chance = target_probs[at, draft_tokens[flat]]
     else:
@@ -134,9 +137,10 @@ def expected_accepted(
 
 
 def residual_of(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
-    """What replaces `rejected` int64 [N]: max(0, p - q), fp32 [N, V] and not normalised.
+    """Return the weights of the token that replaces `rejected` int64 [N]: max(0, p - q), fp32
+    [N, V], not normalised.
 
-    Round-off where p and q are nearly equal may leave no mass: then p itself is the law."""
+    Where p and q are nearly equal, rounding may leave no mass. Then the result is p."""
     residual = p.scatter(1, rejected[:, None], 0.0) if q is None else (p - q).clamp_(min=0)
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
@@ -150,7 +154,7 @@ def _count_accepted(
     target_starts: Tensor,
     draft_starts: Tensor,
 ) -> Tensor:
-    """Length of the leading run of accepted drafts of each row, int64 [B]."""
+    """Return the length of the leading run of accepted drafts of each row, int64 [B]."""
     flat = torch.arange(draft_tokens.numel(), device=draft_tokens.device)
     row = torch.repeat_interleave(num_drafts)
     depth = flat - draft_starts[row]
@@ -164,18 +168,18 @@ def _count_accepted(
     threshold = noise.uniform(words)
     if draft_probs is not None:
         threshold = threshold * draft_probs[flat, draft_tokens]
-    # u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good.
+    # u * q <= p with u in (0, 1]. p > 0 rejects a token that the target forbids.
     return _leading_run((p > 0) & (threshold <= p), row, depth, num_drafts)
 
 
 def coupled_verify(
     target_probs: Tensor, draft_tokens: Tensor, num_drafts: Tensor, rows: NoiseRows
 ) -> Verdict:
-    """Verify the drafts of B rows by the target's own tokens, drawn with `noise.COUPLED`.
+    """Verify the drafts of B rows against the target's own tokens, drawn with `noise.COUPLED`.
 
-    Shapes as for `rejection_verify`; how the drafts came about does not matter, though only drafts
-    drawn with the same noise (`draw(q, rows, noise.COUPLED)`) are accepted often. Raises ValueError
-    naming the argument that does not fit.
+    Shapes as for `rejection_verify`. Drafts may come from any drafter, but only drafts drawn with
+    the same noise (`draw(q, rows, noise.COUPLED)`) are accepted often. Raises ValueError naming the
+    argument that does not fit.
     """
     check_rows(target_probs, draft_tokens, None, num_drafts, rows)
     if draft_tokens.numel() == 0:
@@ -184,8 +188,8 @@ def coupled_verify(
     starts = lens.cumsum(0) - lens
     row = torch.repeat_interleave(lens)
     depth = torch.arange(row.numel(), device=row.device) - starts[row]
-    each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
-    own = draw(target_probs, each, noise.COUPLED)
+    token_rows = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
+    own = draw(target_probs, token_rows, noise.COUPLED)
     drafted = depth < num_drafts[row]  # all but the last of each row
     agrees = own[drafted] == draft_tokens
     num_accepted = _leading_run(agrees, row[drafted], depth[drafted], num_drafts)
@@ -193,8 +197,8 @@ def coupled_verify(
 
 
 def _leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
-    """Drafts accepted before the first that is not, int64 [B]. `accepted` bool [sum(k_i)], of the
-    drafts at `depth` of `row`; at least one."""
+    """Return how many leading drafts of each row are accepted, int64 [B]. `accepted` bool
+    [sum(k_i)] belongs to the drafts at `depth` of `row`; there is at least one draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))
     grid = torch.zeros(shape, dtype=torch.int64, device=accepted.device)
     grid[row, depth] = accepted.to(torch.int64)

@@ -1,4 +1,4 @@
-"""A sequence whose text has a grammar: the tokens that may follow each prefix of it."""
+"""Structured output: the tokens that a grammar allows after each prefix of a sequence."""
 
 from __future__ import annotations
 
@@ -17,66 +17,67 @@ ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], 
 
 
 class Matcher(Protocol):
-    """A grammar in the state that a prefix leads to, as `llguidance.LLMatcher` has it. It never
-    raises: beyond its limits it is in error, and stays so."""
+    """A grammar in the state after a prefix, with the methods of `llguidance.LLMatcher`. It never
+    raises: beyond its limits it is in an error state, and stays there."""
 
     def compute_bitmask(self) -> bytes:
-        """Bit i % 8 of byte i // 8: whether token i may follow."""
+        """Return a bit mask: bit i % 8 of byte i // 8 says whether token i may follow."""
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
-        """How many of them may follow one another; it goes on behind these."""
+        """Consume the longest allowed run of leading tokens; return its length."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """The same, staying where it is."""
+        """Return the length of the longest allowed run of leading tokens; consume none."""
 
     def rollback(self, num_tokens: int) -> bool: ...
 
     def is_accepting(self) -> bool:
-        """Whether the text may end here."""
+        """Return whether the text may end here."""
 
     def is_error(self) -> bool: ...
 
     def compute_ff_bytes(self) -> bytes:
-        """Return the text that must follow, whatever its tokens."""
+        """Return the bytes that must follow, however they are split into tokens."""
 
 
 class GrammarSource(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
-    def matcher(self, asked: StructuredOutputs) -> Matcher:
-        """At its beginning, and the caller's own. Raises `FieldError`."""
+    def matcher(self, spec: StructuredOutputs) -> Matcher:
+        """Return a new matcher at its initial state. Raises FieldError."""
 
     def plain_token(self, text: bytes) -> int | None:
-        """Return the longest token that `text` begins with, added tokens aside, or None."""
+        """Return the longest token, not an added one, that `text` begins with, or None."""
 
-    def forbid_repeats(self, asked: StructuredOutputs) -> ForbidRepeats | None:
-        """Return what keeps lists from repeating an item (`cbatch.grammars.unique_items`)."""
+    def forbid_repeats(self, spec: StructuredOutputs) -> ForbidRepeats | None:
+        """Return the function that keeps lists from repeating an item, or None
+        (`cbatch.grammars.unique_items`)."""
 
 
 class Structured:
     """The processor of a grammar. EOS may follow a complete text, and after EOS only EOS.
 
-    The matcher never consumes EOS (its rollback of EOS is not exact) nor a forbidden token: from
-    the first of these on tokens are only counted. After a forbidden token nothing may follow. As a
-    draft it is rejected, because the row before forbids it; if it was committed all the same, the
-    request ends with an error.
+    The matcher never consumes EOS (its rollback of EOS is not exact) nor a forbidden token. From
+    the first such token on, tokens are only counted. No token may follow a forbidden token. A
+    forbidden draft is rejected, because the row before it forbids it. If a forbidden token is
+    committed all the same, the request ends with an error.
     """
 
-    def __init__(self, grammars: GrammarSource, asked: StructuredOutputs, vocab_size: int) -> None:
-        self._make = partial(grammars.matcher, asked)
+    def __init__(self, grammars: GrammarSource, spec: StructuredOutputs, vocab_size: int) -> None:
+        self._make = partial(grammars.matcher, spec)
         self._matcher = self._make()
         self._eos_ids = frozenset(i for i in grammars.eos_ids if i < vocab_size)
         self._not_eos = np.ones(vocab_size, dtype=np.bool_)
         self._not_eos[list(self._eos_ids)] = False
-        self._taken: list[int] = []  # by the matcher
+        self._taken: list[int] = []  # tokens that the matcher has consumed
         self._plain_token = grammars.plain_token
-        self._forbid_repeats = grammars.forbid_repeats(asked)
-        self._behind = 0  # tokens after those, EOS or the forbidden one first
-        self._ended = False  # whether the first of these is EOS after a complete text
+        self._forbid_repeats = grammars.forbid_repeats(spec)
+        self._num_unread = 0  # tokens after `_taken`; the first is EOS or forbidden
+        self._ended = False  # whether the first unread token is EOS after a complete text
 
     def shape(self, row: Tensor) -> None:
-        if self._behind:
+        if self._num_unread:
             if self._ended:
                 _forbid(row, self._not_eos)
             else:
@@ -85,29 +86,29 @@ class Structured:
         _forbid(row, ~self._allowed())
 
     def advance(self, token: int) -> None:
-        if self._behind:
-            self._behind += 1
+        if self._num_unread:
+            self._num_unread += 1
         elif token not in self._eos_ids and self._take(token):
             self._taken.append(token)
         else:
-            self._behind = 1
+            self._num_unread = 1
             self._ended = token in self._eos_ids and self._matcher.is_accepting()
 
     def rollback(self, count: int) -> None:
-        counted = min(count, self._behind)
-        self._behind -= counted
+        counted = min(count, self._num_unread)
+        self._num_unread -= counted
         if count > counted:
             del self._taken[counted - count :]
             self._matcher.rollback(count - counted)
-        if not self._behind and self._matcher.is_error():
+        if not self._num_unread and self._matcher.is_error():
             self._renew()
 
     def num_allowed(self, drafts: list[int]) -> int:
-        """How many of `drafts` may follow one another; behind EOS none does."""
-        return 0 if self._behind else self._matcher.validate_tokens(drafts)
+        """Return how many leading `drafts` the grammar allows; after EOS it allows none."""
+        return 0 if self._num_unread else self._matcher.validate_tokens(drafts)
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow those that the matcher has taken: bool [V]."""
+        """Return which tokens may follow `_taken`: bool [V]."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self._renew()
@@ -126,14 +127,16 @@ class Structured:
     def _leads_on(self, token: int) -> bool:
         """Return whether any token may follow `token`."""
         self.advance(token)
-        found = bool(self._allowed().any())
+        has_next = bool(self._allowed().any())
         self.rollback(1)
-        return found
+        return has_next
 
     def _keep_text_plain(self, allowed: NDArray[np.bool_]) -> None:
-        """Correct, in place, a mask that allows one token. llguidance writes text that must follow
-        in the tokenizer's own tokens. Where the text holds the text of an added token, that is the
-        added token, which the matcher then refuses; a plain token takes its place."""
+        """Correct, in place, a mask that allows one token.
+
+        llguidance splits text that must follow as the tokenizer does. Where this text contains the
+        text of an added token, the mask allows the added token, which the matcher then refuses. A
+        plain token replaces it."""
         token = int(allowed.argmax())
         if token in self._eos_ids:
             follows = self._matcher.is_accepting()
@@ -153,7 +156,7 @@ class Structured:
         return taken == 1
 
     def _renew(self) -> None:
-        """What drafts brought to its limits, the known tokens alone may not."""
+        """Start again from `_taken`: drafts, not the known tokens, may have hit a limit."""
         self._matcher = self._make()
         self._matcher.try_consume_tokens(self._taken)
 
