@@ -16,6 +16,15 @@ ROOT = Path(__file__).parents[1]
 # Folders that hold to the rules. The others are still to come.
 PLAIN = (
     "cbatch/kv_events",
+    "cbatch/runtime/drafting/__init__.py",
+    "cbatch/runtime/drafting/chain.py",
+    "cbatch/runtime/drafting/draft_model.py",
+    "cbatch/runtime/drafting/kinds.py",
+    "cbatch/runtime/drafting/lookup.py",
+    "cbatch/runtime/drafting/ngram.py",
+    "cbatch/runtime/drafting/suffix.py",
+    "cbatch/runtime/model",
+    "cbatch/runtime/sampling",
     "cbatch/steplog",
     "cbatch/system",
     "cbatch/workers",
