@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Folders that hold to the rules. The others are still to come.
 PLAIN = (
+    "cbatch/grammars",
     "cbatch/kv_events",
     "cbatch/runtime/drafting/__init__.py",
     "cbatch/runtime/drafting/chain.py",

@@ -1,16 +1,16 @@
-"""Grammars that outputs follow, compiled where that can stop nobody."""
+"""Grammars of structured outputs, compiled where a slow or crashing one delays no other request."""
 
 from cbatch.grammars.compiling import MAX_GRAMMAR_CHARS, Compiled, Grammars, not_served
-from cbatch.grammars.guard import GrammarGuard, GrammarsBusyError, TriedGrammar
 from cbatch.grammars.schemas import FIELD
+from cbatch.grammars.validator import GrammarsBusyError, GrammarValidator, ValidatedGrammar
 
 __all__ = [
     "FIELD",
     "MAX_GRAMMAR_CHARS",
     "Compiled",
-    "GrammarGuard",
+    "GrammarValidator",
     "Grammars",
     "GrammarsBusyError",
-    "TriedGrammar",
+    "ValidatedGrammar",
     "not_served",
 ]

@@ -1,8 +1,8 @@
 """Grammars of structured outputs, compiled over a model's vocabulary by llguidance.
 
-Compiling one may take seconds, and some bring the library down: it recurses as deep as they nest.
-So a server asks a process of its own first (`guard`), and the engine compiles what has passed in a
-thread beside its steps.
+Compiling may take seconds, and a deeply nested grammar can overflow the stack of the process. So a
+server tries a grammar in a worker process first (`validator`). The engine compiles valid grammars
+in a thread while its steps go on.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 65_536
+MAX_GRAMMAR_CHARS = 65_536  # of a grammar without its annotations.
 MAX_GIVEN_CHARS = 2**20  # with titles, descriptions and other annotations
-# Of the thread that compiles: the library takes some 7 KiB for each level that a text nests, and a
-# text that is not too long has no more levels than this holds. Only what is touched costs memory.
+# Stack of the compiling thread. The library needs about 7 KiB for each level of nesting, and a text
+# of MAX_GRAMMAR_CHARS cannot nest deeper than this holds. Untouched pages cost no memory.
 STACK_BYTES = 256 * 2**20
-# What took longer to compile takes more memory, up to 60 MiB a second.
+# The total compile time of the unused grammars that are kept. Time measures memory: compiling
+# allocates up to 60 MiB a second.
 _KEPT_S = 0.2
-# Between the parts of JSON: a space, or a line break and an indentation. The library's own default
-# has no end, and small models go on with it for ever.
+# Allowed blanks between the parts of JSON: a space, or a line break and an indentation. The
+# library's default has no limit, and small models may emit blanks for ever.
 _OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"\x20|\r?\n(\x20{0,24}|\t{0,8})",
-    "coerce_one_of": True,  # the branches of a rewritten schema have no values in common
-    "json_allowed_escapes": 'nrbtf\\"',  # no \u, which can spell a property's name otherwise
+    "coerce_one_of": True,  # read as `anyOf`: the branches of a rewritten `oneOf` are disjoint
+    "json_allowed_escapes": 'nrbtf\\"',  # no \u, which could spell a property's name differently
 }
 _REMEDY = "change it there"
 _TOO_WIDE = r"\1 optional parts or choices in one place, of which \2 can be followed"
@@ -51,7 +52,8 @@ T = TypeVar("T")
 
 
 class Compiled:
-    """A grammar at its beginning. `Grammars` knows it as long as somebody holds it."""
+    """A compiled grammar in its initial state. `Grammars` caches it while any caller refers to
+    it."""
 
     __slots__ = ("__weakref__", "forbid_repeats", "matcher", "took_s")
 
@@ -62,9 +64,9 @@ class Compiled:
 
 
 class Grammars:
-    """`tokenizer` is called when the first grammar is asked for, or by `prepare`. The latest that
-    together took no more than `kept_s` are kept, and any that somebody holds. Any thread may
-    call."""
+    """Compiled grammars of one model. The tokenizer is loaded with the first grammar, or by
+    `prepare`. The cache holds grammars that are in use, and recent ones whose compile times add up
+    to at most `kept_s`. Methods are thread-safe."""
 
     def __init__(
         self,
@@ -75,64 +77,65 @@ class Grammars:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size, self.eos_ids = vocab_size, eos_ids
-        self._known: WeakValueDictionary[StructuredOutputs, Compiled] = WeakValueDictionary()
+        self._cache: WeakValueDictionary[StructuredOutputs, Compiled] = WeakValueDictionary()
         self._latest: deque[Compiled] = deque()
         self._kept_s = kept_s
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Reads the vocabulary, so that nobody has to wait for it later: over a second for 128,000
-        tokens."""
-        with suppress(FieldError):  # told to those who ask for a grammar
+        """Load the vocabulary in advance: it takes over a second for 128,000 tokens."""
+        with suppress(FieldError):  # raised again for every request with a grammar
             _ = self._vocabulary
 
-    def check(self, asked: StructuredOutputs, field: str = FIELD) -> None:
-        """Raises `FieldError` about `field` for what cannot be honoured. May take a while."""
+    def check(self, spec: StructuredOutputs, field: str = FIELD) -> None:
+        """Raise `FieldError` about `field` for a grammar that is invalid or unsupported. May be
+        slow."""
         try:
-            self.compiled(asked)
+            self.compiled(spec)
         except FieldError as error:
             raise FieldError(field, error.problem, error.remedy) from error
 
-    def matcher(self, asked: StructuredOutputs) -> LLMatcher:
-        """At its beginning, and the caller's own. Raises `FieldError`."""
-        return self.compiled(asked).matcher.deep_copy()
+    def matcher(self, spec: StructuredOutputs) -> LLMatcher:
+        """Return a new matcher at the start of the grammar. Raises `FieldError`."""
+        return self.compiled(spec).matcher.deep_copy()
 
-    def forbid_repeats(self, asked: StructuredOutputs) -> ForbidRepeats | None:
+    def forbid_repeats(self, spec: StructuredOutputs) -> ForbidRepeats | None:
         """Return `UniqueItems.forbid` for the lists of strings that must be unique, if any."""
-        return self.compiled(asked).forbid_repeats
+        return self.compiled(spec).forbid_repeats
 
     def plain_token(self, text: bytes) -> int | None:
-        """Return the longest token that `text` begins with, added tokens aside, or None."""
+        """Return the longest token that `text` starts with, or None. Added tokens are not
+        considered."""
         ids = self._vocabulary.greedy_tokenize(text.decode(errors="ignore"))
         return ids[0] if ids else None
 
-    def compiled(self, asked: StructuredOutputs) -> Compiled:
-        """Takes time for one that is not known. Raises `FieldError`."""
+    def compiled(self, spec: StructuredOutputs) -> Compiled:
+        """Return a cached grammar, or compile it, which takes time. Raises `FieldError`."""
         with self._lock:
-            found = self._known.get(asked)
-        if found is None:
-            found = with_stack(STACK_BYTES, partial(self._compile, asked))
-            _try(found.matcher.deep_copy())
+            grammar = self._cache.get(spec)
+        if grammar is None:
+            grammar = with_stack(STACK_BYTES, partial(self._compile, spec))
+            _try(grammar.matcher.deep_copy())
         with self._lock:
-            self._known[asked] = found
+            self._cache[spec] = grammar
             with suppress(ValueError):
-                self._latest.remove(found)
-            self._latest.append(found)
-            while sum(each.took_s for each in self._latest) > self._kept_s:
+                self._latest.remove(grammar)
+            self._latest.append(grammar)
+            while sum(recent.took_s for recent in self._latest) > self._kept_s:
                 self._latest.popleft()
-        return found
+        return grammar
 
-    def _compile(self, asked: StructuredOutputs) -> Compiled:
+    def _compile(self, spec: StructuredOutputs) -> Compiled:
         from llguidance import LLMatcher
 
-        asked, vocabulary = read(asked), self._vocabulary
-        text = grammar_text(asked)
+        spec, vocabulary = read(spec), self._vocabulary
+        text = grammar_text(spec)
         begin_s = time.thread_time()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
         _require_right(matcher)
-        found = re.finditer(f'"{UNIQUE}": ', f"{asked.json} {asked.grammar} {asked.around}")
+        matches = re.finditer(f'"{UNIQUE}": ', f"{spec.json} {spec.grammar} {spec.around}")
         decode, words = json.JSONDecoder().raw_decode, range(vocabulary.vocab_size)
-        names = [name for each in found for name in decode(each.string, each.end())[0]]
+        names = [name for m in matches for name in decode(m.string, m.end())[0]]
         unique = (
             UniqueItems(names, [vocabulary.decode_bytes([i]) for i in words]) if names else None
         )
@@ -158,13 +161,13 @@ class Grammars:
 
 
 def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
-    """What `work` returns or raises in a thread with a stack of that size."""
-    found: list[T] = []
+    """Run `work` in a thread with that stack size. Return its result, or raise its exception."""
+    results: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:
             raised.append(error)
 
@@ -177,11 +180,11 @@ def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
             threading.stack_size(before)
     thread.join()
     if raised:
-        raise raised.pop()  # held here as well, it would keep all that it saw, up to gigabytes
-    return found[0]
+        raise raised.pop()  # a reference kept in this list would keep gigabytes alive
+    return results[0]
 
 
-_stack_lock = threading.Lock()  # the size is the whole process's
+_stack_lock = threading.Lock()  # `threading.stack_size` is set for the whole process
 
 
 def _require_right(matcher: LLMatcher) -> None:
@@ -190,7 +193,7 @@ def _require_right(matcher: LLMatcher) -> None:
 
 
 def _try(matcher: LLMatcher) -> None:
-    """A token, and what may follow it: some do not reach their limits, or a dead end, before."""
+    """Consume a token and compute the next mask: some grammars fail only then."""
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
     if bits and not matcher.is_error():
         matcher.try_consume_tokens([(bits & -bits).bit_length() - 1])
@@ -199,8 +202,9 @@ def _try(matcher: LLMatcher) -> None:
 
 
 def _limits() -> LLParserLimits:
-    """With these the worst of a set of hostile grammars took 0.1 s to compile and 0.3 s for its
-    first mask, on a slow core; a schema of ordinary size takes 1 ms, and 0.1 ms a mask."""
+    """Return llguidance's limits. With these the worst of a set of hostile grammars compiled in 0.1
+    s and computed its first mask in 0.3 s on a slow core. An ordinary schema takes 1 ms, and 0.1 ms
+    a mask."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -210,70 +214,69 @@ def _limits() -> LLParserLimits:
         step_max_items=20_000,
         max_lexer_states=50_000,
         max_grammar_size=100_000,
-        verbose_errors=False,  # they would repeat the text
+        verbose_errors=False,  # verbose ones repeat the grammar's text
     )
 
 
 def not_served(field: str = FIELD) -> FieldError:
-    """Where nobody follows grammars."""
+    """Return the error of a server that has no tokenizer, and so no structured outputs."""
     remedy = "leave it out, or start the engine with a tokenizer"
     return FieldError(field, "is not served here", remedy)
 
 
-def read(asked: StructuredOutputs) -> StructuredOutputs:
-    """Return `asked` with GBNF converted to Lark and JSON schemas rewritten for llguidance. A long
-    text takes a second of Python, during which other threads wait; to read the result again takes
-    no time. Raises `FieldError`."""
+def read(spec: StructuredOutputs) -> StructuredOutputs:
+    """Return `spec` with GBNF converted to Lark and JSON schemas rewritten for llguidance. A long
+    text holds the interpreter lock for a second; reading a result again takes no time. Raises
+    `FieldError`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
-    made = asked
+    converted = spec
     with _reading():
-        if asked.json is not None:
-            made = replace(
-                made, json=_sized(_schema(json.loads(str(asked.json))))
-            )  # kept as a text
-        if asked.grammar is not None:
-            made = replace(made, grammar=_sized(_with_schemas(any_to_lark(asked.grammar))))
-        if asked.around is not None:
-            made = replace(made, around=_sized(_with_schemas(asked.around)))
-    return asked if made == asked else made
+        if spec.json is not None:  # a text of JSON
+            converted = replace(converted, json=_sized(_schema(json.loads(str(spec.json)))))
+        if spec.grammar is not None:
+            converted = replace(converted, grammar=_sized(_with_schemas(any_to_lark(spec.grammar))))
+        if spec.around is not None:
+            converted = replace(converted, around=_sized(_with_schemas(spec.around)))
+    return spec if converted == spec else converted
 
 
-def grammar_text(asked: StructuredOutputs) -> str:
-    """Return the grammar of what has been `read`, as llguidance takes it. Raises `FieldError`."""
-    text = _answer_text(asked)
-    if asked.around is None:
+def grammar_text(spec: StructuredOutputs) -> str:
+    """Return the grammar of a spec that `read` has converted, in llguidance's form. Raises
+    `FieldError`."""
+    text = _answer_text(spec)
+    if spec.around is None:
         return text
     with _reading():
         answer = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-    whole = {"lark_grammar": asked.around}
+    whole = {"lark_grammar": spec.around}
     return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
 
-def _answer_text(asked: StructuredOutputs) -> str:
+def _answer_text(spec: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    if asked.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+    if spec.choice is not None:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
         return _sized(LLMatcher.grammar_from_lark(f"start: {texts}"))
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(_sized(asked.regex))
-    if asked.grammar is not None:
-        return LLMatcher.grammar_from_lark(asked.grammar)
-    return LLMatcher.grammar_from_json_schema(asked.json or _schema({"type": "object"}))
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(_sized(spec.regex))
+    if spec.grammar is not None:
+        return LLMatcher.grammar_from_lark(spec.grammar)
+    return LLMatcher.grammar_from_json_schema(spec.json or _schema({"type": "object"}))
 
 
-# Parts of a Lark grammar that may hold any text, and `%json`, which a schema follows.
+# Parts of a Lark grammar whose text is not parsed here, and `%json`, which precedes a schema.
 _LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|%json\s*')
 
 
 def _with_schemas(lark: str) -> str:
     """Return a grammar with its JSON schemas rewritten. Raises `FieldError`, ValueError."""
     parts, at = list[str](), 0
-    while (found := _LARK.search(lark, at)) is not None:
-        parts.append(lark[at : found.end()])
-        at = found.end()
-        if found[0].startswith("%"):
+    while (match := _LARK.search(lark, at)) is not None:
+        parts.append(lark[at : match.end()])
+        at = match.end()
+        if match[0].startswith("%"):
             schema, at = json.JSONDecoder().raw_decode(lark, at)
             name = re.search(r"([\w-]+)\s*:\s*%json\s*$", parts[-1])
             parts.append(_schema(schema, name[1] if name else "%json"))
@@ -285,13 +288,13 @@ def _schema(schema: Any, name: str = "json") -> str:
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if own.items() >= _OPTIONS.items():  # the result of an earlier call
         return json.dumps(schema, ensure_ascii=False)
-    made = {"x-guidance": {**_OPTIONS, **own}, **rewritten(schema, name)}
-    return json.dumps(made, ensure_ascii=False)
+    options_and_schema = {"x-guidance": {**_OPTIONS, **own}, **rewritten(schema, name)}
+    return json.dumps(options_and_schema, ensure_ascii=False)
 
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Whatever a reader raises is said of the text."""
+    """Turn any exception of a parser into a `FieldError`."""
     try:
         yield
     except (FieldError, MemoryError):
@@ -307,7 +310,7 @@ def _sized(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return an error of llguidance in one line, with places in the schema as it was given."""
+    """Return an error of llguidance in one line. Places refer to the schema before rewriting."""
     text = unquote(text.replace("<non-verbose/>", "")).replace("json-schema:///#/$defs/", "#")
     line = " ".join(text.replace("~1", "/").replace("~0", "~").split())
     line = line.replace("schema too large", "its alternatives have too many combinations")

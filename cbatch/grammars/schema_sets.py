@@ -1,7 +1,7 @@
-"""JSON schemas as sets of values: whether one is empty, and its complement.
+"""JSON schemas as sets of values: emptiness and complements.
 
-Both answers are cautious. An empty schema may go unnoticed, and a complement may lack values, but
-it never has one that is valid by the schema.
+Both are conservative. An empty schema may be taken for non-empty, and a complement may lack values,
+but a complement never contains a value that is valid by the schema.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ Schema = Any  # a JSON object, true or false
 _NUMBER = frozenset(("fraction", "integer"))
 TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
 _NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
-_DEPTH = 4  # of references and nested schemas that are looked through
-MOST_PARTS = 50_000  # that are looked at, for all questions together
+_DEPTH = 4  # how deep references and nested schemas are followed.
+MOST_PARTS = 50_000  # how many parts all calls on one schema may visit: a bound on time
 
 
 class SchemaSets:
-    """Questions about schemas. `target` returns the schema that a `$ref` names."""
+    """Emptiness and complements of schemas. `target` returns the schema that a `$ref` names."""
 
     def __init__(self, target: Callable[[str], Schema]) -> None:
         self._target = target
-        self._left = MOST_PARTS
+        self._budget = MOST_PARTS
 
     def _parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
-        """Yield schemas that together say the same: itself, and those of `allOf` and `$ref`. False
-        is an empty `enum`, true nothing."""
-        self._left -= 1
+        """Yield schemas whose conjunction equals `schema`: itself, and those of `allOf` and `$ref`.
+        False becomes an empty `enum`; True yields nothing."""
+        self._budget -= 1
         if isinstance(schema, dict):
             yield schema
         elif not schema:
             yield {"enum": []}
-        if isinstance(schema, dict) and depth < _DEPTH and self._left > 0:
-            for each in schema.get("allOf", ()):
-                yield from self._parts(each, depth + 1)
+        if isinstance(schema, dict) and depth < _DEPTH and self._budget > 0:
+            for inner in schema.get("allOf", ()):
+                yield from self._parts(inner, depth + 1)
             if "$ref" in schema:
                 yield from self._parts(self._target(schema["$ref"]), depth + 1)
 
     def empty(self, *schemas: Schema, depth: int = 0) -> bool:
-        """Return whether no value is valid by all of them, as far as can be seen."""
+        """Return True if no value is valid by all of the schemas. False may mean undecided."""
         parts = [part for schema in schemas for part in self._parts(schema, depth)]
         types = TYPES.intersection(*map(_types, parts))
         values = [each for each in map(_values, parts) if each is not None]
         if not types or (values and not any(all(v in each for each in values) for v in values[0])):
             return True
-        if depth >= _DEPTH or self._left <= 0:
+        if depth >= _DEPTH or self._budget <= 0:
             return False
         for part in parts:
             others = [other for other in parts if other is not part]
@@ -58,7 +58,7 @@ class SchemaSets:
         )
 
     def outside(self, schema: Schema, depth: int = 0) -> list[Schema]:
-        """Return schemas of values that are not valid by `schema`; none if no way is known."""
+        """Return schemas whose union holds values invalid by `schema`; [] if none is known."""
         ways: list[Schema] = []
         for part in self._parts(schema, depth) if depth < _DEPTH else ():
             ways += (
@@ -94,7 +94,7 @@ def _type_of(value: Any) -> str:
 
 
 def _types(part: dict[str, Any]) -> frozenset[str]:
-    """Return the types that a value may have; there are two for numbers."""
+    """Return the possible types of a value. A number is an "integer" or a "fraction"."""
     given, values = part.get("type", TYPES), _values(part)
     types = frozenset([given] if isinstance(given, str) else given)
     types = types | _NUMBER if "number" in types else types
@@ -102,7 +102,7 @@ def _types(part: dict[str, Any]) -> frozenset[str]:
 
 
 def _of_types(types: frozenset[str]) -> list[Schema]:
-    """Return schemas of `types`. Numbers that are no integers have no type of their own."""
+    """Return schemas of `types`. JSON Schema has no type for fractions alone: they are left out."""
     names = types - _NUMBER | ({"number"} if types >= _NUMBER else types & {"integer"})
     return [{"type": sorted(names)}] if names else []
 
@@ -116,7 +116,7 @@ def _other_values(values: list[Any]) -> list[Schema]:
 
 
 def _other_than(texts: list[str]) -> str:
-    """Return a regular expression of all texts but these."""
+    """Return a regular expression of all texts except `texts`."""
     rests: dict[str, list[str]] = {}
     for text in filter(None, texts):
         rests.setdefault(f"\\u{{{ord(text[0]):x}}}", []).append(text[1:])
@@ -126,7 +126,7 @@ def _other_than(texts: list[str]) -> str:
 
 
 def _property(parts: list[dict[str, Any]], name: str) -> Iterator[Schema]:
-    """Yield the schemas of a property of objects that are valid by all `parts`."""
+    """Yield the schemas for property `name` of an object that is valid by all `parts`."""
     for part in parts:
         if name in part.get("properties", {}):
             yield part["properties"][name]

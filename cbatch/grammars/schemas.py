@@ -1,7 +1,7 @@
 """JSON schemas, rewritten into the part of JSON Schema that llguidance supports.
 
-Every value that is valid by the rewritten schema is valid by the given one. A keyword that cannot
-be rewritten is refused, with its place. Annotations are removed, also a `format` without a grammar.
+Every value that is valid by the rewritten schema is valid by the original. A keyword that cannot be
+rewritten is rejected, with its place. Annotations are removed, also a `format` without a grammar.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from cbatch.core.request.errors import FieldError
 from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
 
 FIELD = "structured_outputs"
-UNIQUE = "x-cbatch-unique"
-# Keywords that hold schemas by name, a list of schemas, one schema, and those that are copied.
+UNIQUE = "x-cbatch-unique"  # key of the properties whose lists must have unique strings
+# Keywords by their values: schemas by name, a list of schemas, one schema, and values kept as
+# given.
 _MAPS = frozenset(["patternProperties", "properties"])
 _LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _SCHEMAS = frozenset(["additionalItems", "additionalProperties", "items"])
@@ -30,14 +31,14 @@ _FORMATS |= {"uri", "uuid"}
 _SIGNS = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
 _LISTED = re.compile(r"/properties/([^/]*)(?:/(?:allOf|anyOf|oneOf)/[0-9]+)*$")
 _LOOKAROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
-# llguidance reads every number as a double, and supports integers of 64 bits.
+# llguidance parses numbers as doubles, and supports integers of 64 bits.
 _EXACT = 2**53
-_OUTERMOST = 2**63 - 2**10  # the largest double that is such an integer
+_OUTERMOST = 2**63 - 2**10  # the largest double within 64 bits
 
 
 def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
     """Return `schema` for llguidance, with the properties whose strings must be unique under
-    `UNIQUE`. `name` stands for the schema in errors. Raises `FieldError`, RecursionError."""
+    `UNIQUE`. Errors call the schema `name`. Raises `FieldError`, RecursionError."""
     rewriter = _Rewriter(schema, name)
     root, definitions = rewriter.rewrite(schema, "#"), dict[str, Schema]()
     while len(definitions) < len(rewriter.references):
@@ -59,9 +60,9 @@ class _Rewriter:
 
     @cached_property
     def _named(self) -> dict[str, Schema]:
-        """Schemas by the references that their `$id` or `$anchor` makes; the root is ``""``."""
+        """Schemas by the references that their `$id` or `$anchor` defines; the root is ``""``."""
         named, nodes = {"": self._root, self._base: self._root}, [self._root]
-        for node in nodes:  # which grows
+        for node in nodes:  # the loop appends to the list
             if isinstance(node, dict) and node is not self._root:
                 for key, sign in (("$id", ""), ("id", ""), ("$anchor", "#")):
                     if isinstance(node.get(key), str):
@@ -85,7 +86,7 @@ class _Rewriter:
             raise self._refusal(f"$ref {reference}", problem, remedy) from error
 
     def rewrite(self, node: Schema, at: str, within: Schema = True) -> Schema:
-        """Rewrite the schema at place `at`, whose values are also valid by `within`."""
+        """Rewrite the schema at place `at`. Its values are also valid by `within`."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -133,7 +134,7 @@ class _Rewriter:
     # ---- keywords that llguidance does not support ------------------------------------------
 
     def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
-        """Return schemas that say the same as those of `node`, a copy that may be changed."""
+        """Remove unsupported keywords from `node` and return schemas equivalent to these."""
         clauses: list[Schema] = []
         context = [{k: v for k, v in node.items() if k not in ("oneOf", "not", "if")}, within]
         if "oneOf" in node:
@@ -160,34 +161,35 @@ class _Rewriter:
         return clauses
 
     def _exclusive(self, branches: list[Schema], at: str, *context: Schema) -> list[Schema]:
-        """Return the branches of a `oneOf`, each without the values of the others. Whatever follows
-        them is also valid by `context`."""
+        """Return the branches of a `oneOf`, each without the values of the others. All values are
+        also valid by `context`."""
         results: list[list[Schema]] = [[branch] for branch in branches]
         for pair in combinations(range(len(branches)), 2):
             if self._sets.empty(*(branches[number] for number in pair), *context):
                 continue
-            for mine, other in (pair, pair[::-1]):
-                ways = self._ways_out(branches[other], branches[mine], *context)
+            for index, other in (pair, pair[::-1]):
+                ways = self._ways_out(branches[other], branches[index], *context)
                 if not ways:
-                    problem = f"values may be valid by both {mine} and {other}"
+                    problem = f"values may be valid by both {index} and {other}"
                     remedy = "give each a required const of its own, or use anyOf"
                     raise self._refusal(at, problem, remedy)
-                results[mine].append({"anyOf": ways[: 3 if len(branches) < 5 else 1]})
-        return [{"allOf": each} if each[1:] else each[0] for each in results]
+                results[index].append({"anyOf": ways[: 3 if len(branches) < 5 else 1]})
+        return [{"allOf": parts} if parts[1:] else parts[0] for parts in results]
 
     def _ways_out(self, schema: Schema, *context: Schema) -> list[Schema]:
-        """Return schemas that exclude `schema` and that values valid by `context` may follow."""
+        """Return schemas of values that are invalid by `schema` and may be valid by `context`."""
         outside = self._sets.outside(schema)
         return [way for way in outside if not self._sets.empty(way, *context)]
 
     def _outside(self, schema: Schema, at: str, *context: Schema) -> Schema:
+        """Return the complement of `schema`. Raises `FieldError` if it is not known."""
         ways = self._ways_out(schema, *context)
         if ways or self.rewrite(schema, at) in (True, {}):
             return {"anyOf": ways} if ways else False
         raise self._refusal(at, "its negation is not supported", "say what is valid instead")
 
     def _limit_names(self, node: dict[str, Any], at: str) -> None:
-        """Replace `propertyNames` by other keywords."""
+        """Replace `propertyNames` by other keywords. Raises `FieldError`."""
         names = node["propertyNames"]
         if isinstance(names, dict) and "$ref" in names:
             names = self.target(names["$ref"])
@@ -208,10 +210,10 @@ class _Rewriter:
     # ---- numbers ----------------------------------------------------------------------------
 
     def _within_reach(self, bound: Any, place: str, sign: int) -> Any:
-        """Return an outer bound beyond what llguidance supports moved inwards. The numbers that
-        this leaves out are too large to matter."""
+        """Return `bound`, moved inwards if llguidance cannot represent it. The excluded numbers are
+        too large to matter."""
         if isinstance(bound, bool) or not isinstance(bound, int | float):
-            return bound  # of an old draft, or wrong
+            return bound  # of an old draft of JSON Schema, or invalid
         if -sign * bound > _EXACT:
             raise self._out_of_reach(bound, place)
         if sign * bound <= _EXACT:
@@ -224,8 +226,8 @@ class _Rewriter:
         if isinstance(value, int) and abs(value) > _EXACT:
             raise self._out_of_reach(value, place)
         inner = value.values() if isinstance(value, dict) else value
-        for each in inner if isinstance(value, dict | list) else ():
-            self._exact(each, place)
+        for part in inner if isinstance(value, dict | list) else ():
+            self._exact(part, place)
         return value
 
     def _out_of_reach(self, value: float, place: str) -> FieldError:

@@ -1,4 +1,4 @@
-"""A task for a worker: find out whether a grammar can be followed. The worker may die of it."""
+"""A worker's task that tests whether a grammar compiles and starts. It may kill the worker."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars.compiling import STACK_BYTES, Grammars, read, with_stack
 from cbatch.workers import TaskLimits
 
-MEMORY_BYTES = 128 * 2**20  # for one grammar, besides the stacks of the threads that compile it
-# The engine follows grammars in a thread of 8 MiB, and what one asks for grows with its text.
+MEMORY_BYTES = 128 * 2**20  # for one grammar, on top of the stacks of the compiling threads
+# The engine runs grammars in a thread with 8 MiB, of which a long grammar needs more.
 _TRIAL_STACK_BYTES = 4 * 2**20
 LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=True)
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`problem` and `remedy` of a grammar that cannot be followed. `quick` is the result of `read`,
-    if it differs. `compile_s`: processor time, from there on. `begin_s`: what the engine takes for
-    each text that begins to follow it, in the thread of its steps."""
+    """The result of a trial. `problem` and `remedy` are set for an invalid grammar. `quick` is the
+    result of `read`, if it differs from the grammar. `compile_s` is the processor time to compile
+    `quick`. `begin_s` is the time that each choice adds to an engine's step to start the
+    grammar."""
 
     problem: str | None = None
     remedy: str = ""
@@ -37,25 +38,26 @@ class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrialState(Protocol):
-    """What the workers' fork server makes. `grammars` keep none that nobody holds."""
+    """The argument of every task, made by the fork server. `grammars` caches no unused ones."""
 
     grammars: Grammars
 
 
-def try_out(asked: StructuredOutputs, state: TrialState) -> GrammarVerdict:
-    return with_stack(_TRIAL_STACK_BYTES, partial(_try_out, asked, state.grammars))
+def try_out(spec: StructuredOutputs, state: TrialState) -> GrammarVerdict:
+    """Test a grammar in a thread with a smaller stack than the engine's."""
+    return with_stack(_TRIAL_STACK_BYTES, partial(_try_out, spec, state.grammars))
 
 
-def _try_out(asked: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
+def _try_out(spec: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
     try:
-        quick = read(asked)
-        compile_s = -time.process_time()  # it is compiled in a thread of its own
+        quick = read(spec)
+        compile_s = -time.process_time()  # compiling runs in its own thread
         compiled = grammars.compiled(quick)
-        compile_s += time.process_time()  # by the system's ticks, while a limit runs
+        compile_s += time.process_time()  # rounded to the kernel's ticks while a CPU limit is set
         begin_s = -time.thread_time()
         compiled.matcher.deep_copy().compute_bitmask()
         begin_s += time.thread_time()
     except FieldError as error:
         return GrammarVerdict(error.problem, error.remedy)
-    changed = None if quick is asked else quick
+    changed = None if quick is spec else quick
     return GrammarVerdict(quick=changed, compile_s=compile_s, begin_s=begin_s)

@@ -13,12 +13,13 @@ ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], 
 _STRING = rb'"(?:[^"\\]|\\.)*"'
 _SEPARATORS = b", \t\r\n"
 _WHOLE_ITEM = re.compile(rb',\s*"[^"]*"')
-_FEW = 64  # tokens: so many can be tried one by one
-_MOST_TRIED = 1000
+_FEW = 64  # allowed tokens: up to this many are tried one by one.
+_MOST_TRIED = 1000  # cached results
 
 
 class UniqueItems:
-    """`names` are the properties that hold the lists, `words` the text of each token."""
+    """A filter of tokens. `names` are the properties with unique lists, `words` the text of each
+    token."""
 
     def __init__(self, names: Sequence[str], words: Sequence[bytes]) -> None:
         keys = (re.escape(json.dumps(name, ensure_ascii=False).encode()) for name in names)
@@ -26,14 +27,14 @@ class UniqueItems:
         self._open_list = re.compile(begin + rb'("(?:[^"\\]|\\.)*\\?"?|)\s*$')
         self._words = words
         self._closing = np.array([i for i, word in enumerate(words) if b'"' in word], dtype=int)
-        self._tried: dict[bytes, bool] = {}  # by text, whether a token may follow it
+        self._tried: dict[bytes, bool] = {}  # by text: can any token follow
 
     def forbid(
         self, allowed: NDArray[np.bool_], taken: list[int], leads_on: Callable[[int], bool]
     ) -> None:
-        """Remove tokens from `allowed`, which may follow `taken`: those that repeat an item of the
-        list that the text is in, and those that lead to nothing but repeats. The latter are looked
-        for where few are allowed, by `leads_on`: whether any token may follow."""
+        """Remove the tokens from `allowed` that would repeat an item of the list at the end of
+        `taken`, and the tokens that allow only repeats after them. The latter are tested if few
+        tokens are allowed. `leads_on` returns whether any token may follow the given one."""
         text = b"".join(self._words[token] for token in taken)
         match = self._open_list.search(text)
         if match is None:

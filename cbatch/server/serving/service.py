@@ -16,7 +16,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
-from cbatch.grammars import FIELD, GrammarGuard, GrammarsBusyError, TriedGrammar, not_served
+from cbatch.grammars import FIELD, GrammarsBusyError, GrammarValidator, ValidatedGrammar, not_served
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
@@ -64,7 +64,7 @@ class EngineService:
             client.on_step, client.on_death = self._publish, self._publish_cleared
             self._publish_cleared()  # to who followed a server that was here before
         self._workers: WorkerPool | None = None
-        self._grammars: GrammarGuard | None = None
+        self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
         self._calls: dict[str, OpenCall] = {}  # by the caller's request id
         self._num_open = 0  # and those that are being tokenised
@@ -148,7 +148,7 @@ class EngineService:
         setup = partial(WorkerState, model, engine.config.vocab_size, eos_ids)
         self._workers = WorkerPool(setup)
         if follows_grammars:
-            self._grammars = GrammarGuard(self._workers)
+            self._grammars = GrammarValidator(self._workers)
         self._prompts = PromptReader(model, self._workers, self.limits, self.queue)
         return self._prompts
 
@@ -234,7 +234,7 @@ class EngineService:
                 requests = [structs.replace(r, itl_target_s=itl_target_s) for r in requests]
             if params.structured_outputs is not None:
                 tried = await self._tried(params, grammar_field, owner)
-                quick = structs.replace(params, structured_outputs=tried.asked)
+                quick = structs.replace(params, structured_outputs=tried.spec)
                 given = {"params": quick, "compile_s": tried.compile_s}
                 requests = [structs.replace(each, **given) for each in requests]
             if request_id in self._calls:
@@ -292,7 +292,9 @@ class EngineService:
         engine.config.check_request(requests[0])
         return requests
 
-    async def _tried(self, params: SamplingParams, field: str, owner: str | None) -> TriedGrammar:
+    async def _tried(
+        self, params: SamplingParams, field: str, owner: str | None
+    ) -> ValidatedGrammar:
         """Raises `FieldError` for a grammar that the engine could not follow, `OverloadedError`."""
         assert params.structured_outputs is not None
         if self._grammars is None:

@@ -12,8 +12,8 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.demo import demo_paths
-from cbatch.grammars import GrammarGuard, Grammars, GrammarsBusyError
-from cbatch.grammars import guard as guard_module
+from cbatch.grammars import Grammars, GrammarsBusyError, GrammarValidator
+from cbatch.grammars import validator as validator_module
 from cbatch.text import load_tokenizer
 from cbatch.workers import TaskLimits, WorkerPool
 
@@ -56,9 +56,9 @@ HOSTILE = {
 
 
 @asynccontextmanager
-async def guarding(**options: Any) -> AsyncIterator[GrammarGuard]:
+async def validating(**options: Any) -> AsyncIterator[GrammarValidator]:
     workers = WorkerPool(State)
-    made = GrammarGuard(workers, **options)
+    made = GrammarValidator(workers, **options)
     try:
         yield made
     finally:
@@ -78,31 +78,31 @@ def test_a_hostile_grammar_is_followed_or_refused(name: str) -> None:
     """By a reason; and the next call is served."""
 
     async def scene() -> None:
-        async with guarding() as guard:
+        async with validating() as validator:
             try:
-                await guard.check(StructuredOutputs(**HOSTILE[name]), field="mine")
+                await validator.check(StructuredOutputs(**HOSTILE[name]), field="mine")
             except FieldError as error:
                 assert error.field == "mine" and error.problem and error.remedy
                 assert len(str(error)) < 1000
-            await guard.check(StructuredOutputs(regex="[a-z]+"))
+            await validator.check(StructuredOutputs(regex="[a-z]+"))
 
     run(scene())
 
 
 def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        async with guarding() as guard:
+        async with validating() as validator:
             for name, words in (
                 ("options", "nests too deeply to be compiled, or takes more than 128 MiB"),
                 ("groups", "does not compile"),
             ):
                 with pytest.raises(FieldError, match=words):
-                    await guard.check(StructuredOutputs(**HOSTILE[name]))
+                    await validator.check(StructuredOutputs(**HOSTILE[name]))
             with pytest.raises(FieldError, match="has 70000 characters; use <= 65536"):
-                await guard.check(StructuredOutputs(regex="a" * 70_000))
-            monkeypatch.setattr(guard_module, "MAX_BEGIN_S", 0.0)
+                await validator.check(StructuredOutputs(regex="a" * 70_000))
+            monkeypatch.setattr(validator_module, "MAX_BEGIN_S", 0.0)
             with pytest.raises(FieldError, match="to begin, for each choice"):
-                await guard.check(StructuredOutputs(regex="[a-z]+x"))
+                await validator.check(StructuredOutputs(regex="[a-z]+x"))
 
     run(scene())
 
@@ -111,13 +111,13 @@ def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker is ended by the system, whatever it computes."""
 
     async def scene() -> None:
-        async with guarding() as guard:
+        async with validating() as validator:
             with monkeypatch.context() as patched:
-                patched.setattr(guard_module, "try_out", compile_forever)
-                patched.setattr(guard_module, "LIMITS", TaskLimits(0.2, 2**30))
+                patched.setattr(validator_module, "try_out", compile_forever)
+                patched.setattr(validator_module, "LIMITS", TaskLimits(0.2, 2**30))
                 with pytest.raises(FieldError, match="takes more than 0.2 s to compile"):
-                    await guard.check(StructuredOutputs(regex="a"))
-            await guard.check(StructuredOutputs(regex="b"))
+                    await validator.check(StructuredOutputs(regex="a"))
+            await validator.check(StructuredOutputs(regex="b"))
 
     run(scene())
 
@@ -133,12 +133,12 @@ def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(WorkerPool, "run", counted)
 
     async def scene() -> None:
-        async with guarding(max_waiting=1) as guard:
+        async with validating(max_waiting=1) as validator:
             good, bad = StructuredOutputs(regex="[a-z]+"), StructuredOutputs(regex="(")
-            await asyncio.gather(*(guard.check(good, owner="me") for _ in range(20)))
+            await asyncio.gather(*(validator.check(good, owner="me") for _ in range(20)))
             for _ in range(3):
                 with pytest.raises(FieldError):
-                    await guard.check(bad)
+                    await validator.check(bad)
             assert len(asked) == 2
 
     run(scene())
@@ -160,16 +160,16 @@ def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPa
     )
 
     async def scene() -> None:
-        async with guarding() as guard:
-            tried = await guard.check(gbnf)
-            assert tried.asked != gbnf
-            Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.asked)
-            assert (await guard.check(lark)).asked is lark
-            assert guard._known_chars == len(tried.asked.grammar or "")
-            monkeypatch.setattr(guard_module, "_REMEMBERED_CHARS", 100)
+        async with validating() as validator:
+            tried = await validator.check(gbnf)
+            assert tried.spec != gbnf
+            Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.spec)
+            assert (await validator.check(lark)).spec is lark
+            assert validator._cached_chars == len(tried.spec.grammar or "")
+            monkeypatch.setattr(validator_module, "_REMEMBERED_CHARS", 100)
             for letter in "abcdefgh":
-                await guard.check(StructuredOutputs(grammar=f'root ::= "{letter}"'))
-            assert 2 <= len(guard._known) <= 6 and 0 < guard._known_chars <= 100
+                await validator.check(StructuredOutputs(grammar=f'root ::= "{letter}"'))
+            assert 2 <= len(validator._verdicts) <= 6 and 0 < validator._cached_chars <= 100
 
     run(scene())
 
@@ -184,14 +184,14 @@ def test_a_schema_is_rewritten_in_the_worker(monkeypatch: pytest.MonkeyPatch) ->
     schema = '{"oneOf": [{"type": "string"}, {"enum": [1, 2]}], "not": {"const": "a"}}'
 
     async def scene() -> None:
-        async with guarding() as guard:
+        async with validating() as validator:
             for asked in (
                 StructuredOutputs(json=schema),
                 StructuredOutputs(grammar=f'start: "a" b\nb: %json {schema}'),
                 StructuredOutputs(regex="a", around=f'start: @answer "a" b\nb: %json {schema}'),
             ):
-                tried = await guard.check(asked)
-                Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.asked)
+                tried = await validator.check(asked)
+                Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.spec)
 
     run(scene())
 
@@ -205,25 +205,25 @@ def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.Monk
         if "slow" in task.args[0].regex:
             running.append(1)
             await release.wait()
-        return guard_module.GrammarVerdict()
+        return validator_module.GrammarVerdict()
 
     monkeypatch.setattr(WorkerPool, "run", held)
 
     async def scene() -> None:
-        async with guarding(max_waiting=3) as guard:
+        async with validating(max_waiting=3) as validator:
             slow = [
-                asyncio.create_task(guard.check(StructuredOutputs(regex=f"slow{i}"), owner="a"))
+                asyncio.create_task(validator.check(StructuredOutputs(regex=f"slow{i}"), owner="a"))
                 for i in range(5)
             ]
             await asyncio.gather(*slow[3:], return_exceptions=True)
             assert all(isinstance(each.exception(), GrammarsBusyError) for each in slow[3:])
             while not running:
                 await asyncio.sleep(0.001)
-            await guard.check(StructuredOutputs(regex="b"), owner="b")
+            await validator.check(StructuredOutputs(regex="b"), owner="b")
             assert len(running) == 1, "the others of its own wait for their turn"
             release.set()
             await asyncio.gather(*slow[:3])
             assert len(running) == 3
-            await guard.check(StructuredOutputs(regex="slow9"), owner="a")
+            await validator.check(StructuredOutputs(regex="slow9"), owner="a")
 
     run(scene())

@@ -1,0 +1,134 @@
+"""Grammars are validated in worker processes, where they can do no harm.
+
+A grammar may compile for hours, use all memory, or crash its process; no limit on its text prevents
+that. A grammar that ends its worker is rejected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars.compiling import MAX_GIVEN_CHARS
+from cbatch.grammars.schemas import FIELD
+from cbatch.grammars.trial import LIMITS, MEMORY_BYTES, GrammarVerdict, try_out
+from cbatch.workers import WorkerDiedError, WorkerPool
+
+MAX_WORKERS = 2
+MAX_BEGIN_S = 0.2  # time that a request's choices may add to the engine's step, to start a grammar.
+_REMEMBERED = 512  # cached verdicts.
+_REMEMBERED_CHARS = 2**21  # total size of the converted grammars among the cached verdicts
+_REMEDY = "use a simpler grammar"
+
+
+class ValidatedGrammar(NamedTuple):
+    """A valid grammar, converted for fast compilation, and the processor seconds to compile it."""
+
+    spec: StructuredOutputs
+    compile_s: float
+
+
+class GrammarsBusyError(RuntimeError):
+    """An owner has the maximum number of grammars waiting already."""
+
+
+class GrammarValidator:
+    """Validate grammars for the coroutines of one event loop. An owner, such as an API key, uses
+    one worker at a time, and may have `max_waiting` grammars pending. Requests without an owner may
+    use all workers."""
+
+    def __init__(self, workers: WorkerPool, *, max_waiting: int = 8) -> None:
+        self._workers, self._max_waiting = workers, max_waiting
+        self._free = asyncio.Semaphore(MAX_WORKERS)
+        self._owner_locks: dict[str, asyncio.Lock] = {}  # of owners with pending grammars
+        self._waiting: Counter[str] = Counter()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
+        self._cached_chars = 0
+        self._tasks: dict[bytes, asyncio.Task[GrammarVerdict]] = {}
+
+    async def check(
+        self,
+        spec: StructuredOutputs,
+        *,
+        num_choices: int = 1,
+        field: str = FIELD,
+        owner: str | None = None,
+    ) -> ValidatedGrammar:
+        """Validate a grammar. Raises `FieldError` about `field`, and `GrammarsBusyError`."""
+        _require_size(spec, field)
+        verdict = await self._verdict(spec, owner)
+        if verdict.problem is not None:
+            raise FieldError(field, verdict.problem, verdict.remedy)
+        if verdict.begin_s * num_choices > MAX_BEGIN_S:
+            problem = f"takes {verdict.begin_s:.2f} s to begin, for each choice"
+            raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
+        return ValidatedGrammar(verdict.quick or spec, verdict.compile_s)
+
+    async def close(self) -> None:
+        """Cancel all checks. No further ones may be made."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _verdict(self, spec: StructuredOutputs, owner: str | None) -> GrammarVerdict:
+        key = hashlib.sha256(msgspec.json.encode(spec)).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is not None:
+            self._verdicts.move_to_end(key)
+            return verdict
+        task = self._tasks.get(key)
+        if task is None:
+            task = asyncio.create_task(self._validate(spec, owner))
+            self._tasks[key] = task
+            task.add_done_callback(lambda done: self._remember(key, done))
+        return await asyncio.shield(task)  # other requests may wait for the same grammar
+
+    def _remember(self, key: bytes, done: asyncio.Task[GrammarVerdict]) -> None:
+        del self._tasks[key]
+        if not done.cancelled() and done.exception() is None:
+            self._verdicts[key] = done.result()
+            self._cached_chars += done.result().num_chars
+            while len(self._verdicts) > _REMEMBERED or self._cached_chars > _REMEMBERED_CHARS:
+                _, forgotten = self._verdicts.popitem(last=False)
+                self._cached_chars -= forgotten.num_chars
+
+    async def _validate(self, spec: StructuredOutputs, owner: str | None) -> GrammarVerdict:
+        if owner is None:
+            async with self._free:
+                return await self._run(spec)
+        if self._waiting[owner] >= self._max_waiting:
+            raise GrammarsBusyError(f"{self._waiting[owner]} grammars of this key are on their way")
+        self._waiting[owner] += 1
+        try:
+            async with self._owner_locks.setdefault(owner, asyncio.Lock()), self._free:
+                return await self._run(spec)
+        finally:
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner], self._owner_locks[owner]
+
+    async def _run(self, spec: StructuredOutputs) -> GrammarVerdict:
+        try:
+            return await self._workers.run(partial(try_out, spec), LIMITS)
+        except WorkerDiedError as error:
+            return GrammarVerdict(_cause(error), _REMEDY)
+
+
+def _require_size(spec: StructuredOutputs, field: str) -> None:
+    texts = (spec.json, spec.regex, spec.grammar, spec.around, *(spec.choice or ()))
+    for text in texts:
+        if isinstance(text, str) and len(text) > MAX_GIVEN_CHARS:
+            raise FieldError(field, f"has {len(text)} characters", f"use <= {MAX_GIVEN_CHARS}")
+
+
+def _cause(error: WorkerDiedError) -> str:
+    if error.overran:
+        return f"takes more than {LIMITS.cpu_s:g} s to compile"
+    return f"nests too deeply to be compiled, or takes more than {MEMORY_BYTES // 2**20} MiB"
