@@ -28,6 +28,7 @@ PLAIN = (
     "cbatch/runtime/sampling",
     "cbatch/steplog",
     "cbatch/system",
+    "cbatch/text",
     "cbatch/workers",
     "tests/test_prose.py",
 )

@@ -1,6 +1,6 @@
-"""Text above, token ids below: tokenizers, incremental decoding and stop strings.
+"""Everything above token ids: tokenizers, incremental decoding, stop strings, chat templates.
 
-Imports nothing of the engine's, so that a client process can hold it alone.
+Imports nothing of the engine, so a client process can use it alone.
 """
 
 from cbatch.text.chat import ChatTemplate, ChatTemplateError, load_chat_template

@@ -22,25 +22,25 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FILE = "chat_template.jinja"  # the default one
-TEMPLATE_FOLDER = "additional_chat_templates"  # of the others, by name
+TEMPLATE_FILE = "chat_template.jinja"  # the default template
+TEMPLATE_FOLDER = "additional_chat_templates"  # the others, by name
 DEFAULT, TOOL_USE = "default", "tool_use"
 CONFIG_FILE = "tokenizer_config.json"
 # Names in a tokenizer's configuration that templates use.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 RESERVED = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
 
-_MOST_CHARS = 1 << 18  # of a template: compiling one takes time by its length
+_MOST_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
 Message = Mapping[str, Any]
 
-# Replacements of roles that a template does not know.
+# Replacements for roles that a template does not support.
 _OTHER_ROLE = {"developer": "system", "function": "tool"}
 _NULL_CONTENT = re.compile(r"""content['"]?\]?\)?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)[nN]one""")
 
 
 class CallArguments(dict[str, Any]):
-    """The arguments of an earlier tool call: an object that prints as the text the client sent."""
+    """The parsed arguments of an earlier tool call. `str` returns the text that the client sent."""
 
     def __init__(self, fields: Mapping[str, Any], text: str) -> None:
         super().__init__(fields)
@@ -52,7 +52,7 @@ class CallArguments(dict[str, Any]):
 
 class ChatTemplateError(ValueError):
     """A broken template, or a conversation that it cannot render. `refused`: the template itself
-    rejects the conversation by `raise_exception`."""
+    rejects the conversation, by `raise_exception`."""
 
     def __init__(self, problem: str, *, refused: bool = False) -> None:
         super().__init__(problem)
@@ -60,10 +60,11 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A Jinja template in a sandbox: it sees the conversation and may change nothing.
+    """A chat template, rendered in Jinja's sandbox.
 
-    `special_tokens` are texts by the name templates use, such as `bos_token`. `tool_use` replaces
-    this template for calls with tools. Raises `ChatTemplateError` where the text does not parse.
+    `special_tokens` maps the template's names, such as `bos_token`, to texts. `tool_use` replaces
+    this template for requests with tools. Raises `ChatTemplateError` for a text that does not
+    parse.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
         try:
             self._template = _environment().from_string(text)
-        except Exception as error:  # also of Python, which it becomes: nested too deeply, say
+        except Exception as error:  # also of Python's compiler: for example, nested too deeply
             raise ChatTemplateError(f"chat template: {source} does not parse ({error})") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which parses the text again."""
+        """Return the state to pickle: the parsed template is left out, and parsed again from the
+        text."""
         return {name: value for name, value in vars(self).items() if name != "_template"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,10 +101,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the conversation as text, special tokens included. `variables` are the template's
-        own (say `enable_thinking`). Raises `ChatTemplateError`, also where the template would drop
-        messages of a role that it does not know."""
-        given = {
+        """Return the conversation as text, with special tokens. `variables` are the template's own,
+        such as `enable_thinking`. Raises `ChatTemplateError`, also if the template would silently
+        drop messages of a role that it does not know."""
+        values = {
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
@@ -110,35 +112,37 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         chosen = (self._tool_use if tools else None) or self
-        return chosen._render(messages, given)
+        return chosen._render(messages, values)
 
-    def _render(self, messages: Sequence[Message], given: Mapping[str, Any]) -> str:
-        """Render with the first form of earlier calls that the template accepts. DeepSeek's accept
-        only arguments as text, Mistral's only ids of nine letters and digits, and some tell calls
-        by null content."""
+    def _render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+        """Render with the first form of earlier tool calls that the template accepts. DeepSeek's
+        templates accept only text arguments, Mistral's only ids of nine letters and digits. Some
+        recognise calls by null content."""
         no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
         ways = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
         for short_ids, as_text, null in ways:
             try:
-                fitted = [self._fitted(each, short_ids, as_text, null) for each in messages]
-                text = self._template.render(given, messages=fitted)
+                adapted = [self._adapted(m, short_ids, as_text, null) for m in messages]
+                text = self._template.render(values, messages=adapted)
             except MemoryError:
                 raise
-            except Exception as error:  # what a template does with a message may fail in any way
+            except Exception as error:  # a template may fail in any way on a message
                 errors.append(error)
                 if "tool_call" in str(messages):
                     continue
-                break  # all forms are the same
+                break  # without tool calls all forms are the same
             for role in dict.fromkeys(message["role"] for message in messages):
-                both = zip(messages, fitted, strict=True)
+                both = zip(messages, adapted, strict=True)
                 rest = [after for before, after in both if before["role"] != role]
-                lost = not self._knows(role) and self._renders(rest, given, text)
-                if lost and not self._renders([], given, text):  # it prints other messages
+                lost = not self._knows(role) and self._renders(rest, values, text)
+                if lost and not self._renders([], values, text):  # the text depends on messages
                     problem = f"it drops messages of the role {role!r}"
                     raise ChatTemplateError(problem, refused=True)
             return text
-        refusals = [each for each in errors if type(each) is TemplateError]  # not a derived class
+        refusals = [
+            error for error in errors if type(error) is TemplateError
+        ]  # by `raise_exception`
         first = (refusals or errors)[0]
         problem = str(first) or type(first).__name__
         raise ChatTemplateError(problem, refused=bool(refusals)) from first
@@ -149,30 +153,33 @@ class ChatTemplate:
         return False
 
     def _knows(self, role: str) -> bool:
-        """Return whether the template tests for the role. The three common roles always pass."""
-        asked = rf"""role[^%}}]{{0,200}}['"]{re.escape(role)}['"]"""
-        return role in ("system", "user", "assistant") or re.search(asked, self.text) is not None
+        """Return whether the template compares the role. The three common roles are always
+        known."""
+        comparison = rf"""role[^%}}]{{0,200}}['"]{re.escape(role)}['"]"""
+        return (
+            role in ("system", "user", "assistant") or re.search(comparison, self.text) is not None
+        )
 
-    def _fitted(
+    def _adapted(
         self, message: Message, short_ids: bool, as_text: bool, null: bool
     ) -> dict[str, Any]:
-        """Return a copy with the roles, ids, arguments and content that the template accepts."""
-        fitted, role = dict(message), message["role"]
+        """Return a copy of the message with role, ids, arguments and content in the chosen form."""
+        adapted, role = dict(message), message["role"]
         if role in _OTHER_ROLE and not self._knows(role):
-            fitted["role"] = _OTHER_ROLE[role]
+            adapted["role"] = _OTHER_ROLE[role]
         if role == "assistant" and not message.get("content"):
-            fitted["content"] = None if null and message.get("tool_calls") else ""
+            adapted["content"] = None if null and message.get("tool_calls") else ""
         if short_ids and "tool_call_id" in message:
-            fitted["tool_call_id"] = _short_id(message["tool_call_id"])
+            adapted["tool_call_id"] = _short_id(message["tool_call_id"])
         if calls := [dict(call) for call in message.get("tool_calls") or ()]:
-            fitted["tool_calls"] = calls
+            adapted["tool_calls"] = calls
         for call in calls:
             if short_ids and "id" in call:
                 call["id"] = _short_id(call["id"])
             if as_text:
                 arguments = str(call["function"]["arguments"])
                 call["function"] = {**call["function"], "arguments": arguments}
-        return fitted
+        return adapted
 
 
 def _short_id(call_id: Any) -> str:
@@ -214,12 +221,12 @@ def load_chat_template(
     return named or ChatTemplate(_read(Path(file)), tokens, str(file))
 
 
-def _named(found: Any) -> dict[str, str]:
-    """Return templates by name from a configuration with one text, a list or an object."""
-    if isinstance(found, list):
-        entries = [each for each in found if isinstance(each, dict)]
-        found = {str(each.get("name")): each.get("template") for each in entries}
-    named = found if isinstance(found, dict) else {DEFAULT: found}
+def _named(setting: Any) -> dict[str, str]:
+    """Return templates by name. A configuration has one text, a list or an object."""
+    if isinstance(setting, list):
+        entries = [entry for entry in setting if isinstance(entry, dict)]
+        setting = {str(entry.get("name")): entry.get("template") for entry in entries}
+    named = setting if isinstance(setting, dict) else {DEFAULT: setting}
     return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
@@ -232,10 +239,10 @@ def _read(path: Path) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ChatTemplateError(f"chat template: {path} cannot be read ({error})") from error
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _token_text(value: Any) -> str:
@@ -247,17 +254,17 @@ def _find(model: str | Path, name: str) -> Path | None:
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     if folder.exists():
-        return None  # a tokenizer's file: nothing lies beside it by right
+        return None  # `model` is a tokenizer file; other files in its folder need not belong to it
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(str(model), name))
-    except Exception:  # the hub has none, or cannot be reached; the model itself says which
+    except Exception:  # no such file, or the hub is unreachable; loading the model reports that
         return None
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model wrote, for training; here it is what it encloses."""
+    """`{% generation %}` marks the model's own text, for training. It renders its content."""
 
     tags = {"generation"}
 
@@ -268,7 +275,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """With what templates of published models rely on."""
+    """Return an environment with the functions that templates of published models use."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -285,7 +292,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace Jinja's own filter, which escapes `<` and `>` for web pages."""
+    """Replace Jinja's own filter, which escapes `<` and `>` for HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

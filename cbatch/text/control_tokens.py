@@ -1,5 +1,5 @@
-"""Control tokens of a rendered conversation. The chat template writes them; the same text from a
-caller is encoded as ordinary pieces."""
+"""Control tokens of a rendered conversation. Only the chat template can write them: the same text
+in a message is encoded as ordinary tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from tokenizers import AddedToken, Tokenizer
 from cbatch.core.request.errors import FieldError
 from cbatch.text.chat import CallArguments
 
-_FENCE = "\ufdd0"  # a Unicode noncharacter, around the names of the template's control tokens
-_STAND_INS = (
-    0x10F000  # private-use code points; each replaces one first character of control tokens
-)
+_FENCE = "\ufdd0"  # a Unicode noncharacter, around placeholders of control tokens
+# The first private-use code point that replaces the first character of a control token.
+_STAND_INS = 0x10F000
 
 
 @contextmanager
 def no_panics() -> Iterator[None]:
-    """Raise `FieldError` where the tokenizer panics, as it does on a text over which a regular
-    expression takes too many steps. A panic of Rust is no `Exception`."""
+    """Raise `FieldError` where the tokenizer panics. It does on a text for which a regular
+    expression takes too many steps; Rust's panic is not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -37,12 +36,12 @@ def no_panics() -> Iterator[None]:
 
 
 class ControlTokens:
-    """Use `escape` on what callers send, render the template with that, and `encode` the result.
+    """Apply `escape` to the messages of a request, render the template, and `encode` the result.
 
-    `escape` replaces the first character of a control token's text, so that every control token in
-    the rendered text is the template's. `encode` renames those and restores the replaced
-    characters: a caller's text is then split into pieces together with the text around it.
-    The argument `encode` is the ordinary one, for conversations without such texts.
+    `escape` replaces the first character of a control token's text in a message. Control tokens in
+    the rendered text are therefore the template's. `encode` swaps them for placeholders and
+    restores the replaced characters, so messages are tokenized together with the text around them.
+    The argument `encode` is the ordinary encoder, used if no message needed escaping.
     """
 
     def __init__(self, raw: Tokenizer, encode: Callable[..., list[int]]) -> None:
@@ -54,7 +53,7 @@ class ControlTokens:
         self._stand_ins = {first: chr(_STAND_INS + i) for i, first in enumerate(firsts)}
         self._names = {content: f"{_FENCE}{i}{_FENCE}" for content, i in self._special.items()}
         self._unknown = getattr(raw.model, "unk_token", None)
-        self._renamed = Tokenizer(raw.model)  # the model's tables are shared
+        self._renamed = Tokenizer(raw.model)  # shares the model's tables
         self._renamed.normalizer = raw.normalizer
         self._renamed.pre_tokenizer = raw.pre_tokenizer
         self._renamed.post_processor = raw.post_processor
@@ -69,19 +68,19 @@ class ControlTokens:
         self._ids = {i: (token.content, ids[token.content]) for i, token in renamed}
 
     def escape(self, value: Any) -> Any:
-        """Return the JSON value without the text of any control token. Raises `RecursionError`."""
+        """Return the JSON value with every control token escaped. Raises `RecursionError`."""
         return _with_texts(value, self._escaped)
 
     def _escaped(self, text: str) -> str:
-        while self._pattern.search(text):  # repeat: matches may overlap
+        while self._pattern.search(text):  # repeated, since matches may overlap
             text = self._pattern.sub(lambda m: self._stand_ins[m[0][0]] + m[0][1:], text)
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a conversation that was rendered with escaped texts. Raises
-        `FieldError` where a caller's text has no pieces other than a control token."""
+        """Return the token ids of a conversation that was rendered from escaped texts. Raises
+        `FieldError` for a message whose text this tokenizer can only encode as a control token."""
         for stand_in in self._stand_ins.values():
-            for written in (json.dumps(stand_in), repr(stand_in)):  # as templates print values
+            for written in (json.dumps(stand_in), repr(stand_in)):  # forms in which templates print
                 text = text.replace(written[1:-1], stand_in)
         if not any(stand_in in text for stand_in in self._stand_ins.values()):
             ids = self._encode(text, add_special_tokens=add_special_tokens)
@@ -89,12 +88,12 @@ class ControlTokens:
             around = self._encode("", add_special_tokens=add_special_tokens)
             special = filter(set(self._special.values()).__contains__, ids)
             if Counter(special) <= Counter(own + around):
-                return ids  # otherwise a normaliser or the model made one of a caller's text
+                return ids  # otherwise a message became a control token after all
         text = text.replace(_FENCE, "\ufffd")
         text = self._pattern.sub(lambda m: self._names[m[0]], text)
         for first, stand_in in self._stand_ins.items():
             text = text.replace(stand_in, first)
-        # The library lets other threads run during a batch, but not during a single text.
+        # The library releases the interpreter lock for a batch, but not for a single text.
         with no_panics():
             (encoding,) = self._renamed.encode_batch([text], add_special_tokens=add_special_tokens)
         columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
@@ -102,14 +101,14 @@ class ControlTokens:
         for token_id, token, is_around in columns:
             if not is_around and token in self._special and token != self._unknown:
                 ids += self._spelled(token)
-            else:  # the model may use the same id; `token` includes the blanks it strips
+            else:  # the model may use the same id; `token` includes stripped blanks
                 name, own_id = self._ids.get(token_id, (token, token_id))
                 ids.append(token_id if is_around or name not in token else own_id)
         return ids
 
     def _spelled(self, token: str) -> list[int]:
-        """Return the pieces of a control token's characters. Unigram models, for example, find
-        control tokens in plain text."""
+        """Return the ids of a control token's characters, for models (Unigram, for example) that
+        find control tokens in plain text."""
         pieces = [piece for c in token for piece in self._raw.model.tokenize(c)]
         if any(piece.value in self._special and piece.value != self._unknown for piece in pieces):
             problem = f"holds {token!r}, which this tokenizer has as a control token alone"
@@ -118,26 +117,26 @@ class ControlTokens:
 
 
 def _any_of(texts: list[str]) -> str:
-    """Return a regular expression for any of the sorted texts, longest first. It is a prefix
-    tree: a tokenizer may have thousands of them."""
+    """Return a regular expression for any of the sorted texts, longest first. It is a prefix tree,
+    since a tokenizer may have thousands of control tokens."""
     parts = []
     for _, group in itertools.groupby(texts, key=lambda text: text[0]):
-        alike = list(group)
-        prefix = os.path.commonprefix(alike)
-        longer = [text[len(prefix) :] for text in alike if text != prefix]
-        more = f"(?:{_any_of(longer)}){'?' * (prefix in alike)}" if longer else ""
+        same_first = list(group)
+        prefix = os.path.commonprefix(same_first)
+        longer = [text[len(prefix) :] for text in same_first if text != prefix]
+        more = f"(?:{_any_of(longer)}){'?' * (prefix in same_first)}" if longer else ""
         parts.append(re.escape(prefix) + more)
     return "|".join(parts)
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the JSON value with every text in it changed."""
+    """Return the JSON value with `change` applied to every text in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, CallArguments):
         return CallArguments(_with_texts(dict(value), change), change(str(value)))
     if isinstance(value, Mapping):
-        return {change(key): _with_texts(each, change) for key, each in value.items()}
+        return {change(key): _with_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_texts(each, change) for each in value]
+        return [_with_texts(inner, change) for inner in value]
     return value

@@ -21,12 +21,12 @@ from cbatch.text.tokenizer import TextTokenizer, TokenizerError
 
 _PREFIX, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _SPACE = "\u2581"
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# All ways to cut a token in two are looked at, at a price of its length squared.
+# All ways to split a token in two are tried, which costs its length squared. This limits the sum.
 _MOST_CUTTING = 200_000_000
 _MOST_TOKEN_CHARS = 1 << 12
-# Of all tokens that are found in a text as they stand: an automaton is made of them.
+# Total length of added tokens, which the library searches for with one automaton.
 _MOST_FOUND_CHARS = 1 << 18
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -44,7 +44,7 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What a text is cut at, one after the other, by the names in `tokenizer.ggml.pre`.
+# Patterns that split a text, applied in order, by the names in `tokenizer.ggml.pre`.
 _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"): (
         _WORDS % "{1,3}",
@@ -62,11 +62,11 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 _CUTS_OF = {name: cuts for names, cuts in _CUTS.items() for name in names}
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_BEGINS = _WHOLE_WORDS  # where a file is silent, a text begins with BOS
+_BEGINS = _WHOLE_WORDS  # add BOS even if the file does not say so
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
-    """Raises `TokenizerError` naming `source` and the key."""
+    """Return the tokenizer of a GGUF file. Raises `TokenizerError` naming `source` and the key."""
     keys = _Keys(metadata, source)
     kind, pre = keys.get("model"), keys.get("pre")
     if not isinstance(kind, str) or kind not in _MODELS:
@@ -87,10 +87,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         "bos": keys.flag("add_bos_token", kind == "llama" or pre in _BEGINS),
         "eos": keys.flag("add_eos_token", False),
     }
-    around = {name: keys.special(name) for name, wanted in ends.items() if wanted}
-    if around:  # by names of ours: "$" and ":" in a token's own text would mean something
+    around = {name: keys.special(name) for name, is_added in ends.items() if is_added}
+    if around:  # under plain names, as "$" and ":" in a token's text have a meaning here
         raw.post_processor = processors.TemplateProcessing(
-            single=[each for each in ("bos", "$A", "eos") if each == "$A" or each in around],
+            single=[part for part in ("bos", "$A", "eos") if part == "$A" or part in around],
             special_tokens=[
                 {"id": name, "ids": [keys.vocab[text]], "tokens": [text]}
                 for name, text in around.items()
@@ -100,10 +100,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
 
 
 def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return what a `tokenizer_config.json` would say: special tokens, and chat templates by
-    name. Raises `TokenizerError`."""
+    """Return the equivalent of `tokenizer_config.json`: special tokens, and chat templates by name.
+    Raises `TokenizerError`."""
     keys = _Keys(metadata, source)
-    found = {
+    special_tokens = {
         name: keys.special(key)
         for name, key in _SPECIAL.items()
         if keys.get(f"{key}_token_id") is not None
@@ -113,11 +113,11 @@ def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str,
         for key, text in metadata.items()
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
     }
-    return {**found, "chat_template": templates}
+    return {**special_tokens, "chat_template": templates}
 
 
 class _Keys:
-    """The metadata's part on the tokenizer, whose every complaint names the file and the key."""
+    """The tokenizer's part of the metadata. Errors name the file and the key."""
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self._metadata, self._source = metadata, source
@@ -129,28 +129,28 @@ class _Keys:
         return self._metadata.get(_PREFIX + key)
 
     def strings(self, key: str) -> list[str]:
-        found = self.get(key)
-        if not isinstance(found, list) or not found:
+        strings = self.get(key)
+        if not isinstance(strings, list) or not strings:
             raise self.error(key, "missing, or no array of strings")
-        return found
+        return strings
 
     def numbers(self, key: str) -> list[Any] | None:
-        """One for each token; None where there are none at all."""
-        found, wanted = self.get(key), len(self.tokens)
-        if found is None:
+        """Return one number per token, or None if the key is missing."""
+        values, expected = self.get(key), len(self.tokens)
+        if values is None:
             return None
-        if not hasattr(found, "tolist") or len(found) != wanted:
-            raise self.error(key, f"must be an array of {wanted} numbers, one for each token")
-        numbers: list[Any] = found.tolist()
+        if not hasattr(values, "tolist") or len(values) != expected:
+            raise self.error(key, f"must be an array of {expected} numbers, one for each token")
+        numbers: list[Any] = values.tolist()
         return numbers
 
     @cached_property
     def tokens(self) -> list[str]:
-        found = self.strings("tokens")
-        longest = max(map(len, found))
+        texts = self.strings("tokens")
+        longest = max(map(len, texts))
         if longest > _MOST_TOKEN_CHARS:
             raise self.error("tokens", f"one has {longest} characters, {_MOST_TOKEN_CHARS} may be")
-        return [text or f"[EMPTY_{i}]" for i, text in enumerate(found)]
+        return [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
 
     @cached_property
     def types(self) -> list[Any]:
@@ -158,34 +158,35 @@ class _Keys:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Without ids that only fill the vocabulary up."""
-        found = {text: i for i, text in enumerate(self.tokens) if self.types[i] != _UNUSED}
-        if len(found) + self.types.count(_UNUSED) != len(self.tokens):
+        """Ids by text, without unused ids, which only pad the vocabulary."""
+        vocab = {text: i for i, text in enumerate(self.tokens) if self.types[i] != _UNUSED}
+        if len(vocab) + self.types.count(_UNUSED) != len(self.tokens):
             raise self.error("tokens", "a token stands twice")
-        return found
+        return vocab
 
     def flag(self, key: str, default: bool) -> bool:
-        found = self.get(key)
-        if found is not None and not isinstance(found, bool):
-            raise self.error(key, f"must be true or false, got {found!r:.40}")
-        return default if found is None else found
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, got {value!r:.40}")
+        return default if value is None else value
 
     def special(self, name: str, default: int | None = None) -> str:
-        """The text of the token for `name`."""
-        found = self.get(f"{name}_token_id")
-        found = default if found is None else found
+        """Return the text of the special token `name`. Raises `TokenizerError`."""
+        token_id = self.get(f"{name}_token_id")
+        token_id = default if token_id is None else token_id
         if (
-            isinstance(found, int)
-            and 0 <= found < len(self.tokens)
-            and self.types[found] != _UNUSED
+            isinstance(token_id, int)
+            and 0 <= token_id < len(self.tokens)
+            and self.types[token_id] != _UNUSED
         ):
-            return self.tokens[found]
-        problem = f"must be one of {len(self.tokens)} tokens, got {found!r:.40}"
+            return self.tokens[token_id]
+        problem = f"must be one of {len(self.tokens)} tokens, got {token_id!r:.40}"
         raise self.error(f"{name}_token_id", problem)
 
 
 def _byte_level(keys: _Keys) -> Tokenizer:
-    """GPT-2's BPE over bytes; families differ in how a text is cut into words first."""
+    """Return GPT-2's BPE over bytes. Model families differ in how a text is first split into
+    words."""
     vocab, pre = keys.vocab, keys.get("pre")
     cuts = _CUTS_OF.get(pre) if isinstance(pre, str) else None
     if cuts is None:
@@ -209,7 +210,7 @@ def _byte_level(keys: _Keys) -> Tokenizer:
 
 
 def _sentence_piece(keys: _Keys) -> Tokenizer:
-    """SentencePiece's BPE: of two neighbours the pair of the highest score is joined first."""
+    """Return SentencePiece's BPE, which merges the neighbours with the highest score first."""
     vocab, scores = keys.vocab, keys.numbers("scores")
     if scores is None:
         raise keys.error("scores", "missing")
@@ -218,10 +219,10 @@ def _sentence_piece(keys: _Keys) -> Tokenizer:
     merges = []
     for text, token in vocab.items():
         halves = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        known = [(a, b) for a, b in halves if a in vocab and b in vocab]
-        known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        merges += [(-scores[token], pair) for pair in known]
-    merges.sort(key=lambda each: each[0])
+        pairs = [(a, b) for a, b in halves if a in vocab and b in vocab]
+        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(-scores[token], pair) for pair in pairs]
+    merges.sort(key=lambda merge: merge[0])
     raw = Tokenizer(
         models.BPE(
             vocab=vocab,

@@ -1,6 +1,6 @@
-"""A call's choices: the requests it becomes, and the text of each as its tokens come.
+"""Requests made of a caller's parameters, and the text of each choice as its tokens arrive.
 
-`Engine` holds these beside the scheduler, a server in the process that owns its clients.
+`Engine` does this next to the scheduler, a server in its own process.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cbatch.text import TextStream, TextTokenizer
 from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 
 Prompt = str | Sequence[int]
-_LOST_CHARS = 32  # of a text, at most, that a tokenizer may turn into one unknown token
-_SEED_BITS = 53  # of a drawn one, so that it survives every JSON reader on its way back
+_LOST_CHARS = 32  # the most characters of a text that one unknown token may replace.
+_SEED_BITS = 53  # drawn seeds are exact in JSON readers that parse numbers as doubles
 
 
 class Seeds:
-    """Seeds for requests without one; `seed` makes them reproducible."""
+    """Seeds for requests without their own. A `seed` makes the sequence of seeds reproducible."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed, self._num_drawn = seed, 0
 
     def of(self, params: SamplingParams) -> int:
-        """The request's own, or one that is drawn."""
+        """Return the request's own seed, or draw one."""
         if params.seed is not None:
             return params.seed
         if self._seed is None:
@@ -39,7 +39,7 @@ class Seeds:
 
 
 def seed_at(seed: int, index: int) -> int:
-    """The seed of request number `index` where `seed` is that of all."""
+    """Return the seed of request number `index`, derived from the engine's `seed`."""
     digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
     return int.from_bytes(digest) >> 8 * len(digest) - _SEED_BITS
 
@@ -47,8 +47,8 @@ def seed_at(seed: int, index: int) -> int:
 def token_ids(
     prompt: Prompt, tokenizer: TextTokenizer | None, max_tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises `FieldError`, at once for a text that cannot have as few as
-    `max_tokens`."""
+    """Return the token ids of a prompt. Raises `FieldError`, for a text certain to exceed
+    `max_tokens` before it is encoded."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
@@ -65,8 +65,8 @@ def token_ids(
 
 
 def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
-    """Raise `RefusedError` for a text that is too long whatever its tokens are, which takes no time
-    to find out."""
+    """Raise `RefusedError` for a text that is too long for `max_tokens` however it is tokenized.
+    Only its length is looked at, so this takes no time."""
     if len(text) > max_tokens * tokenizer.longest_token_chars:
         problem = f"{len(text)} characters cannot fit"
         raise RefusedError(field, problem, f"the context takes {max_tokens} tokens")
@@ -78,8 +78,8 @@ def token_texts(
     tokenizer: TextTokenizer | None,
     text: str | None = None,
 ) -> list[str | None]:
-    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`; joined, they
-    are `text`, if that is what the tokens were made of."""
+    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`. They join to
+    `text` if the tokens were made from it."""
     if tokenizer is None:
         return [None] * len(ids)
     stream = TextStream(tokenizer, params)
@@ -90,8 +90,8 @@ def token_texts(
 def _cut(
     text: str, ids: Sequence[int], decoded: Sequence[str], tokenizer: TextTokenizer
 ) -> list[str | None]:
-    """Return the part of `text` that belongs to each token. Where a token cannot be found by what
-    it decodes to, what is before the next one that can is its part."""
+    """Return the part of `text` that belongs to each token, found by the decoded token. A token
+    that is not found there gets everything up to the next token that is."""
     starts, at = [], 0
     for token_id, own in zip(ids, decoded, strict=True):
         special = token_id in tokenizer.special_ids
@@ -116,15 +116,15 @@ def choice_requests(
     drafters: Sequence[str],
     has_text: bool,
 ) -> list[Request]:
-    """One for each of the `n` choices; they share the prompt's KV. `drafters` are the names that a
-    request may ask for. Raises `FieldError`."""
+    """Return a request for each of the `n` choices; they share the prompt's KV. `drafters` are the
+    names that `params.drafter` may contain. Raises `FieldError`."""
     require_text("cache_salt", cache_salt)
     if params.stop and not has_text:
         raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
     for name in params.drafter or ():
         if name not in drafters:
-            held = f"use one of: {', '.join(drafters)}"
-            remedy = held if drafters else "leave it out, or start the engine with one"
+            choices = f"use one of: {', '.join(drafters)}"
+            remedy = choices if drafters else "leave it out, or start the engine with one"
             raise FieldError("drafter", f"{name!r} is not loaded here", remedy)
     return [
         Request(
@@ -141,10 +141,10 @@ def choice_requests(
 
 
 class LiveChoice:
-    """One choice on its way: from an engine's tokens to outputs with text. `request` is the core's,
-    `group_id` the caller's. Without `whole` nothing is kept of what its outputs have handed on, and
-    its `Choice` holds none of that. With `mark_ids` these special tokens are text, and outputs
-    have `pieces`."""
+    """One choice of a running request: turns the engine's tokens into outputs with text. `request`
+    is the scheduler's, `group_id` the caller's id. With `whole=False` text, tokens and log
+    probabilities are dropped after each output, and the final `Choice` lacks them. With `mark_ids`
+    these special tokens are decoded as text, and outputs have `pieces`."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class LiveChoice:
         self._speculation = Speculation()
         self._wants_logprobs = params.logprobs is not None
         self._logprobs: list[TokenLogprob] = []
-        self._entry: TokenLogprobs | None = None  # of the tokens that come next
+        self._entry: TokenLogprobs | None = None  # for the tokens of the next `extend`
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._prompt_texts: list[str | None] = []
         if params.wants_prompt(request.choice):
@@ -175,19 +175,20 @@ class LiveChoice:
             self._prompt_texts = token_texts(request.prompt, params, tokenizer)
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
-        """Of the prompt, or of the tokens that come next. After a preemption or a restart those of
-        the prompt come again, and are the same."""
+        """Store log probabilities of the prompt, or of the tokens of the next `extend`. A
+        preemption or a restart repeats those of the prompt, with the same values."""
         first, prompt = entry.first_position, self.request.prompt
         if first >= len(prompt):
             self._entry = entry
         elif self._prompt_logprobs is not None:
             tokens = prompt[first : first + len(entry.chosen)]
-            made = token_logprobs(tokens, entry, self._prompt_texts[first:])
-            self._prompt_logprobs[first : first + len(tokens)] = made
+            logprobs = token_logprobs(tokens, entry, self._prompt_texts[first:])
+            self._prompt_logprobs[first : first + len(tokens)] = logprobs
 
     def extend(self, row: OutputRow, ending: Ending | None) -> Output:
-        """What a step added, and the end if it came with it. Where the choice has `finished`
-        without an `ending` its text did: the core is to keep `num_tokens` tokens."""
+        """Return the output of a step, with the final choice if the sequence ended. `finished`
+        without an `ending` means that a stop string ended it: the scheduler must keep `num_tokens`
+        tokens."""
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
             self._speculation.observe(row.num_drafted, row.num_accepted)
@@ -230,30 +231,30 @@ class LiveChoice:
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> Output:
-        """Its last output, where no tokens come with it."""
+        """Return the last output of a choice that ends without further tokens."""
         rest = self._rest()
         choice = self._choice(rest, reason, error)
         return Output(self.group_id, self.request.choice, rest, (), finished=choice)
 
     def _without_stop(self, tokens: list[int], ending: Ending | None) -> list[int]:
-        """Return the tokens that may be shown: a stop token, the last of its step, is none."""
+        """Return the tokens to decode: without a stop token, unless the request includes it."""
         stopped = ending is not None and ending.reason is FinishReason.STOP
         includes = self.request.params.include_stop_str_in_output
         return tokens[:-1] if stopped and not includes else tokens
 
     def _texts(self, count: int) -> list[str | None]:
-        """Return what each of a step's first `count` tokens added to the text."""
+        """Return the text that each of the step's first `count` tokens added."""
         if self._stream is None:
             return [None] * count
         texts = [*self._stream.texts, ""][:count]  # a stop token may add nothing
         return [*texts[:-1], *(text + self._stream.tail for text in texts[-1:])]
 
     def _rest(self) -> str:
-        """Text that was held back."""
+        """Return the text that was held back."""
         return self._stream.finish() if self._stream else ""
 
     def _choice(self, rest: str, reason: FinishReason, error: str | None = None) -> Choice:
-        tells, prompt_logprobs = self._whole and self._wants_logprobs, self._prompt_logprobs
+        has_logprobs, prompt_logprobs = self._whole and self._wants_logprobs, self._prompt_logprobs
         return Choice(
             index=self.request.choice,
             text="".join([*self._text, rest]) if self._whole else "",
@@ -261,6 +262,6 @@ class LiveChoice:
             finish_reason=reason,
             error=error,
             speculation=self._speculation,
-            logprobs=tuple(self._logprobs) if tells else None,
+            logprobs=tuple(self._logprobs) if has_logprobs else None,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         )

@@ -1,4 +1,4 @@
-"""What a caller gets back: text and tokens as they come, and the whole at the end."""
+"""Results for callers: the text and tokens of each step, and complete choices at the end."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from cbatch.core.request.request import FinishReason
 
 
 class Speculation(msgspec.Struct):
-    """How lookahead went, over steps that decoded. The step that ends a prompt is not counted."""
+    """Statistics of speculation over decoding steps. The step that ends a prompt is not counted."""
 
     steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    rejections: int = 0  # steps that refused a draft
+    rejections: int = 0  # steps that rejected a draft token
     k_histogram: dict[int, int] = msgspec.field(default_factory=dict)  # drafted tokens: steps
 
     @property
     def mean_accepted_tokens(self) -> float | None:
-        """Tokens a decoding step yields, its bonus token included: 1.0 without speculation."""
+        """Mean tokens that a decoding step yields, with its bonus token: 1.0 without
+        speculation."""
         return 1 + self.accepted_tokens / self.steps if self.steps else None
 
     @property
     def acceptance(self) -> float | None:
-        """Share of judged drafts that were accepted. Drafts after a rejection are not judged."""
-        judged = self.accepted_tokens + self.rejections
-        return self.accepted_tokens / judged if judged else None
+        """Share of verified draft tokens that were accepted. Those after a rejection do not
+        count."""
+        verified = self.accepted_tokens + self.rejections
+        return self.accepted_tokens / verified if verified else None
 
     @property
     def drafting_share(self) -> float:
-        """Share of decoding steps that drafted anything."""
+        """Share of decoding steps that had draft tokens."""
         return 1 - self.k_histogram.get(0, 0) / max(self.steps, 1)
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -53,10 +55,10 @@ class Speculation(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithm of a token's probability, None where that is 0. `top` are (id, logprob) of
-    the likeliest tokens in its place, the likeliest first, equal ones by id. `text` is what the
-    token adds to the text: joined, those of all tokens are the text. It is empty for a token that
-    is not shown, and for all but the last token of a character. None: there is no tokenizer."""
+    """Natural logarithm of a token's probability, None for probability 0. `top` holds (id, logprob)
+    of the likeliest tokens at its position, the likeliest first, then by id. `text` is what the
+    token adds to the text, so the texts of all tokens join to it. It is empty for a hidden token,
+    and for all but the last token of a character; None without a tokenizer."""
 
     token_id: int
     logprob: float | None
@@ -67,8 +69,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 def token_logprobs(
     token_ids: Sequence[int], entry: TokenLogprobs, texts: Sequence[str | None]
 ) -> list[TokenLogprob]:
-    """Return the first `len(token_ids)` of an entry, which are about these tokens; `texts` has at
-    least as many."""
+    """Return log probabilities of `token_ids`, which are the first tokens of `entry`. `texts` has
+    at least as many elements."""
     rows = zip(entry.chosen.tolist(), entry.top_ids.tolist(), entry.top.tolist(), strict=True)
     return [
         TokenLogprob(
@@ -86,7 +88,7 @@ def _or_none(logprob: float) -> float | None:
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """What an accepted request runs with."""
+    """The settings with which an accepted request runs."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -95,12 +97,13 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One completed sequence. `text` is empty where the engine has no tokenizer; with a stop string
-    it ends before it, and `token_ids` ends with the token that completed it. A server that streams
-    one keeps none of its text, tokens and log probabilities for the end.
+    """One completed sequence. `text` is empty if the engine has no tokenizer. A stop string is cut
+    from `text`, but `token_ids` includes the token that completed it. A server that streams drops
+    text, tokens and log probabilities, so they are empty here.
 
-    `logprobs` has one for each of `token_ids`; `prompt_logprobs`, in the first choice alone, one
-    for each token of the prompt, None for the first (nothing precedes it). None: not asked for."""
+    `logprobs` has an element per token of `token_ids`. `prompt_logprobs`, in the first choice only,
+    has an element per prompt token, None for the first. Both are None if not requested.
+    """
 
     index: int
     text: str
@@ -113,7 +116,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What one step added to one choice. `finished` is set once, in its last output."""
+    """The part of a choice that one step added. `finished` is set in the choice's last output
+    only."""
 
     request_id: str
     index: int
@@ -122,18 +126,19 @@ class Output(msgspec.Struct, frozen=True):
     num_drafted: int = 0
     num_accepted: int = 0
     finished: Choice | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of `token_ids`; None: not asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of `token_ids`; None: not requested
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first tokens
-    pieces: tuple[str, ...] = ()  # what each token added to `text`, if asked for
+    pieces: tuple[str, ...] = ()  # what each token added to `text`, if requested
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """All choices of one prompt, in order. A refused request has `error` and no choices."""
+    """All choices of one prompt, in order. A rejected request has `error` and no choices."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    # Given or drawn. A caller who gives it gets coupled verification unless asked otherwise, and
-    # then the same choices whatever the engine does; a drawn one fixes the noise of a rejection.
+    # Given or drawn. With a given seed coupled verification is the default, and the choices are
+    # always the same. With a drawn seed rejection sampling is the default; the seed fixes its noise
+    # only.
     seed: int | None
     choices: tuple[Choice, ...] = ()
     error: str | None = None
@@ -160,7 +165,7 @@ class Completion(msgspec.Struct, frozen=True):
 
     @property
     def speculation(self) -> Speculation:
-        """Of all choices together."""
+        """Statistics of all choices together."""
         total = Speculation()
         for choice in self.choices:
             total.merge(choice.speculation)
