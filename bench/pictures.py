@@ -53,7 +53,7 @@ def simulated(policy: str, clients: int) -> float:
             concurrency=clients,
             lookahead=policy,
             max_model_tokens=8192,
-            step_budget=4096,
+            step_budget_tokens=4096,
             draft_model="llama-3.2-1b",
             acceptance=ACCEPTANCE,
             max_slots=max(CLIENTS),

@@ -95,9 +95,9 @@ def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, 
         cost_table=str(data / "layer_profiles" / hardware / model),
         model=model,
         num_blocks=num_blocks or run_blocks(run, model),
-        block_size=BLOCK_TOKENS,
+        block_size_tokens=BLOCK_TOKENS,
         max_slots=engine["max_num_seqs"],
-        step_budget=engine["max_num_batched_tokens"],
+        step_budget_tokens=engine["max_num_batched_tokens"],
     )
     simulation, records = build(scenario), list[Record]()
     report = simulation.run(on_record=records.append)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cbatch.cli.options import MODEL_HELP, add_engine_options, engine_options, model_paths
+from cbatch.cli.options import ModelSettings, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 
 if TYPE_CHECKING:
@@ -25,13 +26,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
         "their durations, and says how well these predict other batches.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
     add_json_option(parser, "how well the prices fit")
-    add_engine_options(parser)
+    add_flags(parser, ModelSettings)
     parser.set_defaults(run=run)
 
 
@@ -43,15 +43,17 @@ def run(args: argparse.Namespace) -> int:
     from cbatch.engine.prices.calibrator import Calibrator
     from cbatch.engine.progress import ProgressBar
 
-    if args.overlap:
+    settings = read_settings(ModelSettings, args).values
+    if settings.engine.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
             raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
     console = Console(stderr=True, highlight=False)
-    options = msgspec.structs.replace(engine_options(args), tokenizer="none", overlap=0)
-    engine, info = load_engine(*model_paths(args.model, args.draft), options)
+    without_text = {"generation_config": "none", "tokenizer": "none", "overlap": 0}
+    options = msgspec.structs.replace(settings.engine, **without_text)
+    engine, info = load_engine(*model_paths(settings.model, settings.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)
     executor = engine.loop.executor

@@ -7,7 +7,7 @@ import copy
 import re
 import time
 
-import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from cbatch.cli.demo_chat import chat
 from cbatch.cli.lanes import watch
-from cbatch.cli.options import add_drafter_option, drafter_chain
 from cbatch.cli.output import add_json_option
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
@@ -28,6 +28,8 @@ from cbatch.text.outputs import Completion
 
 STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
+_ENGINE = {"max_slots": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
+_SAMPLING = {"max_tokens": 120, "temperature": 0.0}
 FREQUENCY_PENALTY = 0.4  # so small a model falls into loops without
 RACE_PROMPTS = 6  # of one sequence at a time
 LEAST_GAIN = 1.02
@@ -41,15 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "shipped pair completes Python functions; then smollm2, if it is installed, answers "
         "questions, drafting by lookup.",
     )
-    parser.add_argument(
-        "--lookahead", default="goodput", metavar="POLICY", help="off, ema, goodput, fixed:K"
-    )
-    add_drafter_option(parser)
-    parser.add_argument("--max-slots", type=int, default=12, help="sequences that run at once")
-    parser.add_argument("--max-tokens", type=int, default=120)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16")
-    parser.add_argument("--numerics", default="invariant", choices=["auto", "invariant", "fast"])
+    engine = ("lookahead", "drafter", "max_slots", "dtype", "numerics")
+    add_flags(parser, EngineOptions, only=engine, defaults=_ENGINE)
+    add_flags(parser, SamplingParams, only=("max_tokens", "temperature"), defaults=_SAMPLING)
     parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
     parser.add_argument(
         "--steps-per-s", type=float, default=STEPS_PER_S, help="pace on a terminal; 0: full speed"
@@ -63,32 +59,21 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     target, draft = demo_paths()
-    options = EngineOptions(
-        lookahead=args.lookahead,
-        drafter=drafter_chain(args),
-        max_slots=args.max_slots,
-        dtype=args.dtype,
-        numerics=args.numerics,
-        seed=0,
-    )
+    options = read_settings(EngineOptions, args, defaults=_ENGINE).values
     engine, info = load_engine(target, draft, options)
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
     prompts = demo_prompts()[: args.prompts]
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        frequency_penalty=FREQUENCY_PENALTY,
-        stop=STOPS,
-    )
+    asked = read_settings(SamplingParams, args, defaults=_SAMPLING).values
+    params = replace(asked, frequency_penalty=FREQUENCY_PENALTY, stop=STOPS)
     batch: Batch[str] = Batch(engine)
     for prompt in prompts:
         batch.add(prompt, prompt, params)
-    at_once = min(args.max_slots, len(prompts))
+    at_once = min(options.max_slots, len(prompts))
     console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
     titles = {prompt: _title(prompt) for prompt in prompts}
-    done, elapsed_s = watch(engine, batch, titles, console, args.max_slots, pace_s)
+    done, elapsed_s = watch(engine, batch, titles, console, options.max_slots, pace_s)
     for prompt in prompts:
         _print_function(console, prompt, done[prompt])
     shown = BatchRun(
@@ -102,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     with console.status("measuring what speculation gains"):
         runs = [shown, *_race(engine, info, console, prompts, params)]
     print_summary(shown, console)
-    print_results(runs + chat(args, console, pace_s), args.json)
+    print_results(runs + chat(options, asked, console, pace_s), args.json)
     return 0
 
 
@@ -133,10 +118,10 @@ def _race(
     gains: list[float] = []
     for at_once, groups in ((slots, [prompts]), (1, [[each] for each in prompts[:RACE_PROMPTS]])):
         (off, texts), (on, same_texts) = (
-            _timed(engine, info, groups, msgspec.structs.replace(params, max_lookahead=k, seed=0))
+            _timed(engine, info, groups, replace(params, max_lookahead=k, seed=0))
             for k in (0, None)
         )
-        runs += [msgspec.structs.replace(run, batch=at_once) for run in (off, on)]
+        runs += [replace(run, batch=at_once) for run in (off, on)]
         rates = [run.tokens_per_s or 0.0 for run in (off, on)]
         gains.append(rates[1] / rates[0] if rates[0] else 1.0)
         same = "yes" if texts == same_texts else "no"
@@ -160,5 +145,5 @@ def _timed(
         stats.output_tokens += len(completion.token_ids)
         stats.speculation.merge(completion.speculation)
     if params.max_lookahead == 0:
-        info = msgspec.structs.replace(info, lookahead="off")
+        info = replace(info, lookahead="off")
     return BatchRun(info, stats, 1, len(done), 0, elapsed_s), [each.text for each in done]

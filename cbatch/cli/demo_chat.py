@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
@@ -32,9 +31,11 @@ FREQUENCY_PENALTY = 0.3  # so small a model falls into loops without
 Messages = list[dict[str, str]]
 
 
-def chat(args: argparse.Namespace, console: Console, pace_s: float) -> list[BatchRun]:
+def chat(
+    options: EngineOptions, params: SamplingParams, console: Console, pace_s: float
+) -> list[BatchRun]:
     """All conversations at once, two turns each; the second finds the first in the prefix cache.
-    `args` are the demo's. Empty, with a word why, where the model is not installed."""
+    Empty, with a word why, where the model is not installed."""
     console.print()
     console.rule(f"a chat with {NAME}", align="left")
     try:
@@ -42,25 +43,14 @@ def chat(args: argparse.Namespace, console: Console, pace_s: float) -> list[Batc
     except FieldError as error:
         console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
         return []
-    drafter = tuple(name for name in args.drafter or () if name != MODEL) or LOOKUP
-    options = EngineOptions(
-        lookahead=args.lookahead,
-        drafter=drafter,
-        max_slots=args.max_slots,
-        numerics=args.numerics,
-        max_model_tokens=1024,
-        seed=0,
-    )
+    drafter = tuple(name for name in options.drafter or () if name != MODEL) or LOOKUP
+    options = replace(options, drafter=drafter, dtype="auto", max_model_tokens=1024)
     engine, info = load_engine(model, None, options)
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
     template = chat_template_of(model)
     assert template is not None
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        frequency_penalty=FREQUENCY_PENALTY,
-    )
+    params = replace(params, frequency_penalty=FREQUENCY_PENALTY)
     talks: dict[str, Messages] = {each: [_said("user", each)] for each in QUESTIONS}
     num_errors, elapsed_s = _answer(engine, template, talks, params, console, pace_s)
     for messages in talks.values():
@@ -76,7 +66,7 @@ def chat(args: argparse.Namespace, console: Console, pace_s: float) -> list[Batc
     run = BatchRun(
         info=info,
         stats=engine.stats,
-        batch=min(args.max_slots, len(talks)),
+        batch=min(options.max_slots, len(talks)),
         num_requests=2 * len(talks),
         num_errors=num_errors + more_errors,
         elapsed_s=elapsed_s + more_s,

@@ -14,7 +14,7 @@ from cbatch.cli.options import (
     MODEL_HELP,
     add_engine_options,
     add_sampling_options,
-    engine_options,
+    engine_settings,
     model_paths,
     sampling_params,
 )
@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    options, defaults = engine_options(args), sampling_params(args)
+    settings, defaults = engine_settings(args), sampling_params(args)
     jobs = _jobs(args, defaults)
     # Without an output file standard output carries results: what is for people goes elsewhere.
     console = Console(stderr=args.output is None, highlight=False)
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"{len(results.done)} of {len(jobs)} prompts are answered already{again}")
         if not todo:
             return 0
-        engine, info = load_engine(*model_paths(args.model, args.draft), options)
+        engine, info = load_engine(*model_paths(args.model, settings.draft), settings.engine)
         for line in info.lines():
             console.print(line, soft_wrap=True)
-        return _complete(args, options, engine, info, todo, results, console)
+        return _complete(args, settings.engine, engine, info, todo, results, console)
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:

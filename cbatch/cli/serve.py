@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from cbatch.cli.options import MODEL_HELP
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, add_flags, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
@@ -37,9 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve the OpenAI API: completions and chat, whole or streamed.",
         epilog=EPILOG,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
-    add_flags(parser, ServeSettings, but=("model",))
+    add_flags(parser, ServeSettings)
     parser.set_defaults(run=run)
 
 
@@ -52,16 +50,15 @@ def run(args: argparse.Namespace) -> int:
     for name in unknown_variables(os.environ, ServeSettings):
         _logger.warning("%s is no setting of cbatch serve and is ignored", name)
     try:
-        if settings.values.ray:
-            _serve_by_ray(settings)
-        else:
+        with settings.naming():
+            if settings.values.ray:
+                _serve_by_ray(settings)
+                return 0
             require_alone(settings)
             limits = settings.values.connections
             most = connections_for(limits.max_connections)  # an event loop takes open files too
             limits = msgspec.structs.replace(limits, max_connections=most)
             uvloop.run(_serve(settings.values, limits))
-    except FieldError as error:
-        raise settings.named(error) from error
     except EngineLostError as error:
         _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
         return LOST

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from cbatch.cli.options import EngineSettings
+from cbatch.cli.options import ModelSettings
+from cbatch.core.request.typed import knob
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.system.knobs import knob
 from cbatch.system.logs import LogFormat
 
 _server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "sight"))
@@ -21,8 +21,7 @@ Count = Annotated[int, Meta(ge=1)]
 HeaderName = Annotated[str, Meta(pattern="^[A-Za-z0-9-]+$")]
 
 
-class ServeSettings(EngineSettings, frozen=True, kw_only=True):
-    model: Annotated[str | None, knob("", "")] = None
+class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     host: Annotated[str, _server("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _server("0: any that is free", "N")] = 8000
     served_name: Annotated[str | None, _server("the model's name to clients", "NAME")] = None

@@ -1,13 +1,15 @@
 """Settings of a command: a struct whose fields with a knob, and those of its parts, are flags,
 environment variables and keys of a TOML file under one name (`--max-slots`, `CBATCH_MAX_SLOTS`,
-`max_slots`). A flag counts more than the environment, and that more than the file. What is wrong is
-told with where it came from."""
+`max_slots`). A flag counts more than the environment, and that more than the file. An error names
+the flag, variable or key as it was given."""
 
 from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -22,8 +24,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 Layer = dict[str, tuple[Any, str]]  # by setting: its value, and what to call it in a message
 
 
-class _Setting:
-    """What stands behind a knob: `field` is that of its struct."""
+class Setting:
+    """A field with a knob: its names, its help, and how its value is read."""
 
     def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
         more = mark.extra or {}
@@ -31,15 +33,20 @@ class _Setting:
         self.aliases: tuple[str, ...] = more.get("aliases", ())
         self.type = more.get("type", info.type)
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
+        self.required = info.required
         self._unit, self._negated = more.get("unit"), more.get("negated", False)
-        self.default = False if self._negated else info.default
-        if self._unit is not None and self.default is not None:
+        self.default: Any = None if info.required else info.default  # as help shows it
+        if self.default is None:
+            self.default = more.get("default")
+        elif self._negated:
+            self.default = not self.default
+        elif self._unit is not None:
             self.default /= self._unit
-        self.plain = kinds_of(self.type)[0]
+        self.plain = kinds_of(kinds_of(self.type)[0])[0]
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-") if self.group else self.name.upper()
+        return flag_of(self.name) if self.group else self.metavar or self.name.upper()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,56 +55,116 @@ class _Setting:
 
     @property
     def repeats(self) -> bool:
-        return get_origin(self.plain) is tuple
+        return get_origin(self.plain) in (tuple, dict)
 
-    def add_to(self, group: argparse._ActionsContainer) -> None:
-        shown = self.default not in (None, False, ())
-        text = f"{self.help} (default: {self.default})" if shown else self.help
-        options: dict[str, Any] = {"help": text.replace("%", "%%"), "dest": self.name}
+    @property
+    def choices(self) -> list[str]:
+        return [str(each) for each in get_args(self.plain)]
+
+    def add_to(self, group: argparse._ActionsContainer, default: Any = None) -> None:
+        """Add its flag, or its place on the command line. Names that help does not show: aliases,
+        and the other side of a switch that is off."""
+        default = self.default if default is None else default
+        shown = default is not None and default is not False and default != ()
+        text = f"{self.help} (default: {default})" if shown else self.help
+        options: dict[str, Any] = {"help": text.replace("%", "%%") or None, "dest": self.name}
+        options["action"] = partial(_Give, self)
+        optional = not self.group and not self.required
+        flags = [self.flag]
+        hidden = [flag_of(each) for each in (self.names if optional else self.aliases)]
         if self.plain is bool:
-            group.add_argument(self.flag, action="store_const", const=True, **options)
-            return
-        if self.repeats:
-            options["action"] = "append"
-        if get_origin(self.plain) is Literal:
-            options["metavar"] = "{" + ",".join(map(str, get_args(self.plain))) + "}"
+            other = flag_of(self.name.removeprefix("no_"))
+            other = other if other != self.flag else flag_of(f"no_{self.name}")
+            (hidden if default is False else flags).append(other)
+            options["nargs"] = 0
+        elif get_origin(self.plain) is Literal:
+            options["choices"] = self.choices
         else:
             options["metavar"] = self.metavar or self.name.rpartition("_")[2].upper()
-        group.add_argument(self.flag, **options)
-        flags = ["--" + alias.replace("_", "-") for alias in self.aliases]
-        if flags:
-            group.add_argument(*flags, **options | {"help": argparse.SUPPRESS})
+        if self.group:
+            group.add_argument(*flags, **options)
+        else:
+            place = options | {"default": argparse.SUPPRESS, "nargs": "?" if optional else None}
+            group.add_argument(place.pop("dest"), **place)
+        if hidden:
+            group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
 
     def convert(self, value: Any, origin: str, *, strict: bool) -> Any:
+        """Raises `FieldError` naming `origin`."""
+        if self.plain is bool and not strict:
+            value = {"on": True, "off": False}.get(value, value)
         try:
-            return msgspec.convert(value, self.type, strict=strict)
-        except msgspec.ValidationError as error:
-            raise FieldError(origin, f"{value!r} is not allowed", str(error)) from error
+            if isinstance(value, str) and _is_struct(self.plain):
+                return msgspec.json.decode(value, type=self.plain)
+            if get_origin(self.plain) is dict and not strict:
+                value = dict(each.split("=", 1) for each in value)
+            found = msgspec.convert(value, self.type, strict=strict, dec_hook=_from_text)
+        except (ValueError, msgspec.MsgspecError) as error:
+            remedies: dict[Any, str] = {
+                dict: f"write {self.metavar}",
+                Literal: f"use {' or '.join(self.choices)}",
+                bool: "use on or off",
+            }
+            remedy = remedies.get(get_origin(self.plain) or self.plain, str(error))
+            raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
+        if found != found:
+            raise FieldError(origin, f"{found} is not allowed", "give a number")
+        return found
 
     def meant(self, value: Any) -> Any:
-        """What the field is to hold."""
+        """Return what the field is to hold."""
         if self._unit is not None and value is not None:
             return int(value * self._unit)
         return not value if self._negated else value
 
 
-def _settings_of(kind: type[msgspec.Struct]) -> dict[str, _Setting]:
-    """By name. Those of a part stand where the part does."""
-    found: dict[str, _Setting] = {}
+class _Give(argparse.Action):
+    """Keep what a setting is given, and the name under which it was: (value, name)."""
+
+    def __init__(self, setting: Setting, **options: Any) -> None:
+        super().__init__(**options)
+        self._setting = setting
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, name: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        if earlier is not None and not self._setting.group and earlier[1] != name:
+            raise argparse.ArgumentError(self, "is given twice")
+        if self.nargs == 0:
+            values = str(name).startswith("--no-") == self._setting.flag.startswith("--no-")
+        elif self._setting.repeats:
+            values = [*(earlier[0] if earlier else ()), values]
+        setattr(namespace, self.dest, (values, name or self._setting.flag))
+
+
+def flag_of(name: str) -> str:
+    return f"-{name}" if len(name) == 1 else "--" + name.replace("_", "-")
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _from_text(kind: Any, value: Any) -> Any:
+    """Make a value of a type that msgspec does not know, such as a path."""
+    return kind(value)
+
+
+def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
+    """Return its settings by name; those of a part stand where the part does."""
+    found: dict[str, Setting] = {}
     for info in msgspec.structs.fields(kind):
         made = _read(info)
-        found |= (
-            _settings_of(made) if isinstance(made, type) else {each.name: each for each in made}
-        )
+        found |= fields_of(made) if isinstance(made, type) else {each.name: each for each in made}
     return found
 
 
-def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[_Setting]:
-    """A field is a part with settings of its own, a setting, or none."""
-    if isinstance(info.type, type) and issubclass(info.type, msgspec.Struct):
-        return info.type
+def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Setting]:
+    """Return the type of a part with settings of its own, or the setting of a field, if any."""
+    if _is_struct(info.type):
+        part: type[msgspec.Struct] = info.type
+        return part
     marks = [each for each in get_args(info.type) if isinstance(each, Meta) and each.extra]
-    return [_Setting(info, mark) for mark in marks]
+    return [Setting(info, mark) for mark in marks]
 
 
 def _made(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -113,43 +180,59 @@ def _made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, kind: type[msgspec.Struct], but: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    kind: type[msgspec.Struct],
+    *,
+    but: Collection[str] = (),
+    only: Collection[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> None:
-    """A flag for every setting `but` these, None where it is not given."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for setting in _settings_of(kind).values():
-        if setting.name in but:
+    """Add a flag for every setting, or for `only` some, `but` these. `defaults` (by field) are the
+    command's own; `about` describes groups."""
+    groups: dict[str, argparse._ActionsContainer] = {}
+    for setting in fields_of(kind).values():
+        name = setting.group
+        if setting.name in but or (only is not None and setting.name not in only):
             continue
-        if setting.group not in groups:
-            groups[setting.group] = parser.add_argument_group(setting.group)
-        setting.add_to(groups[setting.group])
+        if name not in groups:
+            text = (about or {}).get(name)
+            groups[name] = parser.add_argument_group(name, text) if name else parser
+        setting.add_to(groups[name], (defaults or {}).get(setting.field))
 
 
 class Settings(Generic[T]):
-    """`values`; where each came from that was `given`."""
+    """`values`, what was `given`, and what to call each in a message."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
         for layer in layers:
             merged |= layer
         self.given = frozenset(merged)
-        self._origins = {each.name: each.flag for each in _settings_of(kind).values()}
+        fields = fields_of(kind).values()
+        self._origins = {each.name: each.flag for each in fields}
         self._origins |= {name: origin for name, (_, origin) in merged.items()}
-        self._names = {each.field: each.name for each in _settings_of(kind).values()}
-        try:
+        self._names = {known: each.name for each in fields for known in (each.field, each.name)}
+        with self.naming():
             self.values = _made(kind, {name: value for name, (value, _) in merged.items()})
+
+    def origin(self, name: str) -> str:
+        """Return what to call a setting in a message: as it was given, else its flag."""
+        return self._origins[name]
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Raise errors of what is done in it under the names that were given."""
+        try:
+            yield
         except FieldError as error:
             raise self.named(error) from error
 
-    def origin(self, name: str) -> str:
-        """What to call a setting in a message: as it was given, else its flag."""
-        return self._origins[name]
-
     def named(self, error: FieldError) -> FieldError:
-        """An error about a field, under the name that the operator knows."""
-        name = error.field.partition(".")[0]
-        name = self._names.get(name, name)
-        if name not in self._origins:
+        """Return an error about a field, or about its flag, under the name that was given."""
+        field = error.field.partition(".")[0]
+        name = self._names.get(field.removeprefix("--").replace("-", "_"))
+        if name is None or type(error) is not FieldError:
             return error
         return FieldError(self.origin(name), error.problem, error.remedy)
 
@@ -159,23 +242,37 @@ def read_settings(
     args: argparse.Namespace,
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    over: Mapping[str, tuple[str, str]] | None = None,
 ) -> Settings[T]:
-    """Raises `FieldError` naming the flag, the variable, or the file and its key."""
-    fields = _settings_of(kind)
-    layers = [] if file is None else [_of_file(file, fields)]
-    return Settings(
-        kind, [*layers, _of_environment(environment or {}, fields), _of_flags(args, fields)]
-    )
+    """Read flags, the `environment` and a `file`; they count more than the command's own `defaults`
+    (by field) and less than `over` (by name: a text, and what to call it). Raises `FieldError`
+    naming the flag, the variable, or the file and its key."""
+    fields = fields_of(kind)
+    own = defaults or {}
+    layers = [{s.name: (own[s.field], s.flag) for s in fields.values() if s.field in own}]
+    layers += [] if file is None else [_of_file(file, fields)]
+    layers += [_of_environment(environment or {}, fields)]
+    flags = {name: given for name in fields if (given := getattr(args, name, None)) is not None}
+    for texts in (flags, over or {}):
+        layers.append(
+            {
+                name: (fields[name].convert(text, origin, strict=False), origin)
+                for name, (text, origin) in texts.items()
+            }
+        )
+    return Settings(kind, layers)
 
 
 def settings_of(kind: type[T], found: Mapping[str, Any], where: str) -> Settings[T]:
-    """Of values by name, as a TOML file has them. Raises `FieldError` with `where` they stand."""
-    return Settings(kind, [_of_mapping(found, _settings_of(kind), where)])
+    """Read values by name, as a TOML file has them. Raises `FieldError` with `where` they are."""
+    return Settings(kind, [_of_mapping(found, fields_of(kind), where)])
 
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
-    """Variables that look like ours and are not: most likely misspelt."""
-    names = [name for setting in _settings_of(kind).values() for name in setting.names]
+    """Return variables that look like settings and are none: most likely misspelt."""
+    names = [name for setting in fields_of(kind).values() for name in setting.names]
     known = {PREFIX + name.upper() for name in (*names, "config", *_READ_ELSEWHERE)}
     found = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in found if not name.startswith(_LINKS)]
@@ -187,15 +284,7 @@ _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"
 
 
-def _of_flags(args: argparse.Namespace, fields: Mapping[str, _Setting]) -> Layer:
-    given = {name: value for name in fields if (value := getattr(args, name)) is not None}
-    return {
-        name: (fields[name].convert(value, fields[name].flag, strict=False), fields[name].flag)
-        for name, value in given.items()
-    }
-
-
-def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Setting]) -> Layer:
+def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting]) -> Layer:
     layer = {}
     for name, field in fields.items():
         variables = [PREFIX + known.upper() for known in field.names]
@@ -210,7 +299,7 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, _Settin
     return layer
 
 
-def _of_file(path: Path, fields: Mapping[str, _Setting]) -> Layer:
+def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
     try:
         with path.open("rb") as file:
             found = tomllib.load(file)
@@ -219,7 +308,7 @@ def _of_file(path: Path, fields: Mapping[str, _Setting]) -> Layer:
     return _of_mapping(found, fields, str(path))
 
 
-def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, _Setting], where: str) -> Layer:
+def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, Setting], where: str) -> Layer:
     layer = {}
     own_names = {alias: name for name, field in fields.items() for alias in field.names}
     for given, value in found.items():

@@ -9,22 +9,45 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
-from cbatch.core.request.typed import convert_fields
+from cbatch.core.request.typed import convert_fields, knob
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.build import policy_class
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.system.knobs import knob
 
 _engine = partial(knob, "engine")
 _LOOKAHEAD = (
     "off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always; module:Class a policy of "
     "your own"
 )
-DRAFTER_HELP = (
+_DRAFTER = (
     f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
     "model; the others look up what the text repeats and need none)"
 )
+# Knobs that the simulator has, too.
+LOOKAHEAD_KNOB = _engine(_LOOKAHEAD, "POLICY", type=str)
+TENSOR_PARALLEL_KNOB = _engine(
+    "ranks that share the model out: devices, or on a CPU processes",
+    "N",
+    aliases=("tp", "tensor_parallel_size"),
+    default=1,
+)
+MAX_SLOTS_KNOB = _engine("sequences that run at once", "N")
+NUM_BLOCKS_KNOB = _engine("KV blocks", "N", default="by memory")
+BLOCK_SIZE_KNOB = _engine(
+    "tokens of a KV block", "TOKENS", name="block_size", default="64 on a GPU, else 16"
+)
+MAX_MODEL_TOKENS_KNOB = _engine("context", "TOKENS", default="the model's")
+STEP_BUDGET_KNOB = _engine(
+    "tokens of a step, at most", "TOKENS", name="max_num_batched_tokens", aliases=("step_budget",)
+)
+ITL_TARGET_KNOB = _engine(
+    "longest gap between tokens of an answer while prompts are read, where the machine can",
+    "SECONDS",
+    name="itl_target",
+)
+QUEUE_POLICY_KNOB = _engine("who gets a slot first")
+PREFIX_CACHE_KNOB = _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
 ModelImpl = Literal["auto", "own", "transformers"]
 _FIXED_K, _MOST_K = 4, 8  # the constant of `fixed`, the cap of the others
 
@@ -65,13 +88,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "whose modelling code computes; auto: ours where it knows the family (extra 'models')"
         ),
     ] = "auto"
-    tensor_parallel: Annotated[
-        int, _engine("ranks, processes that share the model out; on a CPU", "N")
-    ] = 1
-    lookahead: Annotated[str | LookaheadConfig, _engine(_LOOKAHEAD, "POLICY", type=str)] = "goodput"
-    drafter: Annotated[tuple[str, ...] | None, _engine(DRAFTER_HELP, "NAME")] = None
-    max_slots: Annotated[int, _engine("sequences that run at once", "N")] = 32
-    num_blocks: Annotated[int | None, _engine("KV blocks (default: by memory)", "N")] = None
+    tensor_parallel: Annotated[int, TENSOR_PARALLEL_KNOB] = 1
+    lookahead: Annotated[str | LookaheadConfig, LOOKAHEAD_KNOB] = "goodput"
+    drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
+    max_slots: Annotated[int, MAX_SLOTS_KNOB] = 32
+    num_blocks: Annotated[int | None, NUM_BLOCKS_KNOB] = None
     kv_memory_bytes: Annotated[
         int | None, _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30)
     ] = None
@@ -79,24 +100,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["auto", "fp8", "fp8_e4m3"],
         _engine("what keys and values are held in: auto (the model's); fp8 on a GPU that has it"),
     ] = "auto"
-    block_size_tokens: Annotated[
-        int | None,
-        _engine(
-            "tokens of a KV block (default: 64 on a GPU, else 16)", "TOKENS", name="block_size"
-        ),
-    ] = None
-    max_model_tokens: Annotated[int | None, _engine("context (default: the model's)", "TOKENS")] = (
-        None
-    )
-    step_budget_tokens: Annotated[
-        int,
-        _engine(
-            "tokens of a step, at most",
-            "TOKENS",
-            name="max_num_batched_tokens",
-            aliases=("step_budget",),
-        ),
-    ] = 1024
+    block_size_tokens: Annotated[int | None, BLOCK_SIZE_KNOB] = None
+    max_model_tokens: Annotated[int | None, MAX_MODEL_TOKENS_KNOB] = None
+    step_budget_tokens: Annotated[int, STEP_BUDGET_KNOB] = 1024
     prompt_share: Annotated[
         float | None,
         _engine(
@@ -105,21 +111,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "SHARE",
         ),
     ] = None
-    itl_target_s: Annotated[
-        float | None,
-        _engine(
-            "longest gap between tokens of an answer while prompts are read, where the machine can",
-            "SECONDS",
-            name="itl_target",
-        ),
-    ] = None
-    queue_policy: Annotated[QueuePolicy, _engine("who gets a slot first")] = "fcfs"
+    itl_target_s: Annotated[float | None, ITL_TARGET_KNOB] = None
+    queue_policy: Annotated[QueuePolicy, QUEUE_POLICY_KNOB] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("what waiting a second is worth", "N", name="ageing")
     ] = None
-    prefix_cache: Annotated[
-        bool, _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
-    ] = True
+    prefix_cache: Annotated[bool, PREFIX_CACHE_KNOB] = True
     overlap: Annotated[
         Literal[0, 1] | None, _engine("1: plan a step while one runs (default: 1 on a GPU, else 0)")
     ] = None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from cbatch.cli.output import add_json_option, names_file, print_line
+from cbatch.cli.settings import add_flags, read_settings
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import knob
 from sim.cli.options import (
     add_comparison_options,
-    add_slo_option,
     refuse_processes_without_sweep,
 )
-from sim.cli.scenario import Scenario, add_flags
-from sim.cli.trace_options import add_trace_argument
+from sim.cli.scenario import ABOUT, SHARE_KNOB, USUAL, Scenario
 
 if TYPE_CHECKING:
     from sim.cli.display import Bar
@@ -25,8 +26,33 @@ if TYPE_CHECKING:
 
 COMMAND = "sim capacity"
 PERCENTILE = 99.0
-RATES = (1 / 64, 64.0)
-PACE = ("rate", "concurrency", "think")  # when requests come: the search says
+_level = partial(knob, "service level")
+PACE = ("rate", "rate_scale", "concurrency", "think")  # when requests come: the search says
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """The service level, and where its capacity is looked for."""
+
+    percentile: Annotated[
+        float | None,
+        _level("of each time with an --slo", "P", default="99, or none with a share"),
+    ] = None
+    goodput_share: Annotated[float | None, SHARE_KNOB] = None
+    rate_scales: Annotated[
+        str,
+        _level("times the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
+    ] = "1/64:64"
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Raises `FieldError`."""
+        ends = [each.partition("/") for each in self.rate_scales.split(":")]
+        try:
+            lowest, highest = (float(n) / float(parts or 1) for n, _, parts in ends)
+        except (ValueError, ZeroDivisionError) as error:
+            problem = f"{self.rate_scales!r} is not allowed"
+            raise FieldError("rate_scales", problem, "write LOWEST:HIGHEST") from error
+        return lowest, highest
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,47 +61,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="%(prog)s TRACE [options]",
         description="Serves the trace at rates found by doubling and bisection, to 2 %.",
     )
-    add_trace_argument(parser)
-    level = parser.add_argument_group("service level")
-    add_slo_option(level)
-    level.add_argument(
-        "--percentile",
-        type=float,
-        metavar="P",
-        help=f"of each time with an --slo (default: {PERCENTILE:.0f}, or none with a share)",
-    )
-    level.add_argument(
-        "--goodput-share", type=float, metavar="X", help="of requests that meet every --slo"
-    )
-    level.add_argument(
-        "--rates",
-        type=_range,
-        default=RATES,
-        metavar="LOWEST:HIGHEST",
-        help="times the trace's rate (default: 1/64 to 64)",
-    )
-    add_flags(parser, Scenario, but=PACE)
+    add_flags(parser, Search)
+    add_flags(parser, Scenario, but=PACE, defaults=USUAL, about=ABOUT)
     add_comparison_options(parser)
     add_json_option(parser, "the whole report")
-    parser.set_defaults(run=run, **dict.fromkeys(PACE))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    settings = read_settings(Search, args)
+    with settings.naming():
+        return _run(args, settings.values)
+
+
+def _run(args: argparse.Namespace, options: Search) -> int:
     from sim.cli.display import Bar, prices_of
     from sim.cli.processes import num_processes, run_scenarios
     from sim.cli.sweep import variants
 
     refuse_processes_without_sweep(args)
-    level = _level(args)
     found = variants(args, fixed=PACE)
     scenarios = [variant.scenario for variant in found]
+    level = _service_level(options, scenarios[0].slo)
     if args.sweep:
-        work = partial(search, level=level, rates=args.rates)
+        work = partial(search, level=level, rates=options.range)
         processes = num_processes(args.processes, len(scenarios))
         capacities = run_scenarios(work, scenarios, processes)
     else:
         with Bar() as bar:
-            capacities = [search(scenarios[0], level, args.rates, bar)]
+            capacities = [search(scenarios[0], level, options.range, bar)]
     documents = [_document(*each, level) for each in zip(found, capacities, strict=True)]
     if names_file(args.json):
         text = msgspec.json.format(msgspec.json.encode(documents), indent=2)
@@ -95,7 +109,7 @@ def search(
 
     def serve(rate: float, rounds: int) -> Tried:
         records: list[Record] = []
-        simulation = build(msgspec.structs.replace(scenario, rate=rate))
+        simulation = build(msgspec.structs.replace(scenario, rate_scale=rate))
         if bar is not None:
             bar.prefix = f"{rate:.3g} × the rate · "
         report = simulation.run(
@@ -113,21 +127,13 @@ def search(
 # -- inside
 
 
-def _range(text: str) -> tuple[float, float]:
-    lowest, _, highest = text.partition(":")
-    try:
-        return float(lowest), float(highest)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: write LOWEST:HIGHEST") from error
-
-
-def _level(args: argparse.Namespace) -> ServiceLevel:
+def _service_level(options: Search, slo: tuple[str, ...]) -> ServiceLevel:
     from sim.replay.capacity import ServiceLevel
     from sim.report.report import Objectives, parse_objectives
 
-    percentile, share = args.percentile, args.goodput_share
+    percentile, share = options.percentile, options.goodput_share
     return ServiceLevel(
-        objectives=parse_objectives(tuple(args.slo)) or Objectives(),
+        objectives=parse_objectives(slo) or Objectives(),
         percentile=PERCENTILE if percentile is None and share is None else percentile,
         goodput_share=share,
     )
@@ -137,7 +143,7 @@ def _document(variant: Variant, capacity: Capacity, level: ServiceLevel) -> dict
     from sim.cli.simulation import build
 
     settings = dict(build(variant.scenario).settings)
-    del settings["rate"]
+    del settings["rate"], settings["rate_scale"]
     found: dict[str, Any] = msgspec.to_builtins(capacity)
     return {"settings": settings, "level": msgspec.to_builtins(level)} | found
 
@@ -170,14 +176,14 @@ def _print(variant: Variant, capacity: Capacity) -> None:
 def _verdict(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
-        return f"even {capacity.tried[-1].rate:.4g} times the rate fails: go lower with --rates"
+        return f"even {capacity.tried[-1].rate:.4g} times the rate fails: lower --rate-scales"
     rate = f"{best.rate:.4g} times the rate, {best.arrivals_per_s:,.3f} arrivals/s"
     if best.rounds > 1:
         rate += f" (the trace is short: it was served {best.rounds} times in a row)"
     if best.too_short:
         rate += "; it is too short to tell a burst from a load: give a longer one"
     if capacity.ends == "highest meets":
-        return f"capacity: at least {rate}, the highest that was tried: go higher with --rates"
+        return f"capacity: at least {rate}, the highest that was tried: raise --rate-scales"
     return f"capacity: {rate}"
 
 

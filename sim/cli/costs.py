@@ -104,10 +104,11 @@ def _devices(
     scenario: Scenario, gpu: str, *, drafts: bool
 ) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
     """Models on devices, their names, and what these hold."""
-    model, parts = scenario.model or MODEL_SHAPE, 1 if scenario.tp is None else scenario.tp
+    model = scenario.model or MODEL_SHAPE
+    parts = 1 if scenario.tensor_parallel is None else scenario.tensor_parallel
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
     if draft is None and drafts:
-        raise FieldError("--draft-model", "is missing", "drafting has a price: name the draft")
+        raise FieldError("--draft", "is missing", "drafting has a price: name the draft")
     config = RooflineConfig(
         gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
     )
@@ -124,14 +125,11 @@ def _devices(
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
     """Of an engine with these sizes, as far as options name them."""
-    sizes = {"block_size": "block_size_tokens", "step_budget": "step_budget_tokens"}
-    usual = {option: USUAL[field] for option, field in sizes.items()}
-    usual |= {"max_slots": USUAL["max_slots"], "memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
-    given = {name: getattr(scenario, name) for name in usual}
-    found = usual | {name: value for name, value in given.items() if value is not None}
+    usual = USUAL | {"memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
+    found = usual | {name: v for name in usual if (v := getattr(scenario, name)) is not None}
     return PoolSettings(
-        block_tokens=found["block_size"],
-        step_tokens=found["step_budget"],
+        block_tokens=found["block_size_tokens"],
+        step_tokens=found["step_budget_tokens"],
         max_rows=found["max_slots"],
         memory_share=found["memory_share"],
         rules=found["pool"],

@@ -11,21 +11,10 @@ from cbatch.core.request.errors import FieldError
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("report")
-    add_slo_option(out)
     add_json_option(out, "the whole report")
     out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
     out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
     out.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of the steps")
-
-
-def add_slo_option(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--slo",
-        action="append",
-        default=[],
-        metavar="NAME=S",
-        help="ttft, tpot or e2e in seconds, for goodput; repeatable",
-    )
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:

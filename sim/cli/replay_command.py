@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from cbatch.cli.settings import add_flags
 from cbatch.core.request.errors import FieldError
 from sim.cli.options import (
     add_comparison_options,
     add_report_options,
     refuse_processes_without_sweep,
 )
-from sim.cli.scenario import Scenario, add_flags
-from sim.cli.trace_options import add_trace_argument
+from sim.cli.scenario import ABOUT, USUAL, Scenario
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,8 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="%(prog)s TRACE [options]",
         description="The scheduler is the engine's own; what a step takes comes from a cost model.",
     )
-    add_trace_argument(parser)
-    add_flags(parser, Scenario)
+    add_flags(parser, Scenario, defaults=USUAL, about=ABOUT)
     add_comparison_options(parser)
     add_report_options(parser)
     parser.set_defaults(run=run)

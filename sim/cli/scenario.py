@@ -1,20 +1,26 @@
 """One simulation as a value: it can be compared, changed, and run in another process. Its fields
-are the options of the command line."""
+are the options of the command line, those of the engine by the engine's own knobs."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Collection
-from functools import partial
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from multiprocessing import parent_process
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from cbatch.system.knobs import knob
+from cbatch.cli.settings import flag_of
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import knob
+from cbatch.core.scheduler.config import QueuePolicy
+from cbatch.engine import options as engine
+from sim.distributions.arrivals import require_positive
+from sim.traces.changes import rate_of
+from sim.traces.request import TraceRequest
 
-# What counts where neither an option nor the cost of a step says otherwise.
+# Defaults where neither an option nor the cost of a step says otherwise.
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE, ROUTER = "0.7", "round-robin"
 USUAL: dict[str, Any] = {
@@ -23,26 +29,33 @@ USUAL: dict[str, Any] = {
     "block_size_tokens": 16,
     "queue_policy": "fcfs",
 }
+# Options with the name of a field of the scheduler's configuration that they set.
+SIZES = (*USUAL, "num_blocks", "max_model_tokens", "itl_target_s")
 
 _SOURCES = ("step_seconds", "cost", "cost_table")
-_ROOFLINE = ("gpu", "model", "tp", "draft_model")
+_STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_model")
+_ROOFLINE = ("gpu", "model", "tensor_parallel", "draft_model")
 _reading, _load, _fleet = (partial(knob, name) for name in ("reading", "load", "fleet"))
 _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
-_ABOUT = {
+ABOUT = {
     "engine": "Of a step log: sizes, queue and prefix cache are by default those that it names."
 }
+RATE_SCALE_KNOB = _load("the trace X times as fast", "X")
+THINK_KNOB = _load("pause of a client", "S")
+SHARE_KNOB = knob("goodput", "of requests that meet every --slo", "X")
+SLO_KNOB = knob("goodput", "ttft, tpot or e2e in seconds, for goodput; repeatable", "NAME=S")
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How a trace is read."""
 
-    format: Annotated[str | None, _reading("what the trace must be (default: found out)")] = None
+    format: Annotated[str | None, _reading("what the trace must be", default="found out")] = None
     skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
     block_tokens: Annotated[
-        int | None, _reading("tokens of a block in hash_ids (default: the format's)", "N")
+        int | None, _reading("tokens of a block in hash_ids", "N", default="the format's")
     ] = None
     time_unit: Annotated[
-        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps (default: the format's)")
+        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps", default="the format's")
     ] = None
     spread: Annotated[
         float | None,
@@ -53,48 +66,67 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class Scenario(Reading, frozen=True, kw_only=True):
+class TraceFile(Reading, frozen=True, kw_only=True):
+    trace: Annotated[str, knob("", "a file, plain or gzip, or ServeGen windows", "TRACE")]
+
+
+class PacedTrace(TraceFile, frozen=True, kw_only=True):
+    """A trace, and how fast its requests arrive."""
+
+    rate: Annotated[float | None, _load("the trace at R requests a second", "R")] = None
+    rate_scale: Annotated[float | None, RATE_SCALE_KNOB] = None
+
+    def scale_of(self, requests: Callable[[], Iterable[TraceRequest]]) -> float:
+        """Return how many times as fast that is. Raises `FieldError`."""
+        if self.rate is None:
+            return 1.0 if self.rate_scale is None else self.rate_scale
+        if self.rate_scale is not None:
+            problem = "would be ignored, since --rate says the rate"
+            raise FieldError("rate_scale", problem, "leave one of them out")
+        require_positive("rate", self.rate)
+        own_per_s = rate_of(requests())
+        warn(
+            f"--rate {self.rate:g} is in requests a second, of which the trace has "
+            f"{own_per_s:.4g}; for a multiple of that give --rate-scale"
+        )
+        return self.rate / own_per_s
+
+
+class Scenario(PacedTrace, frozen=True, kw_only=True):
     """None: left to a default that depends on others."""
 
-    trace: str
-    slo: tuple[str, ...] = ()
+    slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
     requests: Annotated[int | None, _load("the first N only", "N")] = None
-    rate: Annotated[float | None, _load("times as many requests a second", "X")] = None
     concurrency: Annotated[int | None, _load("N clients, stamps ignored", "N")] = None
-    think: Annotated[float | None, _load("pause of such a client", "SECONDS")] = None
-    latency: Annotated[float | None, _load("of a request outside of the engine", "SECONDS")] = None
-    seed: Annotated[int, _load("")] = 0
-    gpu: Annotated[str | None, _cost(f"roofline of this device (default: {GPU})", "NAME")] = None
-    model: Annotated[
-        str | None, _cost(f"shape or config.json (default: {MODEL_SHAPE})", "NAME")
+    think: Annotated[float | None, THINK_KNOB] = None
+    latency: Annotated[float | None, _load("of a request outside of the engine", "S")] = None
+    seed: Annotated[int, _load("of everything that is drawn")] = 0
+    gpu: Annotated[str | None, _cost("roofline of this device", "NAME", default=GPU)] = None
+    model: Annotated[str | None, _cost("shape or config.json", "NAME", default=MODEL_SHAPE)] = None
+    tensor_parallel: Annotated[int | None, engine.TENSOR_PARALLEL_KNOB] = None
+    draft_model: Annotated[
+        str | None,
+        _cost("shape of the draft, as --model", "NAME", name="draft", aliases=("draft_model",)),
     ] = None
-    tp: Annotated[int | None, _cost("tensor parallel over N devices", "N")] = None
-    draft_model: Annotated[str | None, _cost("shape of the draft, as --model", "NAME")] = None
     cost: Annotated[str | None, _cost("instead: measured by cbatch calibrate", "FILE")] = None
     cost_table: Annotated[str | None, _cost("instead: measured kernels or layers", "DIR")] = None
     step_seconds: Annotated[float | None, _cost("instead: every step the same", "S")] = None
-    lookahead: Annotated[str, _engine("off, fixed:4, ...", "POLICY")] = "off"
+    lookahead: Annotated[str, engine.LOOKAHEAD_KNOB] = "off"
     acceptance: Annotated[
         str | None,
         _engine(
             "of drafts: 0.7 (the chance of each), positions:0.8,0.6 (by depth), beta:0.7,8 (mean "
             "and concentration over requests), drift:0.9,0.4,64 (high, low, tokens between "
-            "changes), recorded:FILE (JSON, 0 and 1 by request and position); default: "
-            f"{ACCEPTANCE}",
+            "changes), recorded:FILE (JSON, 0 and 1 by request and position)",
             "MODEL",
+            default=ACCEPTANCE,
         ),
     ] = None
-    max_slots: Annotated[int | None, _engine(f"default: {USUAL['max_slots']}")] = None
-    step_budget: Annotated[
-        int | None, _engine(f"tokens of a step, at most (default: {USUAL['step_budget_tokens']})")
-    ] = None
-    itl_target: Annotated[
-        float | None, _engine("longest gap between tokens while prompts are read", "SECONDS")
-    ] = None
-    block_size: Annotated[
-        int | None, _engine(f"tokens of a KV block (default: {USUAL['block_size_tokens']})")
-    ] = None
-    num_blocks: Annotated[int | None, _engine("KV blocks (default: what the device holds)")] = None
+    max_slots: Annotated[int | None, engine.MAX_SLOTS_KNOB] = None
+    step_budget_tokens: Annotated[int | None, engine.STEP_BUDGET_KNOB] = None
+    itl_target_s: Annotated[float | None, engine.ITL_TARGET_KNOB] = None
+    block_size_tokens: Annotated[int | None, engine.BLOCK_SIZE_KNOB] = None
+    num_blocks: Annotated[int | None, engine.NUM_BLOCKS_KNOB] = None
     pool: Annotated[
         str | None,
         _engine(
@@ -104,18 +136,15 @@ class Scenario(Reading, frozen=True, kw_only=True):
         ),
     ] = None
     memory_share: Annotated[
-        float | None, _engine("of a device's memory, at most (default: 0.9)", "X")
+        float | None, _engine("of a device's memory, at most", "X", default="0.9")
     ] = None
-    max_model_tokens: Annotated[int | None, _engine("context (default: the model's)")] = None
-    queue_policy: Annotated[
-        Literal["fcfs", "priority", "shortest"] | None,
-        _engine(f"default: {USUAL['queue_policy']}"),
-    ] = None
-    no_prefix_cache: Annotated[bool | None, _engine("")] = None
+    max_model_tokens: Annotated[int | None, engine.MAX_MODEL_TOKENS_KNOB] = None
+    queue_policy: Annotated[QueuePolicy | None, engine.QUEUE_POLICY_KNOB] = None
+    prefix_cache: Annotated[bool | None, engine.PREFIX_CACHE_KNOB] = None
     replicas: Annotated[int, _fleet("engines, all the same", "N")] = 1
     router: Annotated[
         str | None,
-        _fleet(f"round-robin, least-loaded, prefix-affine (default: {ROUTER})", "NAME"),
+        _fleet("round-robin, least-loaded, prefix-affine", "NAME", default=ROUTER),
     ] = None
     host: Annotated[
         str | None,
@@ -123,23 +152,18 @@ class Scenario(Reading, frozen=True, kw_only=True):
     ] = None
 
     def ignored(self) -> dict[str, str]:
-        """Options that the others leave without effect, and why."""
+        """Return the fields that the others leave without effect, and why."""
         open_loop, off = self.concurrency is None, self.lookahead == "off"
         unused = (
             ("think", open_loop, "there are no clients: give --concurrency"),
-            ("rate", not open_loop, "--concurrency ignores the stamps"),
-            ("spread", not open_loop, "--concurrency ignores the stamps"),
-            ("acceptance", off, "nobody drafts: give --lookahead"),
-            ("draft_model", off, "nobody drafts: give --lookahead"),
+            *((n, not open_loop, "--concurrency ignores the stamps") for n in _STAMPS),
+            *((n, off, "nothing is drafted: give --lookahead") for n in _DRAFTING),
             *self._ignored_beside_cost(),
             *self._ignored_beside_pool(),
             ("router", self.replicas == 1, "there is one replica: give --replicas"),
         )
-        return {
-            flag_of(name): why
-            for name, ignored, why in unused
-            if ignored and getattr(self, name) is not None
-        }
+        given = {name for name, *_ in unused if getattr(self, name) is not None}
+        return {name: why for name, ignored, why in unused if ignored and name in given}
 
     @property
     def holds_kernel_tables(self) -> bool:
@@ -173,7 +197,7 @@ class Scenario(Reading, frozen=True, kw_only=True):
 
     def _ignored_beside_cost(self) -> list[tuple[str, bool, str]]:
         """What the chosen source of costs leaves without effect: (field, whether, why)."""
-        tabled = ("model", "tp", "draft_model") if self.holds_kernel_tables else ("model",)
+        tabled = _ROOFLINE[1:] if self.holds_kernel_tables else ("model",)
         found = []
         for source in _SOURCES:
             own = tabled if source == "cost_table" else ()
@@ -183,44 +207,8 @@ class Scenario(Reading, frozen=True, kw_only=True):
         return found
 
 
-def flag_of(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-def add_flags(
-    parser: argparse._ActionsContainer, kind: type[msgspec.Struct], *, but: Collection[str] = ()
-) -> None:
-    """A flag for each field that says what its help is, in groups unless `parser` is one itself.
-    A switch that others may decide has one for each side."""
-    groups: dict[str, argparse._ActionsContainer] = {}
-    for field in msgspec.structs.fields(kind):
-        meta = next((m for m in get_args(field.type) if isinstance(m, Meta)), None)
-        if meta is None or meta.extra is None or field.name in but:
-            continue
-        name = meta.extra["group"]
-        if name not in groups:
-            grouped = isinstance(parser, argparse.ArgumentParser)
-            groups[name] = parser.add_argument_group(name, _ABOUT.get(name)) if grouped else parser
-        group = groups[name]
-        plain = get_args(field.type)[0]
-        plain = next((k for k in get_args(plain) if k is not NoneType), plain)
-        more: dict[str, Any] = {"default": field.default, "help": meta.description or None}
-        has_two_sides = plain is bool and field.default is None
-        if has_two_sides:
-            group = group.add_mutually_exclusive_group()
-        if plain is bool:
-            more["action"] = "store_true"
-        elif get_origin(plain) is Literal:
-            more["choices"] = list(get_args(plain))
-        else:
-            more |= {"type": plain, "metavar": meta.extra["metavar"]}
-        group.add_argument(flag_of(field.name), **more)
-        if has_two_sides:
-            other = flag_of(field.name.removeprefix("no_"))
-            group.add_argument(other, action="store_false", default=None, dest=field.name)
-
-
-def scenario_of(args: argparse.Namespace) -> Scenario:
-    """Options have the names of the fields."""
-    values = {name: getattr(args, name) for name in Scenario.__struct_fields__}
-    return Scenario(**values | {"slo": tuple(args.slo)})
+@cache
+def warn(words: str) -> None:
+    """Print a warning once, though a search or a sweep opens its trace many times."""
+    if parent_process() is None:
+        print(f"cbatch: warning: {words}", file=sys.stderr)

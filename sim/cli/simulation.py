@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.options import lookahead_name, parse_lookahead
 from sim.cli.costs import Priced, priced
-from sim.cli.scenario import ACCEPTANCE, ROUTER, USUAL, Scenario, flag_of
+from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, USUAL, Scenario
 from sim.cli.trace_options import OpenedTrace
 from sim.cost.base import CostModel
 from sim.cost.recorded_pool import recorded_blocks
@@ -28,21 +29,12 @@ from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
 from sim.traces.changes import endless, sample, scale
+from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
-# Options that are fields of the scheduler's configuration, and the fields.
-_SIZES = {
-    "num_blocks": "num_blocks",
-    "block_size": "block_size_tokens",
-    "max_slots": "max_slots",
-    "max_model_tokens": "max_model_tokens",
-    "step_budget": "step_budget_tokens",
-    "queue_policy": "queue_policy",
-    "itl_target": "itl_target_s",
-}
 _CHANGES = (
-    *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "concurrency"),
-    *("think", "latency"),
+    *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "rate_scale"),
+    *("concurrency", "think", "latency"),
 )
 
 
@@ -66,11 +58,9 @@ class Simulation(NamedTuple):
     host: Host | None = None
 
     def source(self, rounds: int = 1) -> Source:
-        scenario, requests = self.scenario, self.trace.requests()
-        if scenario.requests is not None:
-            requests = sample(requests, most=scenario.requests)
-        if scenario.rate is not None:
-            requests = scale(requests, rate=scenario.rate)
+        scenario, requests = self.scenario, _requests(self.scenario, self.trace)
+        if scenario.rate_scale is not None:
+            requests = scale(requests, rate=scenario.rate_scale)
         if rounds > 1:
             whole = list(requests)
             requests = islice(endless(whole), rounds * len(whole))
@@ -113,7 +103,7 @@ class Simulation(NamedTuple):
 def build(scenario: Scenario) -> Simulation:
     """Raises `FieldError` for whatever can be found wrong before it runs."""
     objectives = parse_objectives(scenario.slo)
-    trace = OpenedTrace(scenario, scenario.seed)
+    trace = OpenedTrace(scenario.trace, scenario, scenario.seed)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     if scenario.pool is not None and scenario.records_pool:
         settings["pool"] = Path(scenario.pool).name
@@ -124,11 +114,14 @@ def build(scenario: Scenario) -> Simulation:
             remedy = "calibrate the machine that recorded it, or name a device with --gpu"
             raise FieldError("--cost", "is missing: a step log has no prices", remedy)
         scenario, taken = _as_recorded(scenario, trace.recorded)
+    if scenario.rate is not None:
+        scale_of = scenario.scale_of(partial(_requests, scenario, trace))
+        scenario = replace(scenario, rate_scale=scale_of)
     lookahead = parse_lookahead(scenario.lookahead)
     prices = priced(scenario, lookahead.policy)
     config = _scheduler(scenario, lookahead, prices, trace.recorded)
     settings |= prices.names
-    settings |= {field: getattr(config, field) for field in (*_SIZES.values(), "prefix_cache")}
+    settings |= {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
     settings["lookahead"] = lookahead_name(lookahead)
     if lookahead.policy != "off":
         given = scenario.acceptance
@@ -148,12 +141,17 @@ def build(scenario: Scenario) -> Simulation:
 # -- inside
 
 
+def _requests(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
+    if scenario.requests is None:
+        return trace.requests()
+    return sample(trace.requests(), most=scenario.requests)
+
+
 def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
     """The scenario with the recording engine's settings where no option says otherwise, and the
     options that these stand for. The pool stays that of a device whose memory is known. Lookahead
     and its prices are nothing that a log can answer for: they are options as ever."""
-    known = {option: getattr(config, field) for option, field in _SIZES.items()}
-    known["no_prefix_cache"] = not config.prefix_cache
+    known = {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
     if scenario.has_device:
         del known["num_blocks"]
     taken = {name: value for name, value in known.items() if getattr(scenario, name) is None}
@@ -161,8 +159,8 @@ def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario,
 
 
 def _with_recorded_pool(scenario: Scenario, path: Path) -> Scenario:
-    blocks, block_tokens = recorded_blocks(path, scenario.block_size)
-    return replace(scenario, num_blocks=blocks, block_size=block_tokens, pool=None)
+    blocks, block_tokens = recorded_blocks(path, scenario.block_size_tokens)
+    return replace(scenario, num_blocks=blocks, block_size_tokens=block_tokens, pool=None)
 
 
 def _router(scenario: Scenario) -> str | None:
@@ -183,22 +181,19 @@ def _scheduler(
 ) -> SchedulerConfig:
     """Sizes as given, else the cost model's, else the usual ones (which keep to what it has
     measured); of a recording engine also the rules that no option names."""
-    given = {field: getattr(scenario, option) for option, field in _SIZES.items()}
-    given = {field: value for field, value in given.items() if value is not None}
+    given = {field: v for field in SIZES if (v := getattr(scenario, field)) is not None}
     found: dict[str, Any] = USUAL | prices.engine
     measured = {field: most for field, most in prices.most.items() if most is not None}
     for field, most in measured.items():
         if field not in prices.engine:
             found[field] = min(found[field], most)
     found |= given
-    for option in ("num_blocks", "max_model_tokens"):
-        if option not in found:
-            problem = "is not known from this cost of a step"
-            raise FieldError(flag_of(option), problem, "give it")
-    for option, field in _SIZES.items():
-        if field in measured and found[field] > measured[field]:
-            problem = f"{found[field]} is more than was measured"
-            raise FieldError(flag_of(option), problem, f"use <= {measured[field]}")
+    for field in ("num_blocks", "max_model_tokens"):
+        if field not in found:
+            raise FieldError(field, "is not known from this cost of a step", "give it")
+    for field, most in measured.items():
+        if found[field] > most:
+            raise FieldError(field, f"{found[field]} is more than was measured", f"use <= {most}")
     found["draft_context_tokens"] = found.get("draft_context_tokens") or found["max_model_tokens"]
     if lookahead.policy == "off":
         found |= {"draft_context_tokens": None, "catch_up_price": 1.0, "cost_profile": None}
@@ -206,5 +201,5 @@ def _scheduler(
         found["decode_reserve_tokens"] = recorded.decode_reserve_tokens
         if found["queue_policy"] == recorded.queue_policy:
             found["ageing_per_s"] = recorded.ageing_per_s
-    prefix_cache = not scenario.no_prefix_cache
+    prefix_cache = scenario.prefix_cache is not False
     return SchedulerConfig(**found, prefix_cache=prefix_cache, lookahead=lookahead)

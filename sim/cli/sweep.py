@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,17 +13,17 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cbatch.cli.output import names_file, print_line
+from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
 from sim.cli.display import prices_of, wide_console
 from sim.cli.processes import num_processes, run_scenarios
-from sim.cli.scenario import Scenario, add_flags, flag_of, scenario_of
+from sim.cli.scenario import Scenario
 from sim.cli.simulation import build, refuse_ignored
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.report.timeline import Timeline
 
 _FIXED = ("trace", "slo")  # the same for all that are compared
-_SWITCHES = ("skip_empty", "no_prefix_cache")
 HEADINGS = {
     "output_tokens_per_s": "tokens/s",
     "ttft_p50_s": "TTFT\np50",
@@ -46,27 +46,34 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
     """All combinations, the last option's values changing fastest; checked, so that nothing runs
     before all can. Without `--sweep` the one that the other options make. `fixed` are fields that
     no sweep may set. Raises `FieldError`."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    add_flags(parser, Scenario)
-    sweeps: dict[str, list[str]] = {}
+    names = {
+        known: name
+        for name, setting in fields_of(Scenario).items()
+        if name not in (*_FIXED, *fixed)
+        for known in setting.names
+    }
+    sweeps: dict[str, tuple[str, list[str]]] = {}  # by setting: its name as it was given, values
     for text in args.sweep:
-        name, values = _parse(text, (*_FIXED, *fixed))
+        given, values = _parse(text, names)
+        name = names[given.replace("-", "_")]
         if name in sweeps:
-            raise FieldError("--sweep", f"{name} is there twice", "give all its values at once")
-        sweeps[name] = values
-        if getattr(args, _field(name)) != parser.get_default(_field(name)):
-            raise FieldError(f"--{name}", "would be ignored: --sweep sets it", "leave it out")
+            raise FieldError("--sweep", f"{given} is there twice", "give all its values at once")
+        sweeps[name] = given, values
+        if (flag := getattr(args, name)) is not None:
+            raise FieldError(flag[1], "would be ignored: --sweep sets it", "leave it out")
     found = []
-    for combination in itertools.product(*sweeps.values()):
+    for combination in itertools.product(*(values for _, values in sweeps.values())):
         chosen = dict(zip(sweeps, combination, strict=True))
-        changed = copy.copy(args)
-        for name, value in chosen.items():
-            _set(parser, changed, name, value)
-        found.append(Variant(chosen, scenario_of(changed)))
-    refuse_ignored(*(variant.scenario for variant in found))
-    for variant in found:
-        build(variant.scenario).source()
-    return found
+        written = {sweeps[name][0]: value for name, value in chosen.items()}
+        over = {name: (v, f"--sweep {sweeps[name][0]}={v}") for name, v in chosen.items()}
+        settings = read_settings(Scenario, args, over=over)
+        found.append((Variant(written, settings.values), settings))
+    with found[0][1].naming():
+        refuse_ignored(*(variant.scenario for variant, _ in found))
+    for variant, settings in found:
+        with settings.naming():
+            build(variant.scenario).source()
+    return [variant for variant, _ in found]
 
 
 def compare(args: argparse.Namespace, found: list[Variant]) -> None:
@@ -141,37 +148,19 @@ def _print(
         console.print(f"refused, by row: {', '.join(map(str, refused))}")
 
 
-def _parse(text: str, fixed: tuple[str, ...]) -> tuple[str, list[str]]:
+def _parse(text: str, known: Mapping[str, str]) -> tuple[str, list[str]]:
     name, _, listed = text.partition("=")
     name = name.removeprefix("--")
     values = listed.split(";" if ";" in listed else ",")
     if not name or not all(values):
         raise FieldError("--sweep", f"{text!r} is no option and its values", "write gpu=L4,H100")
-    names = [flag_of(n).lstrip("-") for n in Scenario.__struct_fields__ if n not in fixed]
-    if name not in names:
-        remedy = f"use one of {', '.join(names)}"
+    if name.replace("-", "_") not in known:
+        names = [flag_of(each).removeprefix("--") for each in dict.fromkeys(known.values())]
         problem = f"{name!r} is no option of a scenario{did_you_mean(name, names)}"
-        raise FieldError("--sweep", problem, remedy)
+        raise FieldError("--sweep", problem, f"use one of {', '.join(names)}")
     if len(set(values)) < len(values):
         raise FieldError("--sweep", f"{text!r} has a value twice", "name each once")
     return name, values
-
-
-def _set(parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, value: str) -> None:
-    """As if `--name value` were on the command line."""
-    if _field(name) in _SWITCHES:
-        if value not in ("on", "off"):
-            raise FieldError("--sweep", f"{name}={value} is no switch", "use on and off")
-        setattr(args, _field(name), value == "on")
-        return
-    try:
-        parser.parse_args([f"--{name}={value}"], args)
-    except argparse.ArgumentError as error:
-        raise FieldError("--sweep", f"{name}={value}: {error.message}", "mend the value") from error
-
-
-def _field(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _cell(name: str, value: float | None, first: float | None) -> str:

@@ -13,15 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cbatch.cli.output import add_json_option, print_figures
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
-from sim.cli.trace_options import (
-    OpenedTrace,
-    add_reading_options,
-    add_trace_argument,
-    require_no_seed,
-    write_trace,
-)
+from sim.cli.scenario import PacedTrace, TraceFile
+from sim.cli.trace_options import OpenedTrace, require_no_seed, write_trace
 from sim.traces.changes import sample, scale
 from sim.traces.plot import save_plot
 from sim.traces.reader import sort_requests
@@ -38,8 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     tracegen.add_parser(actions)
     show = actions.add_parser("show", help="statistics and a plot")
-    add_trace_argument(show)
-    add_reading_options(show)
+    add_flags(show, TraceFile)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
     show.add_argument("--seed", type=int, help="of --spread and of ServeGen windows")
     add_json_option(show, "the statistics")
@@ -53,16 +48,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     some.add_argument("--requests", type=int, metavar="N", help="keep the first N (of the share)")
     some.add_argument("--window", type=_window, default=(0.0, math.inf), metavar="START:END")
 
-    other = _writer(actions, "scale", "change its rate or its lengths", run_scale)
-    other.add_argument("--rate", type=float, default=1.0, help="times as many requests a second")
+    other = _writer(actions, "scale", "change its rate or its lengths", run_scale, PacedTrace)
     other.add_argument("--prompt", type=float, default=1.0, help="times as long prompts")
     other.add_argument("--output", type=float, default=1.0, help="times as long outputs")
 
 
-def _writer(actions: Any, name: str, what: str, run: Any) -> argparse.ArgumentParser:
+def _writer(
+    actions: Any, name: str, what: str, run: Any, kind: type[TraceFile] = TraceFile
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what)
-    add_trace_argument(parser)
-    add_reading_options(parser)
+    add_flags(parser, kind)
     parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
     parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
     parser.set_defaults(run=run)
@@ -112,10 +107,13 @@ def run_sample(args: argparse.Namespace) -> int:
 
 
 def run_scale(args: argparse.Namespace) -> int:
-    if args.rate == args.prompt == args.output == 1:
-        raise FieldError("scale", "changes nothing", "give --rate, --prompt or --output")
+    file = read_settings(PacedTrace, args).values
+    if file.rate is None is file.rate_scale and args.prompt == args.output == 1:
+        remedy = "give --rate, --rate-scale, --prompt or --output"
+        raise FieldError("scale", "changes nothing", remedy)
+    factors = {"prompt": args.prompt, "output": args.output}
     trace = _open(args)
-    changed = scale(trace.requests(), rate=args.rate, prompt=args.prompt, output=args.output)
+    changed = scale(trace.requests(), rate=file.scale_of(trace.requests), **factors)
     return _write(args, trace, changed)
 
 
@@ -123,7 +121,8 @@ def run_scale(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = False) -> OpenedTrace:
-    trace = OpenedTrace(args, args.seed or 0, in_order=in_order)
+    file = read_settings(TraceFile, args).values
+    trace = OpenedTrace(file.trace, file, args.seed or 0, in_order=in_order)
     require_no_seed(args, drawing=drawing or trace.draws)
     return trace
 

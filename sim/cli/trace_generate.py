@@ -6,8 +6,12 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
-from sim.cli.distributions import (
+from sim.cli.trace_options import require_no_seed, write_trace
+from sim.distributions.lengths import Lengths
+from sim.traces.request import TraceRequest
+from sim.workload.distributions import (
     ARRIVALS,
     LENGTHS,
     forms,
@@ -15,13 +19,10 @@ from sim.cli.distributions import (
     parse_arrivals,
     parse_lengths,
 )
-from sim.cli.scenario import flag_of
-from sim.cli.trace_options import require_no_seed, write_trace
-from sim.distributions.lengths import Lengths
-from sim.traces.request import TraceRequest
 from sim.workload.generate import Arrivals, Conversations, converse, generate
 
 THINK_S = 5.0
+ARRIVALS_LAW = "poisson"
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,8 +32,9 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Requests, or sessions of several turns, with arrivals and lengths drawn.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests, or sessions, a second")
     parser.add_argument(
-        "--arrivals", required=True, metavar="LAW", help=f"rates a second: {forms(ARRIVALS)}"
+        "--arrivals", metavar="LAW", help=f"poisson (default), or one of {forms(ARRIVALS, 1)}"
     )
     parser.add_argument(
         "--prompt", required=True, metavar="LAW", help=f"tokens of a prompt: {forms(LENGTHS)}"
@@ -97,12 +99,14 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
 
 
 def _laws(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
+    if args.rate is None is args.arrivals:
+        raise FieldError("--rate", "is missing", "say how many requests a second")
     return (
-        parse_arrivals("--arrivals", args.arrivals),
+        parse_arrivals("--arrivals", args.arrivals or ARRIVALS_LAW, args.rate),
         parse_lengths("--prompt", args.prompt, "prompt_tokens"),
         parse_lengths("--output", args.output, "output_tokens"),
     )
 
 
 def _draws(args: argparse.Namespace) -> bool:
-    return any(map(is_drawn, (args.arrivals, args.prompt, args.output)))
+    return any(map(is_drawn, (args.arrivals or ARRIVALS_LAW, args.prompt, args.output)))

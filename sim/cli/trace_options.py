@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
-from functools import cache
-from multiprocessing import parent_process
 from pathlib import Path
 
 from cbatch.cli.output import print_line, require_place
+from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
-from sim.cli.scenario import Reading, Scenario, add_flags, flag_of
+from sim.cli.scenario import Reading, warn
 from sim.traces.changes import spread
 from sim.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
 from sim.traces.reader import WINDOWS, Trace, write_requests
@@ -20,22 +18,13 @@ from sim.traces.request import TraceRequest
 from sim.traces.step_log import STEP_LOG, is_step_log, read_recording
 
 
-def add_trace_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a file, plain or gzip, or ServeGen windows")
-
-
-def add_reading_options(parser: argparse._ActionsContainer) -> None:
-    add_flags(parser, Reading)
-
-
 class OpenedTrace:
     """A trace and how it is read. Iterating reads it anew."""
 
     def __init__(
-        self, args: argparse.Namespace | Scenario, seed: int, *, in_order: bool = True
+        self, path: str | Path, args: Reading, seed: int, *, in_order: bool = True
     ) -> None:
-        """`args` has the trace, and the options of `Reading`."""
-        self.path = Path(args.trace)
+        self.path = Path(path)
         self._spread_s, self._seed = args.spread, seed
         known = (*FORMAT_NAMES, WINDOWS, STEP_LOG)
         if args.format not in (None, *known):
@@ -61,7 +50,7 @@ class OpenedTrace:
             )
             self.format = self._trace.format
             if args.time_unit is None and self._trace.has_stamps_like_seconds():
-                _warn(f"{self.path}: stamps look like seconds: give --time-unit s, or ms")
+                warn(f"{self.path}: stamps look like seconds: give --time-unit s, or ms")
         for option, formats in (("block_tokens", BLOCK_TOKENS), ("time_unit", STAMP_UNITS)):
             value = getattr(args, option)
             if value is not None and (self.format not in formats or not value):
@@ -82,13 +71,6 @@ class OpenedTrace:
         if self._spread_s is None:
             return requests
         return spread(requests, self._spread_s, self._seed)
-
-
-@cache
-def _warn(words: str) -> None:
-    """Print a warning once, though a search or a sweep opens its trace many times."""
-    if parent_process() is None:
-        print(f"cbatch: warning: {words}", file=sys.stderr)
 
 
 def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:

@@ -79,7 +79,7 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
             "--gpu",
             f"{weight_bytes / 2**30:.1f} GiB of weights and {kept / 2**30:.1f} of work leave no "
             "room for KV",
-            "use more devices (--tp) or a larger one",
+            "use more devices (--tensor-parallel) or a larger one",
         )
     return blocks
 

@@ -187,7 +187,7 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
         shape, parts = self.shape, self.tensor_parallel
         if parts < 1 or shape.num_attention_heads % parts:
             raise FieldError(
-                "--tp",
+                "--tensor-parallel",
                 f"{parts} does not divide {shape.num_attention_heads} attention heads",
                 "use a divisor",
             )

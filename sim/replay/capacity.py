@@ -151,7 +151,7 @@ def find_capacity(
 ) -> Capacity:
     """Begins at the trace's own rate, or at the end of the range that is nearest to it."""
     if not 0 < lowest < highest < math.inf:
-        raise FieldError("--rates", f"{lowest}:{highest} is no range", "give LOWEST:HIGHEST")
+        raise FieldError("--rate-scales", f"{lowest}:{highest} is no range", "give LOWEST:HIGHEST")
     first = min(max(1.0, lowest), highest)
     search = search_rates(first, lowest=lowest, highest=highest, tolerance=tolerance)
     rate = next(search)

@@ -37,6 +37,19 @@ def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterato
             yield replace(request, arrival_s=stamp_s + offset_s)
 
 
+def rate_of(requests: Iterable[TraceRequest]) -> float:
+    """Return their mean rate, in requests a second. Raises `FieldError` where they have none."""
+    count, first_s, last_s = 0, 0.0, 0.0
+    for request in requests:
+        last_s = request.arrival_s
+        first_s = first_s if count else last_s
+        count += 1
+    if last_s <= first_s:
+        problem = "the trace has no rate of its own: its requests all come at once"
+        raise FieldError("--rate", problem, "leave it out, or give a trace with arrivals")
+    return (count - 1) / (last_s - first_s)
+
+
 def scale(
     requests: Iterable[TraceRequest],
     *,
@@ -47,7 +60,7 @@ def scale(
     """`rate` times as many requests a second (a session's thinking stays as it is); lengths times
     `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts have named
     blocks and `prompt` is not 1, and for lengths beyond `MAX_TOKENS`."""
-    for field, value in (("--rate", rate), ("--prompt", prompt), ("--output", output)):
+    for field, value in (("--rate-scale", rate), ("--prompt", prompt), ("--output", output)):
         require_positive(field, value)
     for request in requests:
         if prompt != 1 and request.hash_ids is not None:

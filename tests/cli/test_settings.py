@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cbatch.cli.main import make_parser
-from cbatch.cli.options import add_engine_options, engine_options
+from cbatch.cli.options import add_engine_options, engine_settings
 from cbatch.cli.serve import ServeSettings
 from cbatch.cli.settings import Settings, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
@@ -56,7 +56,7 @@ def test_how_calls_sample_is_the_servers_setting_alone(tmp_path: Path) -> None:
     """Other commands say it by their own flags, so the model's defaults stay out of them."""
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    assert engine_options(parser.parse_args([])) == EngineOptions(generation_config="none")
+    assert engine_settings(parser.parse_args([])).engine == EngineOptions(generation_config="none")
     flags = ("--generation-config", "none")
     for text, variables, given, found in (
         ("", {}, (), "auto"),
@@ -65,8 +65,11 @@ def test_how_calls_sample_is_the_servers_setting_alone(tmp_path: Path) -> None:
         ('generation_config = "none"', {"CBATCH_GENERATION_CONFIG": "auto"}, (), "auto"),
     ):
         assert read(tmp_path, text, variables, *given).values.generation_config == found
-    with pytest.raises(FieldError, match="--generation-config: 'vllm' is not allowed"):
+    with pytest.raises(SystemExit):
         read(tmp_path, "", {}, "--generation-config", "vllm")
+    variables = {"CBATCH_GENERATION_CONFIG": "vllm"}
+    with pytest.raises(FieldError, match="CBATCH_GENERATION_CONFIG: 'vllm' is not allowed"):
+        read(tmp_path, "", variables)
 
 
 def test_every_part_has_its_own_defaults_and_can_be_set() -> None:

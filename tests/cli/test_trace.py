@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.steplog.recorder import StepRecorder
-from sim.cli.scenario import Scenario, add_flags
+from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
 from sim.traces.reader import Trace, write_requests
 from sim.traces.request import TraceRequest
@@ -53,7 +54,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
     assert cbatch("trace", "convert", source, out, "--sort").lines[-1]["requests"] == 3
     assert [(r.arrival_s, r.prompt_tokens) for r in Trace(out)] == [(0, 20), (2, 10), (6, 30)]
     half = tmp_path / "half.jsonl"
-    assert cbatch("trace", "scale", out, half, "--rate", 2, "--output", 3).status == 0
+    assert cbatch("trace", "scale", out, half, "--rate-scale", 2, "--output", 3).status == 0
     assert [(r.arrival_s, r.output_tokens) for r in Trace(half)] == [(0, 6), (1, 3), (3, 9)]
     cut = tmp_path / "cut.jsonl"
     assert cbatch("trace", "sample", half, cut, "--window", "1:", "--requests", 1).status == 0
@@ -156,7 +157,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
         (("--step-seconds", 0.1), "--num-blocks: is not known"),
         (("--step-seconds", 0), "--step-seconds: 0.0 is not allowed; give positive seconds"),
-        (("--lookahead", "fixed:2"), "--draft-model: is missing"),
+        (("--lookahead", "fixed:2"), "--draft: is missing"),
         (("--lookahead", "sometimes"), "lookahead: 'sometimes'"),
         ((*SMALL, "--lookahead", "fixed:2", "--acceptance", 1.5), "--acceptance"),
         (("--slo", "tft=1"), "--slo: 'tft=1'"),
@@ -172,7 +173,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--replicas", 2, "--router", "random"), "--router: 'random' is unknown"),
         (("--router", "least-loaded"), "--router: would be ignored"),
         (("--tp", 0), "--tp: 0 does not divide"),
-        (("--num-blocks", 0), "num_blocks: 0 is not allowed"),
+        (("--num-blocks", 0), "--num-blocks: 0 is not allowed"),
         ((*SMALL, "--pool", "vllm-0.19"), "--pool: would be ignored"),
         ((*SMALL, "--memory-share", 0.8), "--memory-share: would be ignored"),
         (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "no device's memory is known"),
@@ -235,8 +236,8 @@ def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
     """The rules that no option names, as the simulated engine has them."""
     parser = argparse.ArgumentParser()
     add_flags(parser, Scenario)
-    args = parser.parse_args(["--step-seconds", "0.01", *argv])
-    config = build(Scenario(**vars(args) | {"trace": str(path)})).config
+    args = parser.parse_args([str(path), "--step-seconds", "0.01", *argv])
+    config = build(read_settings(Scenario, args).values).config
     return config.decode_reserve_tokens, config.ageing_per_s
 
 

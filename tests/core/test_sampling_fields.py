@@ -13,7 +13,7 @@ from cbatch import LLM, Completion, FieldError, SamplingParams, StructuredOutput
 from cbatch.cli.options import (
     add_engine_options,
     add_sampling_options,
-    engine_options,
+    engine_settings,
     sampling_params,
 )
 from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_to_json
@@ -132,12 +132,12 @@ def test_the_command_line_has_every_field() -> None:
     assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
     assert params.logit_bias == {3: 1.5, 12: -2.0}
     assert params.structured_outputs == StructuredOutputs(regex="a+")
-    with pytest.raises(FieldError, match="--structured-outputs: cannot be read"):
+    with pytest.raises(FieldError, match="--structured-outputs: 'a\\+' is not allowed"):
         sampling_params(parser.parse_args(["--structured-outputs", "a+"]))
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--logit-bias", "3"])
+    with pytest.raises(FieldError, match=r"--logit-bias: .* is not allowed; write ID=BIAS"):
+        sampling_params(parser.parse_args(["--logit-bias", "3"]))
     engine = argparse.ArgumentParser()
     add_engine_options(engine)
     named = engine.parse_args(["--drafter", "suffix", "--drafter", "model"])
-    assert engine_options(named).drafter == ("suffix", "model")
-    assert engine_options(engine.parse_args([])).drafter is None
+    assert engine_settings(named).engine.drafter == ("suffix", "model")
+    assert engine_settings(engine.parse_args([])).engine.drafter is None

@@ -159,8 +159,8 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: config(tensor_parallel=3), "--tp"),
-        (lambda: config(tensor_parallel=0), "--tp"),
+        (lambda: config(tensor_parallel=3), "--tensor-parallel"),
+        (lambda: config(tensor_parallel=0), "--tensor-parallel"),
         (lambda: config(compute_efficiency=1.5), "compute_efficiency"),
         (lambda: config(memory_efficiency=math.nan), "memory_efficiency"),
         (lambda: load_gpu("H1000"), "--gpu"),

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.cli.distributions import is_drawn, parse_arrivals, parse_lengths
 from sim.distributions import arrivals, lengths
 from sim.traces.reader import write_requests
 from sim.traces.request import TraceRequest
+from sim.workload.distributions import is_drawn, parse_arrivals, parse_lengths
 
 
 def rng() -> np.random.Generator:
@@ -95,7 +95,7 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
         (parse_lengths, "lognormal:9,-1", "cv -1.0 is not allowed"),
         (parse_lengths, "zipf:-1,1,2", "exponent -1.0 is not allowed"),
         (parse_lengths, "lognormal:9,1,inf", "MOST is not whole"),
-        (parse_lengths, "empirical:", "is not known; write one of fixed:TOKENS"),
+        (parse_lengths, "empirical:", "is not known; write one of N, fixed:TOKENS"),
         (parse_lengths, "empirical:/no/such/trace", "/no/such/trace: file: cannot be read"),
     ],
 )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from bench.load.cli.options import add_options
-from cbatch.cli.output import require_place
+from msgspec.structs import replace
+
+from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
+from cbatch.cli.output import add_json_option, require_place
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 
 EPILOG = """\
@@ -23,23 +26,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser)
+    add_flags(parser, LoadOptions, defaults={"goodput_share": GOODPUT_SHARE})
+    add_json_option(parser, "the whole report")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.self_test:
+    options = replace(read_settings(LoadOptions, args).values, json=args.json)
+    if options.self_test:
         from bench.load.run.selftest import self_test
 
-        return self_test(args.processes)
-    if args.url is None:
+        return self_test(options.processes)
+    if options.url is None:
         raise FieldError("URL", "is missing", "name the server, as http://localhost:8000")
     for option in ("json", "csv", "records", "page"):
-        require_place(f"--{option}", getattr(args, option))
+        require_place(f"--{option}", getattr(options, option))
     _allow_files()
     from bench.load.cli.session import bench
 
-    return bench(args)
+    return bench(options)
 
 
 def _allow_files() -> None:

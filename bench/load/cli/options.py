@@ -2,95 +2,91 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from cbatch.cli.output import add_json_option
-from sim.cli.trace_options import add_reading_options
+from msgspec import Meta
 
-CONCURRENCY = 8
-PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS = "128", "64", "poisson"
-GOODPUT_SHARE = 0.99
-# Name, kind (a type, `bool` for a switch, `list` for what may be repeated), metavar, help, default.
-Row = tuple[Any, ...]
-_LOAD: tuple[Row, ...] = (
-    ("--concurrency", str, "N[,N...]", f"clients; several: a sweep ({CONCURRENCY})"),
-    ("--rate", str, "R[,R...]", "open loop: requests a second"),
-    ("--arrivals", str, "LAW", "poisson (default), constant, gamma:CV, weibull:CV, ..."),
-    ("--trace", str, "FILE", "open loop: the arrivals of a trace"),
-    ("--rate-scale", float, "X", "the trace X times as fast"),
-)
-_RUN: tuple[Row, ...] = (
-    ("--sweep", bool, None, "double the load until nothing is won"),
-    ("--find-rate", bool, None, "go on from --rate to the highest at which every --slo is kept"),
-    ("--requests", int, "N", "of each run (conversations with --turns)"),
-    ("--duration", float, "S", "send for so long at most"),
-    ("--ramp", float, "S", "reach the load in so long"),
-    ("--think", float, "S", "pause of a client"),
-    ("--seed", int, None, "of everything that is drawn", 0),
-)
-_LENGTHS = f"length ({OUTPUT_TOKENS}): N, uniform:LOW:HIGH, lognormal:MEAN:CV, zipf:A:LOW:HIGH"
-_PROMPTS = (
-    "demo, a prompt a line, or .jsonl with fields of calls; of a --trace its arrivals and "
-    "output lengths count then"
-)
-_WORDS: tuple[Row, ...] = (
-    ("--prompt-tokens", str, "LAW", f"length ({PROMPT_TOKENS})"),
-    ("--output-tokens", str, "LAW", _LENGTHS),
-    ("--text", Path, "FILE", "what prompts are cut from"),
-    ("--prompts", str, "FILE", _PROMPTS),
-    ("--turns", str, "LAW", "conversations of so many turns"),
-    ("--system-tokens", int, "N", "that they share"),
-)
-_CALLS: tuple[Row, ...] = (
-    ("--chat", bool, None, "chat instead of completions"),
-    ("--no-stream", bool, None, "whole answers"),
-    ("--model", str, "NAME", "default: the first the server names"),
-    ("--api-key", str, "KEY", "also: $CBATCH_API_KEY"),
-    ("--temperature", float, None, "default: 0"),
-    ("--field", list, "NAME=JSON", "of every call"),
-    ("--timeout", float, "S", "of a call", 600.0),
-    ("--final-usage", bool, None, "do not ask for the usage of every chunk"),
-)
-_SHARE = f"with --find-rate: of calls, to keep every --slo ({GOODPUT_SHARE})"
-_MEASURING: tuple[Row, ...] = (
-    ("--warmup", int, "N", "requests before, uncounted", 0),
-    ("--repeats", int, "N", "for 95 %% intervals", 1),
-    ("--slo", list, "NAME=S", "ttft, tpot or e2e in seconds, for goodput; repeatable"),
-    ("--goodput-share", float, "X", _SHARE),
-    ("--max-errors", float, "SHARE", "beyond it the exit is 1", 0.01),
-    ("--processes", int, "N", "of the client", 1),
-    ("--csv", Path, "FILE", "write a row of figures a load"),
-    ("--records", Path, "FILE", "write a JSON line a call"),
-    ("--page", Path, "FILE", "write an HTML page of the runs"),
-    ("--quiet", bool, None, "nothing while it runs"),
-    ("--self-test", bool, None, "no URL: what the client itself can take"),
-)
+from cbatch.core.request.typed import knob
+from sim.cli.scenario import RATE_SCALE_KNOB, SHARE_KNOB, SLO_KNOB, THINK_KNOB, Reading
+from sim.workload.distributions import ARRIVALS, LENGTHS, forms
+
+_load, _run = partial(knob, "load"), partial(knob, "run")
+_words, _calls = partial(knob, "what is asked"), partial(knob, "calls")
+_measuring = partial(knob, "measuring")
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+CONCURRENCY, GOODPUT_SHARE = 8, 0.99
+PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS_LAW = "128", "64", "poisson"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", metavar="URL", help="http://host:8000")
-    load = parser.add_argument_group("load")
-    _add(load, _LOAD)
-    add_reading_options(load)
-    _add(load, _RUN)
-    words = parser.add_argument_group("what is asked")
-    _add(words, _WORDS)
-    words.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction)
-    _add(parser.add_argument_group("calls"), _CALLS)
-    measuring = parser.add_argument_group("measuring")
-    _add(measuring, _MEASURING)
-    add_json_option(measuring, "the whole report")
+class LoadOptions(Reading, frozen=True, kw_only=True):
+    """None: left to a default that depends on others."""
 
+    url: Annotated[str | None, knob("", "http://host:8000", "URL")] = None
+    concurrency: Annotated[
+        str | None, _load("clients; several: a sweep", "N[,N...]", default=CONCURRENCY)
+    ] = None
+    rate: Annotated[str | None, _load("open loop: requests a second", "R[,R...]")] = None
+    arrivals: Annotated[
+        str | None, _load(f"how they come: {forms(ARRIVALS, 1)}", "LAW", default=ARRIVALS_LAW)
+    ] = None
+    trace: Annotated[str | None, _load("open loop: the arrivals of a trace", "FILE")] = None
+    rate_scale: Annotated[Positive | None, RATE_SCALE_KNOB] = None
 
-def _add(group: argparse._ArgumentGroup, rows: Iterable[Row]) -> None:
-    for name, kind, metavar, words, *default in rows:
-        if kind is bool:
-            group.add_argument(name, action="store_true", help=words)
-        elif kind is list:
-            group.add_argument(name, action="append", default=[], metavar=metavar, help=words)
-        else:
-            value = default[0] if default else None
-            group.add_argument(name, type=kind, metavar=metavar, help=words, default=value)
+    sweep: Annotated[bool, _run("double the load until nothing is won")] = False
+    find_rate: Annotated[
+        bool, _run("go on from --rate to the highest at which every --slo is kept")
+    ] = False
+    requests: Annotated[Count | None, _run("of each run (conversations with --turns)", "N")] = None
+    duration: Annotated[Positive | None, _run("send for so long at most", "S")] = None
+    ramp: Annotated[Seconds | None, _run("reach the load in so long", "S")] = None
+    think: Annotated[Seconds | None, THINK_KNOB] = None
+    seed: Annotated[int, _run("of everything that is drawn")] = 0
+
+    prompt_tokens: Annotated[
+        str | None, _words("length, as of --output-tokens", "LAW", default=PROMPT_TOKENS)
+    ] = None
+    output_tokens: Annotated[
+        str | None, _words(f"length: {forms(LENGTHS)}", "LAW", default=OUTPUT_TOKENS)
+    ] = None
+    text: Annotated[Path | None, _words("what prompts are cut from", "FILE")] = None
+    prompts: Annotated[
+        str | None,
+        _words(
+            "demo, a prompt a line, or .jsonl with fields of calls; of a --trace its arrivals and "
+            "output lengths count then",
+            "FILE",
+        ),
+    ] = None
+    turns: Annotated[str | None, _words("conversations of so many turns", "LAW")] = None
+    system_tokens: Annotated[Whole | None, _words("that they share", "N")] = None
+    ignore_eos: Annotated[
+        bool | None, _words("go on after the token that ends a text", default="but for --prompts")
+    ] = None
+
+    chat: Annotated[bool, _calls("chat instead of completions")] = False
+    no_stream: Annotated[bool, _calls("whole answers")] = False
+    model: Annotated[str | None, _calls("default: the first the server names", "NAME")] = None
+    api_key: Annotated[str | None, _calls("also: $CBATCH_API_KEY", "KEY")] = None
+    temperature: Annotated[float | None, _calls("0: greedy", "X", default=0.0)] = None
+    field: Annotated[tuple[str, ...], _calls("of every call; repeatable", "NAME=JSON")] = ()
+    timeout: Annotated[Positive, _calls("of a call", "S")] = 600.0
+    final_usage: Annotated[bool, _calls("do not ask for the usage of every chunk")] = False
+
+    slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
+    goodput_share: Annotated[Share | None, SHARE_KNOB] = None
+    warmup: Annotated[Whole, _measuring("requests before, uncounted", "N")] = 0
+    repeats: Annotated[Count, _measuring("for 95 % intervals", "N")] = 1
+    max_errors: Annotated[float, _measuring("beyond it the exit is 1", "SHARE")] = 0.01
+    processes: Annotated[Count, _measuring("of the client", "N")] = 1
+    csv: Annotated[Path | None, _measuring("write a row of figures a load", "FILE")] = None
+    records: Annotated[Path | None, _measuring("write a JSON line a call", "FILE")] = None
+    page: Annotated[Path | None, _measuring("write an HTML page of the runs", "FILE")] = None
+    quiet: Annotated[bool, _measuring("nothing while it runs")] = False
+    self_test: Annotated[bool, _measuring("no URL: what the client itself can take")] = False
+    json: Path | None = None  # of an option that every command has

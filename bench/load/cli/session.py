@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
 import sys
 
 from bench.load.cli.display import View, print_points
-from bench.load.cli.options import GOODPUT_SHARE
+from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
 from bench.load.cli.workload_options import Workload, parse_loads
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.measure import LoadRun, measure, records
@@ -28,22 +27,26 @@ from sim.report.report import parse_objectives, to_line
 FAILED_RUN = 1  # exit status where too many calls failed
 
 
-def bench(args: argparse.Namespace) -> int:
-    status: int = loop_of()(_bench(args))
+def bench(options: LoadOptions) -> int:
+    status: int = loop_of()(_bench(options))
     return status
 
 
-async def _bench(args: argparse.Namespace) -> int:
-    objectives = parse_objectives(tuple(args.slo))
-    endpoint, loads, workload = Endpoint.of(args.url), parse_loads(args), Workload(args)
-    settings, refused = await _settings(args, endpoint, workload)
+async def _bench(options: LoadOptions) -> int:
+    objectives = parse_objectives(options.slo)
+    endpoint, loads, workload = (
+        Endpoint.of(str(options.url)),
+        parse_loads(options),
+        Workload(options),
+    )
+    settings, refused = await _settings(options, endpoint, workload)
     words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
     words |= {"temperature": settings.bodies.fields["temperature"], "left_out": list(refused)}
     for name, reason in refused.items():
         print(f"cbatch: left out, since the server refuses it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    with View(shown=not args.quiet) as view:
+    with View(shown=not options.quiet) as view:
         runner = Runner(
             settings, workload.requests, stop=stop, watch=view.update, announce=view.announce
         )
@@ -53,33 +56,33 @@ async def _bench(args: argparse.Namespace) -> int:
 
         points: list[Point]
         capacity: Capacity | None = None
-        if args.find_rate:
-            first, share = loads[0].value, args.goodput_share or GOODPUT_SHARE
+        if options.find_rate:
+            first, share = loads[0].value, options.goodput_share or GOODPUT_SHARE
             points, capacity = await find_rate(runner, first, share, report, begin=view.begin)
         else:
-            points = await sweep(runner, loads, report, doubling=args.sweep, begin=view.begin)
+            points = await sweep(runner, loads, report, doubling=options.sweep, begin=view.begin)
     if not points:
         print("cbatch: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    print_points(points, capacity, args.json)
-    _write(args, points, capacity)
+    print_points(points, capacity, options.json)
+    _write(options, points, capacity)
     if stop.is_set():
         return INTERRUPTED
-    if args.find_rate:  # that calls fail beyond the best rate is no fault
+    if options.find_rate:  # that calls fail beyond the best rate is no fault
         return 0 if capacity is not None and capacity.best is not None else FAILED_RUN
     failed = sum(sum(point.report.errors.values()) for point in points)
     share = failed / max(sum(point.report.sent for point in points), 1)
-    return FAILED_RUN if share > args.max_errors else 0
+    return FAILED_RUN if share > options.max_errors else 0
 
 
 async def _settings(
-    args: argparse.Namespace, endpoint: Endpoint, workload: Workload
+    options: LoadOptions, endpoint: Endpoint, workload: Workload
 ) -> tuple[LoadSettings, dict[str, str]]:
     """Ask the server for what is needed to write prompts to it, and what it refuses."""
-    key = args.api_key or os.environ.get("CBATCH_API_KEY")
-    client = HttpClient(endpoint, key=key, timeout_s=args.timeout)
+    key = options.api_key or os.environ.get("CBATCH_API_KEY")
+    client = HttpClient(endpoint, key=key, timeout_s=options.timeout)
     try:
-        model = args.model or await find_model(client)
+        model = options.model or await find_model(client)
         bodies = await workload.bodies(client, model)
         bodies, refused = await settle(client, bodies, workload.chosen)
     finally:
@@ -88,31 +91,31 @@ async def _settings(
         endpoint=endpoint,
         bodies=bodies,
         key=key,
-        timeout_s=args.timeout,
-        processes=args.processes,
-        duration_s=args.duration,
-        again=args.requests is None,
-        think_s=args.think or 0.0,
-        ramp_s=args.ramp or 0.0,
-        warmup=args.warmup,
-        repeats=args.repeats,
-        seed=args.seed,
+        timeout_s=options.timeout,
+        processes=options.processes,
+        duration_s=options.duration,
+        again=options.requests is None,
+        think_s=options.think or 0.0,
+        ramp_s=options.ramp or 0.0,
+        warmup=options.warmup,
+        repeats=options.repeats,
+        seed=options.seed,
     )
     return settings, refused
 
 
-def _write(args: argparse.Namespace, points: list[Point], capacity: Capacity | None) -> None:
+def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None) -> None:
     """Raises `FieldError` for a file that cannot be written; the figures have been shown."""
     try:
-        if names_file(args.json):
-            args.json.write_bytes(to_json(points, capacity))
-        if args.csv is not None:
-            write_csv(args.csv, points)
-        if args.records is not None:
-            with args.records.open("wb") as file:
+        if names_file(options.json):
+            options.json.write_bytes(to_json(points, capacity))
+        if options.csv is not None:
+            write_csv(options.csv, points)
+        if options.records is not None:
+            with options.records.open("wb") as file:
                 for record in (r for point in points for r in records(point.runs)):
                     file.write(to_line(record))
-        if args.page is not None:
-            write_points(args.page, args.url, points)
+        if options.page is not None:
+            write_points(options.page, str(options.url), points)
     except OSError as error:
         raise FieldError("report", f"cannot be written ({error})", "make room for it") from error

@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, short
-from cbatch.core.request.typed import convert_fields, require_text
+from cbatch.core.request.typed import convert_fields, knob, require_text
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -26,6 +27,7 @@ DRAFTERS = (MODEL, *LOOKUPS)
 MAX_LOGIT_BIAS = 1e30
 # Values by which other engines say None.
 NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
+_sampling = partial(knob, "sampling")
 _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
@@ -106,38 +108,72 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Raises `FieldError` naming the field.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False  # the text ends with what stopped it
-    skip_special_tokens: bool = True  # in the text; stop strings may hold them either way
-    spaces_between_special_tokens: bool = True  # that the decoder puts between those shown
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0  # > 1: less likely (Keskar et al. 2019, arXiv 1909.05858)
-    presence_penalty: float = 0.0  # subtracted once from the logit of a token that was output
-    frequency_penalty: float = 0.0  # subtracted for each time that it was
-    logit_bias: dict[int, float] = {}  # added to the logits of these ids
-    allowed_token_ids: tuple[int, ...] | None = None  # no others
-    banned_token_ids: tuple[int, ...] = ()
-    structured_outputs: StructuredOutputs | None = None
-    logprobs: int | None = None  # of output tokens: 0 the chosen one's, n also the n likeliest
+    max_tokens: Annotated[int, _sampling("", "N")] = 16
+    min_tokens: Annotated[int, _sampling("", "N")] = 0
+    temperature: Annotated[float, _sampling("0: greedy", "X")] = 1.0
+    top_k: Annotated[int | None, _sampling("", "N")] = None
+    top_p: Annotated[float, _sampling("", "X")] = 1.0
+    min_p: Annotated[float, _sampling("", "X")] = 0.0
+    seed: Annotated[int | None, _sampling("of the sampling noise", default="drawn")] = None
+    n: Annotated[int, _sampling("choices for each prompt", "N")] = 1
+    stop: Annotated[tuple[str, ...], _sampling("stop string; repeatable", "TEXT")] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], _sampling("repeatable", "ID", name="stop_token_id")
+    ] = ()
+    include_stop_str_in_output: Annotated[bool, _sampling("the text ends with what stopped it")] = (
+        False
+    )
+    # In the text; stop strings may hold control tokens either way.
+    skip_special_tokens: Annotated[bool, _sampling("leave control tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, _sampling("as the tokenizer's decoder puts them between those shown")
+    ] = True
+    ignore_eos: Annotated[bool, _sampling("go on after the token that ends a text")] = False
+    # Above 1: less likely (Keskar et al. 2019, arXiv 1909.05858).
+    repetition_penalty: Annotated[float, _sampling("1: none", "X")] = 1.0
+    presence_penalty: Annotated[
+        float, _sampling("subtracted once from the logit of a token that was output", "X")
+    ] = 0.0
+    frequency_penalty: Annotated[float, _sampling("subtracted for each time that it was", "X")] = (
+        0.0
+    )
+    logit_bias: Annotated[
+        dict[int, float], _sampling("added to the logit of a token id; repeatable", "ID=BIAS")
+    ] = {}
+    allowed_token_ids: Annotated[
+        tuple[int, ...] | None,
+        _sampling("no others; repeatable", "ID", name="allowed_token_id"),
+    ] = None
+    banned_token_ids: Annotated[
+        tuple[int, ...], _sampling("repeatable", "ID", name="banned_token_id")
+    ] = ()
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        _sampling(
+            """what every output must be, such as '{"regex": "[a-z]+"}' or '{"json": {SCHEMA}}'""",
+            "JSON",
+        ),
+    ] = None
+    # Of output tokens: 0 the chosen one's, N also the N likeliest.
+    logprobs: Annotated[int | None, _sampling("and of the N likeliest tokens", "N")] = None
     # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
     # greedy tokens of what it would be at temperature 1.
-    logprobs_mode: Literal["raw", "processed"] = "raw"
-    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens, and always raw
-    max_lookahead: int | None = None  # per-request cap on drafted tokens a step; 0 opts out
+    logprobs_mode: Annotated[Literal["raw", "processed"], _sampling("")] = "raw"
+    # As `logprobs`, of the prompt's tokens, and always raw.
+    prompt_logprobs: Annotated[int | None, _sampling("the same of the prompt", "N")] = None
+    # Per-request cap on drafted tokens a step; 0 opts out.
+    max_lookahead: Annotated[int | None, _sampling("cap on k for these prompts", "N")] = None
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
     # block: a step's drafts are judged together; most are accepted, the law is exact. rejection: so
     # it is, with drafts judged one by one. coupled: the tokens themselves do not depend on the
     # drafts either. auto: coupled where the caller gave a seed, else rejection.
-    verification: Literal["auto", "rejection", "block", "coupled"] = "auto"
+    verification: Annotated[
+        Literal["auto", "rejection", "block", "coupled"],
+        _sampling(
+            "of drafts; coupled: drafts cannot move a sampled token (auto: with a seed); "
+            "block: most are accepted"
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         convert_fields(self)

@@ -1,4 +1,4 @@
-"""Values of the right type in structs that callers construct."""
+"""Fields of structs: values of the right type, and which of them an operator may set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError, short
 
 _fields = functools.cache(msgspec.structs.fields)
+
+
+def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta:
+    """Mark a field that an operator may set: `cbatch.cli.settings` makes a flag, a variable and a
+    key of TOML of it. `group` and `text` are for the help. Further keywords say how the setting
+    differs from its field: `name`, hidden `aliases`, `type`, the `unit` as a multiple of the
+    field's, `negated`, and the `default` to show in place of None."""
+    return Meta(description=text, extra={"group": group, "metavar": metavar, **more})
 
 
 def convert_fields(struct: msgspec.Struct) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError
-from cbatch.system.knobs import knob
+from cbatch.core.request.typed import knob
 
 _limits = partial(knob, "limits")
 MOST_CONNECTIONS = 4096  # where open files allow it

@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import knob
 from cbatch.process.messages import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
-from cbatch.system.knobs import knob
 
 _limits = partial(knob, "limits")
 LONGEST_RETRY_S = 60

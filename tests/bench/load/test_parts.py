@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bench.load.cli.workload_options import parse_arrivals, parse_lengths, read_items
+from bench.load.cli.workload_options import read_items
 from bench.load.client.http import Endpoint
 from bench.load.client.text import PromptCutter, PromptText
 from bench.load.run.measure import measure
@@ -24,6 +24,7 @@ from cbatch.core.request.errors import FieldError
 from sim.distributions.arrivals import constant
 from sim.traces.changes import endless
 from sim.traces.request import TraceRequest
+from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.sources import ClosedLoop, Source
 from tests.bench.load.scripted import plan
 from tests.bench.load.test_measure import run_of, steady_calls

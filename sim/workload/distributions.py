@@ -1,11 +1,12 @@
-"""Arrival processes and length distributions by name, as a command line writes them: `gamma:5,2`.
+"""The grammar of arrival processes and length distributions: a name and its numbers, `gamma:2` or
+`lognormal:500,1`. Colons may stand for the commas, and a number alone is a fixed length.
 
-Arrivals begin with their rate a second; what follows, and what lengths take, is in `ARRIVALS` and
-`LENGTHS`.
+The rate of arrivals is given apart from the process; without one it is the first number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -50,24 +51,25 @@ _EMPIRICAL = "empirical"  # of a trace
 _CERTAIN = {"constant", "fixed"}
 
 
-def forms(laws: Mapping[str, Law]) -> str:
-    """How they are written: for help and for errors."""
-    written = []
+def forms(laws: Mapping[str, Law], num_given: int = 0) -> str:
+    """Return how they are written, for help and for errors, without the numbers given apart."""
+    written = ["N"] if laws is LENGTHS else []
     for name, law in laws.items():
         least = len(law.names) - law.num_optional
+        numbers = ",".join(law.names[num_given:least])
         optional = "".join(f"[,{number}]" for number in law.names[least:])
-        written.append(f"{name}:{','.join(law.names[:least])}{optional}")
+        written.append(f"{name}:{numbers}{optional}" if numbers else name)
     return ", ".join([*written, f"{_EMPIRICAL}:TRACE"] if laws is LENGTHS else written)
 
 
 def is_drawn(text: str) -> bool:
-    """Whether the law, well formed, draws random numbers."""
-    return text.partition(":")[0] not in _CERTAIN
+    """Return whether the law, well formed, draws random numbers."""
+    return text.partition(":")[0] not in _CERTAIN and not text[:1].isdecimal()
 
 
-def parse_arrivals(option: str, text: str) -> Arrivals:
+def parse_arrivals(option: str, text: str, rate_per_s: float | None = None) -> Arrivals:
     """Raises `FieldError` naming `option`."""
-    law, values = _parse(option, text, ARRIVALS)
+    law, values = _parse(option, text, ARRIVALS, () if rate_per_s is None else (rate_per_s,))
     drawn = is_drawn(text)
 
     def make(rng: np.random.Generator) -> Iterator[float]:
@@ -93,16 +95,22 @@ def parse_lengths(option: str, text: str, column: str | None = None) -> Lengths:
 # -- inside
 
 
-def _parse(option: str, text: str, laws: Mapping[str, Law]) -> tuple[Law, list[float]]:
-    name, _, listed = text.partition(":")
+def _parse(
+    option: str, text: str, laws: Mapping[str, Law], given: tuple[float, ...] = ()
+) -> tuple[Law, list[float]]:
+    name, *numbers = re.split("[:,]", text)
+    if laws is LENGTHS and name[:1].isdecimal() and not numbers:
+        name, numbers = "fixed", [name]
     law = laws.get(name)
     try:
-        values = [float(value) for value in listed.split(",")]
+        values = [*given, *map(float, numbers)]
     except ValueError:
         values = []
     least = 0 if law is None else len(law.names) - law.num_optional
     if law is None or not least <= len(values) <= len(law.names):
-        raise FieldError(option, f"{text!r} is not known", f"write one of {forms(laws)}")
+        raise FieldError(
+            option, f"{text!r} is not known", f"write one of {forms(laws, len(given))}"
+        )
     for number, value in zip(law.names, values, strict=False):
         if number in _WHOLE and not value.is_integer():
             raise FieldError(option, f"{text!r}: {number} is not whole", "give a number of tokens")
