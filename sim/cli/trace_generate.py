@@ -86,7 +86,7 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
     turns = args.turns or "fixed:1"
     arrivals, messages, outputs = _laws(args)
     conversations = Conversations(
-        turns=parse_lengths("--turns", turns, "prompt_tokens"),
+        turns=parse_lengths("--turns", turns),
         messages=messages,
         outputs=outputs,
         system_prompts=1 if args.system_prompts is None else args.system_prompts,
@@ -103,7 +103,7 @@ def _laws(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
         raise FieldError("--rate", "is missing", "say how many requests a second")
     return (
         parse_arrivals("--arrivals", args.arrivals or ARRIVALS_LAW, args.rate),
-        parse_lengths("--prompt", args.prompt, "prompt_tokens"),
+        parse_lengths("--prompt", args.prompt),
         parse_lengths("--output", args.output, "output_tokens"),
     )
 

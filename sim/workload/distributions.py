@@ -81,11 +81,11 @@ def parse_arrivals(option: str, text: str, rate_per_s: float | None = None) -> A
     return make
 
 
-def parse_lengths(option: str, text: str, column: str | None = None) -> Lengths:
-    """`column` is the field of a trace's requests that `empirical:FILE` draws from; without one it
-    is not known. Raises `FieldError` naming `option`, or the trace's own error."""
+def parse_lengths(option: str, text: str, column: str = "prompt_tokens") -> Lengths:
+    """`column` is the field of a trace's requests that `empirical:FILE` draws from. Raises
+    `FieldError` naming `option`, or the trace's own error."""
     name, _, path = text.partition(":")
-    if name == _EMPIRICAL and path and column is not None:
+    if name == _EMPIRICAL and path:
         return lengths.empirical([getattr(request, column) for request in Trace(path)])
     law, values = _parse(option, text, LENGTHS)
     found: Lengths = _checked(option, text, partial(law.make, *values))

@@ -278,7 +278,7 @@ def test_prompts_of_ones_own_at_the_times_of_a_trace(
         (("--find-rate", "--rate", "1,2", "--slo", "ttft=1"), "--rate: has several"),
         (("--goodput-share", "0.9"), "--goodput-share: would be ignored"),
         ((*TEXT, "--requests", "2", "--concurrency", "3"), "--requests: 2 for 3 clients"),
-        ((*TEXT, "--prompt-tokens", "many"), "--prompt-tokens: 'many' is unknown"),
+        ((*TEXT, "--prompt-tokens", "many"), "--prompt-tokens: 'many' is not known"),
         (("--prompts", "demo", "--turns", "2"), "--prompts: would be ignored"),
         (("--slo", "ttft"), "--slo"),
         (("--field", "top_k"), "--field"),

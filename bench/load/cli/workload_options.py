@@ -80,7 +80,8 @@ class Workload:
         )
         self._items = _items(options)
         self._prompts = parse_lengths("--prompt-tokens", options.prompt_tokens or PROMPT_TOKENS)
-        self._outputs = parse_lengths("--output-tokens", options.output_tokens or OUTPUT_TOKENS)
+        outputs = options.output_tokens or OUTPUT_TOKENS
+        self._outputs = parse_lengths("--output-tokens", outputs, "output_tokens")
         self._turns = None if options.turns is None else parse_lengths("--turns", options.turns)
         self._own_fields = dict(_field(text) for text in options.field)
         if options.temperature is not None:

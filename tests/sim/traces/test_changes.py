@@ -99,7 +99,7 @@ def test_scaling() -> None:
     for field in ("rate", "prompt", "output"):
         with pytest.raises(FieldError, match=field):
             list(scale(trace, **{field: 0.0}))
-        with pytest.raises(FieldError, match=f"--{field}: (makes|1e)"):
+        with pytest.raises(FieldError, match=rf"--{field}(-scale)?: (makes|1e)"):
             list(scale(trace, **{field: 1e8 if field != "rate" else 1e300}))
 
 
