@@ -1,2 +1,2 @@
-"""Bodies of calls and answers as values, and what is wrong with them. Imports nothing of the
-server's."""
+"""Bodies of API requests and responses as typed values, with their checks. Imports nothing else of
+the server."""

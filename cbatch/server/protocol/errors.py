@@ -1,4 +1,4 @@
-"""Why a well-formed call gets no answer, or no whole one."""
+"""Reasons why a valid request gets no response, or only part of one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from cbatch.core.request.errors import FieldError
 
 
 class ServiceError(RuntimeError):
-    """The reason lies with the server or its load. `status` is the HTTP status that says so, where
-    the answer has not begun; a stream that has ends with an error event. `retry_after_s` is when to
-    try again; None: nobody knows."""
+    """An error caused by the server or its load. `status` is the HTTP status if the response has
+    not begun; a stream that has begun ends with an error event. `retry_after_s` is when to try
+    again, None if unknown."""
 
     status = 500
     kind = "server_error"
@@ -25,49 +25,49 @@ class ServiceDownError(ServiceError):
 
 
 class OverloadedError(ServiceError):
-    """The queue is full, or the request's time in it is over."""
+    """The queue is full, or the request's time in the queue is over."""
 
     status = 503
     kind = "overloaded"
 
 
 class DeadlineError(ServiceError):
-    """The request's time is over; what was completed by then has been sent."""
+    """The request's time is over. Output up to then has been sent."""
 
     status = 504
     kind = "timeout"
 
 
 class ClientDeadlineError(DeadlineError):
-    """The limit was the client's own."""
+    """The time limit came from the client."""
 
     status = 408
 
 
 class BodyTimeoutError(ServiceError):
-    """The client took too long to send its call."""
+    """The client took too long to send its request."""
 
     status = 408
     kind = "timeout"
 
 
 class SlowReaderError(ServiceError):
-    """The client left more unread than the server keeps for it."""
+    """The client left more output unread than the server buffers."""
 
 
 class GenerationError(RuntimeError):
-    """A choice ended with an error of its own."""
+    """A choice ended with an error."""
 
     kind = "server_error"
 
 
 class UnanswerableError(GenerationError):
-    """What the call asks for turned out to contradict itself."""
+    """The constraints of the request turned out to exclude every token."""
 
 
 class UnknownModelError(FieldError):
-    """Another model's name than the one that is served."""
+    """The request names a model that is not served."""
 
 
 class EngineLostError(RuntimeError):
-    """The engine cannot be kept running, and the server has ended for it; says why."""
+    """The engine cannot be kept running, and the server has ended. The message says why."""

@@ -1,8 +1,8 @@
-"""Tool calls that a client forces: what the reply must be, and the calls in it as they come. Those
-that are left to the model are read in `tools_auto`.
+"""Tool calls that the client forces: their grammar, and a parser of the reply. `reply_reader`
+parses calls that the model makes by its own choice.
 
-A named function's reply is its arguments alone. Where the model chooses ("required"), it is a list
-of one or more calls, `[{"name": "f", "arguments": {...}}]`, written with exactly these blanks.
+The reply to a named function is only its arguments. With "required" the reply is a list of one or
+more calls, `[{"name": "f", "arguments": {...}}]`, with exactly this white space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cbatch.core.request.request import StructuredOutputs
 
 MAX_CALLS = 16  # in one reply
 MAX_TOOLS = 128
-# In JSON: what is not plain text of a string, and what is no number, literal or punctuation.
+# JSON's special characters within a string, and outside of strings, numbers, literals, punctuation.
 _IN_STRING, _BETWEEN = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,12 +30,12 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`parameters` is a JSON schema; without it the function takes none."""
+    """A function's signature. `parameters` is a JSON schema; without it the function has none."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # a forced call always follows the schema
+    strict: bool | None = None  # accepted, since a forced call always follows the schema
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class ForcedCall(NamedTuple):
-    """`name` None: the model chooses among the tools."""
+    """The output that the request forces. `name=None`: the model chooses among the tools."""
 
     name: str | None
     output: StructuredOutputs
@@ -66,7 +66,7 @@ class ForcedCall(NamedTuple):
 def forced_call(
     tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
 ) -> ForcedCall | None:
-    """None: no call is forced. Raises `FieldError`."""
+    """Return the call that the request forces, or None. Raises `FieldError`."""
     if choice in (None, "none", "auto"):
         return None
     if not tools:
@@ -81,11 +81,11 @@ def forced_call(
 
 
 def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
-    """Schemas of arguments, by function."""
-    found = {}
+    """Return the schemas of the functions' arguments, by name. Raises `FieldError`."""
+    schemas = {}
     for at, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
-        if name in found:
+        if name in schemas:
             raise FieldError(f"tools[{at}].function.name", f"{name!r} is there twice", "rename it")
         schema = _NO_PARAMETERS if schema is None else schema
         if not schema.keys() & {"type", "$ref", "anyOf", "allOf", "oneOf"}:
@@ -93,18 +93,18 @@ def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
         if schema.get("type", "object") != "object":
             field = f"tools[{at}].function.parameters"
             raise FieldError(field, f"of type {schema['type']!r}", "use an object")
-        found[name] = schema
-    return found
+        schemas[name] = schema
+    return schemas
 
 
 def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str:
-    """In Lark, with llguidance's `%json`."""
+    """Return the grammar of a list of calls in Lark, with llguidance's `%json`."""
     more = f' (", " call){{0,{MAX_CALLS - 1}}}' if parallel else ""
     lines = [f'start: "[" call{more} "]"']
     lines.append("call: " + " | ".join(f"call{at}" for at in range(len(parameters))))
     for at, (name, schema) in enumerate(parameters.items()):
-        head = _BEGIN + json.dumps(name) + _ARGUMENTS
-        lines.append(f'call{at}: {json.dumps(head)} arguments{at} "}}"')
+        prefix = _BEGIN + json.dumps(name) + _ARGUMENTS
+        lines.append(f'call{at}: {json.dumps(prefix)} arguments{at} "}}"')
         lines.append(f"arguments{at}: %json {json.dumps(schema, ensure_ascii=False)}")
     return "\n".join(lines)
 
@@ -113,7 +113,7 @@ def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str
 
 
 class CallPart(NamedTuple):
-    """What a text added to call number `call`. `id` and `name` come with its first part."""
+    """A piece of tool call number `call`. `id` and `name` come with its first piece."""
 
     call: int
     arguments: str
@@ -127,24 +127,24 @@ def call_id() -> str:
 
 
 class JsonEnd:
-    """Finds the bracket that leaves none open, as the text of JSON comes. `depth` are open before
-    it. What is certainly no JSON is `broken`."""
+    """Find the closing bracket that ends a JSON value in incremental text. `depth` brackets are
+    open at the start. `broken` is set once the text cannot be JSON."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.quoted = self.broken = self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """Return the place after that bracket, if it is in `text`."""
+        """Return the index after the final bracket if it is in `text`."""
         at = 0
         while at < len(text) and not self.broken:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            found = (_IN_STRING if self.quoted else _BETWEEN).search(text, at)
-            if found is None:
+            match = (_IN_STRING if self.quoted else _BETWEEN).search(text, at)
+            if match is None:
                 break
-            character, at = found[0], found.end()
+            character, at = match[0], match.end()
             if character == '"':
                 self.quoted = not self.quoted
             elif self.quoted:
@@ -159,15 +159,15 @@ class JsonEnd:
 
 
 class CallReader:
-    """Reads the reply that a `ForcedCall` asks for, piece by piece."""
+    """Incremental parser of a forced reply. `name` is as in `ForcedCall`."""
 
     def __init__(self, name: str | None) -> None:
         self._named = name
-        self._head = ""  # between calls: what may become the beginning of one
+        self._prefix = ""  # text that may begin a call, up to its arguments
         self._index = -1
         self._in_arguments = False
-        self._json = JsonEnd(1)  # of the call around them
-        self._closed = False  # the list has ended
+        self._json = JsonEnd(1)  # the arguments are inside the call's own bracket
+        self._closed = False  # the list of calls has ended
 
     @property
     def complete(self) -> bool:
@@ -176,13 +176,13 @@ class CallReader:
         return self._index == 0 and self._json.depth == 1 and not self._json.quoted
 
     def push(self, text: str) -> list[CallPart]:
-        """What `text` adds, one part for each call that it touches."""
+        """Return the pieces that `text` adds, one for each call."""
         parts: list[CallPart] = []
         if self._named is not None and self._index < 0 and text:
             parts.append(self._open(self._named))
         while text:
             if not self._in_arguments:
-                text = self._read_head(text, parts)
+                text = self._read_prefix(text, parts)
                 continue
             end = self._json.push(text)
             piece, text = (text, "") if end is None else (text[: end - 1], text[end - 1 :])
@@ -196,21 +196,21 @@ class CallReader:
         self._in_arguments, self._json = True, JsonEnd(1)
         return CallPart(self._index, "", call_id(), name)
 
-    def _read_head(self, text: str, parts: list[CallPart]) -> str:
-        """Returns what follows the head of a call, if its end is in `text`."""
-        read = self._head + text
+    def _read_prefix(self, text: str, parts: list[CallPart]) -> str:
+        """Read up to a call's arguments, and return the rest of `text`."""
+        read = self._prefix + text
         end = read.find(_ARGUMENTS)
         if end < 0:
-            self._head, self._closed = read, read.endswith("]")
+            self._prefix, self._closed = read, read.endswith("]")
             return ""
         name = json.loads(read[read.index(_BEGIN) + len(_BEGIN) : end])
-        self._head = ""
+        self._prefix = ""
         parts.append(self._open(name))
         return read[end + len(_ARGUMENTS) :]
 
 
 def add_part(parts: list[CallPart], part: CallPart) -> None:
-    """Append a part, or join it to the last one if that is of the same call."""
+    """Append a piece, joined to the last one if that is of the same call."""
     if parts and parts[-1].call == part.call:
         last = parts.pop()
         part = last._replace(arguments=last.arguments + part.arguments)

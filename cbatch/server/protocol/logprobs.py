@@ -1,4 +1,4 @@
-"""Log probabilities as clients expect them: lists for completions, one by one for chat."""
+"""Log probabilities in OpenAI's formats: parallel lists for completions, objects for chat."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from cbatch.text.outputs import TokenLogprob
 
-Decode = Callable[..., str]  # of `TextTokenizer`
+Decode = Callable[..., str]  # `TextTokenizer.decode`
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists of one length. `tokens`, joined, are the text (up to a stop string), and `text_offset`
-    counts its characters before each of them. `top_logprobs` are by `token_name`."""
+    """Parallel lists. `tokens` join to the text up to a stop string; `text_offset` counts the
+    characters before each token. `top_logprobs` are keyed by `token_name`."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -24,32 +24,33 @@ class CompletionLogprobs(msgspec.Struct):
     @classmethod
     def of(
         cls,
-        found: Iterable[TokenLogprob | None],
+        entries: Iterable[TokenLogprob | None],
         ids: Iterable[int],
         decode: Decode,
         offset: int,
         texts: Sequence[str | None] = (),
     ) -> CompletionLogprobs:
-        """Make those of the tokens `ids`; None for one that nothing precedes. `texts` are what the
-        first tokens add to the text where their entries do not say it."""
-        made = cls([], [], [], [])
-        for at, (each, token_id) in enumerate(zip(found, ids, strict=True)):
-            text = texts[at] if at < len(texts) else None if each is None else each.text
-            made.tokens.append(token_name(token_id, decode) if text is None else text)
-            made.token_logprobs.append(None if each is None else each.logprob)
-            made.top_logprobs.append(None if each is None else _top(each, made.tokens[-1], decode))
-            made.text_offset.append(offset)
-            offset += len(made.tokens[-1])
-        return made
+        """Return the lists for the tokens `ids`. An entry is None for the first token of a prompt.
+        `texts` holds what the first tokens add to the text if their entries lack it."""
+        lists = cls([], [], [], [])
+        for at, (entry, token_id) in enumerate(zip(entries, ids, strict=True)):
+            text = texts[at] if at < len(texts) else None if entry is None else entry.text
+            lists.tokens.append(token_name(token_id, decode) if text is None else text)
+            lists.token_logprobs.append(None if entry is None else entry.logprob)
+            top = None if entry is None else _top(entry, lists.tokens[-1], decode)
+            lists.top_logprobs.append(top)
+            lists.text_offset.append(offset)
+            offset += len(lists.tokens[-1])
+        return lists
 
     @property
     def end_offset(self) -> int:
-        """Where the text of these tokens ends; 0 of none."""
+        """Offset of the end of these tokens' text; 0 without tokens."""
         return self.text_offset[-1] + len(self.tokens[-1]) if self.tokens else 0
 
 
 def _top(entry: TokenLogprob, text: str, decode: Decode) -> dict[str, float | None]:
-    """The likeliest tokens by name, the chosen one by its `text`; no two have the same name."""
+    """Return the likeliest tokens by unique name. The chosen token's name is its `text`."""
     top: dict[str, float | None] = {}
     for token_id, logprob in entry.top:
         name = text if text and token_id == entry.token_id else token_name(token_id, decode)
@@ -58,7 +59,7 @@ def _top(entry: TokenLogprob, text: str, decode: Decode) -> dict[str, float | No
 
 
 class LikelyToken(msgspec.Struct):
-    """`bytes` are what the token adds to the text: those of all tokens, joined, are its UTF-8."""
+    """A token's entry. `bytes` is what the token adds to the text's UTF-8."""
 
     token: str
     logprob: float | None
@@ -75,43 +76,44 @@ class ChatLogprobs(msgspec.Struct):
 
     @classmethod
     def of(
-        cls, found: Iterable[TokenLogprob], decode: Decode, to_bytes: Callable[[int], bytes]
+        cls, entries: Iterable[TokenLogprob], decode: Decode, to_bytes: Callable[[int], bytes]
     ) -> ChatLogprobs:
         content = []
-        for each in found:
+        for entry in entries:
             top = [
                 LikelyToken(token_name(i, decode), value, list(to_bytes(i)))
-                for i, value in each.top
+                for i, value in entry.top
             ]
-            raw = to_bytes(each.token_id)
-            text = token_name(each.token_id, decode) if each.text is None else each.text
-            if each.text is not None and "\ufffd" not in raw.decode(errors="replace"):
+            raw = to_bytes(entry.token_id)
+            text = token_name(entry.token_id, decode) if entry.text is None else entry.text
+            if entry.text is not None and "\ufffd" not in raw.decode(errors="replace"):
                 raw = text.encode()
-            content.append(ChatToken(text, each.logprob, list(raw), top))
+            content.append(ChatToken(text, entry.logprob, list(raw), top))
         return cls(content)
 
 
 def token_name(token_id: int, decode: Decode) -> str:
-    """The token's text in the middle of a text, also of a special token; `token_id:N` where it has
-    none of its own (bytes that are no character), so that different tokens stay different."""
+    """Return the token's text as within a sentence, also for a special token. A token without a
+    text of its own (incomplete UTF-8) is `token_id:N`, so that different tokens have different
+    names."""
     once = decode([token_id], skip_special_tokens=False)
     text = decode([token_id] * 2, skip_special_tokens=False)[len(once) :]
     return text if text and "\ufffd" not in text else f"token_id:{token_id}"
 
 
 def prompt_logprobs(
-    found: Iterable[TokenLogprob | None], decode: Decode
+    entries: Iterable[TokenLogprob | None], decode: Decode
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of a prompt, by token id: itself, and the likeliest in its place."""
+    """Return the entries of each prompt token by token id: the token itself, and the likeliest."""
     return [
         None
-        if each is None
+        if entry is None
         else {
             str(i): {
                 "logprob": value,
-                "decoded_token": (i == each.token_id and each.text) or token_name(i, decode),
+                "decoded_token": (i == entry.token_id and entry.text) or token_name(i, decode),
             }
-            for i, value in dict([(each.token_id, each.logprob), *each.top]).items()
+            for i, value in dict([(entry.token_id, entry.logprob), *entry.top]).items()
         }
-        for each in found
+        for entry in entries
     ]

@@ -1,4 +1,4 @@
-"""Messages of a chat, as templates want them."""
+"""Chat messages, checked and converted for chat templates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def no_list(value: Any) -> str:
-    """What is wrong with a value that is to be a list, and not an empty one."""
+    """Return what is wrong with a value that must be a non-empty list."""
     if value is None:
         return "is missing"
     return "is empty" if value == [] else f"{short(value)} is no list"
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """Return the messages, their content as text: parts are joined by line breaks. Members that
-    are null or `[]` count as absent; an assistant needs no content. Raises `FieldError`."""
+    """Return the messages with their content as text; parts are joined by line breaks. Null and
+    `[]` count as absent, and an assistant's message may lack content. Raises `FieldError`."""
     remedy = 'send [{"role": "user", "content": "..."}]'
     if not isinstance(value, list) or not value:
         raise FieldError("messages", no_list(value), remedy)
@@ -51,8 +51,8 @@ def _given(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_thought(message: dict[str, Any], field: str) -> None:
-    """Give an earlier thought every name that templates read. `thinking` is the one of gpt-oss,
-    whose template refuses a thought together with both content and calls."""
+    """Store an earlier thought under all names that templates read. `thinking` is gpt-oss's, whose
+    template rejects a thought together with both content and calls."""
     thought = message.get("reasoning", message.get("reasoning_content", ""))
     if not isinstance(thought, str):
         raise FieldError(f"{field}.reasoning", "is no text", "send a text")
@@ -63,7 +63,7 @@ def _name_thought(message: dict[str, Any], field: str) -> None:
 
 
 def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """As templates want them: the arguments are an object, where clients send its text."""
+    """Return tool calls with arguments as objects, which templates expect; clients send text."""
     try:
         calls = msgspec.convert(value, list[_EarlierCall])
         return [
@@ -112,7 +112,7 @@ def _content(value: Any, field: str) -> str:
 
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Raises `FieldError` for a name that is the server's to give."""
+    """Return the variables. Raises `FieldError` for names that the server sets itself."""
     for name in given or {}:
         if name in RESERVED:
             raise FieldError(

@@ -1,4 +1,4 @@
-"""The model as clients see it: its name, its limits, and the way from text to token ids."""
+"""The served model: its name, limits, templates and formats, and how its text becomes token ids."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cbatch.server.protocol.tool_parsers import (
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.output_processor import require_length, token_texts
 
-_PROMPT_END_TOKENS = 32  # enough for the marks of a thought
+_PROMPT_END_TOKENS = 32  # enough for the marks around a thought
 
 
 class ServedModel:
-    """`root` is where the model came from. `created_s` is in seconds of the Unix epoch.
-    `tool_parser` is the format of its tool calls, None if that is not known; `reasoning_parser` is
-    the format of its thoughts. `sampling_defaults` are fields of `SamplingParams` for calls that
-    leave them out."""
+    """The model as clients see it. `root` is its path or hub name, `created_s` seconds since the
+    epoch. `tool_parser` is the format of its tool calls, None if unknown; `reasoning_parser` that
+    of its thoughts. `sampling_defaults` are values for fields of `SamplingParams` that a request
+    leaves out."""
 
     def __init__(
         self,
@@ -57,8 +57,7 @@ class ServedModel:
 
     @property
     def reply_tokens(self) -> int:
-        """The most of a chat's reply that names no limit: it ends when it ends, or where the
-        model's makers say so."""
+        """Default `max_tokens` of a chat: the model's own default, or else the context length."""
         return int(self.sampling_defaults.get("max_tokens", self.max_model_tokens))
 
     def card(self) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class ServedModel:
         }
 
     def require(self, name: str | None) -> None:
-        """Raises `UnknownModelError` for the name of another model. A call need not name one."""
+        """Raise `UnknownModelError` for another model's name. A request need not name a model."""
         if name not in (None, self.name):
             raise UnknownModelError("model", f"{name!r} is not served", f"use {self.name!r}")
 
@@ -85,16 +84,16 @@ class ServedModel:
 
     @property
     def chats(self) -> bool:
-        """Whether it has a chat template."""
+        """True if the model has a chat template."""
         return self._chat_template is not None
 
     @property
     def template_source(self) -> str | None:
-        """Where its chat template comes from."""
+        """Path or name of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
 
     def decode(self, ids: Sequence[int], **options: bool) -> str:
-        """Text of token ids; empty without a tokenizer."""
+        """Return the text of token ids; empty without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, **options)
 
     def token_texts(
@@ -117,8 +116,8 @@ class ServedModel:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def require_length(self, field: str, text: str) -> None:
-        """Raises `FieldError` for a text that is too long whatever its tokens are, which takes no
-        time to find out."""
+        """Raise `FieldError` for a text that is too long however it is tokenized. This takes no
+        time."""
         require_length(field, text, self.tokenizer, self.max_model_tokens)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -135,8 +134,8 @@ class ServedModel:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the conversation as the model's template writes it, for `encode`. Callers' texts
-        become no control tokens, which could end a turn and begin another. Raises `FieldError`
+        """Return the conversation as the chat template writes it, for `encode`. Text in messages
+        cannot become control tokens, which could end a turn and begin another. Raises `FieldError`
         without a template, and for a conversation that it cannot render."""
         if self._chat_template is None:
             raise FieldError(

@@ -1,4 +1,4 @@
-"""The API as an OpenAPI 3.1 document, made of the types that calls are checked by."""
+"""The OpenAPI 3.1 document, generated from the types that check the requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _MESSAGE = {
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
-# What `SamplingParams` checks by hand.
+# Limits that `SamplingParams` checks in code, and not by its types.
 _LIMITS: dict[str, Schema] = {
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
@@ -88,7 +88,7 @@ _LIMITS: dict[str, Schema] = {
 
 @lru_cache(maxsize=1)
 def document(**defaults: float) -> Schema:
-    """`defaults` are the model's own, see `ServedModel`."""
+    """Return the document. `defaults` are the model's sampling defaults, see `ServedModel`."""
     kinds = [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields, SamplingParams]
     answers = [
         responses.CompletionResponse,
@@ -96,25 +96,27 @@ def document(**defaults: float) -> Schema:
         responses.Tokenized,
         responses.Detokenized,
     ]
-    _, found = msgspec.json.schema_components([*kinds, *answers, responses.Error], ref_template=REF)
-    sampling = _sampling(found.pop("SamplingParams")["properties"])
-    members = found["StructuredOutputs"]["properties"]
+    _, schemas = msgspec.json.schema_components(
+        [*kinds, *answers, responses.Error], ref_template=REF
+    )
+    sampling = _sampling(schemas.pop("SamplingParams")["properties"])
+    members = schemas["StructuredOutputs"]["properties"]
     sampling |= {name: members[member] for name, member in STRUCTURED_FIELDS.items()}
     length = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}
     prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
-    found["CompletionFields"] = _body(found["CompletionFields"], sampling, prompts)
+    schemas["CompletionFields"] = _body(schemas["CompletionFields"], sampling, prompts)
     lengths = {name: _COUNT | length for name in ("max_tokens", "max_completion_tokens")}
-    found["ChatFields"] = _body(found["ChatFields"], sampling | lengths, messages)
-    found["TokenizeFields"] = _body(found["TokenizeFields"], {}, {})
-    found["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
+    schemas["ChatFields"] = _body(schemas["ChatFields"], sampling | lengths, messages)
+    schemas["TokenizeFields"] = _body(schemas["TokenizeFields"], {}, {})
+    schemas["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
     return {
         "openapi": "3.1.0",
         "info": {"title": "cbatch", "version": version("cbatch")},
         "paths": _paths(),
         "components": {
-            "schemas": found,
+            "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -138,8 +140,8 @@ def _limited(schema: Schema, limit: Schema) -> Schema:
 
 
 def _body(fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]) -> Schema:
-    """A call: every field but the required ones may be null, which means absent."""
-    known = {name: _or_null(each) for name, each in (sampling | fields["properties"]).items()}
+    """Return a request's schema. All fields but the required ones may be null, like absent."""
+    known = {name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()}
     return {"type": "object", "properties": known | required, "required": list(required)}
 
 
@@ -178,7 +180,7 @@ def _paths() -> dict[str, Schema]:
 def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
     whole = _json("the answer", _ref(answer))
     if streamed:
-        # Chunks as JSON, the last one not; the version of the document cannot say so.
+        # Chunks are JSON but the last one is not, which OpenAPI 3.1 cannot express.
         whole["content"]["text/event-stream"] = {"schema": {}}
     statuses = {
         400: "a field that cannot be honoured, by name",

@@ -1,4 +1,4 @@
-"""What clients ask for: bodies of calls, each field checked by itself so that an error names it."""
+"""Request bodies. Each field is checked separately, so that an error names it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from cbatch.server.protocol.reply_reader import ReplyFormat
 from cbatch.server.protocol.tool_parsers import call_format, mark_ids
 from cbatch.text.output_processor import Prompt
 
-MAX_CHOICES = 128  # sequences that one call may start
+MAX_CHOICES = 128  # sequences that one request may start.
 MAX_STOPS = 32
-# Lists and objects of a body: to make millions takes the interpreter from everybody for a second.
+# Lists and objects of a body: creating millions would hold the interpreter lock for a second.
 MAX_CONTAINERS = 250_000
-MAX_STOP_CHARS = 256  # a matcher keeps every beginning of a stop string
+MAX_STOP_CHARS = 256  # a matcher stores every prefix of a stop string
 MAX_TIMEOUT_S = 1e6
 ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
 
@@ -49,10 +49,9 @@ Fields = TypeVar("Fields", bound="CallFields")
 
 
 class PendingPrompt(NamedTuple):
-    """A prompt whose ids are made once it has its ticket of the queue. `num_bytes` is about the
-    most tokens that the prompt can have. `task` returns their ids, in a worker, and raises
-    `FieldError` about `field`, which the prompt came as. `around` returns the grammar around a
-    structured output that follows the ids."""
+    """A prompt that is tokenized after a place in the queue is reserved. `num_bytes` bounds its
+    number of tokens, roughly. `task` runs in a worker and returns the ids; it raises `FieldError`
+    about `field`. `around` returns the grammar around a structured output, from the ids."""
 
     num_bytes: int
     model: ServedModel
@@ -61,7 +60,7 @@ class PendingPrompt(NamedTuple):
     around: Callable[[Sequence[int]], str | None] | None = None
 
     def make(self) -> tuple[int, ...]:
-        """Run the task here."""
+        """Run the task in this process."""
         return self.task(self.model)
 
 
@@ -70,7 +69,7 @@ AnyPrompt = Prompt | PendingPrompt
 
 
 def most_tokens(prompt: AnyPrompt) -> int:
-    """What is reserved for it until they are counted."""
+    """Return an upper bound of the prompt's tokens, to reserve until they are counted."""
     if isinstance(prompt, PendingPrompt):
         return prompt.num_bytes
     return len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
@@ -82,7 +81,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """Followed to the letter, `strict` or not."""
+    """A JSON schema, which the output always follows, `strict` or not."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -91,20 +90,20 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """With a schema in `json_schema`, or as llama.cpp and others take it in `schema`."""
+    """The schema is in `json_schema`, or in `schema` as with llama.cpp and others."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema: dict[str, Any] | None = None
 
     def output(self) -> StructuredOutputs | None:
-        """What the output must be; None: any text. Raises `FieldError`."""
+        """Return the constraint on the output, None for any text. Raises `FieldError`."""
         inner = None if self.json_schema is None else self.json_schema.schema
         schemas = [schema for schema in (inner, self.schema) if schema is not None]
-        least, most = {"text": (0, 0), "json_object": (0, 1), "json_schema": (1, 1)}[self.type]
-        if not least <= len(schemas) <= most:
+        fewest, limit = {"text": (0, 0), "json_object": (0, 1), "json_schema": (1, 1)}[self.type]
+        if not fewest <= len(schemas) <= limit:
             problem = f"{self.type!r} with {len(schemas)} schemas"
-            remedy = "leave them out" if most == 0 else "give one, in `json_schema`"
+            remedy = "leave them out" if limit == 0 else "give one, in `json_schema`"
             raise FieldError("response_format", problem, remedy)
         if self.type == "text":
             return None
@@ -114,7 +113,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class CallFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of every call that are no sampling parameters. Null is as good as absent."""
+    """Fields of every request, except sampling parameters. Null counts as absent."""
 
     model: str | None = None
     stream: bool = False
@@ -123,10 +122,10 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     response_format: ResponseFormat = ResponseFormat("text")
     user: str | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in all
-    truncate_prompt_tokens: Count | None = None  # the last so many of the prompt
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in total
+    truncate_prompt_tokens: Count | None = None  # keep this many tokens, from the prompt's end
     return_token_ids: bool = False
-    return_metrics: bool = False  # times and speculation, with the last chunk or the whole answer
+    return_metrics: bool = False  # times and speculation, in the last chunk or the response
 
 
 class CompletionFields(CallFields, frozen=True, kw_only=True):
@@ -143,19 +142,19 @@ class ChatFields(CallFields, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools = []
-    tool_choice: ToolChoice | None = None  # "auto"
+    tool_choice: ToolChoice | None = None  # None means "auto"
     parallel_tool_calls: bool = True
-    include_reasoning: bool = True  # as in vLLM: false leaves thoughts out of the answer
-    separate_reasoning: bool = True  # as in SGLang: false leaves them in the text
+    include_reasoning: bool = True  # as in vLLM: false drops thoughts
+    separate_reasoning: bool = True  # as in SGLang: false leaves thoughts in the text
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A text, or a conversation."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Any = None
-    add_special_tokens: bool | None = None  # None: for a text
+    add_special_tokens: bool | None = None  # None: true for a text only
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -163,31 +162,31 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
-    tokens: list[int]  # no more than the context takes
+    tokens: list[int]  # at most the context length
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that has been checked. `ignored` are the fields that nobody here knows."""
+    """A request that has been checked. `ignored` are the names of unknown fields."""
 
     prompts: tuple[ReadPrompt, ...]
     params: SamplingParams
     fields: CallFields
     ignored: tuple[str, ...]
     echo: bool = False
-    prompt_only: bool = False  # `max_tokens` 0: the one token that is made is not shown
-    grammar_field: str = "structured_outputs"  # what the client asked for them by
-    reply: ReplyFormat | None = None  # None: a reply is nothing but text
+    prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
+    grammar_field: str = "structured_outputs"  # the field that asked for structured output
+    reply: ReplyFormat | None = None  # None: a reply is only text
     mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
     include_reasoning: bool = True
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk of its own for what belongs to no choice."""
+        """True if the stream ends with an extra chunk of usage or metrics."""
         return bool(self.fields.stream_options.include_usage) or self.fields.return_metrics
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object without its nulls. Raises `FieldError`."""
+    """Return the body's JSON object without nulls. Raises `FieldError`."""
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         remedy = f"send <= {MAX_CONTAINERS} of them"
         raise FieldError("body", "has too many lists and objects", remedy)
@@ -205,26 +204,26 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _lenient(body: bytes) -> Any:
-    """Return JSON whose texts may have halves of surrogate pairs, which msgspec refuses."""
+    """Return JSON that may contain lone surrogates, which msgspec rejects."""
     with suppress(ValueError):
         return json.loads(body)
 
 
 def parse_completion(body: bytes, model: ServedModel) -> Call:
-    """Raises `FieldError` naming the field at fault."""
+    """Return the checked request. Raises `FieldError` naming the field."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
     prompt_only = (
         fields.echo and type(sampling.get("max_tokens")) is int and not sampling["max_tokens"]
     )
     if prompt_only:
-        sampling["max_tokens"] = 1  # the least that an engine makes
+        sampling["max_tokens"] = 1  # the engine's minimum
     params, grammar_field = _structured(sampling, fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         if params.n > 1:
             raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
-    given = token_prompts(fields.prompt, model)
-    prompts = tuple(_read_prompt(prompt, fields, model) for prompt in given)
+    token_or_texts = token_prompts(fields.prompt, model)
+    prompts = tuple(_read_prompt(prompt, fields, model) for prompt in token_or_texts)
     _check_size(params, len(prompts))
     return Call(
         prompts=prompts,
@@ -238,7 +237,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
 
 
 def parse_chat(body: bytes, model: ServedModel) -> Call:
-    """Raises `FieldError` naming the field at fault."""
+    """Return the checked request. Raises `FieldError` naming the field."""
     fields, sampling, rest = _parse(body, ChatFields, model)
     if fields.top_logprobs and not fields.logprobs:
         raise FieldError("top_logprobs", "without `logprobs`", "ask for `logprobs` as well")
@@ -251,7 +250,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     separate = fields.separate_reasoning and model.thoughts is not None
     thoughts = model.thoughts or (calls and calls.thoughts)
     reply = ReplyFormat(calls, thoughts, forced, separate, parallel)
-    if calls is not None:  # calls that the model makes of its own accord follow no grammar
+    if calls is not None:  # unforced calls follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
     params, grammar_field = _structured(sampling, fields, forced)
@@ -272,21 +271,21 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
 def _structured(
     sampling: dict[str, Any], fields: CallFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
-    """The parameters with the one thing that says what the output must be, and its field."""
+    """Return the parameters with the one constraint on the output, and the field it came from."""
     params = sampling_from_json(sampling)
-    asked: dict[str, StructuredOutputs] = {}
+    constraints: dict[str, StructuredOutputs] = {}
     if forced is not None:
-        asked["tools"] = forced.output
+        constraints["tools"] = forced.output
     output = fields.response_format.output()
     if output is not None:
-        asked["response_format"] = output
+        constraints["response_format"] = output
     if params.structured_outputs is not None:
         names = (name for name in STRUCTURED_FIELDS if sampling.get(name) is not None)
-        asked[next(names, "structured_outputs")] = params.structured_outputs
-    if len(asked) > 1:
-        first, second = list(asked)[:2]
+        constraints[next(names, "structured_outputs")] = params.structured_outputs
+    if len(constraints) > 1:
+        first, second = list(constraints)[:2]
         raise FieldError(second, f"and `{first}` exclude each other", "leave one out")
-    for field, output in asked.items():
+    for field, output in constraints.items():
         return msgspec.structs.replace(params, structured_outputs=output), field
     return params, "structured_outputs"
 
@@ -294,8 +293,8 @@ def _structured(
 def _parse(
     body: bytes, kind: type[Fields], model: ServedModel
 ) -> tuple[Fields, dict[str, Any], tuple[str, ...]]:
-    """The fields of `kind`, the sampling parameters over the model's own but for its `max_tokens`
-    (a completion has 16, as in vLLM), and the names of those that are neither."""
+    """Return the fields of `kind`, the sampling parameters, and the names of unknown fields. The
+    model's defaults apply, except `max_tokens`: a completion's default is 16, as in vLLM."""
     record = without_neutral_fields(decode_object(body))
     rest = dict(record)
     fields = take_fields(rest, kind)
@@ -306,7 +305,7 @@ def _parse(
     if longest is not None:
         sampling["max_tokens"] = _converted("max_completion_tokens", longest, Count)
     for name, value in sampling.items():
-        if name in ID_LISTS and isinstance(value, list | dict):  # before it is read one by one
+        if name in ID_LISTS and isinstance(value, list | dict):  # before each id is read
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))
     own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
@@ -315,7 +314,8 @@ def _parse(
 
 
 def _unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
-    """What `read`, made of `raw`, has no member for: `tools[0].function.color`."""
+    """Yield unknown members of `raw`, such as `tools[0].function.color`. `read` is the parsed
+    value."""
     if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
         for name, value in raw.items():
             if name in read.__struct_fields__:
@@ -323,27 +323,28 @@ def _unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
             elif value is not None:
                 yield f"{prefix}{name}"
     elif isinstance(raw, list) and isinstance(read, list):
-        for at, each in enumerate(raw):
-            yield from _unknown_members(each, read[at], f"{prefix[:-1]}[{at}].")
+        for at, item in enumerate(raw):
+            yield from _unknown_members(item, read[at], f"{prefix[:-1]}[{at}].")
 
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
 def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
-    """Removes from `record` what `kind` declares, and checks it. Raises `FieldError`."""
-    given = {}
+    """Remove the fields that `kind` declares from `record`, check them and return them. Raises
+    `FieldError`."""
+    values = {}
     for field in _fields_of(kind):
         if field.name in record:
-            given[field.name] = _converted(field.name, record.pop(field.name), field.type)
+            values[field.name] = _converted(field.name, record.pop(field.name), field.type)
         elif field.required:
             raise FieldError(field.name, "is missing", "give it")
-    return kind(**given)
+    return kind(**values)
 
 
 @lru_cache
 def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """To find them out takes longer than to check a call."""
+    """Return the fields of `kind`. Cached, as this takes longer than checking a request."""
     return msgspec.structs.fields(kind)
 
 
@@ -362,18 +363,19 @@ def _check_size(params: SamplingParams, num_prompts: int) -> None:
 
 
 def _check_stops(stop: Any) -> None:
-    given = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-    longest = max((len(each) for each in given if isinstance(each, str)), default=0)
-    if len(given) > MAX_STOPS or longest > MAX_STOP_CHARS:
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
+    if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
         remedy = f"give <= {MAX_STOPS} strings of <= {MAX_STOP_CHARS} characters"
-        raise FieldError("stop", f"{len(given)} strings, up to {longest} characters", remedy)
+        raise FieldError("stop", f"{len(stops)} strings, up to {longest} characters", remedy)
 
 
 # ---- prompts ----------------------------------------------------------------------------------
 
 
 def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
-    """A text, its token ids, or a list of either."""
+    """Return the prompts of a text, a list of token ids, or a list of either. Raises
+    `FieldError`."""
     remedy = "send a text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return (value,)
@@ -396,7 +398,8 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
 def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
 ) -> ReadPrompt:
-    """The prompt as the engine shall have it: a text stays one where nothing is asked for."""
+    """Return the prompt for the engine. A text is tokenized later, and stays text if no option
+    applies."""
     last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
         return _truncated(prompt, last)
@@ -415,7 +418,7 @@ def text_ids(
 
 
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
-    """Token ids of a chat, of whose body only what says them is read. Raises `FieldError`."""
+    """Return the token ids of a chat's messages. Raises `FieldError`."""
     fields = take_fields(decode_object(body), ChatFields)
     tools = list(fields.tools) if fields.tool_choice != "none" else []
     text = model.render(

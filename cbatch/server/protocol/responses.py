@@ -1,4 +1,4 @@
-"""What clients are answered with. Fields that are unset do not appear."""
+"""Response bodies. Unset fields are left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A whole choice, or what a chunk adds to it. `seed` is the one given, or drawn."""
+    """A complete choice, or what a chunk adds to it. `seed` is the request's, or the drawn one."""
 
     index: int
     text: str
@@ -32,7 +32,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET  # on request, with a choice's first chunk
+    prompt_token_ids: list[int] | UnsetType = UNSET  # if requested, in a choice's first chunk
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -52,16 +52,17 @@ class ToolCall(msgspec.Struct):
 class ToolCallDelta(msgspec.Struct):
     index: int
     function: FunctionCall
-    id: str | UnsetType = UNSET  # with the first
+    id: str | UnsetType = UNSET  # with the first piece
     type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
-    """`role` comes with a choice's first text, so that no client takes it for a first token."""
+    """The message of a chunk. `role` comes with a choice's first text, so a client cannot mistake it for
+    a first token."""
 
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the older name, with the same text
+    reasoning_content: str | UnsetType = UNSET  # older name of `reasoning`
     role: Literal["assistant"] | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -71,13 +72,13 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
-    seed: int | UnsetType = UNSET  # with the first
+    seed: int | UnsetType = UNSET  # in the first chunk
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
-    content: str | None  # None: it is calls, or a thought that was cut
+    content: str | None  # None: only calls, or a thought that was cut off
     role: Literal["assistant"] = "assistant"
     reasoning: str | None | UnsetType = UNSET  # set with a reasoning parser
     reasoning_content: str | None | UnsetType = UNSET
@@ -96,12 +97,12 @@ class ChatChoice(msgspec.Struct):
 
 
 class SpeculativeDecoding(msgspec.Struct):
-    """Over the steps of one call that drafted. `acceptance_histogram[j]` counts those that accepted
-    j drafts; `mean_acceptance_length` has the bonus token in it."""
+    """Statistics of one request's steps with draft tokens. `acceptance_histogram[j]` counts steps
+    that accepted j of them. `mean_acceptance_length` includes the bonus token."""
 
     acceptance_histogram: list[int]
     num_spec_steps: int
-    num_spec_tokens: int  # the most that one step drafted
+    num_spec_tokens: int  # the maximum of one step
     mean_acceptance_length: float
     draft_acceptance_rate: float
     num_accepted_draft_tokens: int
@@ -109,7 +110,7 @@ class SpeculativeDecoding(msgspec.Struct):
 
 
 class CallMetrics(msgspec.Struct):
-    """As this server's clock saw it. `speculative_decoding` is null where nothing was drafted."""
+    """Times by the server's clock. `speculative_decoding` is null if nothing was drafted."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float | None  # from the first token to the last

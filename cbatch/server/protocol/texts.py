@@ -1,4 +1,4 @@
-"""Texts to token ids and back: tasks for workers, from the body of a call to that of its answer."""
+"""The work of /tokenize and /detokenize, from request body to response body. Runs in workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cbatch.server.protocol.requests import (
 )
 from cbatch.server.protocol.responses import Detokenized, Tokenized
 
-# More than this is tokenised, or turned into text, only where a context takes as much.
+# Texts up to this length are allowed even if the model's context is shorter.
 LONG_TEXT_CHARS = 2**18
 
 
 def tokenize(body: bytes, model: ServedModel) -> bytes:
-    """Raises `FieldError`."""
+    """Return the body of the response. Raises `FieldError`."""
     fields = take_fields(decode_object(body), TokenizeFields)
     model.require(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -46,12 +46,12 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
 
 
 def detokenize(body: bytes, model: ServedModel) -> bytes:
-    """Raises `FieldError`."""
+    """Return the body of the response. Raises `FieldError`."""
     fields = take_fields(decode_object(body), DetokenizeFields)
     model.require(fields.model)
-    most = max(model.max_model_tokens, LONG_TEXT_CHARS)
-    if len(fields.tokens) > most:
-        raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {most}")
+    limit = max(model.max_model_tokens, LONG_TEXT_CHARS)
+    if len(fields.tokens) > limit:
+        raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {limit}")
     size = model.tokenizer.vocab_size
     if not all(0 <= i < size for i in fields.tokens):
         raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")

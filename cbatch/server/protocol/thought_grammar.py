@@ -1,4 +1,4 @@
-"""The grammar of a reply whose answer is structured, after a thought that is not."""
+"""The grammar of a reply with a structured answer after an unstructured thought."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _TOKENS_IN_MARKS = re.compile(r"(<[^<>]+>|\[[^][]+\])")
 
 
 def around_answer(thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end: str) -> str | None:
-    """Return the Lark of the whole reply, in which `@answer` is the structured part. None means
-    that the prompt closes the thought, so that the answer is all of the reply.
+    """Return the Lark grammar of the whole reply, in which `@answer` is the structured part. Return
+    None if the prompt already closes the thought, so that the whole reply is the answer.
 
     A thought is any text up to its closing mark. It must not contain control tokens such as EOS,
-    so that the answer follows.
+    since an answer has to follow.
     """
     if prompt_end.rstrip().endswith(thoughts.closes):
         return None
@@ -41,8 +41,8 @@ def around_answer(thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end:
 
 
 def _ranges(ids: list[int]) -> str:
-    """Return sorted ids as Lark has them: some tokenizers have thousands of added tokens."""
-    runs = [list(run) for _, run in groupby(enumerate(ids), lambda each: each[1] - each[0])]
+    """Return sorted ids as Lark's ranges: some tokenizers have thousands of added tokens."""
+    runs = [list(run) for _, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
 
 

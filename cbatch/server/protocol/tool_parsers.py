@@ -63,12 +63,12 @@ CALLS: dict[ToolParser, CallFormat] = {
 
 
 def TaggedReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
-    """Return a reader of replies to models of Hermes and Qwen, thoughts left in the text."""
+    """Return a reader for Hermes and Qwen models that leaves thoughts in the text."""
     return ReplyReader(ReplyFormat(CALLS["hermes"], THOUGHTS["qwen3"], parallel=parallel))
 
 
-# By texts that are all in the chat template. That of the first DeepSeek-R1 has no opening mark, and
-# the model may only close its thought. Other models without one open it, or do not think.
+# Parsers by texts that the chat template contains. The first DeepSeek-R1's template has no opening
+# mark; the model may only close its thought. Other models without one open it, or do not think.
 _BY_TEMPLATE: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
     ("harmony", (_CHANNEL,)),
     ("mistral", ("[THINK]",)),
@@ -78,10 +78,10 @@ _BY_TEMPLATE: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
 )
 
 
-def find_reasoning_parser(asked: ReasoningParser, template: str) -> ReasoningParser:
-    """Return the parser that was asked for; `auto` is the one of models with such a template."""
-    if asked != "auto":
-        return asked
+def find_reasoning_parser(setting: ReasoningParser, template: str) -> ReasoningParser:
+    """Return the parser of the setting; `auto` chooses by the chat template."""
+    if setting != "auto":
+        return setting
     matches = (parser for parser, texts in _BY_TEMPLATE if all(text in template for text in texts))
     return next(matches, "none")
 
@@ -96,7 +96,7 @@ def mark_ids(form: ReplyFormat, tokenizer: TextTokenizer) -> frozenset[int]:
 def call_format(
     parser: ToolParser | None, tools: list[Tool], choice: ToolChoice | None
 ) -> CallFormat | None:
-    """Return None if the model does not choose whether it calls. Raises `FieldError`."""
+    """Return the format, or None if the request leaves the model no choice. Raises `FieldError`."""
     if not tools or choice not in (None, "auto"):
         return None
     if parser is None:
