@@ -26,6 +26,7 @@ PLAIN = (
     "cbatch/runtime/drafting/suffix.py",
     "cbatch/runtime/model",
     "cbatch/runtime/sampling",
+    "cbatch/server",
     "cbatch/steplog",
     "cbatch/system",
     "cbatch/text",

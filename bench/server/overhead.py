@@ -31,7 +31,7 @@ from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.open_request import OutputStream
 from cbatch.server.serving.service import EngineService
 from cbatch.system.heap import freeze_heap
 from cbatch.text import ChatTemplate, load_tokenizer

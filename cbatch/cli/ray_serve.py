@@ -21,7 +21,7 @@ from cbatch.cli.settings import Settings, settings_of
 from cbatch.core.request.errors import FieldError
 from cbatch.process.connection import EngineStartError
 from cbatch.server.http.app import create_app
-from cbatch.server.http.middleware import CallMiddleware
+from cbatch.server.http.middleware import RequestMiddleware
 from cbatch.server.serving.fleet_metrics import merge
 from cbatch.server.serving.metrics import Metrics
 from cbatch.system.heap import freeze_heap, give_back_large_blocks
@@ -93,7 +93,7 @@ class ServerReplica:
         self._settings = settings
         configure(settings.log_format)
 
-    async def __serve_build_asgi_app__(self) -> CallMiddleware:
+    async def __serve_build_asgi_app__(self) -> RequestMiddleware:
         settings, serve = self._settings, require_ray("ray.serve")
         context = serve.get_replica_context()
         _is_ending()  # it fails here rather than at the end

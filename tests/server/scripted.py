@@ -13,7 +13,7 @@ from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.server.serving.call import OutputStream
+from cbatch.server.serving.open_request import OutputStream
 from cbatch.server.serving.service import within
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice

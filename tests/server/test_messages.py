@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError
-from cbatch.server.protocol.forced_tools import CallReader, call_id
+from cbatch.server.protocol.forced_tools import ForcedCallReader, call_id
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.server.protocol.tool_parsers import TaggedReader
@@ -200,7 +200,7 @@ def test_ids_are_cut_where_the_template_wants_nine_letters(call: str) -> None:
 
 def test_ids_of_ours_are_taken_as_they_are() -> None:
     made = [call_id() for _ in range(100)]
-    (forced, *_) = CallReader("f").push("{}")
+    (forced, *_) = ForcedCallReader("f").push("{}")
     (parsed, *_) = TaggedReader(parallel=True).push(
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     )

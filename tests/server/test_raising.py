@@ -17,10 +17,10 @@ import pytest
 from cbatch.process.client import EngineClient
 from cbatch.process.connection import EngineLink
 from cbatch.server.serving.admission_queue import AdmissionQueue, QueueTicket
-from cbatch.server.serving.answer import Answer, CompletionAnswer
-from cbatch.server.serving.call import OpenCall, OutputStream, ServedChoice
-from cbatch.server.serving.metrics import Meter
+from cbatch.server.serving.metrics import RequestMetrics
+from cbatch.server.serving.open_request import OpenRequest, OutputStream, ServedChoice
 from cbatch.server.serving.prompts import PromptReader
+from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
 from tests.server import processes
@@ -35,33 +35,33 @@ SUBMITTING = [
     (PromptReader, "ids"),
     (EngineService, "_requests"),
     (QueueTicket, "settle"),
-    (OpenCall, "__init__"),
-    (OpenCall, "set_deadlines"),
-    (OpenCall, "begin"),
+    (OpenRequest, "__init__"),
+    (OpenRequest, "set_deadlines"),
+    (OpenRequest, "begin"),
     (LiveChoice, "__init__"),
     (EngineClient, "add"),
     (EngineClient, "_dispatch"),
     (EngineLink, "send"),
-    (Answer, "open"),
-    (Meter, "open"),
+    (ResponseBuilder, "open"),
+    (RequestMetrics, "open"),
 ]
 DISTRIBUTING = [
     (ServedChoice, "on_admitted"),
     (ServedChoice, "on_step"),
-    (OpenCall, "on_admitted"),
-    (OpenCall, "deliver"),
+    (OpenRequest, "on_admitted"),
+    (OpenRequest, "deliver"),
     (LiveChoice, "extend"),
     (OutputStream, "put"),
     (OutputStream, "take"),
-    (Answer, "take"),
-    (Answer, "event"),
-    (CompletionAnswer, "_part"),
-    (Meter, "observe"),
+    (ResponseBuilder, "take"),
+    (ResponseBuilder, "event"),
+    (CompletionBuilder, "_part"),
+    (RequestMetrics, "observe"),
 ]
 # These release something: they raise once they have.
 ENDING = [
     (LiveChoice, "_choice"),
-    (OpenCall, "_cancel"),
+    (OpenRequest, "_cancel"),
     (EngineClient, "cancel"),
     (EngineClient, "_close"),
     (QueueTicket, "leave_one"),
@@ -69,7 +69,7 @@ ENDING = [
     (EngineService, "_close_one"),
     (OutputStream, "close"),
     (OutputStream, "ended"),
-    (Meter, "close"),
+    (RequestMetrics, "close"),
 ]
 EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
 # What `reserve` has counted and not handed out nobody could give back.

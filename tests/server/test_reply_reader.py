@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.server.protocol.forced_tools import CallPart, ForcedCall, JsonEnd
+from cbatch.server.protocol.forced_tools import ForcedCall, JsonEnd, ToolCallPart
 from cbatch.server.protocol.reply_reader import Part, ReplyFormat, ReplyReader, Thought
 from cbatch.server.protocol.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
 
@@ -172,7 +172,7 @@ def flat(parts: Sequence[Part]) -> list[Any]:
     """Characters of the answer, of a thought (as `Thought`), and calls, in their order."""
     found: list[Any] = []
     for part in parts:
-        if isinstance(part, CallPart):
+        if isinstance(part, ToolCallPart):
             found.append((part.name, part.arguments))
         else:
             assert part, "there was nothing to tell"
@@ -182,7 +182,7 @@ def flat(parts: Sequence[Part]) -> list[Any]:
 
 def read(reader: ReplyReader, pieces: Sequence[str]) -> list[Any]:
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-    calls = [part for part in parts if isinstance(part, CallPart)]
+    calls = [part for part in parts if isinstance(part, ToolCallPart)]
     assert [call.call for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
     return flat(parts)
@@ -325,10 +325,10 @@ def test_forced_calls_come_after_a_thought() -> None:
             form = ReplyFormat(None, THOUGHTS["qwen3"], FORCED, separate=separate)
             reader = ReplyReader(form)
             parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-            calls = [part for part in parts if isinstance(part, CallPart)]
+            calls = [part for part in parts if isinstance(part, ToolCallPart)]
             assert "".join(call.arguments for call in calls) == ROME and calls[0].name == "f"
             assert {call.call for call in calls} == {0} and reader.complete
-            told = "".join(part for part in parts if not isinstance(part, CallPart))
+            told = "".join(part for part in parts if not isinstance(part, ToolCallPart))
             assert told == (thought if separate else f"<think>{thought}</think>")
 
 

@@ -14,10 +14,10 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.process.client import EngineClient
 from cbatch.server.protocol.errors import ServiceError, SlowReaderError
-from cbatch.server.serving import call as calls
+from cbatch.server.serving import open_request as calls
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.call import OutputStream, joined
+from cbatch.server.serving.open_request import OutputStream, joined
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Accepted
 from tests.process.factories import SimFactory

@@ -15,10 +15,10 @@ from cbatch.core.request.request import FinishReason
 from cbatch.server.http.streaming import gather
 from cbatch.server.protocol.errors import SlowReaderError
 from cbatch.server.protocol.requests import parse_chat, parse_completion
-from cbatch.server.serving.answer import Answer, CompletionAnswer
-from cbatch.server.serving.call import OutputStream
-from cbatch.server.serving.chat_answer import ChatAnswer
-from cbatch.server.serving.metrics import Meter, Metrics
+from cbatch.server.serving.chat_builder import ChatBuilder
+from cbatch.server.serving.metrics import Metrics, RequestMetrics
+from cbatch.server.serving.open_request import OutputStream
+from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder
 from cbatch.text.outputs import Accepted, Choice, Output, Speculation
 from tests.server.http_client import toy_model
 
@@ -29,7 +29,7 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
         streams = [OutputStream(accepted, lambda: None) for _ in range(3)]
         streams[1].fail(SlowReaderError("on purpose"))
         with pytest.raises(SlowReaderError):
-            await gather(streams, cast(Answer[Any], None))
+            await gather(streams, cast(ResponseBuilder[Any], None))
         async with asyncio.timeout(60):
             while len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0)
@@ -40,9 +40,9 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
 NAME = '"":""'  # what an event's frame must not be cut at
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
-    "completion": (CompletionAnswer, parse_completion, {"prompt": "x"}, "none"),
-    "chat": (ChatAnswer, parse_chat, CHAT, "none"),
-    "thought": (ChatAnswer, parse_chat, CHAT, "deepseek_r1"),
+    "completion": (CompletionBuilder, parse_completion, {"prompt": "x"}, "none"),
+    "chat": (ChatBuilder, parse_chat, CHAT, "none"),
+    "thought": (ChatBuilder, parse_chat, CHAT, "deepseek_r1"),
 }
 ASKED: tuple[dict[str, Any], ...] = (
     {},
@@ -58,10 +58,10 @@ def events(kind: str, asked: dict[str, Any], texts: Sequence[str], *, whole: boo
     is made anew from its beginning to its end."""
     made, parse, body, parser = KINDS[kind]
     model = toy_model(name=NAME, reasoning_parser=parser)
-    answer = made(parse(json.dumps(body | asked).encode(), model), model, Meter(METRICS))
+    answer = made(parse(json.dumps(body | asked).encode(), model), model, RequestMetrics(METRICS))
     if whole:
         answer._only_text = False
-    num_choices = answer.call.params.n
+    num_choices = answer.api_request.params.n
     answer.open(OutputStream(Accepted("r", (1, 2), 3, num_choices), lambda: None))
     end = Choice(0, "", (), FinishReason.STOP, None, Speculation())
     outputs = [Output("r", at, text, (5, 6)) for text in texts for at in range(num_choices)]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
-from cbatch.server.protocol.forced_tools import CallReader
+from cbatch.server.protocol.forced_tools import ForcedCallReader
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from tests.grammars.test_validator import HOSTILE
 from tests.server.http_client import CHAT, MODEL, Client, serving, toy_model
@@ -359,7 +359,7 @@ ARGUMENTS = ('{"city": "a}]b\\"{[", "days": 1}', "{}", '{"a": {"b": [1, {"c": "\
 LISTED = "[" + ", ".join(f'{{"name": "f{n}", "arguments": {a}}}' for n, a in enumerate(ARGUMENTS))
 
 
-def read(reader: CallReader, pieces: list[str]) -> list[tuple[str | None, str]]:
+def read(reader: ForcedCallReader, pieces: list[str]) -> list[tuple[str | None, str]]:
     calls: list[tuple[str | None, str]] = []
     for piece in pieces:
         for part in reader.push(piece):
@@ -377,15 +377,15 @@ def split(text: str, cuts: list[int]) -> list[str]:
 
 
 def check_reader(cuts: list[int]) -> None:
-    reader = CallReader(None)
+    reader = ForcedCallReader(None)
     assert read(reader, split(LISTED, cuts)) == [(f"f{n}", a) for n, a in enumerate(ARGUMENTS)]
     assert not reader.complete
     assert reader.push("]") == [] and reader.complete
     for arguments in ARGUMENTS:
-        named = CallReader("g")
+        named = ForcedCallReader("g")
         assert read(named, split(arguments, cuts)) == [("g", arguments)] and named.complete
-        assert not CallReader("g").complete
-        named = CallReader("g")
+        assert not ForcedCallReader("g").complete
+        named = ForcedCallReader("g")
         named.push(arguments[:-1])
         assert not named.complete
 

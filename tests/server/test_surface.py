@@ -10,8 +10,8 @@ import pytest
 
 from cbatch import SamplingParams
 from cbatch.server.http.keys import KeyRing
-from cbatch.server.serving.answer import Answer
 from cbatch.server.serving.metrics import Metrics
+from cbatch.server.serving.response_builder import ResponseBuilder
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, JSON, MODEL, Client, call, serving
@@ -311,7 +311,7 @@ def test_request_ids(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (Answer, "usage")]
+    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (ResponseBuilder, "usage")]
 )
 def test_an_error_of_the_server_has_the_shape_of_the_others(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -327,7 +327,7 @@ def test_an_error_of_the_server_has_the_shape_of_the_others(
         path = "/metrics" if owner is Metrics else COMPLETIONS
         method = "GET" if owner is Metrics else "POST"
         status, body, headers = call(client, method, path, raw.encode(), JSON)
-    if owner is Answer:
+    if owner is ResponseBuilder:
         *_, event, done, rest = body.decode().split("\n\n")
         assert (status, done, rest) == (200, "data: [DONE]", "")
         body = event.removeprefix("data: ").encode()

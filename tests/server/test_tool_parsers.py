@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cbatch import FieldError
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.forced_tools import CallPart
+from cbatch.server.protocol.forced_tools import ToolCallPart
 from cbatch.server.protocol.reply_reader import ReplyFormat, ReplyReader
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.server.protocol.tool_parsers import CALLS, TaggedReader, ToolParser
@@ -80,7 +80,7 @@ SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for
 def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
     """As a stream tells it."""
     parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.finish()]
-    calls = [part for part in parts if isinstance(part, CallPart)]
+    calls = [part for part in parts if isinstance(part, ToolCallPart)]
     assert [call.call for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
     assert all(parts), "there was nothing to tell"

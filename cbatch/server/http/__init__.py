@@ -1,1 +1,1 @@
-"""Routes, connections, keys and pages: all that knows HTTP. Imports `serving` and `protocol`."""
+"""Routes, connections, keys and pages: everything about HTTP. Imports `serving` and `protocol`."""

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes of the OpenAI API, and those that operators ask."""
+"""The ASGI application: the routes of the OpenAI API, and those for operators."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from cbatch.server.http.errors import MediaTypeError, error_body, handlers
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.http.middleware import METRICS_PATH, CallLog, CallMiddleware, call_log
+from cbatch.server.http.middleware import METRICS_PATH, RequestLog, RequestMiddleware, request_log
 from cbatch.server.http.pages import page_routes
 from cbatch.server.http.streaming import events, gather, or_disconnect, submit
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
 from cbatch.server.protocol.requests import (
-    Call,
-    CallFields,
+    ApiRequest,
+    RequestFields,
     parse_chat,
     parse_completion,
 )
-from cbatch.server.serving.answer import CompletionAnswer, encode
-from cbatch.server.serving.chat_answer import ChatAnswer
+from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.live_feed import LiveFeed
-from cbatch.server.serving.metrics import Meter, Metrics
+from cbatch.server.serving.metrics import Metrics, RequestMetrics
 from cbatch.server.serving.prompts import PromptReader
+from cbatch.server.serving.response_builder import CompletionBuilder, encode
 from cbatch.server.serving.service import EngineService
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
-DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # what Envoy tells whom it passes a call to
-# Reading a long body (JSON, template, tokens) would hold up every stream: a thread does it.
+DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sent by Envoy
+# Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
 DEFAULT_LIMITS = ConnectionLimits()
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
-ITL_TARGET_HEADER = "x-slo-itl-ms"  # longest gap between tokens that the client asks for
+ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
 AnyResponse = HttpResponse[bytes] | Stream
-AnswerKind = type[CompletionAnswer] | type[ChatAnswer]
-Parse = Callable[[bytes, ServedModel], Call]
+BuilderKind = type[CompletionBuilder] | type[ChatBuilder]
+Parse = Callable[[bytes, ServedModel], ApiRequest]
 MetricsPage = Callable[[], Awaitable[bytes]]  # in Prometheus' text format
 
 
@@ -66,11 +66,10 @@ def create_app(
     limits: ConnectionLimits = DEFAULT_LIMITS,
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
-) -> CallMiddleware:
-    """An application that serves one engine as `model`. A call needs one of the `keys`, if there
-    are any, and so does a look at the metrics unless they are open. Pages of `cors_origins` may
-    call. One of several replicas makes its `metrics` itself, and shows as `metrics_page` what all
-    of them have counted."""
+) -> RequestMiddleware:
+    """Return an application that serves one engine as `model`. If there are `keys`, requests need
+    one, and so do the metrics unless `open_metrics`. Pages of `cors_origins` may send requests. A
+    replica passes its own `metrics`, and a `metrics_page` with the metrics of all replicas."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
@@ -84,23 +83,23 @@ def create_app(
 
     app = Litestar(
         [
-            *_generating(Answering(service, model, metrics, intake)),
-            *_describing(model, intake, prompts),
-            *_watching(service, metrics_page or metrics.own_page, open_metrics or not keys),
-            *_showing(LiveFeed(service, model, metrics)),
+            *_completion_routes(CompletionHandler(service, model, metrics, intake)),
+            *_model_routes(model, intake, prompts),
+            *_operator_routes(service, metrics_page or metrics.own_page, open_metrics or not keys),
+            *_live_routes(LiveFeed(service, model, metrics)),
         ],
         lifespan=[lifespan],
         exception_handlers=handlers(metrics.reject),
         openapi_config=None,
         logging_config=None,  # the program that runs the server decides about logs
     )
-    return CallMiddleware(
+    return RequestMiddleware(
         app, keys, metrics.reject, open_metrics=open_metrics, cors_origins=cors_origins
     )
 
 
-class Answering:
-    """One call, from its body to its answer, whole or streamed."""
+class CompletionHandler:
+    """Handles one API request, from its body to its response, whole or streamed."""
 
     def __init__(
         self, service: EngineService, model: ServedModel, metrics: Metrics, intake: BodyIntake
@@ -108,58 +107,67 @@ class Answering:
         self._service, self._model, self._metrics = service, model, metrics
         self._intake = intake
 
-    async def __call__(self, request: AnyRequest, parse: Parse, kind: AnswerKind) -> AnyResponse:
-        log = call_log(request)
-        log.meter = meter = Meter(self._metrics)
+    async def __call__(self, request: AnyRequest, parse: Parse, kind: BuilderKind) -> AnyResponse:
+        log = request_log(request)
+        log.metrics = request_metrics = RequestMetrics(self._metrics)
         try:
-            return await self._answer(request, parse, kind, meter, log)
+            return await self._respond(request, parse, kind, request_metrics, log)
         except Exception as error:
             log.fail(error)
             raise
 
-    async def _answer(
-        self, request: AnyRequest, parse: Parse, kind: AnswerKind, meter: Meter, log: CallLog
+    async def _respond(
+        self,
+        request: AnyRequest,
+        parse: Parse,
+        kind: BuilderKind,
+        request_metrics: RequestMetrics,
+        log: RequestLog,
     ) -> AnyResponse:
         self._service.queue.require_room()
-        call = await read(request, self._intake, lambda body: parse(body, self._model))
-        answer = kind(call, self._model, meter)
-        log.id, log.streamed = answer.id, call.fields.stream
+        api_request = await read(request, self._intake, lambda body: parse(body, self._model))
+        builder = kind(api_request, self._model, request_metrics)
+        log.id, log.streamed = builder.id, api_request.fields.stream
         headers = {}
-        if call.ignored:  # percent-encoded: a field's name is the client's, a header is ours
-            headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in call.ignored[:16])
+        if api_request.ignored:  # the client chose these names, so they are percent-encoded
+            headers[IGNORED_HEADER] = ", ".join(
+                quote(name[:64]) for name in api_request.ignored[:16]
+            )
         stack = AsyncExitStack()
-        stack.callback(meter.close)
+        stack.callback(request_metrics.close)
         try:
-            limit_s = deadline_s(request, call.fields)
+            limit_s = deadline_s(request, api_request.fields)
             itl_target_s = _header_s(request, ITL_TARGET_HEADER)
             owner = AsyncExitStack()
 
             async def begin() -> AsyncIterator[bytes] | None:
-                streams = await submit(self._service, answer, limit_s, itl_target_s, log.key, stack)
-                if not call.fields.stream:
-                    await gather(streams, answer)
+                streams = await submit(
+                    self._service, builder, limit_s, itl_target_s, log.key, stack
+                )
+                if not api_request.fields.stream:
+                    await gather(streams, builder)
                     return None
-                told = events(streams, answer, owner)
-                await anext(told)
-                return told
+                stream_events = events(streams, builder, owner)
+                await anext(stream_events)
+                return stream_events
 
-            told = await or_disconnect(request, begin())
-            if told is not None:
-                owner.push_async_exit(stack.pop_all())  # it cancels its requests however it ends
-                return Stream(told, media_type="text/event-stream", headers=headers)
+            stream_events = await or_disconnect(request, begin())
+            if stream_events is not None:
+                owner.push_async_exit(stack.pop_all())  # closing the stream cancels its requests
+                return Stream(stream_events, media_type="text/event-stream", headers=headers)
         finally:
             await stack.aclose()
-        return json_response(answer.whole(), headers)
+        return json_response(builder.whole(), headers)
 
 
-def _generating(answer: Answering) -> list[HTTPRouteHandler]:
+def _completion_routes(handler: CompletionHandler) -> list[HTTPRouteHandler]:
     @post("/v1/completions", status_code=200)
     async def completions(request: AnyRequest) -> AnyResponse:
-        return await answer(request, parse_completion, CompletionAnswer)
+        return await handler(request, parse_completion, CompletionBuilder)
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: AnyRequest) -> AnyResponse:
-        return await answer(request, parse_chat, ChatAnswer)
+        return await handler(request, parse_chat, ChatBuilder)
 
     @post("/v1/embeddings")
     async def embeddings() -> HttpResponse[dict[str, Any]]:
@@ -169,7 +177,7 @@ def _generating(answer: Answering) -> list[HTTPRouteHandler]:
     return [completions, chat_completions, embeddings]
 
 
-def _describing(
+def _model_routes(
     model: ServedModel, intake: BodyIntake, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
     async def in_worker(
@@ -203,7 +211,7 @@ def _describing(
     return [models, model_card, tokenize, detokenize, openapi]
 
 
-def _watching(
+def _operator_routes(
     service: EngineService, page: MetricsPage, tells_load: bool
 ) -> list[HTTPRouteHandler]:
     @route("/health", http_method=LOOK)
@@ -231,25 +239,24 @@ def _watching(
     return [health, ready, metrics_page, version_]
 
 
-def _showing(feed: LiveFeed) -> list[HTTPRouteHandler]:
+def _live_routes(feed: LiveFeed) -> list[HTTPRouteHandler]:
     @get("/live")
     async def live() -> Stream:
         events = feed.events()
-        await anext(events)  # from here on it stops watching however it ends
+        await anext(events)  # the feed now counts this page until the generator is closed
         return Stream(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     return [live, *page_routes()]
 
 
-def deadline_s(request: AnyRequest, fields: CallFields) -> float | None:
-    """What the client or the gateway before it leaves for the call. Raises `FieldError`."""
+def deadline_s(request: AnyRequest, fields: RequestFields) -> float | None:
+    """Return the time limit of the client or its gateway, in seconds. Raises `FieldError`."""
     limits_s = (fields.timeout, _header_s(request, DEADLINE_HEADER))
     return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
 def _header_s(request: AnyRequest, name: str) -> float | None:
-    """Return the seconds of a header in milliseconds; None without it, or for 0. Raises
-    `FieldError`."""
+    """Return a header's milliseconds in seconds, None if it is absent or 0. Raises `FieldError`."""
     value = request.headers.get(name)
     if value is None:
         return None
@@ -260,7 +267,7 @@ def _header_s(request: AnyRequest, name: str) -> float | None:
 
 
 async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes], T]) -> T:
-    """The body, as `parse` understands it. Raises what `parse` and `intake` raise."""
+    """Return the parsed body. Raises what `parse` and `intake` raise."""
     require_json(request)
     async with intake.body(request) as body:
         if len(body) > LONG_BODY_BYTES:
@@ -269,7 +276,7 @@ async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes],
 
 
 def require_json(request: AnyRequest) -> None:
-    """Raises `MediaTypeError`."""
+    """Raise `MediaTypeError` unless the body is declared to be JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise MediaTypeError("content-type", f"{kind!r} is not read", "send application/json")

@@ -1,5 +1,5 @@
-"""Clients' connections, and what each may take of the server before a call of it has begun: time,
-bytes of a request's head, an open file. What a body may take is in `intake`."""
+"""Clients' connections, and their limits until a request begins: time, size of the request head,
+open files. `intake` limits bodies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from uvicorn.server import ServerState
 
 from cbatch.server.http.errors import error_body
 from cbatch.server.http.limits import LEAST_READ_BYTES, ConnectionLimits
-from cbatch.server.http.middleware import CallMiddleware
-from cbatch.server.serving.answer import encode
+from cbatch.server.http.middleware import RequestMiddleware
+from cbatch.server.serving.response_builder import encode
 
-MAX_HEAD_BYTES = 2**16
-MAX_LINGERING = 128  # refused connections that are read on for `LINGER_S`; beyond: closed at once
+MAX_HEAD_BYTES = 2**16  # of the request line and header fields.
+MAX_LINGERING = 128  # refused connections that linger for `LINGER_S`; further ones close at once.
 LINGER_S = 1.0
-MAX_PIPELINED = 16  # requests of a connection that wait for the answers before them
+MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses
 
 
 _HEAD = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
@@ -30,39 +30,39 @@ _KINDS = {408: "timeout", 503: "overloaded"}
 
 
 class ServerConfig(uvicorn.Config):
-    """Of a server whose connections are bounded. `options` are uvicorn's own."""
+    """Configuration of a server with bounded connections. `options` are uvicorn's."""
 
-    def __init__(self, app: CallMiddleware, limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(self, app: RequestMiddleware, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(app, http=BoundedProtocol, ws="none", access_log=False, **options)
         self.limits, self.reject = limits, app.reject
         self.lingering: set[BoundedProtocol] = set()
 
 
 class HeadError(Exception):
-    """More of it than is read."""
+    """The request head exceeds a limit."""
 
 
 class Unread(NamedTuple):
-    """What a client had not read of its answers."""
+    """The data that a client had not read of its responses at time `since_s`."""
 
     since_s: float
     num_bytes: int
 
 
 def unsent_bytes(transport: asyncio.Transport) -> int:
-    """Of answers, what the system holds that the client has not taken; 0 where it does not tell.
-    With a slow client it takes no more from us for long, though the client reads."""
+    """Return the response bytes that the kernel holds and the client has not acknowledged, 0 if
+    unknown. A slow client leaves the kernel's buffer full for a long time although it reads."""
     try:
-        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        size = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):
         return 0
-    return int.from_bytes(told, sys.byteorder)
+    return int.from_bytes(size, sys.byteorder)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection ends where a request takes longer to come in than it may, unless one before it
-    is still being answered, and where an answer is not read. uvicorn itself ends those that have
-    been answered and hear nothing more; a single byte puts an end to that."""
+    """A connection with timeouts. It ends if a request takes too long to arrive while none is being
+    answered, or if the client does not read a response. uvicorn's own timeout covers idle
+    connections only, and a single byte stops it."""
 
     def __init__(
         self,
@@ -75,19 +75,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits, self._reject = config.limits, config.reject
         self._lingering = config.lingering
         self._watch: asyncio.TimerHandle | None = None
-        self._asking_since_s: float | None = None  # a request is on its way in
+        self._asking_since_s: float | None = None  # since when a request has been arriving
         self._in_head = False
-        self._head_bytes = self._fed_bytes = 0  # of whole fields, and of data with no other end
-        self._data = b""  # that the parser reads now
+        self._head_bytes = self._fed_bytes = (
+            0  # of complete fields, and of data without a complete one
+        )
+        self._data = b""  # what the parser reads now
         self._unread: Unread | None = None
 
     # ---- the connection -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        most = self._limits.most_connections
-        if len(self.connections) > most:
-            self._refuse(503, "connections", f"{most} connections are open", b"retry-after: 1\r\n")
+        limit = self._limits.most_connections
+        if len(self.connections) > limit:
+            self._refuse(503, "connections", f"{limit} connections are open", b"retry-after: 1\r\n")
         else:
             self._asking_since_s = self.loop.time()
             self._look()
@@ -112,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._unread
 
     def _look(self) -> None:
-        """Comes when something may be overdue: what began no later than `late_s`."""
+        """Timer callback: end what has waited since `late_s` or longer."""
         limit_s = self._limits.request_timeout_s
         late_s = self.loop.time() - limit_s
         before = self._unread
@@ -120,21 +122,21 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._note_unread().num_bytes > before.num_bytes - LEAST_READ_BYTES:
                 self.transport.abort()
                 return
-        elif before is None and self.transport.is_closing():  # it waits for its client to read
+        elif before is None and self.transport.is_closing():  # the client has not read all of it
             self._note_unread()
         if self._asking_since_s is not None and self._asking_since_s <= late_s:
             self._end_late_request()
         begun_s = (self._asking_since_s, self._unread and self._unread.since_s)
-        due_s = (each + limit_s for each in begun_s if each is not None and each > late_s)
+        due_s = (begun + limit_s for begun in begun_s if begun is not None and begun > late_s)
         self._watch = self.loop.call_at(min(due_s, default=late_s + 2 * limit_s), self._look)
 
     def _end_late_request(self) -> None:
         if self._answering:
-            return  # this one, whose body the application waits for, or one before it
+            return  # the application waits for this request's body, or an earlier one is answered
         if self._in_head:
             limit_s = self._limits.request_timeout_s
             self._refuse(408, "request_timeout", f"the head took longer than {limit_s:g} s")
-        else:  # nothing was asked, or nobody wants the rest of it
+        else:  # no request has begun, or its response is complete before its body
             self.transport.close()
 
     # ---- requests -----------------------------------------------------------------------------
@@ -149,24 +151,24 @@ class BoundedProtocol(HttpToolsProtocol):
         refused = self in self._lingering or self.transport.is_closing()
         if was_in_head and self._in_head and not refused:
             self._fed_bytes += len(data)
-            if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a field without an end
+            if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a header field without an end
                 self._head_bytes = self._fed_bytes
                 self.send_400_response("")
 
     def _should_upgrade(self) -> bool:
-        """Hold a request that asks for another protocol until `handle_websocket_upgrade`."""
+        """Return True, so that uvicorn calls `handle_websocket_upgrade` for any other protocol."""
         return bool(self.parser.get_method() != b"CONNECT")
 
     def handle_websocket_upgrade(self) -> None:
-        """Read a request again without its `upgrade`, which a server that speaks no other protocol
-        ignores (RFC 9110, 7.8). The parser takes everything after the head for that protocol, and
-        has raised the head's length."""
+        """Parse the request again without its `upgrade` field, which a server may ignore (RFC 9110,
+        7.8). The first parser has raised after the head, and would take the rest for the other
+        protocol."""
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
         target = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
-        fields = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
-        self.parser = httptools.HttpRequestParser(self)  # the other one may wait for the end
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)  # the old parser may wait for an end
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(b"\r\n".join([target, *fields, b"", self._data[upgrade.args[0] :]]))
 
     def on_message_begin(self) -> None:
@@ -185,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count_head(self, num_bytes: int) -> None:
-        """What is raised here ends the parser, which calls `send_400_response`."""
+        """Add to the head's size. HeadError stops the parser, which calls `send_400_response`."""
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise HeadError
@@ -202,18 +204,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._asking_since_s is not None:  # nothing is in its way any more
+        if self._asking_since_s is not None:  # the next request has its full time from now on
             self._asking_since_s = self.loop.time()
         super().on_response_complete()
 
-    # ---- answers of its own -------------------------------------------------------------------
+    # ---- responses of the connection itself ---------------------------------------------------
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
-        """Where a request cannot be read. None goes into the middle of another answer."""
+        """Refuse an unreadable request, or just close the connection within another response."""
         if self.pipeline or (self._answering and self.cycle.response_started):
             self.transport.close()
         elif self._head_bytes > MAX_HEAD_BYTES:
@@ -232,8 +234,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """What is sent to a connection that is closed makes the client's system throw away the
-        answer, read or not: so what it still sends is read for a moment. It takes no place."""
+        """Read on for a moment before closing. Data that arrives at a closed connection makes the
+        client's system drop the response, read or not. The connection does not count against the
+        limit."""
         self._lingering.add(self)
         self.connections.discard(self)
         self.transport.write_eof()

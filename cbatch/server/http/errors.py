@@ -1,4 +1,4 @@
-"""What goes wrong with a call, and what it is to a client: a status, and a body of one shape."""
+"""Errors of requests as HTTP responses: a status, and a body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from cbatch.server.protocol.errors import (
 )
 
 AnyRequest = Request[Any, Any, Any]
-Answer = HttpResponse[dict[str, Any]]
-Handler = Callable[[AnyRequest, Any], Answer]
+ErrorResponse = HttpResponse[dict[str, Any]]
+Handler = Callable[[AnyRequest, Any], ErrorResponse]
 _logger = logging.getLogger("cbatch")
 
 
 class ClientGoneError(RuntimeError):
-    """The client closed the connection before its answer was ready."""
+    """The client closed the connection before its response was ready."""
 
 
 class BodyTooLongError(FieldError):
-    """A call of more bytes than are read."""
+    """The body exceeds the size limit."""
 
 
 class MediaTypeError(FieldError):
-    """A body that does not call itself JSON. A page of another site can send such without asking
-    the browser's leave, so they are not guessed at."""
+    """The body is not declared to be JSON. Other types are rejected, since a page of another site
+    can send them without the browser's preflight request."""
 
 
 def error_body(
     message: str, kind: str, field: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """As OpenAI's clients read it. `field` is the name of the one at fault."""
+    """Return an error in OpenAI's format. `field` is the field at fault."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
 def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
-    """By error, for an application. `reject` counts calls that were refused, by why; the queue
-    counts its own."""
+    """Return the application's error handlers. `reject` counts refused requests by reason, except
+    the queue's own rejections."""
 
     def refused(status: int, reason: str, code: str | None = None) -> Handler:
-        def handle(_: AnyRequest, error: FieldError) -> Answer:
+        def handle(_: AnyRequest, error: FieldError) -> ErrorResponse:
             reject(reason)
             body = error_body(str(error), "invalid_request_error", error.field, code)
             return HttpResponse(body, status_code=status)
@@ -63,49 +63,49 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
         BodyTooLongError: refused(413, "body_too_long"),
         MediaTypeError: refused(415, "media_type"),
-        ServiceError: _of_service,
-        BodyTimeoutError: _of_slow_body,
+        ServiceError: _service_error,
+        BodyTimeoutError: _slow_body,
         GenerationError: lambda _, error: _failed(error, 500),
         UnanswerableError: _unanswerable,
         ClientGoneError: lambda _, error: _failed(error, 499),
         RecursionError: _too_deep,
-        HTTPException: _of_http,
+        HTTPException: _http_error,
         Exception: lambda request, error: HttpResponse(
             unforeseen(error, request.url.path), status_code=500
         ),
     }
 
 
-def _of_service(_: AnyRequest, error: ServiceError) -> Answer:
+def _service_error(_: AnyRequest, error: ServiceError) -> ErrorResponse:
     after_s = error.retry_after_s
     headers = {} if after_s is None else {"retry-after": str(after_s)}
     body = error_body(str(error), error.kind)
     return HttpResponse(body, status_code=error.status, headers=headers)
 
 
-def _of_slow_body(request: AnyRequest, error: BodyTimeoutError) -> Answer:
-    """What is still to come of it is waited for no longer."""
-    answer = _of_service(request, error)
+def _slow_body(request: AnyRequest, error: BodyTimeoutError) -> ErrorResponse:
+    """Close the connection afterwards, as the rest of the body is not read."""
+    answer = _service_error(request, error)
     answer.headers["connection"] = "close"
     return answer
 
 
-def _failed(error: Exception, status: int) -> Answer:
+def _failed(error: Exception, status: int) -> ErrorResponse:
     return HttpResponse(error_body(str(error), "server_error"), status_code=status)
 
 
-def _unanswerable(_: AnyRequest, error: UnanswerableError) -> Answer:
+def _unanswerable(_: AnyRequest, error: UnanswerableError) -> ErrorResponse:
     body = error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
     return HttpResponse(body, status_code=400)
 
 
-def _too_deep(_: AnyRequest, error: RecursionError) -> Answer:
+def _too_deep(_: AnyRequest, error: RecursionError) -> ErrorResponse:
     message = "body: is nested too deeply; send a plain JSON object"
     return HttpResponse(error_body(message, "invalid_request_error", "body"), status_code=400)
 
 
-def _of_http(request: AnyRequest, error: HTTPException) -> Answer:
-    """No such path, or another method."""
+def _http_error(request: AnyRequest, error: HTTPException) -> ErrorResponse:
+    """Handle an unknown path, a wrong method, and other errors of the framework."""
     headers = dict(error.headers or {})
     if isinstance(error, MethodNotAllowedException):
         headers["allow"] = ", ".join(_methods(request))
@@ -116,7 +116,7 @@ def _of_http(request: AnyRequest, error: HTTPException) -> Answer:
 
 
 def _methods(request: AnyRequest) -> list[str]:
-    """What the path of the call does answer to."""
+    """Return the methods that the request's path supports."""
     return sorted(
         method
         for route in request.app.routes
@@ -126,6 +126,6 @@ def _methods(request: AnyRequest) -> list[str]:
 
 
 def unforeseen(error: Exception, path: str) -> dict[str, Any]:
-    """Log an error of the server's own, and return a body that does not show it."""
+    """Log an internal error, and return a body that does not reveal it."""
     _logger.error("%s failed", path, exc_info=error)
     return error_body("the server failed; its log says how", "server_error")

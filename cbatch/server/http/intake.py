@@ -1,5 +1,4 @@
-"""Bodies of calls on their way in: how long each may take and be, and how much memory all of them
-together have."""
+"""Reading of request bodies, with limits on time, size, and memory of all bodies together."""
 
 from __future__ import annotations
 
@@ -19,12 +18,13 @@ from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTy
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
 
-# Of every body: does not count, so that whoever fills the memory with long ones stops no short one.
+# Part of each body that is not counted, so that clients with long bodies cannot block short ones.
 FREE_BYTES = 2**14
 
 
 class BodyIntake:
-    """`num_bytes` are counted now. `overloaded` makes the error for what does not fit."""
+    """`num_bytes` is the counted memory of all bodies. `overloaded` makes the error for an
+    excess."""
 
     def __init__(
         self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]
@@ -34,7 +34,7 @@ class BodyIntake:
 
     @asynccontextmanager
     async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-        """A call's body, decompressed, which counts until the block ends. Raises `MediaTypeError`,
+        """Read and decompress a body, which counts until the block ends. Raises `MediaTypeError`,
         `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`, `BodyTooLongError` or
         `FieldError`."""
         coding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -46,7 +46,7 @@ class BodyIntake:
             try:
                 async with asyncio.timeout(limit_s):
                     content = await self._read(request, part)
-                    if coding != "identity":  # in a thread: few bytes can become many
+                    if coding != "identity":  # in a thread, since few bytes can expand to many
                         content = await asyncio.to_thread(self._decompressed, content)
                         self._count(part, len(content) - FREE_BYTES)
             except TimeoutError as error:
@@ -79,25 +79,25 @@ class BodyIntake:
         return whole
 
     def _require_short(self, num_bytes: int) -> None:
-        most = self._limits.max_body_bytes
-        if num_bytes > most:
-            raise BodyTooLongError("body", f"has more than {most} bytes", "send less")
+        limit = self._limits.max_body_bytes
+        if num_bytes > limit:
+            raise BodyTooLongError("body", f"has more than {limit} bytes", "send less")
 
     def _count(self, part: _BodyPart, num_bytes: int) -> None:
-        """So many of the body, from now on."""
+        """Raise the body's counted bytes to `num_bytes`. Raises `OverloadedError`."""
         more = num_bytes - part.num_bytes
         if more <= 0:
             return
-        most = self._limits.max_reading_bytes
-        if self.num_bytes + more > most:
-            held = f"bodies that are being read have {self.num_bytes} of {most} bytes"
-            raise self._overloaded("body_bytes", held)
+        limit = self._limits.max_reading_bytes
+        if self.num_bytes + more > limit:
+            problem = f"bodies that are being read have {self.num_bytes} of {limit} bytes"
+            raise self._overloaded("body_bytes", problem)
         part.num_bytes += more
         self.num_bytes += more
 
 
 class _BodyPart:
-    """What one body has of it."""
+    """The counted bytes of one body."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""API keys, and how many calls each may have open at once."""
+"""API keys, and the number of requests that each may have open."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from cbatch.core.request.errors import FieldError
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S
 
-_REMEMBERED = 16  # calls of a key that ended, for the pace of the next
+_REMEMBERED = 16  # durations of a key's last requests, to estimate Retry-After
 
 
 class KeyBusyError(RuntimeError):
-    """The key has as many calls open as it may; one is likely to be over after `retry_after_s`."""
+    """The key has its maximum of open requests; one should end within `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -26,18 +26,18 @@ class KeyBusyError(RuntimeError):
 
 
 class ApiKey:
-    """`name` tells it from others in a log, and does not tell the key."""
+    """One API key. `name` identifies the key in logs without revealing it."""
 
     def __init__(self, secret: str, max_open: int | None, clock: Callable[[], float]) -> None:
         self.digest = digest(secret.encode())
         self.name = self.digest.hex()[:8]
         self._max_open, self._clock = max_open, clock
         self._num_open = 0
-        self._took_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """While a call is open. Raises `KeyBusyError`."""
+        """Count a request as open within the block. Raises `KeyBusyError`."""
         if self._max_open is not None and self._num_open >= self._max_open:
             raise KeyBusyError(
                 f"the key has {self._num_open} of {self._max_open} calls open",
@@ -49,18 +49,18 @@ class ApiKey:
             yield
         finally:
             self._num_open -= 1
-            self._took_s.append(self._clock() - began_s)
+            self._durations_s.append(self._clock() - began_s)
 
     def _retry_after_s(self) -> int:
-        if not self._took_s:
+        if not self._durations_s:
             return 1
-        mean_s = sum(self._took_s) / len(self._took_s)
+        mean_s = sum(self._durations_s) / len(self._durations_s)
         return max(1, min(LONGEST_RETRY_S, math.ceil(mean_s / self._num_open)))
 
 
 class KeyRing:
-    """The keys that are let in; everyone is where there are none. They are kept and compared as
-    digests, in a time that tells nothing. Raises `FieldError` for a limit that binds nobody."""
+    """The accepted keys; without keys everyone is accepted. Keys are stored as digests and compared
+    in constant time. Raises `FieldError` for an invalid limit, or a limit without keys."""
 
     def __init__(
         self,
@@ -69,21 +69,21 @@ class KeyRing:
         max_requests_per_key: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        most = max_requests_per_key
-        if most is not None and most < 1:
-            raise FieldError("max_requests_per_key", f"{most} is not allowed", "give 1 or more")
-        if most is not None and not secrets:
+        limit = max_requests_per_key
+        if limit is not None and limit < 1:
+            raise FieldError("max_requests_per_key", f"{limit} is not allowed", "give 1 or more")
+        if limit is not None and not secrets:
             raise FieldError("max_requests_per_key", "there are no keys", "give API keys as well")
-        self._keys = [ApiKey(secret, most, clock) for secret in dict.fromkeys(secrets)]
+        self._keys = [ApiKey(secret, limit, clock) for secret in dict.fromkeys(secrets)]
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """The one that the header names as its bearer token."""
+        """Return the key that the header holds as its bearer token, or None."""
         kind, _, secret = authorization.partition(b" ")
-        given = digest(secret.strip())
-        matches = [key for key in self._keys if hmac.compare_digest(given, key.digest)]
+        secret_digest = digest(secret.strip())
+        matches = [key for key in self._keys if hmac.compare_digest(secret_digest, key.digest)]
         return matches[0] if matches and kind.lower() == b"bearer" else None
 
 
@@ -92,7 +92,7 @@ def digest(secret: bytes) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """One a line; empty lines and those that begin with # are none. Raises `FieldError`."""
+    """Return the keys of a file, one a line, without comments (#). Raises `FieldError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

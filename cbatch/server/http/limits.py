@@ -1,4 +1,4 @@
-"""What connections may take of a server, and how many of them the system lets it have."""
+"""Limits of connections, and the number of connections that the system allows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 
 _limits = partial(knob, "limits")
-MOST_CONNECTIONS = 4096  # where open files allow it
-# Of the process beside its connections: the engine's pipes, logs, models, those just refused.
+MOST_CONNECTIONS = 4096  # default, if the limit on open files allows it
+# Other files than connections: the engine's pipes, logs, models, and connections just refused.
 OWN_FILES = 256
-LEAST_READ_BYTES = 2**14  # of an answer, by its client, in the time that it has for a request
+LEAST_READ_BYTES = 2**14  # what a client must read of a response within `request_timeout_s`
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises `FieldError`. `request_timeout_s` is for the head of a request, and again for its
-    body; of an answer its client reads `LEAST_READ_BYTES` in it, or all there is. Bodies on their
-    way in have `max_reading_bytes` for all of them together."""
+    """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
+    and its body as long again. A client must read `LEAST_READ_BYTES` of a response in that time.
+    All bodies that are being read share `max_reading_bytes`."""
 
     max_connections: Annotated[
         int | None,
@@ -48,26 +48,26 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.max_connections or MOST_CONNECTIONS
 
 
-def connections_for(asked: int | None) -> int:
-    """How many fit into the files that the process may have open; the system is asked for more of
-    those where they are needed. Raises `FieldError` where what was `asked` for does not fit."""
-    import resource  # Windows has none, nor `cbatch serve`
+def connections_for(max_connections: int | None) -> int:
+    """Return the number of connections to allow, after raising the process's limit on open files if
+    necessary. Raises `FieldError` if `max_connections` exceeds what the system allows."""
+    import resource  # not on Windows, where `cbatch serve` does not run either
 
-    wanted = (MOST_CONNECTIONS if asked is None else asked) + OWN_FILES
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != files < wanted:
-        files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    needed = (MOST_CONNECTIONS if max_connections is None else max_connections) + OWN_FILES
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != files < needed:
+        files = needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard_limit))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = (wanted if files == resource.RLIM_INFINITY else min(wanted, files)) - OWN_FILES
+    room = (needed if files == resource.RLIM_INFINITY else min(needed, files)) - OWN_FILES
     if room < 1:
         problem = f"this process may have {files}, and a server needs more than {OWN_FILES}"
         raise FieldError("open files", problem, "raise the limit (ulimit -n, LimitNOFILE)")
-    if asked is None:
+    if max_connections is None:
         return room
-    if asked > room:
-        problem = f"{asked} need {wanted} open files, and this process may have {files}"
+    if max_connections > room:
+        problem = f"{max_connections} need {needed} open files, and this process may have {files}"
         remedy = f"ask for <= {room}, or raise the limit (ulimit -n, LimitNOFILE)"
         raise FieldError("max_connections", problem, remedy)
-    return asked
+    return max_connections

@@ -1,5 +1,5 @@
-"""Before any route: who may enter, the id by which a call is found again, and, once it is over, its
-line in the log."""
+"""Wraps every route: API keys, request ids, CORS headers, and the log line of a finished
+request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import error_body, unforeseen
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
-from cbatch.server.serving.answer import encode
-from cbatch.server.serving.metrics import Meter
+from cbatch.server.serving.metrics import RequestMetrics
+from cbatch.server.serving.response_builder import encode
 from cbatch.system.logs import fields
 
-# For probes, which hold no keys, and the page that asks for one. Nobody learns of others there.
+# For probes, which have no key, and for the page that asks for one. They show no user's data.
 OPEN_PATHS = ("/health", "/ready", *PAGE_PATHS)
 METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
@@ -32,8 +32,8 @@ MAX_PATH_CHARS = 200
 _KEY = "cbatch.call"  # in the ASGI scope
 
 
-class CallLog:
-    """Of one call. `status` is that of the answer, as far as it has begun."""
+class RequestLog:
+    """The log line of one request. `status` is None until a response begins."""
 
     def __init__(self, scope: Scope, request_id: str) -> None:
         self._began_s = time.monotonic()
@@ -41,26 +41,26 @@ class CallLog:
         self._request_id = request_id
         self.status: int | None = None
         self.key: str | None = None
-        self.meter: Meter | None = None
+        self.metrics: RequestMetrics | None = None
         self.id: str | None = None
         self.streamed: bool | None = None
         self.error: str | None = None
         cast(dict[str, Any], scope)[_KEY] = self
 
     def fail(self, error: BaseException) -> None:
-        """Its kind, and the field at fault: a message may hold what the client sent."""
+        """Record the error's type and field. The message may contain the client's data."""
         self.error = type(error).__name__
         if isinstance(error, FieldError):
             self.error += f" {error.field}"
 
     def write(self) -> None:
-        """Of what was posted, and of what was refused."""
-        status = self.status or 499  # the client left before it was answered
+        """Write the line for a POST request, or for any that was refused."""
+        status = self.status or 499  # the client left before a response began
         if self._method != "POST" and status < 400:
             return
-        meter = self.meter
-        told = {} if meter is None else meter.summary()
-        error = self.error or (meter and meter.error)
+        metrics = self.metrics
+        measurements = {} if metrics is None else metrics.summary()
+        error = self.error or (metrics and metrics.error)
         _logger.info(
             "request",
             extra=fields(
@@ -71,22 +71,22 @@ class CallLog:
                 key=self.key,
                 stream=self.streamed,
                 e2e_s=round(time.monotonic() - self._began_s, 4),
-                **told,
+                **measurements,
                 error=error,
             ),
         )
 
 
-def call_log(request: Request[Any, Any, Any]) -> CallLog:
-    """That of the middleware which the request came through."""
-    return cast(CallLog, cast(dict[str, Any], request.scope)[_KEY])
+def request_log(request: Request[Any, Any, Any]) -> RequestLog:
+    """Return the log line that the middleware opened for a request."""
+    return cast(RequestLog, cast(dict[str, Any], request.scope)[_KEY])
 
 
-class CallMiddleware:
-    """Wraps an application. Where there are keys every path but `OPEN_PATHS`, and that of metrics
-    if they are open, asks for one of them, as a bearer token, and what is posted counts against its
-    limit; `reject` counts what that refuses. Every answer carries the `X-Request-Id` of its call,
-    or one made up for it, and lets pages of `cors_origins` (`*`: all) read it."""
+class RequestMiddleware:
+    """Wraps an application. If there are keys, every path except `OPEN_PATHS` (and the metrics, if
+    open) requires one as a bearer token. POST requests count against the key's limit; `reject`
+    counts those refused for it. Every response has an `X-Request-Id`, the client's or a new one.
+    Pages of `cors_origins` (`*`: all) may read responses."""
 
     def __init__(
         self,
@@ -98,17 +98,17 @@ class CallMiddleware:
         cors_origins: Collection[str] = (),
     ) -> None:
         self._app, self._keys, self.reject = app, keys, reject
-        self._origins = frozenset(each.rstrip("/").lower().encode() for each in cors_origins)
+        self._origins = frozenset(origin.rstrip("/").lower().encode() for origin in cors_origins)
         self._open = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
             await self._app(scope, receive, send)
             return
-        given = {name: value for name, value in scope["headers"] if name in _READ}
-        request_id = _request_id(given.get(REQUEST_ID, b""))
-        log = CallLog(scope, request_id.decode())
-        sharing = self._sharing(given.get(b"origin", b""))
+        request_headers = {name: value for name, value in scope["headers"] if name in _READ}
+        request_id = _request_id(request_headers.get(REQUEST_ID, b""))
+        log = RequestLog(scope, request_id.decode())
+        sharing = self._sharing(request_headers.get(b"origin", b""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -117,15 +117,15 @@ class CallMiddleware:
             await send(message)
 
         try:
-            if sharing and scope["method"] == "OPTIONS" and _ASKED_METHOD in given:
-                await _allow(send_with_id, given.get(_ASKED_HEADERS, b""))
+            if sharing and scope["method"] == "OPTIONS" and _ASKED_METHOD in request_headers:
+                await _allow(send_with_id, request_headers.get(_ASKED_HEADERS, b""))
             elif scope["path"] in self._open or not self._keys:
                 await self._app(scope, receive, send_with_id)
             else:
-                key = self._keys.find(given.get(b"authorization", b""))
+                key = self._keys.find(request_headers.get(b"authorization", b""))
                 log.key = None if key is None else key.name
                 await self._enter(key, scope, receive, send_with_id)
-        except Exception as error:  # outside of every route
+        except Exception as error:  # not raised by a route
             log.fail(error)
             if log.status is not None:
                 raise
@@ -135,7 +135,7 @@ class CallMiddleware:
                 log.write()
 
     def _sharing(self, origin: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let a page of `origin` read an answer; none if it may not."""
+        """Return the CORS headers for a page of `origin`; none if it may not read responses."""
         allowed = b"*" if b"*" in self._origins else origin
         if allowed not in self._origins:
             return []
@@ -172,15 +172,15 @@ _NO_KEY = (
 )
 
 
-def _request_id(given: bytes) -> bytes:
-    """The client's, if it can do no harm in a log."""
-    if 0 < len(given) <= MAX_ID_CHARS and all(33 <= byte < 127 for byte in given):
-        return given
+def _request_id(client_id: bytes) -> bytes:
+    """Return the client's id if it is safe in a log, otherwise a new one."""
+    if 0 < len(client_id) <= MAX_ID_CHARS and all(33 <= byte < 127 for byte in client_id):
+        return client_id
     return uuid.uuid4().hex.encode()
 
 
 async def _allow(send: Any, fields: bytes) -> None:
-    """Answer a browser that asks whether a page may send a call with these header fields."""
+    """ResponseBuilder a browser's preflight request, allowing these header fields."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-allow-headers", fields),

@@ -1,5 +1,5 @@
-"""The live page's files, which anyone may have: they hold nothing, and ask for a key where one is
-needed."""
+"""The live page's files. They are public, since they contain no data; the page asks for a key if
+one is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILES = {
     },
 }
 PAGE_PATHS = tuple(_FILES)
-# Nothing but what comes from here, no inline script or style, no frame around it.
+# Only this server's own resources, no inline script or style, no framing by other pages.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,4 +1,4 @@
-"""A server process: the engine first, then HTTP, and both until a signal has been obeyed."""
+"""Runs a server process: starts the engine, then HTTP, and stops both on signals."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cbatch.server.serving.service import EngineService
 from cbatch.system.heap import freeze_heap, give_back_free_memory, give_back_large_blocks
 
 _logger = logging.getLogger("cbatch")
-_REST_TICKS = 50  # of a tenth of a second
-_FLUSH_S = 5  # answers that are complete may take this long to reach their clients
+_REST_TICKS = 50  # between attempts to return free memory; a tick is a tenth of a second.
+_FLUSH_S = 5  # time for complete responses to reach their clients
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal it goes on listening, so that clients are told, until everything that was
-    accepted has finished or `grace_s` is over. On the second it stops at once. Without an engine it
-    ends by itself: whoever watches over it can start it anew, which a process that only answers 503
-    would be in the way of. `on_listening` is given the port."""
+    """A server that drains. After the first signal it still listens, but rejects requests, until
+    the accepted ones have finished or `grace_s` is over. A second signal stops it at once. If the
+    engine is lost it ends by itself, so that a supervisor can restart it. `on_listening` receives
+    the port."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises `EngineLostError`, once everyone has been told."""
+        """Serve until stopped. Raises `EngineLostError` if the engine was lost."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
         if self._service.down is not None:
@@ -64,7 +64,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn leaves it to be cancelled, which the app complains of
+        if self.force_exit:  # uvicorn would only cancel the lifespan task, which logs an error
             await self.lifespan.shutdown()
 
     def _on_signal(self) -> None:

@@ -1,4 +1,4 @@
-"""From the engine's streams to a client, who may leave at any moment."""
+"""From the engine's output streams to a client, who may disconnect at any moment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from litestar import Request
 
 from cbatch.server.http.errors import ClientGoneError, error_body, unforeseen
 from cbatch.server.protocol.errors import GenerationError, ServiceError
-from cbatch.server.serving.answer import DONE, Answer, encode
-from cbatch.server.serving.call import OutputStream, joined
+from cbatch.server.serving.open_request import OutputStream, joined
+from cbatch.server.serving.response_builder import DONE, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 
 T = TypeVar("T")
@@ -20,62 +20,63 @@ T = TypeVar("T")
 
 async def submit(
     service: EngineService,
-    answer: Answer[Any],
+    builder: ResponseBuilder[Any],
     timeout_s: float | None,
     itl_target_s: float | None,
     owner: str | None,
     stack: AsyncExitStack,
 ) -> list[OutputStream]:
-    """A stream for each prompt, `owner`'s. If one is refused, `stack` closes those before it."""
-    call, streams = answer.call, []
-    for position, prompt in enumerate(call.prompts):
+    """Submit each prompt and return its stream. If one is rejected, `stack` closes the earlier
+    ones."""
+    api_request, streams = builder.api_request, []
+    for position, prompt in enumerate(api_request.prompts):
         stream = await service.submit(
             prompt,
-            call.params,
-            request_id=f"{answer.id}-{position}",
-            priority=call.fields.priority,
-            cache_salt=call.fields.cache_salt,
+            api_request.params,
+            request_id=f"{builder.id}-{position}",
+            priority=api_request.fields.priority,
+            cache_salt=api_request.fields.cache_salt,
             itl_target_s=itl_target_s,
             timeout_s=timeout_s,
-            num_prompts=len(call.prompts),
-            grammar_field=call.grammar_field,
+            num_prompts=len(api_request.prompts),
+            grammar_field=api_request.grammar_field,
             owner=owner,
-            mark_ids=call.mark_ids,
-            whole=not call.fields.stream,
+            mark_ids=api_request.mark_ids,
+            whole=not api_request.fields.stream,
         )
         streams.append(await stack.enter_async_context(stream))
-        answer.open(stream)
+        builder.open(stream)
     return streams
 
 
-async def gather(streams: list[OutputStream], answer: Answer[Any]) -> None:
-    """Until every choice has finished."""
+async def gather(streams: list[OutputStream], builder: ResponseBuilder[Any]) -> None:
+    """Pass all outputs to `builder`, until every choice has finished."""
     async for items in joined(streams):
         for position, output in items:
-            answer.take(position, output)
+            builder.take(position, output)
 
 
 async def events(
-    streams: list[OutputStream], answer: Answer[Any], owner: AsyncExitStack
+    streams: list[OutputStream], builder: ResponseBuilder[Any], owner: AsyncExitStack
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; those of one step go out together. The first item is empty and comes once
-    there is something to tell: what goes wrong before it is raised, and can still be a status.
-    `owner` is closed however this ends."""
+    """Yield server-sent events; those of one step are joined. The first item is empty and comes
+    when there is something to send, so an error before it can still become an HTTP status. `owner`
+    is closed at the end, also after an error."""
     begun = False
     async with owner:
         try:
             async for items in joined(streams):
-                told = b"".join([answer.event(position, output) for position, output in items])
-                if told and not begun:
+                content = b"".join([builder.event(position, output) for position, output in items])
+                if content and not begun:
                     begun = True
                     yield b""
-                if told:
-                    yield told
-            last = answer.last_event()
+                if content:
+                    yield content
+            last = builder.last_event()
         except Exception as error:
             if not begun:
                 raise
-            answer.fail(error)
+            builder.fail(error)
             if isinstance(error, GenerationError | ServiceError):
                 body = error_body(str(error), error.kind)
             else:
@@ -85,17 +86,18 @@ async def events(
 
 
 async def or_disconnect(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """Awaits `work`, but gives it up if the client leaves: no framework cancels a plain handler."""
+    """Await `work`, but cancel it if the client disconnects: the framework cancels no plain
+    handler."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError("the client closed the connection")
         return await task
     finally:
-        for each in (task, gone):
-            each.cancel()
+        for future in (task, disconnected):
+            future.cancel()
 
 
 async def _disconnected(request: Request[Any, Any, Any]) -> None:

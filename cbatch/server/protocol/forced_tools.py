@@ -112,7 +112,7 @@ def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str
 # ---- from text to calls -----------------------------------------------------------------------
 
 
-class CallPart(NamedTuple):
+class ToolCallPart(NamedTuple):
     """A piece of tool call number `call`. `id` and `name` come with its first piece."""
 
     call: int
@@ -158,7 +158,7 @@ class JsonEnd:
         return None
 
 
-class CallReader:
+class ForcedCallReader:
     """Incremental parser of a forced reply. `name` is as in `ForcedCall`."""
 
     def __init__(self, name: str | None) -> None:
@@ -175,9 +175,9 @@ class CallReader:
             return self._closed
         return self._index == 0 and self._json.depth == 1 and not self._json.quoted
 
-    def push(self, text: str) -> list[CallPart]:
+    def push(self, text: str) -> list[ToolCallPart]:
         """Return the pieces that `text` adds, one for each call."""
-        parts: list[CallPart] = []
+        parts: list[ToolCallPart] = []
         if self._named is not None and self._index < 0 and text:
             parts.append(self._open(self._named))
         while text:
@@ -188,15 +188,15 @@ class CallReader:
             piece, text = (text, "") if end is None else (text[: end - 1], text[end - 1 :])
             self._in_arguments = not text
             if piece:
-                add_part(parts, CallPart(self._index, piece))
+                add_part(parts, ToolCallPart(self._index, piece))
         return parts
 
-    def _open(self, name: str) -> CallPart:
+    def _open(self, name: str) -> ToolCallPart:
         self._index += 1
         self._in_arguments, self._json = True, JsonEnd(1)
-        return CallPart(self._index, "", call_id(), name)
+        return ToolCallPart(self._index, "", call_id(), name)
 
-    def _read_prefix(self, text: str, parts: list[CallPart]) -> str:
+    def _read_prefix(self, text: str, parts: list[ToolCallPart]) -> str:
         """Read up to a call's arguments, and return the rest of `text`."""
         read = self._prefix + text
         end = read.find(_ARGUMENTS)
@@ -209,7 +209,7 @@ class CallReader:
         return read[end + len(_ARGUMENTS) :]
 
 
-def add_part(parts: list[CallPart], part: CallPart) -> None:
+def add_part(parts: list[ToolCallPart], part: ToolCallPart) -> None:
     """Append a piece, joined to the last one if that is of the same call."""
     if parts and parts[-1].call == part.call:
         last = parts.pop()

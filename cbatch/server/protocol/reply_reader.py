@@ -14,7 +14,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
-from cbatch.server.protocol.forced_tools import CallPart, CallReader, ForcedCall, JsonEnd, call_id
+from cbatch.server.protocol.forced_tools import (
+    ForcedCall,
+    ForcedCallReader,
+    JsonEnd,
+    ToolCallPart,
+    call_id,
+)
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -25,7 +31,7 @@ class Thought(str):
     __slots__ = ()
 
 
-Part = str | Thought | CallPart
+Part = str | Thought | ToolCallPart
 
 
 class ThoughtFormat(NamedTuple):
@@ -45,7 +51,7 @@ class ThoughtFormat(NamedTuple):
         return text.endswith(self.opens) or (self.begun and not text.endswith(self.closes))
 
 
-class CallFormat(NamedTuple):
+class ToolCallFormat(NamedTuple):
     """The format of a tool call: a tag, a head and a JSON object. The object is the call (`name`,
     and `arguments` or `parameters`), or only its arguments if the head has a group `name`. Without
     tags, only a reply that begins with a call has calls."""
@@ -64,7 +70,7 @@ class ReplyFormat(NamedTuple):
     stripped of white space; otherwise it is part of the text. Calls inside a thought are ignored.
     `forced` are the calls that the answer must consist of, in cbatch's own format."""
 
-    calls: CallFormat | None = None
+    calls: ToolCallFormat | None = None
     thoughts: ThoughtFormat | None = None
     forced: ForcedCall | None = None
     separate: bool = False
@@ -88,7 +94,7 @@ class ReplyReader:
 
     def __init__(self, form: ReplyFormat, prompt_end: str = "") -> None:
         self._calls, self._thoughts, self._separate = form.calls, form.thoughts, form.separate
-        self._forced = None if form.forced is None else CallReader(form.forced.name)
+        self._forced = None if form.forced is None else ForcedCallReader(form.forced.name)
         self._max_calls, self._num_calls = None if form.parallel else 1, 0
         self.in_thought = self._thoughts is not None and self._thoughts.begins(prompt_end)
         self._pending = ""  # text that is not classified yet
@@ -221,7 +227,7 @@ class ReplyReader:
             return self._end_no_call()
         if self._num_calls != self._max_calls:  # further calls are dropped
             name, arguments = call
-            self._parts.append(CallPart(self._num_calls, arguments, call_id(), name))
+            self._parts.append(ToolCallPart(self._num_calls, arguments, call_id(), name))
             self._num_calls += 1
         self._pending, self._state = pending[end:], self._read_after_call
         return True

@@ -45,7 +45,7 @@ ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_i
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
-Fields = TypeVar("Fields", bound="CallFields")
+Fields = TypeVar("Fields", bound="RequestFields")
 
 
 class PendingPrompt(NamedTuple):
@@ -112,7 +112,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
         return StructuredOutputs(json_object=True)
 
 
-class CallFields(msgspec.Struct, frozen=True, kw_only=True):
+class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every request, except sampling parameters. Null counts as absent."""
 
     model: str | None = None
@@ -128,13 +128,13 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     return_metrics: bool = False  # times and speculation, in the last chunk or the response
 
 
-class CompletionFields(CallFields, frozen=True, kw_only=True):
+class CompletionFields(RequestFields, frozen=True, kw_only=True):
     prompt: Any = None
     echo: bool = False
     add_special_tokens: bool = True
 
 
-class ChatFields(CallFields, frozen=True, kw_only=True):
+class ChatFields(RequestFields, frozen=True, kw_only=True):
     messages: Any = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
@@ -165,12 +165,12 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]  # at most the context length
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has been checked. `ignored` are the names of unknown fields."""
 
     prompts: tuple[ReadPrompt, ...]
     params: SamplingParams
-    fields: CallFields
+    fields: RequestFields
     ignored: tuple[str, ...]
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
@@ -209,7 +209,7 @@ def _lenient(body: bytes) -> Any:
         return json.loads(body)
 
 
-def parse_completion(body: bytes, model: ServedModel) -> Call:
+def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
     prompt_only = (
@@ -225,7 +225,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
     token_or_texts = token_prompts(fields.prompt, model)
     prompts = tuple(_read_prompt(prompt, fields, model) for prompt in token_or_texts)
     _check_size(params, len(prompts))
-    return Call(
+    return ApiRequest(
         prompts=prompts,
         params=params,
         fields=fields,
@@ -236,7 +236,7 @@ def parse_completion(body: bytes, model: ServedModel) -> Call:
     )
 
 
-def parse_chat(body: bytes, model: ServedModel) -> Call:
+def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
     fields, sampling, rest = _parse(body, ChatFields, model)
     if fields.top_logprobs and not fields.logprobs:
@@ -256,7 +256,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
     params, grammar_field = _structured(sampling, fields, forced)
     _check_size(params, 1)
     ids = partial(chat_ids, body)
-    return Call(
+    return ApiRequest(
         prompts=(PendingPrompt(len(body), model, ids, "messages", model.around_answer),),
         params=params,
         fields=fields,
@@ -269,7 +269,7 @@ def parse_chat(body: bytes, model: ServedModel) -> Call:
 
 
 def _structured(
-    sampling: dict[str, Any], fields: CallFields, forced: ForcedCall | None
+    sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
     """Return the parameters with the one constraint on the output, and the field it came from."""
     params = sampling_from_json(sampling)

@@ -57,8 +57,8 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """The message of a chunk. `role` comes with a choice's first text, so a client cannot mistake it for
-    a first token."""
+    """The message of a chunk. `role` comes with a choice's first text, so that a client does not
+    mistake it for a first token."""
 
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET

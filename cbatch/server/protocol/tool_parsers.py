@@ -7,7 +7,12 @@ from typing import Literal
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.forced_tools import Tool, ToolChoice
-from cbatch.server.protocol.reply_reader import CallFormat, ReplyFormat, ReplyReader, ThoughtFormat
+from cbatch.server.protocol.reply_reader import (
+    ReplyFormat,
+    ReplyReader,
+    ThoughtFormat,
+    ToolCallFormat,
+)
 from cbatch.text import TextTokenizer
 
 ToolParser = Literal["hermes", "llama3_json", "mistral", "harmony"]
@@ -32,13 +37,13 @@ THOUGHTS: dict[str, ThoughtFormat] = {
         answer=f"{_CHANNEL}final{_MESSAGE}",
     ),
 }
-CALLS: dict[ToolParser, CallFormat] = {
+CALLS: dict[ToolParser, ToolCallFormat] = {
     # Hermes, Qwen: <tool_call>{"name": "f", "arguments": {}}</tool_call>, any number of them
-    "hermes": CallFormat(("<tool_call>",), THOUGHTS["qwen3"], end="</tool_call>"),
+    "hermes": ToolCallFormat(("<tool_call>",), THOUGHTS["qwen3"], end="</tool_call>"),
     # Llama 3: {"name": "f", "parameters": {}}; {...}
-    "llama3_json": CallFormat((), THOUGHTS["qwen3"], again=r"[\s;]*"),
+    "llama3_json": ToolCallFormat((), THOUGHTS["qwen3"], again=r"[\s;]*"),
     # [TOOL_CALLS][{"name": "f", "arguments": {}}, {...}], in newer models [TOOL_CALLS]f[ARGS]{}
-    "mistral": CallFormat(
+    "mistral": ToolCallFormat(
         ("[TOOL_CALLS]",),
         THOUGHTS["mistral"],
         r"\s*\[?\s*|\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*",
@@ -48,7 +53,7 @@ CALLS: dict[ToolParser, CallFormat] = {
         head_tokens=("[CALL_ID]", "[ARGS]"),
     ),
     # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
-    "harmony": CallFormat(
+    "harmony": ToolCallFormat(
         (
             *(f"{_CHANNEL}{name} to=functions." for name in ("commentary", "analysis")),
             f"{_ASSISTANT} to=functions.",
@@ -95,7 +100,7 @@ def mark_ids(form: ReplyFormat, tokenizer: TextTokenizer) -> frozenset[int]:
 
 def call_format(
     parser: ToolParser | None, tools: list[Tool], choice: ToolChoice | None
-) -> CallFormat | None:
+) -> ToolCallFormat | None:
     """Return the format, or None if the request leaves the model no choice. Raises `FieldError`."""
     if not tools or choice not in (None, "auto"):
         return None

@@ -1,1 +1,1 @@
-"""A call from its ticket of the queue to its answer, without HTTP. Imports `protocol`."""
+"""An API request from its place in the queue to its response, without HTTP. Imports `protocol`."""

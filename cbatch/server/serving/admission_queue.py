@@ -1,6 +1,7 @@
-"""The bounds of the queue: in requests and in prompt tokens, reserved before a prompt is tokenised.
+"""The admission queue, bounded in requests and prompt tokens. A place is reserved before a prompt
+is tokenized.
 
-Checking first and counting later lets a burst overshoot; a place here is taken in the same breath.
+Checking first and counting later would let a burst exceed the bounds, so `reserve` does both.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from cbatch.process.messages import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
 
 _limits = partial(knob, "limits")
-LONGEST_RETRY_S = 60
-_REMEMBERED = 64  # departures from the queue, for its pace
+LONGEST_RETRY_S = 60  # limit of Retry-After.
+_REMEMBERED = 64  # departures from the queue that estimate its pace
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server takes on. Raises `FieldError`. A choice is queued until it first has a slot.
+    """Limits of a server. Raises `FieldError`. A choice is queued until it first has a slot.
 
-    A call whose prompt cannot be read within `ttft_target_s`, at the present price of a prompt
-    token, is refused at once.
+    A request is rejected at once if its prompt cannot be computed within `ttft_target_s`, at the
+    present time per prompt token. An empty queue accepts any request, so no bound makes a request
+    impossible.
 
-    An empty queue takes any one call, so that no bound makes a call impossible. A call that is
-    still queued after `queue_timeout_s` is refused, one that is not done after `timeout_s` ends
-    there; None: no limit. One whose prompt takes more than `prompt_timeout_s` of a processor or
-    `prompt_memory_bytes` to render and tokenise is refused. A call with more than
-    `max_unread_tokens` tokens that its client has not read (64 for each choice, if that is more)
-    ends: they are dropped, and its choices free their slots.
+    A request that is still queued after `queue_timeout_s` is rejected, one that is not done after
+    `timeout_s` ends; None: no limit. Rendering and tokenizing a prompt may take `prompt_timeout_s`
+    of processor time and `prompt_memory_bytes`. A request ends when its client has left more than
+    `max_unread_tokens` tokens unread (64 for each choice, if that is more). These tokens are
+    dropped.
     """
 
     max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
@@ -73,33 +74,33 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class QueueTicket:
-    """Of one call, in the queue."""
+    """The place of one API request in the queue."""
 
     def __init__(self, queue: AdmissionQueue, num_requests: int, prompt_tokens: int) -> None:
         self._queue = queue
         self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
 
     def settle(self, prompt_tokens: int) -> None:
-        """The prompt is tokenised: so long it is."""
+        """Correct the reserved prompt length to the counted one."""
         self._queue.num_prompt_tokens += prompt_tokens - self._prompt_tokens
         self._prompt_tokens = prompt_tokens
 
     def leave_one(self) -> None:
-        """One of its requests has a slot; the prompt counts no more from the first one on."""
+        """Remove a choice that has a slot. The first one also removes the prompt's tokens."""
         self.settle(0)
         self._num_requests -= 1
         self._queue.num_requests -= 1
         self._queue.note_departure()
 
     def release(self) -> None:
-        """Whatever is left of it."""
+        """Remove whatever is left."""
         self.settle(0)
         self._queue.num_requests -= self._num_requests
         self._num_requests = 0
 
 
 class AdmissionQueue:
-    """`num_requests` and `num_prompt_tokens` are queued now; `rejections` so far, by reason."""
+    """Counts of queued requests and prompt tokens, and of rejections so far by reason."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class AdmissionQueue:
         clock: Callable[[], float],
         stats: Callable[[], EngineMetrics | None] = lambda: None,
     ) -> None:
-        """`stats`: the engine's latest."""
+        """`stats` returns the engine's latest statistics."""
         self._limits, self._clock, self._stats = limits, clock, stats
         self.num_requests = 0
         self.num_prompt_tokens = 0
@@ -115,22 +116,23 @@ class AdmissionQueue:
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> QueueTicket:
-        """`prompt_tokens` may be an estimate, until `settle`. Raises `OverloadedError`."""
+        """Reserve a place. `prompt_tokens` may be estimated until `settle`. Raises
+        `OverloadedError`."""
         self._require(num_requests, prompt_tokens)
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
         return QueueTicket(self, num_requests, prompt_tokens)
 
     def reading_s(self) -> float:
-        """Return the estimated seconds until the prompts that came so far are computed. Their
-        cached prefixes are not counted off; 0 while no price is known."""
+        """Return the estimated seconds to compute all prompts received so far, ignoring prefix
+        cache hits; 0 while the time per token is unknown."""
         stats = self._stats()
         if stats is None:
             return 0.0
         return (self.num_prompt_tokens + stats.remaining_prompt_tokens) * stats.prompt_token_s
 
     def require_in_time(self) -> None:
-        """Raise `OverloadedError` if the prompts that came so far, the last among them, cannot be
+        """Raise `OverloadedError` if the prompts received so far, including the newest, cannot be
         computed within `ttft_target_s`."""
         target_s, needed_s = self._limits.ttft_target_s, self.reading_s()
         if target_s is not None and needed_s > target_s:
@@ -138,14 +140,14 @@ class AdmissionQueue:
             raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))
 
     def require_room(self) -> None:
-        """Raises `OverloadedError` where the shortest call would be refused: no time is to be spent
-        on one before that is known."""
+        """Raise `OverloadedError` if even the shortest request would be rejected. Called before any
+        work on a request."""
         self._require(1, 1)
 
     def _require(self, num_requests: int, prompt_tokens: int) -> None:
         limits = self._limits
         if self.num_requests:
-            for queued, more, most, unit in (
+            for queued, more, limit, unit in (
                 (self.num_requests, num_requests, limits.max_queued_requests, "requests"),
                 (
                     self.num_prompt_tokens,
@@ -154,9 +156,9 @@ class AdmissionQueue:
                     "prompt tokens",
                 ),
             ):
-                if queued + more > most:
+                if queued + more > limit:
                     reason = f"queued {unit}".replace(" ", "_")
-                    raise self.overloaded(reason, f"the queue is full: {queued} of {most} {unit}")
+                    raise self.overloaded(reason, f"the queue is full: {queued} of {limit} {unit}")
 
     def overloaded(
         self, reason: str, problem: str, retry_after_s: int | None = None
@@ -170,7 +172,7 @@ class AdmissionQueue:
         self._departures_s.append(self._clock())
 
     def _retry_after_s(self) -> int:
-        """What is queued now, at the pace of late."""
+        """Estimate when the queue will be empty, from its recent pace."""
         times = self._departures_s
         if len(times) < 2:
             return 1

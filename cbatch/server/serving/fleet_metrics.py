@@ -1,4 +1,4 @@
-"""One page for Prometheus of many replicas' pages."""
+"""Merges the metrics pages of many replicas into one page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABEL = "replica"
 
 
 class FleetPages(Collector):
-    """`pages` are by replica, whose name becomes a label of every series."""
+    """Collects `pages` of replicas by name. The name becomes a label of every series."""
 
     def __init__(self, pages: Iterable[tuple[str, bytes]]) -> None:
         self._pages = list(pages)
@@ -23,17 +23,17 @@ class FleetPages(Collector):
         merged: dict[str, Metric] = {}
         for replica, page in self._pages:
             for family in text_string_to_metric_families(page.decode()):
-                known = merged.setdefault(
+                family_of_all = merged.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )
                 for sample in family.samples:
                     labels = {LABEL: replica, **sample.labels}
-                    known.samples.append(sample._replace(labels=labels))
+                    family_of_all.samples.append(sample._replace(labels=labels))
         yield from merged.values()
 
 
 def merge(pages: Iterable[tuple[str, bytes]]) -> bytes:
-    """In Prometheus' text format, as its parts."""
+    """Return one page in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(FleetPages(pages))
     return generate_latest(registry)

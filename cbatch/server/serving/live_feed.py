@@ -1,8 +1,7 @@
-"""What the live page is fed with: one stream of events, and the engine looked at only while
-somebody watches.
+"""The data of the live page, as one stream of events. The engine sends snapshots only while a page
+is open.
 
-Nothing of anybody's text is told. Each watcher is sent the latest; what it cannot take in time is
-dropped, never kept.
+No event contains text of a prompt or reply. A slow page misses older events; they are not buffered.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import msgspec
 from cbatch.process.messages import BlockMap, EngineMetrics, SeenStep, Snapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.serving.answer import encode
 from cbatch.server.serving.metrics import Histogram, Metrics
+from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.service import EngineService
 
 MOST_WATCHERS = 32
-MOST_UNREAD = 2  # frames kept for a watcher
-QUIET_S = 0.5  # a frame is sent at least so often, whatever the engine does
-_CALL_CHARS = slice(6)
-Mean = tuple[float, int]  # a sum so far, in seconds, and of how many
-# slot, call, prompt tokens, known tokens, tokens to compute, estimated acceptance
+MOST_UNREAD = 2  # events buffered for a page.
+QUIET_S = 0.5  # longest time between events.
+_ID_CHARS = slice(6)  # the part of a request's id that a page is sent.
+Mean = tuple[float, int]  # sum in seconds, and number of values.
+# slot, request id, prompt tokens, known tokens, uncomputed tokens, estimated acceptance
 Slot = tuple[int, str | None, int, int, int, float | None]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change, sent first."""
+    """Constant data, sent first."""
 
     model: str
     version: str
@@ -44,7 +43,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveView(msgspec.Struct, frozen=True):
-    """Into the engine. Structs of the wire are arrays of their fields; `slots` are those in use."""
+    """A snapshot of the engine. The structs in it are encoded as arrays. `slots` are those in
+    use."""
 
     slots: list[Slot]
     steps: tuple[SeenStep, ...]
@@ -54,8 +54,8 @@ class LiveView(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """`look` is missing where the engine has had nothing to tell. Totals are the server's own and
-    survive the engine, unlike those in `look.stats`."""
+    """One event. `look` is missing if the engine has sent no snapshot. Counts are the server's,
+    which survive restarts of the engine, unlike those in `look.stats`."""
 
     at_s: float
     state: str
@@ -72,11 +72,11 @@ class LiveFeed:
         self._service, self._model, self._metrics = service, model, metrics
         self._watchers: dict[int, asyncio.Queue[bytes]] = {}
         self._num_watches = 0
-        self._latest: Snapshot | None = None  # while somebody watches
+        self._latest: Snapshot | None = None  # None while no page is open
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Until the server has stopped, or the watcher leaves. Ask for the first item, which is
-        empty, before the answer begins: `OverloadedError` where too many watch already."""
+        """Yield events until the server has stopped. The first item is empty; request it before the
+        response begins, since it may raise `OverloadedError` if too many pages are open."""
         if len(self._watchers) >= MOST_WATCHERS:
             raise OverloadedError(f"{MOST_WATCHERS} pages are open; close one", 10)
         unread: asyncio.Queue[bytes] = asyncio.Queue()
@@ -139,17 +139,24 @@ class LiveFeed:
 
     def _look(self, snapshot: Snapshot) -> LiveView:
         slots = [
-            (row.slot, self._call(row.request_id), row.prompt_tokens, row.tokens, row.todo, belief)
+            (
+                row.slot,
+                self._short_id(row.request_id),
+                row.prompt_tokens,
+                row.tokens,
+                row.todo,
+                belief,
+            )
             for row in snapshot.rows
             for belief in [None if row.belief is None else round(row.belief, 3)]
         ]
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 
-    def _call(self, wire_id: str) -> str | None:
-        """A few characters of the call's id, which the server made up: enough for a page to find
-        its own call, too few to name another's."""
+    def _short_id(self, wire_id: str) -> str | None:
+        """Return a few characters of the request's id, which the server drew. A page can find its
+        own request by them, but cannot name another's."""
         request_id = self._service.request_id(wire_id)
-        return None if request_id is None else request_id.partition("-")[2][_CALL_CHARS]
+        return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 
 
 def _mean(histogram: Histogram) -> Mean:

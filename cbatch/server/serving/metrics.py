@@ -1,9 +1,9 @@
-"""What Prometheus reads: under vLLM's names where it has them, under ours for the rest.
+"""Prometheus metrics: with vLLM's names where vLLM has the metric, else with cbatch's.
 
-Requests, tokens, times and drafts are counted here, from the outputs that pass; what only the
-engine knows (slots, KV, prefix cache, steps) comes from its last word and is left out before the
-first one. Its totals begin anew when it is restarted, which rates over counters allow for. Counting
-is a few additions on plain numbers: it happens for every chunk of every stream.
+Requests, tokens, times and drafts are counted here, from the outputs that pass through. Data that
+only the engine has (slots, KV, prefix cache, steps) is from its latest statistics, and left out
+before the first. The engine's counters restart at 0 with the engine, which `rate()` allows for.
+Counting takes a few additions, since it happens for every chunk of every stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS = tuple(float(2**i) for i in range(18))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 REASONS = ("stop", "length", "abort", "error")
-_REASON = {"cancelled": "abort"}  # ours: vLLM's
+_REASON = {"cancelled": "abort"}  # vLLM's word for each of ours
 
 
 class Histogram:
@@ -57,19 +57,19 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus has them."""
-        total, found = 0, []
+        """Return cumulative counts by upper bound, as Prometheus expects."""
+        total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            found.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-        return found
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return buckets
 
 
 class DraftingCounts:
-    """Drafts of steps: how many were made, and how many accepted."""
+    """Counts of draft tokens and of accepted ones, over steps that drafted."""
 
     def __init__(self) -> None:
-        self.accepted: list[int] = [0]  # [j]: drafting steps that accepted j drafts
+        self.accepted: list[int] = [0]  # [j]: steps that accepted j draft tokens
         self.steps = self.drafted_tokens = self.accepted_tokens = self.longest_tokens = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -84,7 +84,7 @@ class DraftingCounts:
         self.accepted[accepted] += 1
 
     def accepted_at(self) -> list[int]:
-        """[i]: steps whose draft number i was accepted, and so all before it."""
+        """Return, at index i, the number of steps that accepted draft token i."""
         return [sum(self.accepted[i + 1 :]) for i in range(self.longest_tokens)]
 
     def report(self) -> SpeculativeDecoding | None:
@@ -102,7 +102,7 @@ class DraftingCounts:
 
 
 class Metrics(Collector):
-    """Of one served model. `clock` is in seconds."""
+    """The metrics of one served model. `clock` is in seconds."""
 
     def __init__(
         self, model: str, service: EngineService, clock: Callable[[], float] = time.monotonic
@@ -125,11 +125,11 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def page(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def own_page(self) -> bytes:
-        """The page of a server that is alone."""
+        """Return the page of a server without other replicas."""
         return self.page()
 
     def reject(self, reason: str) -> None:
@@ -144,7 +144,7 @@ class Metrics(Collector):
         if self._service.running:
             yield self._cache_config(self._service.config)
         if self._service.stats is not None:
-            yield from self._told(self._service.stats)
+            yield from self._engine_metrics(self._service.stats)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -226,7 +226,8 @@ class Metrics(Collector):
         yield self._counter("cbatch:kv_event_batches_dropped", text, events.num_dropped)
 
     def _cache_config(self, config: SchedulerConfig) -> Metric:
-        """What is told are the labels; a block on a processor counts as a GPU's, as for vLLM."""
+        """Return a metric whose labels hold the data. CPU blocks count as GPU blocks, as in
+        vLLM."""
         values = {
             "block_size": config.block_size_tokens,
             "num_gpu_blocks": config.num_blocks,
@@ -238,15 +239,15 @@ class Metrics(Collector):
         family.add_metric((*self._labels, *map(str, values.values())), 1)
         return family
 
-    def _told(self, told: EngineMetrics) -> Iterator[Metric]:
-        kv_usage = 1 - (told.free_blocks + told.cached_blocks) / told.num_blocks
+    def _engine_metrics(self, stats: EngineMetrics) -> Iterator[Metric]:
+        kv_usage = 1 - (stats.free_blocks + stats.cached_blocks) / stats.num_blocks
         for name, text, value in (
-            ("vllm:num_requests_running", "Sequences that hold a slot.", told.num_running),
-            ("vllm:num_requests_waiting", "Sequences that wait for one.", told.num_waiting),
+            ("vllm:num_requests_running", "Sequences that hold a slot.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait for one.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks held (1 is all).", kv_usage),
         ):
             yield self._gauge(name, text, value)
-        totals = told.totals
+        totals = stats.totals
         for name, text, value in (
             ("vllm:num_preemptions", "Slots taken away.", totals.preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", totals.prompt_tokens),
@@ -256,15 +257,15 @@ class Metrics(Collector):
             ("cbatch:executor_resets", "Faults recovered from.", totals.executor_resets),
             ("cbatch:step_draft_seconds", "Time in drafters.", totals.draft_s),
             ("cbatch:step_target_seconds", "Time in the model.", totals.target_s),
-            ("cbatch:step_plan_seconds", "Time in planning.", told.plan_s),
-            ("cbatch:step_commit_seconds", "Time in committing.", told.commit_s),
-            ("cbatch:step_seconds", "Time in steps, planning included.", told.step_s),
+            ("cbatch:step_plan_seconds", "Time in planning.", stats.plan_s),
+            ("cbatch:step_commit_seconds", "Time in committing.", stats.commit_s),
+            ("cbatch:step_seconds", "Time in steps, planning included.", stats.step_s),
         ):
             yield self._counter(name, text, value)
-        if told.outlook is not None:
-            yield from self._expected(told.outlook)
+        if stats.outlook is not None:
+            yield from self._policy_metrics(stats.outlook)
 
-    def _expected(self, outlook: Outlook) -> Iterator[Metric]:
+    def _policy_metrics(self, outlook: Outlook) -> Iterator[Metric]:
         yield self._gauge("cbatch:lookahead_on", "Whether drafts pay (1) or not.", outlook.drafting)
         for name, text, value in (
             ("lambda", "Least chance of survival worth a draft at this load.", outlook.price),
@@ -284,16 +285,16 @@ class Metrics(Collector):
 
 
 class SequenceTimes:
-    """Of one choice."""
+    """Times of one choice, in seconds by the metrics' clock."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.first_s = self.last_s = 0.0
-        self.admitted_s: float | None = None  # to a slot
+        self.admitted_s: float | None = None  # when its prompt got a slot
 
 
-class Meter:
-    """Follows one call, for its own report and for the totals."""
+class RequestMetrics:
+    """Metrics of one API request, for its own report and for the totals."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -301,11 +302,11 @@ class Meter:
         self._sequences: list[SequenceTimes] = []
         self._drafting = DraftingCounts()
         self._num_open = self._prompt_tokens = 0
-        self._reasons: dict[str, None] = {}  # why its sequences ended, each once
-        self.error: str | None = None  # what ended it after its answer began
+        self._reasons: dict[str, None] = {}  # distinct reasons why its choices ended
+        self.error: str | None = None  # the error that ended it after the response began
 
     def open(self, prompt_tokens: int, num_choices: int, max_tokens: int) -> None:
-        """A prompt was accepted."""
+        """Count an accepted prompt."""
         self._metrics.choices.observe(num_choices)
         self._metrics.max_tokens.observe(max_tokens)
         self._metrics.prompt_tokens += prompt_tokens
@@ -315,12 +316,12 @@ class Meter:
             self._metrics.prompt.observe(prompt_tokens)
 
     def begin(self) -> SequenceTimes:
-        """A choice brings its first output."""
+        """Start the times of a choice, at its first output."""
         self._sequences.append(SequenceTimes())
         return self._sequences[-1]
 
     def observe(self, sequence: SequenceTimes, output: Output, admitted_s: float | None) -> None:
-        """`admitted_s`: when the first choice of its prompt entered a slot, by the clock."""
+        """Count an output. `admitted_s` is when the first choice of its prompt got a slot."""
         metrics, num_new = self._metrics, len(output.token_ids)
         if num_new:
             now_s = metrics.clock()
@@ -344,30 +345,31 @@ class Meter:
             self._end(sequence, _REASON.get(reason, reason))
 
     def close(self) -> None:
-        """The call is over; what has not finished was given up."""
+        """Count the choices that have not finished as aborted."""
         if self._num_open:
             self._reasons["abort"] = None
         self._metrics.endings["abort"] += self._num_open
         self._num_open = 0
 
     def report(self) -> CallMetrics:
-        begun = [each for each in self._sequences if each.num_tokens]
+        begun = [times for times in self._sequences if times.num_tokens]
         if not begun:
             return CallMetrics(None, None, None)
-        first_s = min(each.first_s for each in begun)
-        last_s = max(each.last_s for each in begun)
+        first_s = min(times.first_s for times in begun)
+        last_s = max(times.last_s for times in begun)
         return CallMetrics(
             (first_s - self._began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
         )
 
     def summary(self) -> dict[str, Any]:
-        """For a log line, so far. Seconds; `acceptance` is the share of drafts."""
-        begun = [each for each in self._sequences if each.num_tokens]
+        """Return fields for the log line. Times in seconds; `acceptance` is a share of draft
+        tokens."""
+        begun = [times for times in self._sequences if times.num_tokens]
         drafted = self._drafting.drafted_tokens
-        first_s = min((each.first_s for each in begun), default=None)
+        first_s = min((times.first_s for times in begun), default=None)
         return {
             "prompt_tokens": self._prompt_tokens,
-            "output_tokens": sum(each.num_tokens for each in begun),
+            "output_tokens": sum(times.num_tokens for times in begun),
             "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
             "acceptance": round(self._drafting.accepted_tokens / drafted, 4) if drafted else None,
             "finish_reason": ",".join(self._reasons) or None,

@@ -1,6 +1,6 @@
-"""Prompts on their way to token ids. Templates, and the regular expressions of tokenizers, are the
-model's own and may take any time over what a client sends. They run in workers, as do long texts;
-so nothing that serves other clients waits for them."""
+"""Rendering and tokenizing of prompts. Chat templates and tokenizers' regular expressions come with
+the model and may take any time on a client's text. They run in workers, as do long texts, so that
+other clients' requests do not wait."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.text.output_processor import token_ids
 from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
 
-SHORT_BYTES = 10_000  # more than this is tokenised by a worker, and takes a place among the slow
-QUICK_S = 0.25  # of processor time: a short task that takes longer begins again among the slow
+SHORT_BYTES = 10_000  # longer texts are tokenized in a worker, and count as slow.
+QUICK_S = 0.25  # processor time after which a short task starts again as a slow one
 MOST_QUICK = MOST_SLOW = 2  # workers at once
-WAIT_S = 30.0  # for a place among the slow
+WAIT_S = 30.0  # longest wait for one of the slow workers
 T = TypeVar("T")
 _logger = logging.getLogger("cbatch")
 
 
 class WorkerState:
-    """What tasks work on: the model as clients see it, and grammars where the engine follows them;
-    `eos_ids` None: it does not."""
+    """The argument of workers' tasks: the served model, and grammars if the engine supports them.
+    `eos_ids` is None if it does not."""
 
     def __init__(
         self, model: ServedModel, vocab_size: int, eos_ids: tuple[int, ...] | None
@@ -40,12 +40,12 @@ class WorkerState:
         self.grammars = Grammars(lambda: model.tokenizer, vocab_size, eos_ids or (), kept_s=0)
         if eos_ids is not None:
             self.grammars.prepare()
-        with suppress(FieldError):  # what is made once is shared by all workers
+        with suppress(FieldError):  # lazy attributes that this creates are shared by all workers
             model.encode("messages", "a", add_special_tokens=True)
 
 
 class PromptReader:
-    """For the coroutines of one event loop."""
+    """Tokenizes prompts, for the coroutines of one event loop."""
 
     def __init__(
         self, model: ServedModel, workers: WorkerPool, limits: Limits, queue: AdmissionQueue
@@ -55,7 +55,7 @@ class PromptReader:
         self._quick, self._slow = asyncio.Semaphore(MOST_QUICK), asyncio.Semaphore(MOST_SLOW)
 
     async def ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
-        """Raises `FieldError`, `OverloadedError`."""
+        """Return the token ids of a prompt. Raises `FieldError`, `OverloadedError`."""
         if isinstance(prompt, str):
             tokenizer = self._model.tokenizer
             if len(prompt) <= SHORT_BYTES and not tokenizer.has_patterns:
@@ -66,17 +66,17 @@ class PromptReader:
         return token_ids(prompt, None)
 
     async def tokenize(self, body: bytes) -> bytes:
-        """Return the answer to a call's body. Raises as `run` does."""
+        """Return the response body for a request body. Raises as `run` does."""
         return await self.run(partial(tokenize, body), len(body), "prompt")
 
     async def detokenize(self, body: bytes) -> bytes:
-        """Return the answer to a call's body. Raises as `run` does."""
+        """Return the response body for a request body. Raises as `run` does."""
         return await self.run(partial(detokenize, body), len(body), "tokens")
 
     async def run(self, task: Callable[[ServedModel], T], num_bytes: int, field: str) -> T:
-        """Return what `task` makes of the model in a worker; `num_bytes` and `field` are of the
-        text that it reads. Raises what it raises, `FieldError` where it takes more time or memory
-        than it may, and `ServiceError`."""
+        """Run `task` on the model in a worker, and return its result. `num_bytes` and `field` are
+        of the text that it reads. Raises what `task` raises, `FieldError` if it exceeds the limits
+        on time or memory, and `ServiceError`."""
         try:
             if num_bytes <= SHORT_BYTES:
                 cpu_s = min(QUICK_S, self._limits.cpu_s)
@@ -103,18 +103,20 @@ class PromptReader:
             raise self._queue.overloaded("prompts", message) from error
 
     def _too_much(self, field: str, error: WorkerDiedError) -> FieldError:
-        most = f"{self._limits.memory_bytes >> 20} MiB"
+        limit = f"{self._limits.memory_bytes >> 20} MiB"
         remedy = "--prompt-memory"
         if error.overran:
-            most = f"{self._limits.cpu_s:g} s of a processor"
+            limit = f"{self._limits.cpu_s:g} s of a processor"
             remedy = "--prompt-timeout"
         reader = "the tokenizer"
         if field == "messages":
             reader = f"the chat template ({self._model.template_source}) or {reader}"
-        problem = f"{reader} takes more than {most} over this"
-        found = FieldError(field, problem, f"send less, or start the server with a larger {remedy}")
-        _logger.warning("%s", found)
-        return found
+        problem = f"{reader} takes more than {limit} over this"
+        refusal = FieldError(
+            field, problem, f"send less, or start the server with a larger {remedy}"
+        )
+        _logger.warning("%s", refusal)
+        return refusal
 
 
 def on_model(task: Callable[[ServedModel], T], state: WorkerState) -> T:

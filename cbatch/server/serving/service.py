@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the engine: text and parameters in, streams of outputs back."""
+"""The engine as the HTTP side sees it: text and parameters in, streams of outputs back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
-from cbatch.server.serving.call import OpenCall, OutputStream
+from cbatch.server.serving.open_request import OpenRequest, OutputStream
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import Seeds, choice_requests
@@ -34,10 +34,10 @@ from cbatch.workers import PoolClosedError, WorkerPool
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-LEAST_UNREAD_TOKENS = 64  # for each choice, so that one long step is no slow reader
-READING_S = 2.0  # from a stop signal on, for prompts that are being read
-# Prompts before the first call, each unless the one before took longer than `_LONG_WARM_S`: the
-# first of a size takes longer than others, and the last shows how fast prompts can be read.
+LEAST_UNREAD_TOKENS = 64  # per choice, since a single step may emit many tokens.
+READING_S = 2.0  # time after a stop signal for prompts that are being tokenized
+# Prompt lengths of the warm-up requests. A next one is skipped if one took over `_LONG_WARM_S`. The
+# first of each size is slower; the last, of a repeated size, gives a true time per prompt token.
 _WARM_TOKENS, _LONG_WARM_S, _WARM_S = (8, 64, 256, 256), 1.0, 60.0
 _STOPPING = "the server is stopping"
 
@@ -54,61 +54,62 @@ class EngineService:
         seed: int | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """`seed` makes the seeds drawn for requests without one reproducible. What the engines tell
-        of their prefix caches goes to `kv_events`; it is closed with the service."""
+        """`seed` makes the seeds that are drawn for requests reproducible. `kv_events` publishes
+        the engine's KV events; it is closed with the service."""
         self.limits = limits or Limits()
         self.queue = AdmissionQueue(self.limits, time.monotonic, lambda: client.stats)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
         self.kv_events = kv_events
         if kv_events is not None:
             client.on_step, client.on_death = self._publish, self._publish_cleared
-            self._publish_cleared()  # to who followed a server that was here before
+            self._publish_cleared()  # for subscribers of an earlier server
         self._workers: WorkerPool | None = None
         self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
-        self._calls: dict[str, OpenCall] = {}  # by the caller's request id
-        self._num_open = 0  # and those that are being tokenised
-        self._stops_at_s: float | None = None  # at the latest; None: it goes on
+        self._open_requests: dict[str, OpenRequest] = {}  # by the API's request id
+        self._num_open = 0  # running requests, and those whose prompt or grammar is being read
+        self._stops_at_s: float | None = None  # latest end of a drain; None: not stopping
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def running(self) -> bool:
-        """Alive: the engine runs, or is being started again."""
+        """True if the engine runs or is being restarted."""
         return self._client.engine is not None and self.down is None
 
     @property
     def down(self) -> str | None:
-        """Why the engine is gone for good, if it is."""
+        """The reason why the engine is gone for good, if it is."""
         return self._client.down
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would be served at once, or soon."""
+        """True if the engine runs and requests are accepted."""
         return self._client.up and self._stops_at_s is None
 
     @property
     def num_requests(self) -> int:
-        return len(self._calls)
+        return len(self._open_requests)
 
     @property
     def num_open(self) -> int:
-        """These, and the calls whose prompt or grammar is still being read."""
+        """Number of running requests, and of those whose prompt or grammar is being read."""
         return self._num_open
 
     @property
     def stats(self) -> EngineMetrics | None:
-        """Of the engine's last step or heartbeat; totals begin anew when it is restarted."""
+        """Statistics of the engine's last step or heartbeat. Totals restart at 0 with the
+        engine."""
         return self._client.stats
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine has been started again after it died."""
+        """Number of times the engine was started again after it died."""
         return max(0, self._client.num_starts - 1)
 
     @property
     def state(self) -> str:
-        """For people."""
+        """The state in one word, for people."""
         if self._stops_at_s is not None:
             return "stopping"
         if not self.running:
@@ -117,13 +118,13 @@ class EngineService:
 
     @property
     def over(self) -> bool:
-        """It is stopping, or has no engine to go on with, and nothing runs any more."""
+        """True if the server stops, or has lost its engine, and no request runs any more."""
         ending = self._stops_at_s is not None or self.down is not None
         return ending and not self._num_open
 
     @property
     def config(self) -> SchedulerConfig:
-        """Of the engine, which has been started."""
+        """The configuration of the engine, which must have been started."""
         assert self._client.engine is not None
         return self._client.engine.config
 
@@ -132,15 +133,15 @@ class EngineService:
         self._client.watch(on_snapshot)
 
     def request_id(self, wire_id: str) -> str | None:
-        """Of what the running engine calls so."""
+        """Return the API's request id for an engine request id, None if it has ended."""
         return self._client.request_id(wire_id)
 
     async def start(self) -> Ready:
-        """Waits for the engine, once. Raises `FieldError` or `EngineStartError`."""
+        """Wait for the engine to start. Raises `FieldError` or `EngineStartError`."""
         return self._client.engine or await self._client.start()
 
     def open(self, model: ServedModel) -> PromptReader:
-        """Prompts are read as `model` does, from now on. The engine has been started."""
+        """Prepare to tokenize the prompts of `model`. The engine must have been started."""
         engine = self._client.engine
         assert engine is not None
         follows_grammars = self._tokenizer is not None and engine.follows_grammars
@@ -153,15 +154,15 @@ class EngineService:
         return self._prompts
 
     async def warm(self, *, steps: bool = True) -> None:
-        """Start what the first call would wait for: workers and, with `steps`, a request's way
-        through the engine."""
+        """Start the workers and, with `steps`, run a few requests, so that the first request does
+        not wait for either."""
         if self._workers is not None and self._tokenizer is not None:
             await self._workers.warm()
         if not steps:
             return
         output = None if self._grammars is None else StructuredOutputs(regex="[a-z]+")
         params = SamplingParams(max_tokens=2, seed=0, structured_outputs=output)
-        with suppress(FieldError, ServiceError):  # clients are told what is wrong
+        with suppress(FieldError, ServiceError):  # requests will report these errors
             for token, length in enumerate(_WARM_TOKENS):
                 start_s, prompt = time.monotonic(), (token,) * length
                 async for _ in await self.submit(prompt, params, request_id="", timeout_s=_WARM_S):
@@ -170,8 +171,8 @@ class EngineService:
                     return
 
     async def drain(self, grace_s: float) -> None:
-        """Accepts nothing more; what was accepted has `grace_s` to finish, the rest is ended and
-        told so. A prompt that is being read has `READING_S`."""
+        """Reject new requests and wait `grace_s` for the accepted ones, then end these with an
+        error. Prompts that are being tokenized have `READING_S`."""
         self._stops_at_s = time.monotonic() + grace_s
         reading_s = min(READING_S, grace_s)
         with suppress(TimeoutError):
@@ -184,11 +185,11 @@ class EngineService:
             self.end_all(grace_s)
 
     def end_all(self, grace_s: float) -> None:
-        """Whatever has not finished in so much time is told that it is over."""
+        """End all requests, with the message that their grace time is over."""
         self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
 
     async def stop(self) -> None:
-        """Ends the engine; streams that still run end with `ServiceDownError`."""
+        """Stop the engine. Streams that still run end with `ServiceDownError`."""
         self._stops_at_s = time.monotonic()
         self._abort_all(_STOPPING)
         await self._client.stop()
@@ -215,11 +216,14 @@ class EngineService:
         mark_ids: frozenset[int] | None = None,
         whole: bool = True,
     ) -> OutputStream:
-        """Raises `FieldError`, `OverloadedError` or `ServiceDownError`; then nothing was queued.
-        `timeout_s` is for the whole request, beside the server's own limit. The `num_prompts` of
-        one call share what may be left unread. `grammar_field` is what the client called the
-        structured outputs, and `owner` who may have only so many of them compiled at once;
-        `mark_ids`, `whole`: see `LiveChoice`."""
+        """Queue the choices of one prompt, and return their outputs. Raises `FieldError`,
+        `OverloadedError` or `ServiceDownError`; then nothing was queued.
+
+        `timeout_s` limits the whole request, in addition to the server's limit. The `num_prompts`
+        of one API request share `max_unread_tokens`. `grammar_field` is the client's field of the
+        grammar. `owner` has a limited number of grammars validated at once. See `LiveChoice` for
+        `mark_ids` and `whole`.
+        """
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "open comes first"
         with ExitStack() as holds:
@@ -233,24 +237,24 @@ class EngineService:
             if itl_target_s is not None:
                 requests = [structs.replace(r, itl_target_s=itl_target_s) for r in requests]
             if params.structured_outputs is not None:
-                tried = await self._tried(params, grammar_field, owner)
-                quick = structs.replace(params, structured_outputs=tried.spec)
-                given = {"params": quick, "compile_s": tried.compile_s}
-                requests = [structs.replace(each, **given) for each in requests]
-            if request_id in self._calls:
+                grammar = await self._validated(params, grammar_field, owner)
+                compiled_params = structs.replace(params, structured_outputs=grammar.spec)
+                changes = {"params": compiled_params, "compile_s": grammar.compile_s}
+                requests = [structs.replace(r, **changes) for r in requests]
+            if request_id in self._open_requests:
                 raise FieldError("request_id", f"{request_id!r} is running", "use another")
             ticket.settle(len(ids))
             self.queue.require_in_time()
             accepted = Accepted(request_id, ids, requests[0].seed, params.n)
-            share = self.limits.max_unread_tokens // num_prompts
-            most_unread = max(share, LEAST_UNREAD_TOKENS * params.n)
-            call = OpenCall(accepted, self._client, ticket, most_unread, holds)
-            self._calls[request_id] = call
-            holds.callback(self._calls.pop, request_id)
-            call.set_deadlines(self.limits, timeout_s, self.queue)
-            call.begin(requests, self._tokenizer, mark_ids=mark_ids, whole=whole)
-            call.keep()
-        return call.stream
+            unread_share = self.limits.max_unread_tokens // num_prompts
+            most_unread = max(unread_share, LEAST_UNREAD_TOKENS * params.n)
+            open_request = OpenRequest(accepted, self._client, ticket, most_unread, holds)
+            self._open_requests[request_id] = open_request
+            holds.callback(self._open_requests.pop, request_id)
+            open_request.set_deadlines(self.limits, timeout_s, self.queue)
+            open_request.begin(requests, self._tokenizer, mark_ids=mark_ids, whole=whole)
+            open_request.keep()
+        return open_request.stream
 
     def _publish(self, step: Stepped) -> None:
         if step.kv_events and self.kv_events is not None:
@@ -261,13 +265,13 @@ class EngineService:
             self.kv_events.publish(encode_changes([CacheCleared()], time.time()))
 
     def _require_engine(self) -> Ready:
-        """Raises `ServiceDownError`."""
+        """Return the engine's configuration. Raises `ServiceDownError`."""
         engine = self._client.engine
         if engine is None or not self.running:
             raise ServiceDownError(self.down or "the engine is not running")
         if self._stops_at_s is not None:
-            left_s = math.ceil(self._stops_at_s - time.monotonic())
-            raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, left_s)))
+            remaining_s = math.ceil(self._stops_at_s - time.monotonic())
+            raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, remaining_s)))
         return engine
 
     def _requests(
@@ -292,10 +296,10 @@ class EngineService:
         engine.config.check_request(requests[0])
         return requests
 
-    async def _tried(
+    async def _validated(
         self, params: SamplingParams, field: str, owner: str | None
     ) -> ValidatedGrammar:
-        """Raises `FieldError` for a grammar that the engine could not follow, `OverloadedError`."""
+        """Validate the grammar. Raises `FieldError`, `OverloadedError` or `ServiceDownError`."""
         assert params.structured_outputs is not None
         if self._grammars is None:
             raise not_served(field)
@@ -319,12 +323,13 @@ class EngineService:
             self._idle.set()
 
     def _abort_all(self, message: str) -> None:
-        for call in list(self._calls.values()):
-            call.abort(ServiceDownError(message))
+        for open_request in list(self._open_requests.values()):
+            open_request.abort(ServiceDownError(message))
 
 
 def within(params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]) -> SamplingParams:
-    """Return the parameters with the grammar around a structured output that the prompt implies."""
+    """Return parameters whose structured output is in the grammar that the prompt implies around
+    it."""
     output = params.structured_outputs
     if output is None or not isinstance(prompt, PendingPrompt) or prompt.around is None:
         return params

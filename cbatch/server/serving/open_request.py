@@ -1,5 +1,5 @@
-"""A call on its way: its choices in the engine, ticket of the queue, deadlines, and the stream to
-whoever answers the client."""
+"""A running API request: its choices in the engine, its place in the queue, its deadlines, and the
+stream of outputs to the HTTP side."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from cbatch.text.outputs import Accepted, Output
 
 
 class OutputStream:
-    """The outputs of one request, as they come. Ends after every choice has finished, or with the
-    `ServiceError` that ended it. What is not read yet lies here and nowhere else.
+    """The outputs of one prompt as they arrive. Iteration ends after all choices have finished, or
+    raises the `ServiceError` that ended the request. Unread outputs are buffered here and nowhere
+    else.
 
-    `close()` (or leaving the `async with`) before the end cancels what still runs.
+    `close()`, or leaving `async with`, cancels the choices that still run.
     """
 
     def __init__(self, accepted: Accepted, on_close: Callable[[], None]) -> None:
         self.accepted = accepted
         self.unread_tokens = 0
-        self.admitted_s: float | None = None  # `time.monotonic`: its first choice got a slot
+        self.admitted_s: float | None = None  # `time.monotonic` when the first choice got a slot
         self._on_close = on_close
         self._unread: list[Output] = []
         self._error: ServiceError | None = None
@@ -48,7 +49,7 @@ class OutputStream:
         self._news.set()
 
     def fail(self, error: ServiceError) -> None:
-        """Ends it, after what has not been read yet."""
+        """End the stream with an error, after the outputs that are still unread."""
         self._error = error
         self._news.set()
 
@@ -57,12 +58,12 @@ class OutputStream:
         self.unread_tokens = 0
 
     def announce_to(self, news: asyncio.Event) -> None:
-        """Sets `news` whenever there is something to take, from now on."""
+        """Set the event `news` from now on whenever there are outputs to take."""
         self._news = news
         news.set()
 
     def take(self) -> list[Output]:
-        """Everything that is unread."""
+        """Return all unread outputs."""
         taken, self._unread = self._unread, []
         self.unread_tokens = 0
         for output in taken:
@@ -71,7 +72,8 @@ class OutputStream:
         return taken
 
     def ended(self) -> bool:
-        """Whether everything was taken. Raises the `ServiceError` that ended it."""
+        """Return whether all outputs were taken. Raises the `ServiceError` that ended the
+        request."""
         if self._unread:
             return False
         if self._error is not None and self._num_running:
@@ -96,12 +98,12 @@ class OutputStream:
             self._on_close()
 
 
-Item = tuple[int, Output]  # of the stream at this position
+Item = tuple[int, Output]  # with the index of its stream
 
 
 async def joined(streams: Sequence[OutputStream]) -> AsyncIterator[list[Item]]:
-    """The outputs of all streams as they come, those of one step together. Raises the first
-    `ServiceError` that ended one, after all that came before it."""
+    """Yield the outputs of all streams as they arrive, those of one step together. Raises the first
+    `ServiceError` that ended a stream, after the outputs before it."""
     news = asyncio.Event()
     for stream in streams:
         stream.announce_to(news)
@@ -115,9 +117,10 @@ async def joined(streams: Sequence[OutputStream]) -> AsyncIterator[list[Item]]:
             return
 
 
-class OpenCall:
-    """Over once every choice has ended, or with `abort`. All that it holds is in `holds`, which is
-    closed then, whatever went wrong; it is the caller's until `keep`."""
+class OpenRequest:
+    """A prompt's running choices. They end by themselves, or by `abort`. `holds` releases
+    everything that this object has acquired. The caller closes it on failure, unless `keep` was
+    called."""
 
     def __init__(
         self,
@@ -132,25 +135,25 @@ class OpenCall:
         self._ticket = ticket
         self._holds = holds
         self._max_unread_tokens = max_unread_tokens
-        self._running: dict[str, None] = {}  # core ids of choices that have not ended
+        self._running: dict[str, None] = {}  # engine request ids of the choices that run
         self._queue_timer: asyncio.TimerHandle | None = None
         self._over = False
 
     def begin(
         self, requests: list[Request], tokenizer: TextTokenizer | None, **options: Any
     ) -> None:
-        """`options` are those of `LiveChoice`."""
-        choices = [(each, ServedChoice(self, each, tokenizer, **options)) for each in requests]
-        self._running = dict.fromkeys(each.request_id for each in requests)
+        """Send the choices to the engine. `options` are those of `LiveChoice`."""
+        choices = [(r, ServedChoice(self, r, tokenizer, **options)) for r in requests]
+        self._running = dict.fromkeys(r.request_id for r in requests)
         self._holds.callback(self._cancel)
         self.client.add(choices)
 
     def keep(self) -> None:
-        """It has begun, and closes what it holds by itself."""
+        """Take over `holds` from the caller, after a successful `begin`."""
         self._holds = self._holds.pop_all()
 
     def set_deadlines(self, limits: Limits, timeout_s: float | None, queue: AdmissionQueue) -> None:
-        """From now on. `timeout_s` is the client's own; the shorter one counts."""
+        """Start the timers. `timeout_s` is the client's limit; the shorter limit counts."""
         loop = asyncio.get_running_loop()
         if limits.queue_timeout_s is not None:
             message = f"no slot became free within {limits.queue_timeout_s:g} s"
@@ -160,9 +163,9 @@ class OpenCall:
             )
             self._holds.callback(self._queue_timer.cancel)
         kinds = ((timeout_s, ClientDeadlineError), (limits.timeout_s, DeadlineError))
-        given = [(each_s, kind) for each_s, kind in kinds if each_s is not None]
-        if given:
-            limit_s, kind = min(given, key=lambda each: each[0])
+        deadlines = [(seconds, kind) for seconds, kind in kinds if seconds is not None]
+        if deadlines:
+            limit_s, kind = min(deadlines, key=lambda deadline: deadline[0])
             error = kind(f"the request's time of {limit_s:g} s is over")
             self._holds.callback(loop.call_later(limit_s, self.abort, error).cancel)
 
@@ -186,7 +189,7 @@ class OpenCall:
             self.abort(SlowReaderError(f"the client has left {unread} tokens unread"))
 
     def abort(self, error: ServiceError | None) -> None:
-        """Ends what still runs. None: the client has left, nobody is to be told."""
+        """Cancel the running choices. None: the client has left, so there is no error to report."""
         if self._over:
             return
         self._over = True
@@ -195,34 +198,38 @@ class OpenCall:
                 self.stream.fail(error)
 
     def _cancel(self) -> None:
-        with ExitStack() as all_of_them:
+        with ExitStack() as cancels:  # cancels all of them even if one raises
             for core_id in self._running:
-                all_of_them.callback(self.client.cancel, core_id)
+                cancels.callback(self.client.cancel, core_id)
 
 
 class ServedChoice(LiveChoice):
-    """A choice whose engine is elsewhere: what that says of it goes to its call."""
+    """A choice that runs in the engine process. Its events are passed on to its `OpenRequest`."""
 
     def __init__(
-        self, call: OpenCall, request: Request, tokenizer: TextTokenizer | None, **options: Any
+        self,
+        open_request: OpenRequest,
+        request: Request,
+        tokenizer: TextTokenizer | None,
+        **options: Any,
     ) -> None:
-        super().__init__(request, call.stream.accepted.request_id, tokenizer, **options)
-        self._call = call
+        super().__init__(request, open_request.stream.accepted.request_id, tokenizer, **options)
+        self._open_request = open_request
 
     def on_admitted(self, ago_s: float) -> None:
-        self._call.on_admitted(ago_s)
+        self._open_request.on_admitted(ago_s)
 
     def on_step(self, row: OutputRow, ending: Ending | None) -> None:
         output = self.extend(row, ending)
         if output.finished is not None and ending is None:
-            self._call.client.finish(self.request.request_id, self.num_tokens)
-        self._call.deliver(self.request.request_id, output)
+            self._open_request.client.finish(self.request.request_id, self.num_tokens)
+        self._open_request.deliver(self.request.request_id, output)
 
     def on_end(self, ending: Ending) -> None:
-        self._call.deliver(self.request.request_id, self.end(ending.reason, ending.message))
+        self._open_request.deliver(self.request.request_id, self.end(ending.reason, ending.message))
 
     def on_lost(self, message: str) -> None:
-        self._call.abort(ServiceDownError(message))
+        self._open_request.abort(ServiceDownError(message))
 
     def on_failed(self, error: Exception) -> None:
-        self._call.abort(ServiceError(f"it could not be answered: {error!r}"))
+        self._open_request.abort(ServiceError(f"it could not be answered: {error!r}"))
