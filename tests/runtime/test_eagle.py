@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +314,12 @@ def two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
     both = np.maximum(a + b, 1)
     statistic, df = float(((a - b) ** 2 / both).sum()), len(a) - 1
     return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / (2 / (9 * df)) ** 0.5
+
+
+def test_what_is_kept_changes_once_no_thread_is_in_the_pass_before():
+    """Otherwise a thread that is late takes loops that its pass has not, in memory that is gone."""
+    command = [sys.executable, "-m", "tests.runtime.late_threads"]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_the_scheduler_sees_a_head_that_is_never_behind(tmp_path):

@@ -173,6 +173,9 @@ class CompiledDecoder:
     def keep(self, layers: tuple[int, ...]) -> None:
         """From now on a pass gives what comes into these layers, in this order; a number behind the
         last one means what that makes."""
+        kernel = library()
+        assert kernel is not None
+        kernel.rest()  # a thread that is late in the pass before still reads what changes here
         number = {layer: at for at, layer in enumerate(layers)}
         for index, layer in enumerate(self._layers):
             layer.kept = number.get(index, -1)

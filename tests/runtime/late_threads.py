@@ -1,0 +1,16 @@
+"""Passes that keep states and passes that do not, by turns, with more threads than processors."""
+
+import torch
+
+from cbatch.runtime.cpu.self_test import _kv, _whole
+from tests.runtime.pairs import tiny_model
+
+if __name__ == "__main__":
+    torch.set_num_threads(8)
+    model, ids = tiny_model(), torch.arange(40)
+    batch, kv = _whole(ids), _kv(model, len(ids))
+    with torch.inference_mode():
+        for _ in range(8000):
+            for layers in ((2,), ()):
+                model.keep_hidden(layers)
+                model.forward(batch, kv, model.room_for_hidden(len(ids)))
