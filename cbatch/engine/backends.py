@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
+    from cbatch.runtime.gpu.memory import Draft
     from cbatch.runtime.gpu.modelling import ModellingDecoder
     from cbatch.runtime.sampling.structured import GrammarSource
 
@@ -160,7 +161,7 @@ def executor_for(
     if is_gpu(str(target.device)):
         from cbatch.runtime.gpu.late import groups_of
 
-        gpu_draft = cast("Decoder | None", draft)
+        gpu_draft = cast("Draft | None", draft)
         made = _gpu_executor(cast("Decoder", target), gpu_draft, config, grammars, kv_cache_dtype)
         made.capture(groups_of(default_params or SamplingParams()))
         return made
@@ -212,9 +213,6 @@ def refuse_unserved(
             f"{block_size_tokens!r} is not served on a GPU",
             "use 16, 32, 64 or 128, or --device cpu",
         )
-    if head is not None:
-        problem = f"a head ({head}) is not served on a GPU"
-        raise FieldError("draft", problem, "give a draft model, or use --device cpu")
 
 
 def _refuse_unshared(device: str, tensor_parallel: int) -> None:
@@ -272,6 +270,7 @@ def gpu_step_bytes(
 ) -> int:
     """What an executor with these options takes of a GPU's memory beside weights and KV."""
     from cbatch.engine.prices.startup import MOST_DRAFTS
+    from cbatch.runtime.gpu.heads import GpuHead
     from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 
     lookahead = parse_lookahead(options.lookahead)
@@ -282,13 +281,14 @@ def gpu_step_bytes(
         step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
         block_size_tokens=block_size_for(target, options),
         max_drafts=drafts if draft is not None or options.drafter is not None else 0,
+        reads=isinstance(draft, GpuHead),
     )
-    return step_memory_bytes(cast("Decoder", target), cast("Decoder | None", draft), limits)
+    return step_memory_bytes(cast("Decoder", target), cast("Draft | None", draft), limits)
 
 
 def _gpu_executor(
     target: Decoder,
-    draft: Decoder | None,
+    draft: Draft | None,
     config: SchedulerConfig,
     grammars: GrammarSource | None,
     kv_cache_dtype: str,

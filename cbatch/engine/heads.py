@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
+from cbatch.engine.backends import is_gpu
 
 if TYPE_CHECKING:
-    from cbatch.runtime.cpu.decoder import Model
+    from cbatch.engine.backends import AnyModel
     from cbatch.runtime.cpu.head import Head
     from cbatch.text import TextTokenizer
 
@@ -45,14 +46,21 @@ _MADE_UP_TOKENS = 256
 TrialTexts = tuple[tuple[int, ...], ...]  # what a head is tried on, as token ids of its model
 
 
-def take_head(path: Path, target: Model, target_path: str | Path, texts: TrialTexts) -> Head:
+def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: TrialTexts) -> Head:
     """Ranks that share the target out try it together. Raises
     ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
     from cbatch.runtime.cpu.load_head import load_heads
     from cbatch.runtime.cpu.self_test import best_reading
 
-    heads = load_heads(path, target, target_path)
-    found = best_reading(heads, target, texts)
+    tried: Any = target
+    if is_gpu(str(target.device)):
+        from cbatch.runtime.gpu.heads import CLASSES
+        from cbatch.runtime.gpu.one_call import OneCall
+
+        tried, heads = OneCall(target), load_heads(path, target, target_path, CLASSES)
+    else:
+        heads = load_heads(path, target, target_path)
+    found = best_reading(heads, tried, texts)
     told = f"draft {path}: {found.head.head}; {found.agreement:.0%} of {found.trials} first "
     told += "drafts are the model's own choice"
     if found.guesses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.engine.backends import is_gpu, load_for, refuse_unserved, require_device, usual_device
 from cbatch.engine.heads import TrialTexts, take_head, trial_texts
@@ -19,7 +19,6 @@ from cbatch.text import TextTokenizer
 
 if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
-    from cbatch.runtime.cpu.decoder import Model
 
 
 class Loaded(NamedTuple):
@@ -68,7 +67,7 @@ def load_models(
     )
     target = load(model, ranks=None if ranks is None else ranks.group, impl=impls[0])
     if head is not None:
-        found: AnyModel | None = take_head(head, cast("Model", target), model, texts)
+        found: AnyModel | None = take_head(head, target, model, texts)
     else:
         found = None if draft is None else load(draft, impl=impls[1])
     if ranks is not None:

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cbatch.runtime.gpu import attention, kv_types
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.heads import CLASSES, GpuHead
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.gguf_file import GgufTensor
+from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META
 from tests.runtime.blocks import stored_matrix
@@ -62,6 +65,7 @@ class Size(NamedTuple):
     numerics: str = "fast"
     in_blocks: bool = False  # matrices of the layers come in 4 and 8 bits
     kv_cache_dtype: str = "auto"
+    head: Literal["eagle3", "eagle", "medusa"] | None = None  # the draft is one, of that width
 
 
 LLAMA_8B = model("llama", 128256, (32, 8, 128))
@@ -95,6 +99,11 @@ USUAL = (
         kv_cache_dtype="fp8",
     ),
 )
+HEADS = (
+    Size("an eagle-3 head, 17 slots", LLAMA_1B, LLAMA_1B, 17, 64, 4, head="eagle3"),
+    Size("medusa heads, 5 slots", ODD, ODD, 5, 16, 3, budget_tokens=700, head="medusa"),
+)
+USUAL += HEADS
 MORE = (
     Size("two vocabularies, 16 slots", QWEN2_7B, QWEN2_SMALL, 16, 128, 8),
     Size("llama, 256 slots", LLAMA_8B, LLAMA_1B, 256, 16, 8, budget_tokens=8192),
@@ -111,16 +120,49 @@ MORE = (
         "in blocks and fp32, 3 slots", BLOCKS_BIASED, None, 3, 32, 2, torch.float32, in_blocks=True
     ),
     Size("keys in fp8, 17 slots", LLAMA_8B, LLAMA_1B, 17, 16, 3, kv_cache_dtype="fp8"),
+    Size("an eagle-1 head, invariant", SMALL, SMALL, 5, 16, 2, numerics=OURS, head="eagle"),
     Size("keys in fp8, large pages", QWEN3_8B, QWEN3_SMALL, 5, 64, 2, kv_cache_dtype="fp8"),
 )
 
 
+def draft_of(size: Size, target: Decoder) -> Decoder | GpuHead | None:
+    if size.draft is None or size.head is None:
+        return None if size.draft is None else decoder(size.draft, size)
+    reads, layer = size.target.num_layers, structs.replace(size.draft, num_layers=1)
+    layer = structs.replace(layer, vocab_size=size.target.vocab_size, sliding_window=(None,))
+    config = HeadConfig(
+        kind=size.head,
+        layer=layer,
+        hidden_layers=tuple(range(reads + 1)) if size.head == "eagle3" else (reads,),
+        draft_vocab_size=layer.vocab_size // (2 if size.head == "eagle3" else 1),
+        fc_norm=True,
+        fc_bias=True,
+        num_heads=2,
+    )
+    if size.head == "medusa":
+        config = structs.replace(config, layer=structs.replace(layer, num_layers=0))
+    rows = torch.empty(layer.vocab_size, layer.hidden_size, dtype=size.dtype, device=META)
+    return CLASSES[size.head](config, HeadTensors(size.dtype), target, rows)  # type: ignore[arg-type]
+
+
 class _NoWeights(WeightSource):
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device = META) -> None:
+        self._options: Any = {"dtype": dtype, "device": device}
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=META)
+        return torch.empty(shape, **self._options)
+
+
+class HeadTensors(_NoWeights):
+    """Of a head that drafts the first ids."""
+
+    file, names = "made up", frozenset(["lm_head.weight"])
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def shape_of(self, name: str) -> None:
+        return None
 
 
 class _Blocks(_NoWeights):

@@ -22,7 +22,7 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.late import GROUPS
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
-from tests.gpu_proofs.sizes import Size, decoder, device_of
+from tests.gpu_proofs.sizes import Size, decoder, device_of, draft_of
 from tests.runtime.engines import make_request, parse_lookahead
 
 _MODEL_TOKENS = 2047
@@ -142,7 +142,7 @@ class Run:
         # Who drafts for requests that name nobody.
         self.chain = ("ngram",) if size.draft is None else ("model",)
         target = decoder(size.target, size)
-        draft = None if size.draft is None else decoder(size.draft, size)
+        draft = draft_of(size, target)
         launches.phase = "made"
         with pytest.MonkeyPatch.context() as patch, device_of(arch):
             patch.setattr(executor_module, "device_for", lambda device: self.device)

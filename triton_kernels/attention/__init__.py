@@ -58,6 +58,7 @@ def attention(
     work: WorkList,
     *,
     scale: float,
+    first_key: int = 0,
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -71,8 +72,9 @@ def attention(
     in the type of q or fp8 (then `k_scale` and `v_scale` restore them); block_tables int32
     [B, blocks], entries beyond a context or before its window are not read; out [T, kv_heads *
     group * head_dim], contiguous rows; rows of queries that `work` does not take are left alone.
-    Scores are q k `scale` > 0, bounded by `soft_cap` tanh(. / `soft_cap`). `num_programs` run at a
-    time: as many as fit on the device (`resident_programs`). Tiles with descriptors read the whole
+    Scores are q k `scale` > 0, bounded by `soft_cap` tanh(. / `soft_cap`); no query sees keys
+    before position `first_key`. `num_programs` run at a time: as many as fit on the device
+    (`resident_programs`). Tiles with descriptors read the whole
     of a page that holds keys: pools must then be finite there, and give the same bits. `early` as
     `launch_options` has it: `work` and `block_tables` are read early. Raises ValueError naming the
     argument that does not fit.
@@ -89,7 +91,8 @@ def attention(
         KV_HEADS=heads.kv_heads, GROUP=heads.group, HEAD_DIM=heads.head_dim,
         BLOCK_DIM=triton.next_power_of_2(heads.head_dim), PAGE=k_pages.shape[1],
         ROWS=tile.rows, KEYS=tile.keys, SPLIT=work.split_tokens, FOLDS=work.balanced is None,
-        WINDOW=work.window, SOFT_CAP=soft_cap, DESCRIPTORS=tile.descriptors, EARLY=early,
+        FIRST=first_key, WINDOW=work.window, SOFT_CAP=soft_cap, DESCRIPTORS=tile.descriptors,
+        EARLY=early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         **launch_options(early),
         # An option of NVIDIA's assembler, which else spills for an occupancy without a use.

@@ -61,6 +61,7 @@ def _case(
         "KEYS": tile.keys,
         "SPLIT": SPLIT_TOKENS,
         "FOLDS": key.rows == INVARIANT_ROWS or key.bits == 32,
+        "FIRST": 0,
         "WINDOW": window,
         "SOFT_CAP": soft_cap,
         "DESCRIPTORS": tile.descriptors,

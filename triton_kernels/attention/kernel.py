@@ -37,8 +37,8 @@ def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
 @jit
 def _attend_keys(
     q, pool, table_ptr, position, first_key, start, stop, scale, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Running maximum (log 2 units), sum and weighted V over the keys [start, stop)."""
     ROWS: tl.constexpr = q.shape[0]
@@ -49,17 +49,18 @@ def _attend_keys(
     # Page ids are fetched one tile ahead, so that loads of K and V depend on nothing in flight.
     page = _page_ids(table_ptr, start, first_key, stop, PAGE, KEYS)
     masked = start
-    if ROWS >= 128 and WINDOW is None:  # the queries of a prompt see most of their keys whole
+    # The queries of a prompt see most of their keys whole.
+    if ROWS >= 128 and WINDOW is None and FIRST == 0:
         masked = tl.minimum(tl.maximum((position + 1) // KEYS * KEYS, start), stop)
         for tile in range(start, masked, KEYS):
             peak, mass, acc, page = _attend_tile(
                 q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
-                HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS, False,
+                HEAD_DIM, PAGE, KEYS, FIRST, WINDOW, SOFT_CAP, DESCRIPTORS, False,
             )  # fmt: skip
     for tile in range(masked, stop, KEYS):
         peak, mass, acc, page = _attend_tile(
             q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
-            HEAD_DIM, PAGE, KEYS, WINDOW, SOFT_CAP, DESCRIPTORS, True,
+            HEAD_DIM, PAGE, KEYS, FIRST, WINDOW, SOFT_CAP, DESCRIPTORS, True,
         )  # fmt: skip
     return peak, mass, acc
 
@@ -67,8 +68,8 @@ def _attend_keys(
 @jit
 def _attend_tile(
     q, pool, table_ptr, positions, first_key, tile, stop, scale, peak, mass, acc, page,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The same with KEYS more keys, in `page`; the page of the next. Without MASKED every row sees
     all of them."""
@@ -84,6 +85,8 @@ def _attend_tile(
         x, scale = _capped(x * scale, SOFT_CAP), 1.0
     if MASKED:
         visible = keys[None, :] <= positions[:, None]
+        if FIRST > 0:
+            visible = visible & (keys[None, :] >= FIRST)
         if WINDOW is not None:
             visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         x = tl.where(visible, x, float("-inf"))
@@ -225,15 +228,16 @@ def _load_item(item_ptr):
 def _attend(
     q, pool, table_ptr, position, tokens, first_split, stop_split, scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    FOLDS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    FOLDS: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted V over the splits of an item, with FOLDS each alone and then folded
     in order."""
     ROWS: tl.constexpr = q.shape[0]
     end = position + tokens
-    first_key = 0
+    first_key = FIRST
     if WINDOW is not None:
-        first_key = tl.maximum(position - WINDOW + 1, 0)
+        first_key = tl.maximum(position - WINDOW + 1, FIRST)
     start = tl.maximum(first_split * SPLIT, first_key // KEYS * KEYS)
     # Not only a bound of the loop below: Triton before 3.9 takes a value that a loop carries, and
     # that only bounds a loop inside, for the one before the first turn.
@@ -245,14 +249,14 @@ def _attend(
         for split in tl.range(first_split, stop_split, disable_licm=True):
             more_peak, more_mass, more_acc = _attend_keys(
                 q, pool, table_ptr, position, first_key, tl.maximum(split * SPLIT, start),
-                tl.minimum((split + 1) * SPLIT, end), scale, GROUP, HEAD_DIM, PAGE, KEYS, WINDOW,
-                SOFT_CAP, DESCRIPTORS,
+                tl.minimum((split + 1) * SPLIT, end), scale, GROUP, HEAD_DIM, PAGE, KEYS, FIRST,
+                WINDOW, SOFT_CAP, DESCRIPTORS,
             )  # fmt: skip
             peak, mass, acc = _fold(peak, mass, acc, more_peak, more_mass, more_acc)
     else:
         peak, mass, acc = _attend_keys(
             q, pool, table_ptr, position, first_key, start, end, scale, GROUP, HEAD_DIM, PAGE, KEYS,
-            WINDOW, SOFT_CAP, DESCRIPTORS,
+            FIRST, WINDOW, SOFT_CAP, DESCRIPTORS,
         )  # fmt: skip
     return peak, mass, acc
 
@@ -263,8 +267,8 @@ def attention_kernel(
     arrived_ptr, scale, v_scale, stride_q_token, stride_q_head, stride_page, stride_slot,
     stride_kv_head, stride_table, stride_out_token, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, FOLDS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, EARLY: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, FOLDS: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row of a tile is (token, head of the group): K and V are read once for all of them.
 
@@ -301,6 +305,7 @@ def attention_kernel(
             KEYS,
             SPLIT,
             FOLDS,
+            FIRST,
             WINDOW,
             SOFT_CAP,
             DESCRIPTORS,

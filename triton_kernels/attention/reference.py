@@ -15,6 +15,7 @@ def attention_reference(
     context_lens: Tensor,
     *,
     scale: float,
+    first_key: int = 0,
     window: int | None = None,
     soft_cap: float | None = None,
     k_scale: float = 1.0,
@@ -36,9 +37,10 @@ def attention_reference(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         positions = torch.arange(context - count, context, device=q.device)[:, None]
         keys = torch.arange(context, device=q.device)[None]
-        visible = keys <= positions
+        visible = (keys <= positions) & (keys >= first_key)
         if window is not None:
             visible &= keys > positions - window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-        out[rows] = torch.einsum("thgk,khd->thgd", scores.softmax(-1), v * v_scale)
+        weights = scores.softmax(-1).nan_to_num(0.0)  # of a query that sees no key
+        out[rows] = torch.einsum("thgk,khd->thgd", weights, v * v_scale)
     return out

@@ -8,11 +8,12 @@ attends to position 0, before which there is no state.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import CompiledProduct
 from cbatch.runtime.cpu.compiled_head import CompiledHead, StateFusing
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
 from cbatch.runtime.cpu.decoder import Model, RaggedBatch
@@ -23,6 +24,8 @@ from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
+
+_ATTENTION = "layers.0.self_attn"
 
 
 class EagleHead(Head):
@@ -39,14 +42,19 @@ class EagleHead(Head):
     def _build(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        c, own = head.layer, _Weights(head, weights, target)
-        self.vocabulary = _vocabulary(head, weights)
-        reads = len(head.hidden_layers) * target.config.hidden_size
-        norms, fc = own.read_norms(target), own.fc(reads) if head.kind == "eagle3" else None
-        if fc is None and target.config.hidden_size != c.hidden_size:
-            sizes = f"{c.hidden_size}, the target's is {target.config.hidden_size}"
-            raise ModelError(f"{weights.file}: hidden_size: {sizes}; use a head of this model")
-        layer, reading = own.layer()
+        c, own = head.layer, EagleTensors(head, weights, target)
+        self.vocabulary = eagle_vocabulary(head, weights)
+        norms, fc = own.read_norms(target), own.fusing(target)
+        layer, front = own.layer(), own.front()
+        reading = StateReading(front, None, None, None, plain_in=True, plain_out=True)
+        if front is None:
+            reading = StateReading(
+                front=None,
+                only_kv=own.projected("kv"),
+                token_norm=own.norm("layers.0.input_layernorm"),
+                state_norm=own.norm("layers.0.hidden_norm"),
+                normed_residual=head.norm_before_residual,
+            )
         lm_head = own.lm_head(self.vocabulary, target_head)
         embedding = own.embedding(target)
         products = [p for p in (*layer.products(), lm_head, fc, *reading[:2]) if p]
@@ -97,18 +105,18 @@ class EagleHead(Head):
         return logits, carried
 
 
-class _Weights(HeadBuilder):
-    def layer(self) -> tuple[Layer, StateReading]:
-        c, eagle3 = self.config, self.head.kind == "eagle3"
+class EagleTensors(HeadBuilder):
+    """The parts of an EAGLE head."""
+
+    def layer(self) -> Layer:
+        c, mlp = self.config, "layers.0.mlp"
         hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
-        attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-        wide = 2 * hidden if eagle3 else hidden
         norm = self._norm("layers.0.post_attention_layernorm")
-        layer = Layer(
+        return Layer(
             window=None,
-            qkv=self._projected(attention, "qkv", wide),
-            qk_weight=self._qk_weight(attention) if c.qk_norm else None,
-            out=self._below([f"{attention}.o_proj.weight"], (hidden, width), None, None),
+            qkv=self.projected("qkv"),
+            qk_weight=self._qk_weight(_ATTENTION) if c.qk_norm else None,
+            out=self._below([f"{_ATTENTION}.o_proj.weight"], (hidden, width), None, None),
             gate_up=self._below(
                 [f"{mlp}.{half}_proj.weight" for half in ("gate", "up")],
                 (inner, hidden),
@@ -117,19 +125,26 @@ class _Weights(HeadBuilder):
             ),
             down=self._below([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
         )
-        if not eagle3:
-            front = self.fc(2 * hidden)
-            return layer, StateReading(front, None, None, None, plain_in=True, plain_out=True)
-        reading = StateReading(
-            front=None,
-            only_kv=self._projected(attention, "kv", wide),
-            token_norm=self._norm("layers.0.input_layernorm"),
-            state_norm=self._norm("layers.0.hidden_norm"),
-            normed_residual=self.head.norm_before_residual,
-        )
-        return layer, reading
 
-    def fc(self, reads: int) -> Linear:
+    def norm(self, module: str) -> Tensor:
+        return self._norm(module)
+
+    def front(self) -> Linear | None:
+        """Return what EAGLE-1 makes one state of, from a token's embedding and a state."""
+        return None if self.head.kind == "eagle3" else self._fc(2 * self.config.hidden_size)
+
+    def fusing(self, target: Any) -> Linear | None:
+        """Return what EAGLE-3 makes one state of, from the target's. Raises ModelError for EAGLE-1
+        of another width than the target's."""
+        size, width = self.config.hidden_size, target.config.hidden_size
+        if self.head.kind == "eagle3":
+            return self._fc(len(self.head.hidden_layers) * width)
+        if width != size:
+            sizes = f"{size}, the target's is {width}"
+            raise ModelError(f"{self.weights.file}: hidden_size: {sizes}; use a head of this model")
+        return None
+
+    def _fc(self, reads: int) -> Linear:
         size = self.config.hidden_size
         bias = self._get("fc.bias", size) if self.head.fc_bias else None
         return self._below(["fc.weight"], (size, reads), bias, None)
@@ -139,40 +154,37 @@ class _Weights(HeadBuilder):
         if name in self.names or target_head.shape[1] != hidden:
             rows = self._get(name, self.head.draft_vocab_size, hidden)
         else:
-            rows = (target_head if vocabulary is None else target_head[vocabulary]).to(self.dtype)
+            rows = target_head if vocabulary is None else target_head[vocabulary]
         norm = self._norm("norm") if self.head.kind == "eagle3" else None
-        return self._linear(rows.contiguous(), None, norm)
+        return self._linear(rows.to(self.device, self.dtype).contiguous(), None, norm)
 
-    def embedding(self, target: Model) -> Tensor | CompiledProduct:
+    def embedding(self, target: Any) -> Any:
         c = self.config
         if target.config.hidden_size == c.hidden_size:
             return target.embedding
         return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size)
 
-    def read_norms(self, target: Model) -> Tensor | None:
+    def read_norms(self, target: Any) -> Tensor | None:
         """Before fc: [layers, H], or of all together [layers * H]; of EAGLE-1 the model's last."""
         count, size = len(self.head.hidden_layers), target.config.hidden_size
         if self.head.kind == "eagle":
             return target.final_norm
         if self.head.input_norm:
-            return self.source.get("input_norm.weight", (count * size,)).float()
+            return self.source.get("input_norm.weight", (count * size,)).float().to(self.device)
         if not self.head.fc_norm:
             return None
         each = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
-        return torch.stack(each).float()
+        return torch.stack(each).float().to(self.device)
 
-    def _projected(self, attention: str, letters: str, columns: int) -> Linear:
-        weight = self._heads(attention, letters, "weight", columns)
-        bias = self._heads(attention, letters, "bias") if self.config.attention_bias else None
+    def projected(self, letters: str) -> Linear:
+        """Return these of the projections before attention as one product."""
+        columns = self.config.hidden_size * (2 if self.head.kind == "eagle3" else 1)
+        weight = self._heads(_ATTENTION, letters, "weight", columns)
+        bias = self._heads(_ATTENTION, letters, "bias") if self.config.attention_bias else None
         return self._linear(weight, bias, None)
 
-    def _norm(self, module: str) -> Tensor:
-        """Not rounded to what products have: a head may keep its norms in fp32."""
-        size = self.config.hidden_size
-        return self.source.get(f"{module}.weight", (size,)).float() * size**0.5
 
-
-def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
+def eagle_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
     """Ids of the target, from the offsets `d2t`. Raises ModelError where they are none."""
     count, vocab = head.draft_vocab_size, head.layer.vocab_size
     if count == vocab:

@@ -1,12 +1,14 @@
-"""What heads that read a model's states have in common, for who loads, tries and drives them."""
+"""What heads that read a model's states have in common, on a CPU and on a GPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import Blocks, CompiledProduct, Run
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.layers import LayerBuilder
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
@@ -26,7 +28,8 @@ class Head:
     vocabulary: Tensor | None
     block_bytes: int
 
-    def __init__(self, head: HeadConfig, target: Model) -> None:
+    def __init__(self, head: HeadConfig, target: Any) -> None:
+        """`target` is a `Model`, or on a GPU a `Decoder`."""
         self.head, self.config = head, head.layer
         self.dtype, self.device, self.numerics = target.dtype, target.device, target.numerics
 
@@ -43,19 +46,29 @@ class Head:
         """[N, drafts] to [N, vocab], -inf where it drafts nothing."""
         if self.vocabulary is None:
             return logits
-        whole = torch.full((len(logits), self.config.vocab_size), -torch.inf)
+        whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.vocabulary, logits)
 
 
 class HeadBuilder(LayerBuilder):
-    """The tensors of a head as products. Beside a target of block weights they are rounded to Q8_0,
-    so that a draft reads half as much; what a head guesses with need not be exact."""
+    """Build the products of a head from its tensors, on its target's device.
 
-    def __init__(self, head: HeadConfig, weights: HeadWeights, target: Model) -> None:
-        numerics = Numerics("invariant", may_pack=False)
-        super().__init__(head.layer, weights, target.dtype, torch.device("cpu"), numerics)
+    On a CPU, beside a target of block weights, they are rounded to Q8_0, so that a draft reads half
+    as much; what a head guesses with need not be exact.
+    """
+
+    def __init__(
+        self, head: HeadConfig, weights: HeadWeights, target: Any, numerics: str = "invariant"
+    ) -> None:
+        mode = Numerics(numerics, may_pack=False)
+        super().__init__(head.layer, weights, target.dtype, target.device, mode)
         self.head, self.weights, self.names = head, weights, weights.names
         self._rounds = target.block_bytes is not None
+
+    def _norm_weight(self, module: str) -> Tensor:
+        """Return it as it is stored: a head may keep its norms in fp32."""
+        weight = self.source.get(f"{module}.weight", (self.config.hidden_size,))
+        return weight.float().to(self.device)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
         out, columns = weight.shape

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.eagle_head import EagleHead
 from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.cpu.medusa_head import MedusaHead
@@ -12,13 +13,21 @@ from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 
-_CLASSES = {"eagle3": EagleHead, "eagle": EagleHead, "medusa": MedusaHead}
+CLASSES: dict[str, Callable[..., Head]]
+CLASSES = {"eagle3": EagleHead, "eagle": EagleHead, "medusa": MedusaHead}
 
 
-def load_heads(path: Path, target: Model, target_path: str | Path) -> list[Head]:
-    """As its layout may be read, the likeliest first. Raises ModelError naming file and field or
-    tensor."""
+def load_heads(
+    path: Path,
+    target: Any,
+    target_path: str | Path,
+    classes: Mapping[str, Callable[..., Head]] = CLASSES,
+) -> list[Head]:
+    """Return a head as its layout may be read, the likeliest first. `target` is a `Model`, or, with
+    the `classes` of a GPU, a `Decoder`. Raises ModelError naming file and field or tensor."""
     weights = HeadWeights.of(path)
-    rows = open_checkpoint(target_path).head()
+    rows = getattr(target.head, "weight", None)  # of a GPU, where it is not quantised
+    if rows is None or classes is CLASSES:
+        rows = open_checkpoint(target_path).head()
     readings = read_head(path, target.config)
-    return [_CLASSES[each.kind](each, weights, target, rows) for each in readings]
+    return [classes[each.kind](each, weights, target, rows) for each in readings]

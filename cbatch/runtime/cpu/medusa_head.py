@@ -26,10 +26,10 @@ class MedusaHead(Head):
     ) -> None:
         """`target_head` [vocab, hidden] stands in where the file has no heads of its own."""
         super().__init__(head, target)
-        self.vocabulary = _vocabulary(head, weights)
+        self.vocabulary = medusa_vocabulary(head, weights)
         self._norm = target.final_norm
         with torch.inference_mode():
-            own = _Weights(head, weights, target)
+            own = MedusaTensors(head, weights, target)
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads = own.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for each in self._blocks for linear in each)]
@@ -62,7 +62,9 @@ class MedusaHead(Head):
         return z
 
 
-class _Weights(HeadBuilder):
+class MedusaTensors(HeadBuilder):
+    """The parts of Medusa heads."""
+
     def blocks(self, number: int) -> list[Linear]:
         return [self._block(f"blocks.{number}.layers.{i}") for i in range(self.head.num_blocks)]
 
@@ -80,7 +82,8 @@ class _Weights(HeadBuilder):
         rows = [self._rows(name, vocabulary) for name in names]
         if not rows:
             rows = [target_head if vocabulary is None else target_head[vocabulary]]
-        return [self._linear(each.to(self.dtype).contiguous(), None, None) for each in rows]
+        rows = [each.to(self.device, self.dtype).contiguous() for each in rows]
+        return [self._linear(each, None, None) for each in rows]
 
     def _rows(self, name: str, vocabulary: Tensor | None) -> Tensor:
         """Of what it may draft, which a file may have among those of the whole vocabulary."""
@@ -90,7 +93,7 @@ class _Weights(HeadBuilder):
         return rows[vocabulary] if whole and vocabulary is not None else rows
 
 
-def _vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
+def medusa_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
     """Ids of the target, as `token_map` has them. Raises ModelError where they are none."""
     count, vocab = head.draft_vocab_size, head.layer.vocab_size
     if count == vocab:

@@ -129,8 +129,8 @@ class Tuning(NamedTuple):
 
 class PagedAttention:
     """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot.
-    `scales`, by layer: K and V are held divided by them; None: as they are. A query of more than
-    `short_tokens` is long, and pays for a launch of its own."""
+    `scales`, by layer: K and V are held divided by them; None: as they are. No query sees positions
+    before `first_key`. One of more than `short_tokens` is long, and pays for its own launch."""
 
     def __init__(
         self,
@@ -140,9 +140,10 @@ class PagedAttention:
         most_tokens: int,
         tuning: Tuning,
         scales: Sequence[tuple[float, float]] | None = None,
+        first_key: int = 0,
     ) -> None:
         self.scales = scales or [(1.0, 1.0)] * config.num_layers
-        self._kv, self._tables = kv, tables
+        self._kv, self._tables, self._first_key = kv, tables, first_key
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self._work = tuning.work_lists(
             heads_of(config),
@@ -197,6 +198,7 @@ class PagedAttention:
                 out,
                 work,
                 scale=self._scale if scale is None else scale,
+                first_key=self._first_key,
                 soft_cap=soft_cap,
                 k_scale=k_scale,
                 v_scale=v_scale,

@@ -70,7 +70,7 @@ class QuantisedDense(NamedTuple):
         quantised(x, self.packed, self.bias, out)
 
 
-class _Builder(LayerBuilder):
+class ProductBuilder(LayerBuilder):
     """The same fusion of tensors, for kernels: norms keep their weights, nothing is packed but
     what comes in blocks."""
 
@@ -147,7 +147,7 @@ class Hidden(NamedTuple):
     last: Tensor  # [T, hidden], what the last layer adds
 
     @classmethod
-    def allocate(cls, most_tokens: int, decoder: Decoder) -> Hidden:
+    def allocate(cls, most_tokens: int, decoder: Any) -> Hidden:
         shape, device = (most_tokens, decoder.config.hidden_size), decoder.device
         return cls(
             torch.zeros(shape, device=device),
@@ -172,7 +172,8 @@ class Decoder:
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.numerics = numerics
-        builder = _Builder(config, source, dtype, device, Numerics(numerics, False))
+        self.hidden_layers: tuple[int, ...] = ()
+        builder = ProductBuilder(config, source, dtype, device, Numerics(numerics, False))
         self.layers: list[Layer]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
@@ -187,7 +188,7 @@ class Decoder:
 
     def _block_bytes(self) -> int | None:
         """Of all matrices, where some are quantised."""
-        weights = [_weight_of(product) for product in self._products()]
+        weights = [weight_of(product) for product in self._products()]
         if not any(isinstance(weight, Packed) for weight in weights):
             return None
         sizes = {id(w): w.num_bytes if isinstance(w, Packed) else w.nbytes for w in weights}
@@ -198,7 +199,7 @@ class Decoder:
         shape. Waits for the device."""
         if self.numerics != "invariant":
             return False
-        shapes = {(type(p), tuple(_weight_of(p).shape)): p for p in self._products()}
+        shapes = {(type(p), tuple(weight_of(p).shape)): p for p in self._products()}
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode():
             for (_, (_, columns)), product in shapes.items():
@@ -218,39 +219,50 @@ class Decoder:
         """Of positions, for `kv_write`."""
         return self._rotary.cos_sin(most_tokens)
 
+    @property
+    def final_norm(self) -> Tensor:
+        """The weight of the norm before the head, fp32, for heads that read its output."""
+        norm: Tensor = self.head.norm
+        return norm
+
+    def keep_hidden(self, layers: tuple[int, ...]) -> None:
+        """As `Model.keep_hidden`."""
+        self.hidden_layers = layers
+
+    def room_for_hidden(self, num_rows: int) -> Tensor | None:
+        """Return memory for the states [T, layers, hidden] that `forward` keeps, if any."""
+        if not self.hidden_layers:
+            return None
+        shape = num_rows, len(self.hidden_layers), self.config.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
     def forward(
-        self, flat: Flat, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
+        self,
+        flat: Flat,
+        attention: PagedAttention,
+        cos_sin: Tensor,
+        hidden: Hidden,
+        states: Tensor | None = None,
     ) -> None:
-        """All layers over `flat`, as `attention` was planned; fills the first rows of `hidden`."""
+        """All layers over `flat`, as `attention` was planned; fills the first rows of `hidden`, and
+        `states` [T, layers, hidden] with what `keep_hidden` named."""
         c, count = self.config, len(flat.tokens)
+        kept = self.hidden_layers if states is not None else ()
         residual = hidden.residual[:count]
         residual.zero_()  # every layer adds what the one before made, the first the embedding
         x = F.embedding(flat.tokens, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.qkv.norm, c.rms_norm_eps, residual, early=True)
-            fused = layer.qkv(normed).view(count, c.num_kv_heads, c.group_size + 2, c.head_dim)
-            k_pages, v_pages = attention.pages(index)
-            k_scale, v_scale = attention.scales[index]
-            kv_write(
-                fused,
-                flat.positions,
-                flat.slots,
-                cos_sin,
-                k_pages,
-                v_pages,
-                qk_weight=layer.qk_weight,
-                eps=c.rms_norm_eps,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                early=True,
-            )
-            x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
-            normed = rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual, early=True)
-            x = silu_mul(layer.gate_up(normed), early=True)
+            if states is not None and index in kept:
+                states[:, kept.index(index)].copy_(residual)
+            fused = project(c, layer, index, normed, flat, attention, cos_sin)
+            x = finish(c, layer, index, fused, attention, residual)
             if index < last:
                 x = layer.down(x)
         self.layers[last].down.into(x, hidden.last[:count])
+        if states is not None and last + 1 in kept:
+            states[:, kept.index(last + 1)].copy_(residual + hidden.last[:count])
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
         """Logits of the flat rows `rows` int32 [N], to `out` [N, vocab] (rows may lie apart)."""
@@ -260,7 +272,51 @@ class Decoder:
         self.head.into(normed, out)
 
 
-def _weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
+def project(
+    c: ModelConfig,
+    layer: Layer,
+    index: int,
+    normed: Tensor,
+    flat: Flat,
+    attention: PagedAttention,
+    cos_sin: Tensor,
+) -> Tensor:
+    """Return queries, keys and values [T, kv_heads, group + 2, head_dim]; K and V are written."""
+    fused: Tensor = layer.qkv(normed)
+    fused = fused.view(len(normed), c.num_kv_heads, c.group_size + 2, c.head_dim)
+    k_pages, v_pages = attention.pages(index)
+    k_scale, v_scale = attention.scales[index]
+    kv_write(
+        fused,
+        flat.positions,
+        flat.slots,
+        cos_sin,
+        k_pages,
+        v_pages,
+        qk_weight=layer.qk_weight,
+        eps=c.rms_norm_eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        early=True,
+    )
+    return fused
+
+
+def finish(
+    c: ModelConfig,
+    layer: Layer,
+    index: int,
+    fused: Tensor,
+    attention: PagedAttention,
+    residual: Tensor,
+) -> Tensor:
+    """Attend, add that to `residual`, and return the input of the layer's last product."""
+    x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
+    normed = rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual, early=True)
+    return silu_mul(layer.gate_up(normed), early=True)
+
+
+def weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
     return product.packed if isinstance(product, QuantisedDense) else product.weight
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
-from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
+from cbatch.runtime.gpu.decoder import Flat, Hidden
 from cbatch.runtime.gpu.device import Device
-from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     DraftTokens,
@@ -36,22 +36,26 @@ class DraftPasses:
 
     def __init__(
         self,
-        decoder: Decoder,
-        kv: KVCache,
-        attention: PagedAttention,
+        decoder: Any,
+        attention: PagedAttention | None,
         state: SlotState,
         layout: DraftLayout,
         *,
+        block_size: int,
         most_tokens: int,
         most_positions: int,
         most_drafts: int,
         vocab: int,
     ) -> None:
+        """`attention` is None for what attends to nothing."""
         slots, device = len(state.num_tokens), decoder.device
-        self._decoder, self._state, self.attention = decoder, state, attention
-        self._block_size, self._most_drafts, self._vocab = kv.block_size, most_drafts, vocab
-        self._cos_sin = decoder.cos_sin(most_positions)
-        self._hidden = Hidden.allocate(most_tokens, decoder)
+        self._decoder, self._state = decoder, state
+        self.attention: Any = attention
+        self._block_size, self._most_drafts, self._vocab = block_size, most_drafts, vocab
+        self.context_tokens, self.most_drafts = decoder.config.max_position_tokens, most_drafts
+        if attention is not None:
+            self._cos_sin = decoder.cos_sin(most_positions)
+            self._hidden = Hidden.allocate(most_tokens, decoder)
         self.layout = layout
         rows, own = slots - 1, decoder.config.vocab_size
         shape = (rows, most_drafts, aligned(max(own, vocab)))
@@ -66,6 +70,12 @@ class DraftPasses:
         self._depths = depths[:, None].repeat(1, aligned(rows))
         self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
 
+    @property
+    def lengths(self) -> list[int]:
+        """A length of each kind of query of the first pass."""
+        lengths: list[int] = self.attention.lengths
+        return lengths
+
     def run(
         self, device: Device, most_tokens: int, longest: int, rows: int, depth: int, shaped: bool
     ) -> None:
@@ -76,7 +86,7 @@ class DraftPasses:
             self.draft(device, rows, j, shaped)
 
     def ingest(self, device: Device, most_tokens: int, longest: int) -> None:
-        key = "ingest", most_tokens, longest > self.attention.short_tokens
+        key = "ingest", most_tokens, longest >= self.lengths[-1] > 1
         ingest = partial(self._ingest, most_tokens, longest)
         if most_tokens > MOST_CAPTURED_TOKENS:
             ingest()
@@ -106,21 +116,32 @@ class DraftPasses:
             block_size=self._block_size,
             most_drafts=self._most_drafts,
             most_token=self._decoder.config.vocab_size - 1,
-            context_tokens=self._decoder.config.max_position_tokens,
+            context_tokens=self.context_tokens,
         )
-        self.attention.plan(layout.query_starts, layout.contexts, longest)
+        self._begin(flat, longest)
+
+    def _begin(self, flat: Flat, longest: int) -> None:
+        """The first pass, as the layout has it."""
+        self.attention.plan(self.layout.query_starts, self.layout.contexts, longest)
+        self._forward(flat, first=True)
+
+    def _forward(self, flat: Flat, *, first: bool) -> None:
         self._decoder.forward(flat, self.attention, self._cos_sin, self._hidden)
 
-    def _draft(self, rows: int, depth: int, shaped: bool) -> None:
+    def _find_logits(self, rows: int, depth: int, out: Tensor) -> None:
         layout = self.layout
         last = layout.row_tokens[:rows]
         if depth:
             flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
             self.attention.plan(layout.row_starts, layout.row_contexts, 1)
-            self._decoder.forward(flat, self.attention, self._cos_sin, self._hidden)
+            self._forward(flat, first=False)
             last = self._rows[:rows]
+        self._decoder.logits(self._hidden, last, out)
+
+    def _draft(self, rows: int, depth: int, shaped: bool) -> None:
+        layout = self.layout
         own = self._logits[:rows, depth, : self._decoder.config.vocab_size]
-        self._decoder.logits(self._hidden, last, own)
+        self._find_logits(rows, depth, own)
         draw(
             self._batch(rows, depth, shaped),
             noise.DRAFT,

@@ -18,13 +18,15 @@ from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device, Instead, device_for
 from cbatch.runtime.gpu.draft_pass import DraftPasses
-from cbatch.runtime.gpu.host_drafts import HostDrafts, LookupSettings
+from cbatch.runtime.gpu.head_pass import HeadPasses
+from cbatch.runtime.gpu.heads import GpuHead
+from cbatch.runtime.gpu.host_drafts import DeviceModel, HostDrafts, LookupSettings
 from cbatch.runtime.gpu.host_side import HostSide
 from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.masking import Masking, end_dead_ends
-from cbatch.runtime.gpu.memory import StepLimits
+from cbatch.runtime.gpu.memory import Draft, StepLimits
 from cbatch.runtime.gpu.passes import PassBuilder
 from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slot_update import SlotUpdate
@@ -68,7 +70,7 @@ class GpuExecutor:
         max_slots: int,
         max_sequence_tokens: int,
         step_budget_tokens: int,
-        draft: Decoder | None = None,
+        draft: Draft | None = None,
         max_drafts: int = 0,
         lookups: LookupSettings | None = None,
         grammars: GrammarSource | None = None,
@@ -85,7 +87,12 @@ class GpuExecutor:
         self._budget_tokens = step_budget_tokens
         self._queue = device_for(target.device)
         made_for = StepLimits(
-            max_slots, max_sequence_tokens, step_budget_tokens, block_size_tokens, max_drafts
+            max_slots,
+            max_sequence_tokens,
+            step_budget_tokens,
+            block_size_tokens,
+            max_drafts,
+            reads=isinstance(draft, GpuHead),
         )
         self._most_catch_up = made_for.most_catch_up
         sizes = made_for.arena_of(target.config)
@@ -117,18 +124,21 @@ class GpuExecutor:
         block_size_tokens: int,
         num_blocks: int,
     ) -> HostSide:
-        known, chains, draft = None, None, self.draft
+        known, chains, model = None, None, None
+        if self._drafting is not None:
+            model = DeviceModel(
+                self._drafting.context_tokens,
+                self._most_catch_up,
+                self._drafting.most_drafts,
+                reads=isinstance(self._drafting, HeadPasses),
+            )
         if lookups is not None or grammars is not None:
             vocab = self.target.config.vocab_size
             known = KnownTokens(self._max_slots, block_size_tokens, vocab, grammars)
         if lookups is not None:
             assert known is not None
-            context = None if draft is None else draft.config.max_position_tokens
-            most = self._most_catch_up
-            chains = HostDrafts(
-                lookups, known, num_blocks, context_tokens=context, most_catch_up=most
-            )
-        return HostSide(known, chains, with_model=draft is not None)
+            chains = HostDrafts(lookups, known, num_blocks, model)
+        return HostSide(known, chains, model)
 
     @property
     def state(self) -> SlotState:
@@ -182,10 +192,10 @@ class GpuExecutor:
                 self._take_guesses(device, alone=alone)
         if self._drafting is not None:
             ways = WEIGHING
-            lengths = self._drafting.attention.lengths
+            lengths, depths = self._drafting.lengths, range(self._drafting.most_drafts)
             for count, longest in product(sizes(self._most_catch_up), lengths):
                 self._drafting.ingest(device, count, longest)
-            drafts = product(sizes(self._max_slots), range(self._max_drafts), (False, True))
+            drafts = product(sizes(self._max_slots), depths, (False, True))
             for count, depth, shaped in drafts:
                 self._drafting.draft(device, count, depth, shaped)
         if self._host.known is not None:
@@ -253,9 +263,12 @@ class GpuExecutor:
         self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
         self._send(message, buffers)
-        for kv in (self.kv, self.draft_kv):
-            if kv is not None and len(plan.deltas.zeroed_blocks):
-                kv.zero_blocks(plan.deltas.zeroed_blocks)
+        if len(plan.deltas.zeroed_blocks):
+            for kv in (self.kv, self.draft_kv):
+                if kv is not None:
+                    kv.zero_blocks(plan.deltas.zeroed_blocks)
+            if isinstance(self._drafting, HeadPasses):
+                self._drafting.states.zero_blocks(plan.deltas.zeroed_blocks)
         step = Pending(plan, asks, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
             begun = self._queue.mark()

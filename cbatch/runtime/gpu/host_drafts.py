@@ -35,9 +35,11 @@ class Asks(NamedTuple):
     credits: Credits | None = None
 
     @classmethod
-    def of_model(cls, plan: StepPlan) -> Asks:
+    def of_model(cls, plan: StepPlan, model: DeviceModel) -> Asks:
         """All drafts are the model's."""
-        return cls(plan.num_drafts, plan.catch_up, np.zeros_like(plan.num_drafts), {})
+        catch_up = plan.catch_up * (not model.reads)
+        drafts = np.minimum(plan.num_drafts, model.most_drafts)
+        return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
 
     @classmethod
     def nothing(cls, plan: StepPlan) -> Asks:
@@ -62,11 +64,22 @@ class LookupSettings(NamedTuple):
     model_price: float = 0.0
 
 
-class _DeviceModel(ModelDrafter):
-    """Stands for the draft model: notes what is asked of it. `kv_len` is as last reported."""
+class DeviceModel(NamedTuple):
+    """What the host knows of the draft on the device. It takes in `most_catch_up` tokens a step at
+    most, and drafts up to `most_drafts` tokens. With `reads` it is a head, which is never behind.
+    """
 
-    def __init__(self, context_tokens: int) -> None:
-        self.context_tokens = context_tokens
+    context_tokens: int
+    most_catch_up: int
+    most_drafts: int
+    reads: bool = False
+
+
+class _NotedDrafter(ModelDrafter):
+    """Notes what is asked of the draft on the device. `kv_len` is as last reported."""
+
+    def __init__(self, model: DeviceModel) -> None:
+        self.on_device, self.context_tokens = model, model.context_tokens
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
@@ -76,11 +89,14 @@ class _DeviceModel(ModelDrafter):
     def begin(self) -> None:
         self.drafts[:] = self.catch_up[:] = 0
 
+    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
+        return self.kv_len[slots] if self.on_device.reads else None
+
     def propose(self, rows: DraftRows) -> Proposal:
         room = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
-        depths = np.minimum(rows.num_drafts, room)
+        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.most_drafts), room)
         works = (depths > 0) | (rows.num_drafts == 0)
-        self.drafts[rows.slots] = rows.num_drafts * works
+        self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.most_drafts) * works
         self.catch_up[rows.slots] = rows.catch_up * works
         tokens = np.zeros((len(depths), int(depths.max(initial=0))), dtype=np.int64)
         return Proposal(tokens, depths, None, np.zeros(len(depths), dtype=np.bool_))
@@ -116,14 +132,10 @@ class HostDrafts:
         settings: LookupSettings,
         table: InputBatch,
         num_blocks: int,
-        *,
-        context_tokens: int | None,
-        most_catch_up: int,
+        model: DeviceModel | None,
     ) -> None:
-        """`context_tokens` of the draft model, if there is one; it takes in `most_catch_up` tokens
-        a step at most."""
-        self._table, self._most_catch_up = table, most_catch_up
-        self._model = None if context_tokens is None else _DeviceModel(context_tokens)
+        self._table = table
+        self._model = None if model is None else _NotedDrafter(model)
         self._lookups = {name: _AheadLookup(each) for name, each in settings.lookups.items()}
         self._chain = ChainDrafter(
             model=self._model,
@@ -158,6 +170,8 @@ class HostDrafts:
             lookup.ahead, lookup.found = ahead, {}
         if self._model is not None:
             self._model.begin()
+            if self._model.on_device.reads:
+                self._model.kv_len[slots] = known - 1
         rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
         proposal = self._chain.propose(rows)
         guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.found.items()}
@@ -173,11 +187,13 @@ class HostDrafts:
         assert self._model is not None
         model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
         model = model * (asks.looked_up == 0)
+        if self._model.on_device.reads:
+            return asks._replace(model=model)
         made_up = catch_up > plan.catch_up  # by the chain, from what was known before
         more = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
         catch_up = catch_up + more.astype(np.int32)
         cost = catch_up + (model > 0)
-        left = self._most_catch_up - int(cost[~made_up].sum())
+        left = self._model.on_device.most_catch_up - int(cost[~made_up].sum())
         fits = ~made_up | ((cost * made_up).cumsum() <= left)
         return asks._replace(model=model * fits, catch_up=catch_up * fits)
 

@@ -8,20 +8,20 @@ from collections.abc import Iterable
 import numpy as np
 
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
-from cbatch.runtime.gpu.host_drafts import I32, Asks, HostDrafts
+from cbatch.runtime.gpu.host_drafts import I32, Asks, DeviceModel, HostDrafts
 from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.model.arrays import I64
 from triton_kernels.slots import advance as fields
 
 
 class HostSide:
-    """`known` where lookups or grammars are, `chains` where lookups are; `with_model`: a model
-    drafts."""
+    """`known` where lookups or grammars are, `chains` where lookups are, `model` where the device
+    has one."""
 
     def __init__(
-        self, known: KnownTokens | None, chains: HostDrafts | None, *, with_model: bool
+        self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
     ) -> None:
-        self.known, self.chains, self._with_model = known, chains, with_model
+        self.known, self.chains, self._model = known, chains, model
 
     def forget(self) -> None:
         if self.known is not None:
@@ -43,7 +43,7 @@ class HostSide:
 
     def asks(self, plan: StepPlan, under_way: Iterable[StepPlan]) -> Asks:
         if self.chains is None:
-            return Asks.of_model(plan) if self._with_model else Asks.nothing(plan)
+            return Asks.nothing(plan) if self._model is None else Asks.of_model(plan, self._model)
         assert self.known is not None
         ahead: I64 = np.zeros(self.known.max_slots, dtype=np.int64)
         for before in under_way:
@@ -60,12 +60,15 @@ class HostSide:
     ) -> tuple[I32 | None, ShadowEvidence | None]:
         """From the result of a step, a row for each of the plan, as `advance` packs it. Returns
         `draft_kv_lens` and `shadow` of a `StepResult`."""
+        drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
+        # Of a head it is known after every step, whoever drafted.
+        kv_lens = draft_kv.copy() if self._model is not None and self._model.reads else None
         if self.known is None:
-            return None, None
+            return kv_lens, None
         before = self.known.num_tokens[plan.slots]
         tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
         self.known.advance(plan, tokens, rows[:, fields.EMITTED])
         if self.chains is None:
-            return None, None
-        drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
-        return self.chains.learn(plan, asks, before, drafted, draft_kv)
+            return kv_lens, None
+        found, shadow = self.chains.learn(plan, asks, before, drafted, draft_kv)
+        return found if kv_lens is None else kv_lens, shadow

@@ -9,6 +9,7 @@ import torch
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
 from triton_kernels.sampling.launch import bytes_a_row
@@ -23,6 +24,9 @@ _FP32_BYTES = 4
 _LOGPROB_COPIES = 8  # of logits in fp32: as they are, normalised, and as integers of two words
 
 
+Draft = Decoder | GpuHead
+
+
 class StepLimits(NamedTuple):
     """The most that a step can bring, as the executor is made for it."""
 
@@ -31,18 +35,19 @@ class StepLimits(NamedTuple):
     step_budget_tokens: int
     block_size_tokens: int
     max_drafts: int  # 0: nobody drafts
+    reads: bool = False  # a head drafts, which is never behind
 
     @property
     def most_catch_up(self) -> int:
         """Tokens that the draft model takes in, at most."""
-        return self.step_budget_tokens + self.max_slots
+        return self.max_slots + (0 if self.reads else self.step_budget_tokens)
 
     @property
     def most_logits(self) -> int:
         """No more rows of logits than tokens, and of each slot its drafts and one more."""
         return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
 
-    def tuning_of(self, decoder: Decoder, kv_dtype: torch.dtype | None = None) -> Tuning:
+    def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
         """Of attention over keys and values of `kv_dtype`, the decoder's unless given."""
         heads, page_tokens = heads_of(decoder.config), self.block_size_tokens
         return Tuning.of(
@@ -70,7 +75,7 @@ class StepLimits(NamedTuple):
         )
 
 
-def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits) -> int:
+def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) -> int:
     """All that an executor with these limits allocates but KV, and all that its steps do. Passes
     that are captured share one pool of memory, those that are not have another."""
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
@@ -78,31 +83,42 @@ def step_memory_bytes(target: Decoder, draft: Decoder | None, limits: StepLimits
     used += _LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
     used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # of masks
-    models = [(target, limits.step_budget_tokens, limits.most_logits)]
+    models: list[tuple[Draft, int, int]] = []
+    models.append((target, limits.step_budget_tokens, limits.most_logits))
+    kept = 0  # of the target's states, beside each token of its pass
     if draft is not None and limits.max_drafts:
         rows = limits.max_slots * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
         used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # of listed tokens
-        models.append((draft, limits.most_catch_up, rows))
+        tokens = limits.most_catch_up
+        if isinstance(draft, GpuHead):
+            # Its pass over the target's tokens is the longest.
+            tokens = limits.step_budget_tokens
+            used += (tokens + 2 * limits.max_slots + 2) * draft.state_bytes
+            kept = len(draft.head.hidden_layers) * target.config.hidden_size * draft.dtype.itemsize
+        models.append((draft, tokens, rows))
     eager = captured = 0
     for decoder, tokens, rows in models:
         used += _held_bytes(decoder, tokens, limits)
-        eager = max(eager, decoder.pass_bytes(tokens))
-        passes = decoder.pass_bytes(min(tokens, MOST_CAPTURED_TOKENS))
+        eager = max(eager, decoder.pass_bytes(tokens) + tokens * kept)
+        tokens = min(tokens, MOST_CAPTURED_TOKENS)
+        passes = decoder.pass_bytes(tokens) + tokens * kept
         captured = max(captured, passes, _decision_bytes(decoder, rows, arena))
     return used + eager + captured
 
 
-def _held_bytes(decoder: Decoder, tokens: int, limits: StepLimits) -> int:
+def _held_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
     """The residual stream, partial results of attention, the table of rotary factors."""
-    config, heads = decoder.config, heads_of(decoder.config)
-    tuning = limits.tuning_of(decoder)
+    config = decoder.config
+    if not config.num_layers:  # Medusa heads attend to nothing
+        return 0
+    heads, tuning = heads_of(config), limits.tuning_of(decoder)
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
     rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES
     return stream + tuning.partial_bytes(heads) + rotary
 
 
-def _decision_bytes(decoder: Decoder, rows: int, arena: ArenaSizes) -> int:
+def _decision_bytes(decoder: Draft, rows: int, arena: ArenaSizes) -> int:
     """Of so many rows of logits: what they are made of, and what is drawn and verified."""
     hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
     return rows * (hidden + bytes_a_row(arena.vocab, arena.listed + arena.drafts))

@@ -6,23 +6,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.transformers_backend import attention as interface
 from cbatch.runtime.cpu.transformers_backend.config import bridge, changes_angles
 from cbatch.runtime.cpu.transformers_backend.loading import load_net
 from cbatch.runtime.cpu.transformers_backend.self_test import compare, reference_of
 from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer, Pass
-from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
+from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import Flat, Hidden
+from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.model.config import ModelConfig, ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.layers.kv_write import kv_write
 
 _PAGE_TOKENS = 16  # while it is compared with itself
@@ -237,39 +235,6 @@ def _served(
     return structs.replace(config, kv_shapes=(), intermediate_size=inner)
 
 
-class _Compared:
-    """A decoder with the interface that the self-test has: one call a step."""
-
-    def __init__(self, decoder: ModellingDecoder) -> None:
-        self._decoder, self.net, self.path = decoder, decoder.net, decoder.path
-        self.dtype, self.device, self.config = decoder.dtype, decoder.device, decoder.config
-        self.kv_dtype = decoder.dtype
-        heads = heads_of(decoder.config)
-        self._tuning = Tuning.of(heads, self.dtype, self.device, _PAGE_TOKENS, self.dtype)
-
-    def forward(self, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """fp32 [N, vocab], on the host."""
-
-        def there(array: Any) -> Tensor:
-            return torch.from_numpy(np.array(array, np.int32)).to(self.device)
-
-        lens = batch.query_lens
-        positions = batch.positions.numpy()
-        owners = np.repeat(np.arange(len(lens)), lens)
-        blocks = batch.block_tables[owners, positions // kv.block_size]
-        slots = blocks * kv.block_size + positions % kv.block_size
-        flat = Flat(*map(there, (batch.tokens.numpy(), positions, slots)))
-        tables = there(batch.block_tables)
-        attention = PagedAttention(self.config, kv, tables, len(flat.tokens), self._tuning)
-        attention.plan(there(np.cumsum([0, *lens])), there(batch.context_lens))
-        hidden = Hidden.allocate(len(flat.tokens), self._decoder)  # type: ignore[arg-type]
-        self._decoder.forward(flat, attention, self._decoder.cos_sin(0), hidden)
-        wanted = there(batch.logits_index.numpy())
-        out = torch.empty(len(wanted), self.config.vocab_size, dtype=self.dtype, device=self.device)
-        self._decoder.logits(hidden, wanted, out)
-        return out.float().cpu()
-
-
 def load_modelling_decoder(
     path_or_name: str | Path,
     *,
@@ -286,5 +251,5 @@ def load_modelling_decoder(
     net = net.to(device)
     reference = reference_of(net, path)
     decoder = ModellingDecoder(net, path, served)
-    compare(_Compared(decoder), reference, block_tokens=_PAGE_TOKENS, own_bits=False)
+    compare(OneCall(decoder), reference, block_tokens=_PAGE_TOKENS, own_bits=False)
     return decoder

@@ -9,8 +9,10 @@ import torch
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.head_pass import DeviceStates, EaglePasses, MedusaPasses
+from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
 from cbatch.runtime.gpu.kv_types import kv_scales
-from cbatch.runtime.gpu.memory import StepLimits
+from cbatch.runtime.gpu.memory import Draft, StepLimits
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.slots.draft_batch import DraftLayout
@@ -27,21 +29,34 @@ class PassBuilder(NamedTuple):
     state: SlotState
     layout: DraftLayout | None
 
-    def of_draft(self, decoder: Decoder, vocab: int) -> tuple[DraftPasses, KVCache]:
-        """`vocab`: tokens that the target knows."""
+    def of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
+        """`vocab`: tokens that the target knows. Medusa heads keep no KV."""
         assert self.layout is not None
-        most_tokens = self.limits.most_catch_up
-        kv, attention = self._memory(decoder, most_tokens)
-        passes = DraftPasses(
-            decoder,
-            kv,
+        limits, most_tokens = self.limits, self.limits.most_catch_up
+        kv, attention, kind, more = None, None, DraftPasses, {}
+        if isinstance(draft, GpuHead):
+            kind = EaglePasses if isinstance(draft, GpuEagleHead) else MedusaPasses
+            more["states"] = DeviceStates(
+                draft,
+                self.state,
+                num_blocks=self.num_blocks,
+                block_size=limits.block_size_tokens,
+                most_tokens=limits.step_budget_tokens,
+            )
+        if not isinstance(draft, GpuMedusaHead):
+            first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
+            kv, attention = self._memory(draft, most_tokens, first_key)
+        passes = kind(
+            draft,
             attention,
             self.state,
             self.layout,
+            block_size=limits.block_size_tokens,
             most_tokens=most_tokens,
-            most_positions=self.limits.max_sequence_tokens,
-            most_drafts=self.limits.max_drafts,
+            most_positions=limits.max_sequence_tokens,
+            most_drafts=limits.max_drafts,
             vocab=vocab,
+            **more,
         )
         return passes, kv
 
@@ -63,7 +78,9 @@ class PassBuilder(NamedTuple):
         )
         return target, kv
 
-    def _memory(self, decoder: Decoder, most_tokens: int) -> tuple[KVCache, PagedAttention]:
+    def _memory(
+        self, decoder: Decoder | GpuEagleHead, most_tokens: int, first_key: int = 0
+    ) -> tuple[KVCache, PagedAttention]:
         """A model's pool, and its attention over it."""
         config, page_tokens = decoder.config, self.limits.block_size_tokens
         held, tuning = self.kv_dtype or decoder.dtype, self.tuning
@@ -71,4 +88,5 @@ class PassBuilder(NamedTuple):
         if tuning is None:
             tuning = self.limits.tuning_of(decoder, held)
         scales = kv_scales(decoder, held)
-        return kv, PagedAttention(config, kv, self.state.blocks, most_tokens, tuning, scales)
+        tables = self.state.blocks
+        return kv, PagedAttention(config, kv, tables, most_tokens, tuning, scales, first_key)

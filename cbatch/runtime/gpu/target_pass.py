@@ -13,6 +13,7 @@ from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.head_pass import HeadPasses
 from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance
@@ -57,6 +58,9 @@ class TargetPass:
         slots, device = len(state.num_tokens), decoder.device
         self._decoder, self._state, self.attention = decoder, state, attention
         self._drafts, self._drafting, self._block_size = drafts, drafting, kv.block_size
+        self._reader = drafting if isinstance(drafting, HeadPasses) else None
+        if self._reader is not None:
+            decoder.keep_hidden(self._reader.hidden_layers)
         self._cos_sin = decoder.cos_sin(most_positions)
         self.hidden = Hidden.allocate(most_tokens, decoder)
         # No more rows of logits than tokens, and of each slot its drafts and one more.
@@ -104,7 +108,11 @@ class TargetPass:
             most_token=self._decoder.config.vocab_size - 1,
         )
         self.attention.plan(layout.query_starts, layout.contexts, longest)
-        self._decoder.forward(flat, self.attention, self._cos_sin, self.hidden)
+        reader = self._reader
+        states = () if reader is None else (self._decoder.room_for_hidden(tokens),)
+        self._decoder.forward(flat, self.attention, self._cos_sin, self.hidden, *states)
+        if reader is not None:
+            reader.read(flat, layout, *states)
 
     def _find_logits(self, count: int) -> None:
         rows = self.layout.logit_tokens[:count]
@@ -133,6 +141,8 @@ class TargetPass:
             self.result,
             shaped=how.shaped,
         )
+        if self._reader is not None:
+            self._reader.settle(self.layout, self.result)
 
     def _batch(self, logits: Tensor, shaped: bool) -> LogitsBatch:
         state, layout, count = self._state, self.layout, len(logits)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import decoder, modelling
+from cbatch.runtime.gpu import decoder, heads, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, noted
@@ -47,6 +47,7 @@ def use_noted_references(
         (modelling, "kv_write", _nothing),
         (decoder, "rms_norm", lambda x, *_, **__: torch.empty_like(x)),
         (decoder, "silu_mul", _halves),
+        (heads, "rms_norm", lambda x, *_, **__: torch.empty_like(x)),
         (drafting, "draw", _nothing),
         (verifying, "verify_logits", _verdict),
     ):

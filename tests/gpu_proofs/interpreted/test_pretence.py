@@ -14,7 +14,7 @@ import triton.language as tl
 
 from cbatch import LLM, SamplingParams
 from cbatch.runtime.cpu import compiled
-from cbatch.runtime.gpu.decoder import _Builder
+from cbatch.runtime.gpu.decoder import ProductBuilder
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
 from tests.gpu_proofs.pretence.tensors import CUDA, Mixed
 from tests.runtime.pairs import tiny_config
@@ -86,7 +86,7 @@ def test_a_gpu_serves_what_nobody_asked_to_run_elsewhere(
     assert cuda.only.seen["captured"] == captured > 10 < cuda.only.seen["replayed"]
 
 
-def on_the_host(builder: _Builder, name: str) -> torch.Tensor:
+def on_the_host(builder: ProductBuilder, name: str) -> torch.Tensor:
     """Norms are forgotten where they were read."""
     return builder._get(name, builder.config.hidden_size).cpu().float()
 
@@ -94,7 +94,7 @@ def on_the_host(builder: _Builder, name: str) -> torch.Tensor:
 def test_a_weight_that_is_left_on_the_host_is_caught(
     cuda: Cuda, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Builder, "_norm", on_the_host)
+    monkeypatch.setattr(ProductBuilder, "_norm", on_the_host)
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
         load((pair[0], None))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import decoder, modelling
+from cbatch.runtime.gpu import decoder, heads, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.triton_kernels.interpreter.batches import overlaid
@@ -57,6 +57,7 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         work: WorkList,
         *,
         scale: float,
+        first_key: int,
         soft_cap: float | None,
         k_scale: float,
         v_scale: float,
@@ -66,6 +67,7 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         starts, contexts = planned[id(work.items)]
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         shape: Any = {"scale": scale, "soft_cap": soft_cap, "window": work.window}
+        shape["first_key"] = first_key
         found = attention_reference(
             q, k_pages, v_pages, tables, starts, contexts, **shape, **scales
         )
@@ -80,6 +82,7 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         (modelling, "kv_write", kv_write_reference),
         (decoder, "rms_norm", rms_norm_reference),
         (decoder, "silu_mul", silu_mul_reference),
+        (heads, "rms_norm", rms_norm_reference),
     ):
         patch.setattr(module, name, _launched(reference))
 

@@ -62,6 +62,17 @@ def test_window(window: int) -> None:
     assert error(expected, step.reference(window=window + 1)) != 0
 
 
+@pytest.mark.parametrize("first_key", [1, 17])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_keys_before_the_first(first_key: int, rows: int) -> None:
+    """Are seen by nobody: who would see no other attends to nothing."""
+    step = Step.make(MIXED, SMALL, seed=first_key)
+    found = step.run(step.work(tile=Tile(rows, 16, 4, 2)), first_key=first_key)
+    assert error(found, step.reference(first_key=first_key)) < TOLERANCE[torch.float32]
+    assert not found[int(step.starts[5])].any()
+    assert error(found, step.reference()) > 1e-2
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("window", [None, 40])
 def test_bits_of_a_token_are_its_own(dtype: torch.dtype, window: int | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,8 +17,11 @@ from cbatch.core.request.errors import FieldError
 from cbatch.engine import memory as engine_memory
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.gpu import GpuExecutor, memory
+from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import Deciding
+from cbatch.runtime.model.head_config import HeadConfig
+from tests.gpu_proofs.sizes import HeadTensors
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 from tests.triton_kernels.interpreter.twins import CPU, Pair
 
@@ -80,22 +84,38 @@ def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LOGPROB_COPIES", 0)
 
 
-@pytest.mark.parametrize("drafts", [True, False])
-def test_steps_take_what_was_counted(drafts: bool) -> None:
-    target, draft = Pair(vocab_size=4000), Pair(noise=0.1, vocab_size=4000) if drafts else None
+def head_of(kind: Any, target: Pair) -> Any:
+    """Of the usual sizes, with values that do not matter."""
+    reads = target.config.num_layers
+    layer = structs.replace(target.config, num_layers=1, sliding_window=(None,))
+    if kind == "medusa":
+        layer = structs.replace(layer, num_layers=0, sliding_window=())
+    layers = tuple(range(reads + 1)) if kind == "eagle3" else (reads,)
+    config = HeadConfig(kind, layer, layers, layer.vocab_size, fc_norm=True, num_heads=3)
+    rows = torch.zeros(layer.vocab_size, layer.hidden_size)
+    return CLASSES[kind](config, HeadTensors(torch.float32, CPU), target.decoder, rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafts", ["model", "eagle3", "eagle", "medusa", None])
+def test_steps_take_what_was_counted(drafts: str | None) -> None:
+    target, draft = Pair(vocab_size=4000), None
+    if drafts is not None:
+        other = Pair(noise=0.1, vocab_size=4000)
+        draft = other.decoder if drafts == "model" else head_of(drafts, target)
     limits = LIMITS if drafts else LIMITS._replace(max_drafts=0)
+    limits = limits._replace(reads=drafts not in ("model", None))
     with torch.inference_mode(), np.errstate(all="ignore"), LiveBytes() as live:
         executor = GpuExecutor(
             target.decoder,
             num_blocks=NUM_BLOCKS,
-            draft=None if draft is None else draft.decoder,
-            **limits._asdict(),
+            draft=draft,
+            **{name: value for name, value in limits._asdict().items() if name != "reads"},
         )
         held = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
         logits = executor._target.most_logits
         rows = limits.max_slots if drafts else 0
-        how = Deciding(shaped=True, weighs=drafts, blocks=drafts)
+        how = Deciding(shaped=True, weighs=draft is not None, blocks=draft is not None)
         tokens = limits.step_budget_tokens
         executor._target.compute(executor._queue, tokens, tokens)
         executor._target.find_logits(executor._queue, logits)
@@ -104,7 +124,9 @@ def test_steps_take_what_was_counted(drafts: bool) -> None:
             tokens = limits.most_catch_up
             executor._drafting.run(executor._queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
-    counted = step_memory_bytes(target.decoder, None if draft is None else draft.decoder, limits)
+    counted = step_memory_bytes(target.decoder, draft, limits)
+    if limits.reads:
+        held -= NUM_BLOCKS * draft.state_bytes  # is counted beside KV
     assert held + peak <= counted < 1.6 * (held + peak), (held, peak, counted)
 
 

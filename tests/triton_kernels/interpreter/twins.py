@@ -24,6 +24,7 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.kinds import drafter_of
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
@@ -83,10 +84,10 @@ class Twins:
         grammars: GrammarSource | None = None,
         **settings: Any,
     ) -> None:
-        drafter: Drafter | None = None if draft is None else DraftModel(draft.model)
+        drafter: Drafter | None = None if draft is None else drafter_of(draft.model)
         if lookups is not None:
             drafter = ChainDrafter(
-                model=None if draft is None else DraftModel(draft.model),
+                model=None if draft is None else drafter_of(draft.model),
                 lookups={name: LookupDrafter(each) for name, each in lookups.lookups.items()},
                 default=lookups.default,
             )
@@ -137,7 +138,7 @@ class Twins:
         try:
             self._compare(plan, found, expected)
             if not self._expected:
-                self._compare_slots(plan.slots)
+                self._compare_slots(plan.slots, found)
         except AssertionError as difference:
             raise Differs(str(difference)) from difference
         self._notice_result(plan, found)
@@ -169,15 +170,17 @@ class Twins:
             assert mine.top_ids.tolist() == theirs.top_ids.tolist()
             np.testing.assert_allclose(mine.top, theirs.top, rtol=1e-4, atol=1e-4)
 
-    def _compare_slots(self, slots: np.ndarray) -> None:
-        """What both keep of the slots of a step, once nothing is in flight."""
+    def _compare_slots(self, slots: np.ndarray, found: StepResult) -> None:
+        """What both keep of the slots of a step, rejected drafts too, once nothing is in flight."""
         table, state = self.cpu.table, self.gpu.state
-        for slot in slots.tolist():
+        tails = np.maximum(found.num_drafted - np.diff(found.row_splits), 0)
+        for slot, tail in zip(slots.tolist(), tails.tolist(), strict=True):
             if table.failed[slot] == RowStatus.NO_TOKEN:  # the host alone knows
                 continue
             known = int(table.num_tokens[slot])
             assert int(state.num_tokens[slot]) == known
-            assert state.tokens[slot, :known].tolist() == table.tokens[slot, :known].tolist()
+            stop = known + tail
+            assert state.tokens[slot, :stop].tolist() == table.tokens[slot, :stop].tolist()
             assert int(state.kv_len[slot]) == table.kv_len[slot]
             if self.cpu.drafter is not None:
                 kv_lens = self.cpu.drafter.kv_lens(np.array([slot]))

@@ -1,0 +1,129 @@
+"""The part of a step of a head that reads the target: states that outlive a step, and drafts.
+
+A head ingests whatever the target computes, within the target's pass: K and V of every token, from
+the state of the position before it. What it writes for a draft that is rejected is overwritten, as
+the target's own is. So a head is never behind, and a row's first draft is a pass over one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch.runtime.gpu.decoder import Flat
+from cbatch.runtime.gpu.draft_pass import DraftPasses
+from triton_kernels.slots.advance import DRAFT_KV
+from triton_kernels.slots.state import SlotState
+from triton_kernels.slots.target_batch import TargetLayout
+
+
+class DeviceStates:
+    """What a head reads of positions, [n, size]: of the latest pass, of the last position of each
+    slot, and of the last position of each block, for whoever goes on from a block that is shared.
+    """
+
+    def __init__(
+        self, head: Any, state: SlotState, *, num_blocks: int, block_size: int, most_tokens: int
+    ) -> None:
+        self._state, self._block_size = state, block_size
+        slots, size = len(state.num_tokens), head.config.hidden_size
+        options: dict[str, Any] = {"dtype": head.dtype, "device": head.device}
+        self._of_pass = torch.zeros(most_tokens, size, **options)
+        self._of_slot = torch.zeros(slots, size, **options)
+        self._of_block = torch.zeros(num_blocks + 1, size, **options)  # the last is of no block
+
+    def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        index = torch.from_numpy(block_ids.astype(np.int64)).to(self._of_block.device)
+        self._of_block.index_fill_(0, index, 0)
+
+    def before(self) -> Tensor:
+        """Of the last position in the target's KV, by slot: zero where there is none."""
+        kv = self._state.kv_len
+        entry = torch.div((kv - 1).clamp_min(0), self._block_size, rounding_mode="floor")
+        block = self._state.blocks.gather(1, entry.long()[:, None])[:, 0]
+        ends = (kv % self._block_size == 0)[:, None]
+        found = torch.where(ends, self._of_block.index_select(0, block), self._of_slot)
+        return found.masked_fill((kv == 0)[:, None], 0.0)
+
+    def read(self, flat: Flat, layout: TargetLayout, states: Tensor) -> Tensor:
+        """Keep the states of a pass; return that of the position before each token."""
+        count = len(flat.tokens)
+        self._of_pass[:count].copy_(states)
+        ends = ((flat.positions + 1) % self._block_size == 0) & (flat.slots >= 0)
+        blocks = torch.div(flat.slots, self._block_size, rounding_mode="floor")
+        blocks = torch.where(ends, blocks, len(self._of_block) - 1)
+        self._of_block.index_copy_(0, blocks.long(), states)
+        # One row more than tokens: slots without any put theirs there.
+        before = states.new_zeros(count + 1, states.shape[1])
+        before[1:count].copy_(states[:-1])
+        starts, stops = layout.query_starts[:-1], layout.query_starts[1:]
+        first = torch.where(stops > starts, starts, count)
+        return before.index_copy_(0, first.long(), self.before())[:count]
+
+    def settle(self, layout: TargetLayout) -> None:
+        """After the verdict on the latest pass: of each slot that took part its last valid
+        position."""
+        starts, stops = layout.query_starts[:-1], layout.query_starts[1:]
+        queries = stops - starts
+        valid = self._state.kv_len - layout.contexts + queries
+        rows = (starts + valid - 1).clamp(0, len(self._of_pass) - 1)
+        found = self._of_pass.index_select(0, rows)
+        self._of_slot.copy_(torch.where((queries > 0)[:, None], found, self._of_slot))
+
+
+class HeadPasses(DraftPasses):
+    """Drafts of a head. The target's pass calls `read`, its verdict `settle`."""
+
+    lengths = [1]
+
+    def __init__(self, *given: Any, states: DeviceStates, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.states = states
+        self.hidden_layers: tuple[int, ...] = self._decoder.head.hidden_layers
+
+    def read(self, flat: Flat, layout: TargetLayout, hidden: Tensor) -> None:
+        """The states [T, layers, H] that the target's layers had of `flat`."""
+        self.states.read(flat, layout, self._decoder.fuse(hidden))
+
+    def settle(self, layout: TargetLayout, result: Tensor) -> None:
+        """Behind `slots.advance`, whose `result` says that the head has all that the target has."""
+        self.states.settle(layout)
+        self._state.draft_kv_len.copy_(self._state.kv_len)
+        result[:, DRAFT_KV].copy_(self._state.kv_len)
+
+    def _ingest(self, most_tokens: int, longest: int) -> None:
+        self._state.draft_kv_len.copy_(self._state.kv_len)  # those that came since, too
+        super()._ingest(most_tokens, longest)
+
+    def _before(self, count: int) -> Tensor:
+        """The state before the last known token of rows that draft."""
+        return self.states.before().index_select(0, self.layout.row_slots[:count])
+
+
+class EaglePasses(HeadPasses):
+    def read(self, flat: Flat, layout: TargetLayout, hidden: Tensor) -> None:
+        before = self.states.read(flat, layout, self._decoder.fuse(hidden))
+        self._decoder.project(flat, before, self.attention, self._cos_sin)
+
+    def _forward(self, flat: Flat, *, first: bool) -> None:
+        count = len(flat.tokens)
+        states = self._before(count) if first else self._decoder.carried(self._hidden, count)
+        self._decoder.forward(flat, states, self.attention, self._cos_sin, self._hidden)
+
+
+class MedusaPasses(HeadPasses):
+    """Head i drafts token i of a row, from the state before the last known one."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.most_drafts = min(self.most_drafts, self._decoder.head.num_heads)
+
+    def _begin(self, flat: Flat, longest: int) -> None:
+        """There is nothing to compute before the first head."""
+
+    def _find_logits(self, rows: int, depth: int, out: Tensor) -> None:
+        self._decoder.logits(depth, self._before(rows), out)

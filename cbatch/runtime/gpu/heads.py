@@ -1,0 +1,206 @@
+"""EAGLE and Medusa heads from kernels and library products. As with `Decoder`, no method waits for
+the device or reads from it, but for `first_logits`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.cpu.eagle_head import EagleTensors, eagle_vocabulary
+from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.cpu.medusa_head import MedusaTensors, medusa_vocabulary
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.gpu.decoder import (
+    Decoder,
+    Flat,
+    Hidden,
+    ProductBuilder,
+    finish,
+    project,
+    weight_of,
+)
+from cbatch.runtime.gpu.one_call import lay_out
+from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.model.rope import RotaryTable
+from triton_kernels.layers.norm import rms_norm
+
+FIRST_KEY = 1  # before position 0 there is no state that a head could read
+
+
+class _EagleProducts(ProductBuilder, EagleTensors):
+    pass
+
+
+class _MedusaProducts(ProductBuilder, MedusaTensors):
+    pass
+
+
+class GpuHead(Head):
+    """A head on a GPU. States are of the target's dtype."""
+
+    def __init__(self, head: HeadConfig, target: Decoder, vocabulary: Tensor | None) -> None:
+        super().__init__(head, target)
+        self.vocabulary = vocabulary if vocabulary is None else vocabulary.to(self.device)
+        self.kv_scales = [(1.0, 1.0)] * self.config.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what it reads of a position, as it is kept of a slot and a block."""
+        return self.config.hidden_size * self.dtype.itemsize
+
+    def pass_bytes(self, tokens: int) -> int:
+        """Of what it computes of so many tokens, the target's states that it reads among them."""
+        c = self.config
+        widest = len(self.head.hidden_layers) * c.hidden_size
+        projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim * c.num_layers
+        width = 2 * widest + 8 * c.hidden_size + projected + 3 * c.intermediate_size * c.num_layers
+        return tokens * width * self.dtype.itemsize
+
+    def _put(self, product: Any, x: Tensor, out: Tensor) -> None:
+        """Logits of `x` to `out` [N, vocab], of what it drafts alone."""
+        if self.vocabulary is None:
+            product.into(x, out)
+        else:
+            out.index_copy_(1, self.vocabulary, product(x))
+
+    def _room(self, rows: int) -> Tensor:
+        """Logits before any is put there."""
+        shape, lowest = (rows, self.config.vocab_size), torch.finfo(self.dtype).min
+        return torch.full(shape, lowest, dtype=self.dtype, device=self.device)
+
+
+class GpuEagleHead(GpuHead):
+    """As `cbatch.runtime.cpu.eagle_head.EagleHead`."""
+
+    def __init__(
+        self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
+    ) -> None:
+        vocabulary = eagle_vocabulary(head, weights)
+        super().__init__(head, target, vocabulary)
+        c = self.config
+        with torch.inference_mode():
+            own = _EagleProducts(head, weights, target, target.numerics)
+            self._norms, self._fc = own.read_norms(target), own.fusing(target)
+            self._layer, self._front = own.layer(), own.front()
+            if self._front is None:
+                self._token_norm = own.norm("layers.0.input_layernorm")
+                self._state_norm = own.norm("layers.0.hidden_norm")
+            self._lm_head: Any = own.lm_head(vocabulary, target_head)
+            self._embedding = own.embedding(target)
+            self._rotary = RotaryTable(
+                c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device
+            )
+        products = [*self._layer.products(), self._lm_head, self._fc, self._front]
+        self.block_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
+
+    def cos_sin(self, most_tokens: int) -> Tensor:
+        return self._rotary.cos_sin(most_tokens)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] of the target's states [T, layers, H]."""
+        eps = self.config.rms_norm_eps
+        if self.head.kind == "eagle":
+            assert self._norms is not None
+            return rms_norm(hidden[:, 0], self._norms, eps)
+        read = hidden.flatten(1)
+        if self._norms is not None and self.head.input_norm:
+            read = rms_norm(read, self._norms, eps)
+        elif self._norms is not None:
+            each = enumerate(self._norms)
+            read = torch.cat([rms_norm(hidden[:, i], norm, eps) for i, norm in each], dim=1)
+        fused: Tensor = self._fc(read)  # type: ignore[misc]
+        return fused
+
+    def forward(
+        self, flat: Flat, states: Tensor, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
+    ) -> None:
+        """As `Decoder.forward`, of tokens and the states [T, hidden] before them."""
+        count = len(flat.tokens)
+        fused, residual = self.project(flat, states, attention, cos_sin)
+        hidden.residual[:count].copy_(residual)
+        residual = hidden.residual[:count]
+        x = finish(self.config, self._layer, 0, fused, attention, residual)
+        self._layer.down.into(x, hidden.last[:count])  # type: ignore[union-attr]
+
+    def project(
+        self, flat: Flat, states: Tensor, attention: PagedAttention, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write K and V of tokens, each with the state [T, hidden] before it. Return the
+        projections and the residual stream."""
+        c = self.config
+        embedded = F.embedding(flat.tokens, self._embedding)
+        if self._front is not None:
+            x = residual = self._front(torch.cat((embedded, states), dim=1))
+        else:
+            normed = rms_norm(states, self._state_norm, c.rms_norm_eps)
+            embedded = rms_norm(embedded, self._token_norm, c.rms_norm_eps)
+            x = torch.cat((embedded, normed), dim=1)
+            residual = normed if self.head.norm_before_residual else states
+        return project(c, self._layer, 0, x, flat, attention, cos_sin), residual
+
+    def carried(self, hidden: Hidden, count: int) -> Tensor:
+        """The states [count, hidden] that the next drafts go on from."""
+        residual, last = hidden.residual[:count], hidden.last[:count]
+        if self.head.norm_output:
+            norm, eps = self._lm_head.norm, self.config.rms_norm_eps
+            return rms_norm(last, norm, eps, residual.clone())
+        return (residual + last).to(self.dtype)
+
+    def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
+        """As `Decoder.logits`."""
+        residual = hidden.residual.index_select(0, rows)
+        x = hidden.last.index_select(0, rows)
+        if self._lm_head.norm is None:
+            x = (residual + x).to(self.dtype)
+        else:
+            x = rms_norm(x, self._lm_head.norm, self.config.rms_norm_eps, residual, early=True)
+        self._put(self._lm_head, x, out)
+
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        flat, attention = lay_out(self, batch, kv, first_key=FIRST_KEY)
+        found = Hidden.allocate(len(flat.tokens), self)
+        states = self.fuse(hidden).roll(1, 0)
+        self.forward(flat, states, attention, self.cos_sin(len(flat.tokens)), found)
+        out = self._room(len(hidden))
+        self.logits(found, torch.arange(len(hidden), device=self.device), out)
+        return out.float().cpu()
+
+
+class GpuMedusaHead(GpuHead):
+    """As `cbatch.runtime.cpu.medusa_head.MedusaHead`."""
+
+    def __init__(
+        self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
+    ) -> None:
+        vocabulary = medusa_vocabulary(head, weights)
+        super().__init__(head, target, vocabulary)
+        self._norm = target.final_norm
+        with torch.inference_mode():
+            own = _MedusaProducts(head, weights, target, target.numerics)
+            self._blocks = [own.blocks(i) for i in range(head.num_heads)]
+            self._heads: list[Any] = own.heads(vocabulary, target_head)
+        products = [*self._heads, *(linear for each in self._blocks for linear in each)]
+        self.block_bytes = sum(weight_of(each).nbytes for each in products)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden[:, 0], self._norm, self.config.rms_norm_eps)
+
+    def logits(self, number: int, states: Tensor, out: Tensor) -> None:
+        """Of head `number`, for states [N, hidden], to `out` [N, vocab]."""
+        for linear in self._blocks[number]:
+            states = states + F.silu(linear(states))
+        self._put(self._heads[number % len(self._heads)], states, out)
+
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        out = self._room(len(hidden))
+        self.logits(0, self.fuse(hidden).roll(1, 0), out)
+        return out.float().cpu()
+
+
+CLASSES = {"eagle3": GpuEagleHead, "eagle": GpuEagleHead, "medusa": GpuMedusaHead}

@@ -1,0 +1,59 @@
+"""A decoder's pass over a batch of the host, in one call: for what is tried before it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
+from cbatch.runtime.gpu.decoder import Flat, Hidden
+from cbatch.runtime.model.kv_cache import KVCache
+
+
+class OneCall:
+    """A decoder, but with the `forward` of the CPU's `Model`, as self-tests call it."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.kv_dtype = decoder, decoder.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor | None = None) -> Tensor:
+        """Return logits fp32 [N, vocab], on the host; fill `states`, on the device."""
+        flat, attention = lay_out(self._decoder, batch, kv)
+        hidden = Hidden.allocate(len(flat.tokens), self._decoder)
+        kept = () if states is None else (states,)
+        cos_sin = self._decoder.cos_sin(int(batch.context_lens.max()))
+        self._decoder.forward(flat, attention, cos_sin, hidden, *kept)
+        wanted = _there(batch.logits_index.numpy(), self.device)
+        out = torch.empty(len(wanted), self.config.vocab_size, dtype=self.dtype, device=self.device)
+        self._decoder.logits(hidden, wanted, out)
+        return out.float().cpu()
+
+
+def lay_out(
+    decoder: Any, batch: RaggedBatch, kv: KVCache, *, first_key: int = 0
+) -> tuple[Flat, PagedAttention]:
+    """The tokens of a batch on the decoder's device, and attention planned for them."""
+    lens, device = batch.query_lens, decoder.device
+    positions = batch.positions.numpy()
+    owners = np.repeat(np.arange(len(lens)), lens)
+    blocks = batch.block_tables[owners, positions // kv.block_size]
+    slots = blocks * kv.block_size + positions % kv.block_size
+    flat = Flat(*(_there(each, device) for each in (batch.tokens.numpy(), positions, slots)))
+    heads = heads_of(decoder.config)
+    tuning = Tuning.of(heads, decoder.dtype, device, kv.block_size, decoder.dtype)
+    tables, most = _there(batch.block_tables, device), len(flat.tokens)
+    attention = PagedAttention(decoder.config, kv, tables, most, tuning, first_key=first_key)
+    contexts = _there(batch.context_lens, device)
+    attention.plan(_there(np.cumsum([0, *lens]), device), contexts)
+    return flat, attention
+
+
+def _there(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array, np.int32)).to(device)

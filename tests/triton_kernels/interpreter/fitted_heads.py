@@ -1,0 +1,107 @@
+"""Heads for both executors, fitted to what a tiny target says, so that drafts are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cbatch.core.request.request import Request
+from cbatch.runtime.cpu import load_head
+from cbatch.runtime.cpu.self_test import _kv, _read, _whole
+from cbatch.runtime.gpu import heads
+from cbatch.runtime.model.head_config import read_head
+from cbatch.runtime.model.head_weights import HeadWeights
+from tests.runtime import made_heads
+from tests.runtime.engines import run_engine
+from tests.runtime.pairs import VOCAB, NoisyWeights
+from tests.triton_kernels.interpreter.twins import Pair
+
+
+class HeadPair:
+    """A head for either executor, from one folder. `rows` stand in for the target's own head."""
+
+    def __init__(self, folder: Path, target: Pair, rows: Tensor | None = None) -> None:
+        weights = HeadWeights.of(folder)
+        config = read_head(folder, target.config)[0]
+        if rows is None:
+            rows = NoisyWeights(1).get("lm_head.weight", (VOCAB, made_heads.HIDDEN))
+        self.model: Any = load_head.CLASSES[config.kind](config, weights, target.model, rows)
+        self.decoder: Any = heads.CLASSES[config.kind](config, weights, target.decoder, rows)
+        self.config = self.model.config
+
+
+def eagle3(
+    folder: Path, target: Pair, asked: list[Request] | list[list[int]], **flags: bool
+) -> HeadPair:
+    """It drafts some ids alone."""
+    tensors = made_heads.eagle3_tensors(drafts=VOCAB)
+    config = made_heads.eagle3_config(draft_vocab_size=VOCAB, **flags)
+    whole = HeadPair(made_heads.write_head(folder, config, tensors), target)
+    norm = None if flags.get("norm_output") else tensors["norm.weight"]
+    rows = _fit(_behind_tokens(whole, target, asked, norm))[made_heads.draft_ids()]
+    tensors = made_heads.eagle3_tensors() | {"lm_head.weight": rows}
+    folder = made_heads.write_head(folder, made_heads.eagle3_config(**flags), tensors)
+    return HeadPair(folder, target)
+
+
+def eagle1(folder: Path, target: Pair, asked: list[Request] | list[list[int]]) -> HeadPair:
+    made_heads.write_head(folder, made_heads.llama_fields(), made_heads.eagle1_tensors())
+    rows = _fit(_behind_tokens(HeadPair(folder, target), target, asked, None))
+    return HeadPair(folder, target, rows)
+
+
+def medusa(folder: Path, target: Pair, asked: list[Request] | list[list[int]]) -> HeadPair:
+    tensors, config = made_heads.medusa_tensors(), made_heads.medusa_config()
+    head = HeadPair(made_heads.write_head(folder, config, tensors), target).model
+    for i in range(head.head.num_heads):
+        found = []
+        for text in _texts(target, asked):
+            chosen, states = _of_target(head, target, text)
+            found.append((head._refine(i, states)[: len(text) - 1 - i], chosen[1 + i :]))
+        tensors[f"{i}.1.weight"] = _fit(found)
+    return HeadPair(made_heads.write_head(folder, config, tensors), target)
+
+
+def _texts(target: Pair, asked: list[Request] | list[list[int]]) -> list[list[int]]:
+    """Texts as they are; of requests their prompts and answers."""
+    requests = [each for each in asked if isinstance(each, Request)]
+    outputs = run_engine(requests, target.model).outputs if requests else {}
+    texts = [each for each in asked if not isinstance(each, Request)]
+    return texts + [[*map(int, r.prompt), *outputs[r.request_id]] for r in requests]
+
+
+def _of_target(head: Any, target: Pair, text: list[int]) -> tuple[Tensor, Tensor]:
+    """What the target would say behind each token, and what a head reads there."""
+    chosen, hidden = _read(target.model, head.head.hidden_layers, torch.tensor(text))
+    target.model.keep_hidden(())
+    return chosen, head.fuse(hidden)
+
+
+def _behind_tokens(
+    pair: HeadPair,
+    target: Pair,
+    asked: list[Request] | list[list[int]],
+    norm: Tensor | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """What an EAGLE head makes of each token, and what the target says behind it."""
+    found, head = [], pair.model
+    for text in _texts(target, asked):
+        ids = torch.tensor(text)
+        chosen, states = _of_target(head, target, text)
+        made = head.choices(_whole(ids), _kv(head, len(ids)), states.roll(1, 0))[1]
+        if norm is not None:
+            made = F.rms_norm(made, (made_heads.HIDDEN,), norm, made_heads.EPS)
+        found.append((made[1:], chosen[1:]))
+    return found
+
+
+def _fit(examples: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Rows [vocab, hidden] of a head that says what is behind these states, by least squares."""
+    x, ids = (torch.cat(each) for each in zip(*examples, strict=True))
+    wanted = F.one_hot(ids, VOCAB).float() - 1 / VOCAB
+    gram = x.T @ x + 1e-2 * torch.eye(x.shape[1])
+    return torch.linalg.solve(gram, x.T @ wanted).T.contiguous() * 20

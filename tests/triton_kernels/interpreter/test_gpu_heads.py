@@ -1,0 +1,397 @@
+"""Heads on the GPU executor draft what they do on the CPU, step by step; what is sampled with them
+has the law of what is sampled without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.plan import StepResult
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.policies import FixedPolicy
+from cbatch.engine.loop import StepLoop
+from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.cpu.self_test import best_reading
+from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning
+from cbatch.runtime.gpu.head_pass import DeviceStates
+from cbatch.runtime.gpu.one_call import OneCall
+from cbatch.runtime.model.kv_cache import KVCache
+from tests.chi_square import chi_square_z
+from tests.runtime import made_heads
+from tests.runtime.engines import make_request, parse_lookahead
+from tests.runtime.marks import needs_compiler
+from tests.runtime.pairs import VOCAB
+from tests.triton_kernels.interpreter.fitted_heads import HeadPair, eagle1, eagle3, medusa
+from tests.triton_kernels.interpreter.light import (
+    use_reference_verdicts,
+    use_references,
+    without_overflow_checks,
+)
+from tests.triton_kernels.interpreter.test_gpu_executor import (
+    happened,
+    poisoned,
+    prompts,
+    sampled_requests,
+)
+from tests.triton_kernels.interpreter.test_host_drafts import settings_of
+from tests.triton_kernels.interpreter.twins import Differs, Pair, run_twins
+from triton_kernels.attention import Tile
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+MAKERS = [eagle3, eagle1, medusa]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_overflow_checks(monkeypatch)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_references(monkeypatch)
+    use_reference_verdicts(monkeypatch)
+
+
+def k_varies(patch: pytest.MonkeyPatch) -> None:
+    """By step and row; for six steps nobody drafts."""
+    rng, steps = np.random.default_rng(3), {"n": 0}
+
+    def choose(policy: Any, step: Any) -> np.ndarray:
+        steps["n"] += 1
+        k = rng.integers(0, 5, step.num_rows) * (not 8 <= steps["n"] < 14)
+        return np.minimum(step.caps, k.astype(np.int32))
+
+    patch.setattr(FixedPolicy, "choose", choose)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *MAKERS,
+        partial(eagle3, norm_output=True),
+        partial(eagle3, norm_before_residual=True),
+    ],
+)
+def test_greedy_requests_come_and_go(make: Any, depth: int, tmp_path: Path) -> None:
+    """A prompt of one token has no state before it."""
+    target, asked = Pair(), prompts(23, 1, 30, 12, max_tokens=20)
+    outputs, seen = run_twins(
+        asked,
+        target,
+        make(tmp_path, target, asked),
+        lookahead="fixed:3",
+        depth=depth,
+        arrivals=[0, 0, 1, 5],
+        max_slots=3,
+        step_budget_tokens=20,
+    )
+    assert {len(tokens) for tokens in outputs.values()} == {20}
+    happened(seen, "accepted", "rejected", "unfinished chunks", "mixed steps", "slots used again")
+    happened(seen, *(["plans in flight"] if depth else []))
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("make", MAKERS)
+def test_preempted_requests_resume(
+    make: Any, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With steps in which nobody drafts."""
+    target, asked = Pair(), prompts(14, 13, 12, max_tokens=22)
+    head = make(tmp_path, target, asked)
+    k_varies(monkeypatch)
+    _, seen = run_twins(
+        asked,
+        target,
+        head,
+        lookahead="fixed:4",
+        depth=depth,
+        num_blocks=6,
+        step_budget_tokens=48,
+    )
+    happened(seen, "preemptions", "resumed", "slots used again", "ragged k")
+    happened(seen, "accepted", "rejected")
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("make", MAKERS)
+def test_prefix_hits(make: Any, depth: int, tmp_path: Path) -> None:
+    target, shared = Pair(), [(11 * j) % 61 for j in range(33)]
+    tails: list[list[int]] = [[], [], [7], [8, 9, 10]]
+    asked = [make_request(f"r{i}", shared + tail, max_tokens=12) for i, tail in enumerate(tails)]
+    _, seen = run_twins(
+        asked,
+        target,
+        make(tmp_path, target, asked),
+        lookahead="fixed:3",
+        depth=depth,
+        arrivals=[0, 3, 5, 6],
+        step_budget_tokens=24,
+    )
+    assert seen["prefix hits"] == 3
+    happened(seen, "accepted", "rejected", "unfinished chunks")
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("make", [eagle3, medusa])
+def test_sampled_and_shaped_requests(make: Any, depth: int, tmp_path: Path) -> None:
+    target, asked = Pair(), sampled_requests()
+    outputs, seen = run_twins(
+        asked,
+        target,
+        make(tmp_path, target, asked),
+        lookahead="fixed:3",
+        depth=depth,
+        step_budget_tokens=48,
+    )
+    happened(seen, "slots used again", "accepted", "rejected", "ragged k")
+    assert all(token % 2 == 0 for token in outputs["r5"])
+    assert not {46, 38} & set(outputs["r6"])
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make", [eagle3, medusa])
+def test_a_head_in_a_chain(make: Any, tmp_path: Path) -> None:
+    target = Pair()
+    chains: list[Any] = [("suffix",), None, ("ngram", "model"), ("model", "suffix"), ("model",)]
+    asked = [
+        make_request(f"r{i}", [1, 5, 3, 1, 5, 3, i], drafter=chain, max_tokens=16)
+        for i, chain in enumerate(chains)
+    ]
+    _, seen = run_twins(
+        asked,
+        target,
+        make(tmp_path, target, asked),
+        lookups=settings_of("suffix", "model"),
+        lookahead="fixed:3",
+    )
+    happened(seen, "accepted", "rejected", "slots used again")
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("make", [eagle3, medusa])
+def test_values_that_are_not_finite(make: Any, depth: int, tmp_path: Path) -> None:
+    """States of a poisoned target spread neither to slots that are used again nor to blocks."""
+    asked = poisoned(6, 6, 3)
+    head = make(tmp_path, Pair(), asked)
+    outputs, seen = run_twins(
+        asked, Pair(poison=60), head, lookahead="fixed:2", depth=depth, num_blocks=4, max_slots=3
+    )
+    assert outputs["target"] == []
+    assert [len(outputs[name]) for name in ("draft", "sound", "later")] == [6, 6, 3]
+    happened(seen, "target not finite", "blocks zeroed", "slots used again")
+
+
+@pytest.mark.parametrize("make", [eagle3, eagle1, medusa])
+def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is replaced; the head has queries of 16 numbers, as a tile multiplies them."""
+    monkeypatch.setattr(made_heads, "DIM", 16)
+    requests = [
+        make_request("greedy", range(5, 19), max_tokens=6),
+        make_request(
+            "rejection", range(9, 12), max_tokens=3, temperature=0.7, verification="rejection"
+        ),
+    ]
+    target = Pair()
+    _, seen = run_twins(
+        requests,
+        target,
+        make(tmp_path, target, requests),
+        lookahead="fixed:2",
+        arrivals=[0, 1],
+        max_slots=2,
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
+    )
+    happened(seen, "accepted", "mixed steps")
+
+
+def a_position_late(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are paired with the states of their own positions."""
+    real = DeviceStates.read
+    patch.setattr(DeviceStates, "read", lambda *given: real(*given) * 0 + given[-1])
+
+
+def never_settled(patch: pytest.MonkeyPatch) -> None:
+    """Slots keep the states of other steps."""
+    patch.setattr(DeviceStates, "settle", lambda self, layout: None)
+
+
+def last_row(patch: pytest.MonkeyPatch) -> None:
+    """Slots keep the state of their last row, rejected drafts among them."""
+    real = DeviceStates.settle
+
+    def settle(self: DeviceStates, layout: Any) -> None:
+        kv = self._state.kv_len.clone()
+        self._state.kv_len.copy_(torch.where(kv > 0, layout.contexts, kv))
+        real(self, layout)
+        self._state.kv_len.copy_(kv)
+
+    patch.setattr(DeviceStates, "settle", settle)
+
+
+def blocks_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """After a prefix hit a sequence goes on from what the slot's last one left."""
+
+    def before(self: DeviceStates) -> Tensor:
+        return self._of_slot.masked_fill((self._state.kv_len == 0)[:, None], 0.0)
+
+    patch.setattr(DeviceStates, "before", before)
+
+
+def position_0_is_seen(patch: pytest.MonkeyPatch) -> None:
+    real = PagedAttention.__init__
+
+    def init(self: Any, *given: Any, **more: Any) -> None:
+        real(self, *given, **more)
+        self._first_key = 0
+
+    patch.setattr(PagedAttention, "__init__", init)
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize(
+    "make, plant",
+    [
+        (eagle3, a_position_late),
+        (eagle3, never_settled),
+        (eagle3, last_row),
+        (eagle3, blocks_forgotten),
+        (eagle3, position_0_is_seen),
+        (medusa, never_settled),
+        (medusa, last_row),
+    ],
+)
+def test_heads_that_read_wrong_states_are_caught(
+    make: Any, plant: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompt = Pair(), [(11 * j) % 61 for j in range(33)]
+    texts = prompt, prompt, [5, 7]
+    asked = [make_request(f"r{i}", text, max_tokens=10) for i, text in enumerate(texts)]
+    head = make(tmp_path, target, prompts(20, 9, max_tokens=20))
+    run_twins(asked, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
+    plant(monkeypatch)
+    with pytest.raises(Differs):
+        run_twins(asked, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
+
+
+PROMPT = (5, 9, 11)
+
+
+class Counting(GpuExecutor):
+    accepted = 0
+
+    def wait(self) -> StepResult:
+        result = super().wait()
+        self.accepted += int(result.num_accepted.sum())
+        return result
+
+
+def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray, int]:
+    """Three tokens of each of 400 sequences, and how many drafts were accepted."""
+    count, slots = 400, 50
+    config = SchedulerConfig(
+        num_blocks=slots,
+        block_size_tokens=16,
+        max_slots=slots,
+        max_model_tokens=16,
+        step_budget_tokens=4 * slots,
+        vocab_size=VOCAB,
+        draft_context_tokens=256,
+        lookahead=parse_lookahead("fixed:2"),
+    )
+    executor = Counting(
+        target.decoder,
+        num_blocks=config.num_blocks,
+        block_size_tokens=16,
+        max_slots=slots,
+        max_sequence_tokens=config.max_sequence_tokens,
+        step_budget_tokens=config.step_budget_tokens,
+        draft=head.decoder,
+        max_drafts=2,
+    )
+    scheduler = Scheduler(config)
+    loop, outputs = StepLoop(scheduler, executor, clock=time.monotonic), {}
+    for i in range(count):
+        asks: dict[str, Any] = {"max_tokens": 4, "verification": verification, "seed": i}
+        scheduler.add(make_request(f"r{i}", PROMPT, temperature=1.0, **asks), time.monotonic())
+    while scheduler.has_work:
+        commit = loop.step()
+        for end in commit.finished if commit is not None else ():
+            outputs[end.request_id] = end.output
+    return np.stack([outputs[f"r{i}"] for i in range(count)]), executor.accepted
+
+
+def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
+    """Of the second and of the third token, by every way that leads there."""
+
+    def behind(texts: list[list[int]]) -> Tensor:
+        model, tokens = target.model, torch.tensor(texts)
+        count, length = tokens.shape
+        lens = np.full(count, length, dtype=np.int32)
+        tables, last = np.arange(count, dtype=np.int32)[:, None], torch.arange(1, count + 1)
+        positions = torch.arange(length).repeat(count)
+        kv = KVCache(model.config, count, 16, model.dtype, model.device)
+        flat = RaggedBatch(tokens.flatten(), positions, lens, lens, tables, last * length - 1)
+        return model.forward(flat, kv).double().softmax(-1)
+
+    first = behind([list(PROMPT)])[0]
+    second = behind([[*PROMPT, i] for i in range(VOCAB)])
+    third = behind([[*PROMPT, i, j] for i in range(VOCAB) for j in range(VOCAB)])
+    both = first[:, None] * second
+    return both.sum(0).numpy(), (both.flatten()[:, None] * third).sum(0).numpy()
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make, verification", [(eagle3, "rejection"), (medusa, "block")])
+def test_sampled_text_has_the_law_of_the_target(
+    make: Any, verification: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Second and third tokens: chi-square, false alarm below 1e-6 each. A head that believes that
+    its drafts were drawn evenly fails it."""
+    target, real = Pair(), drafting.draw
+    head, expected = make(tmp_path, target, prompts(12, 9, max_tokens=20)), laws(target)
+
+    def worst() -> float:
+        tokens, accepted = sampled(target, head, verification)
+        assert accepted > 20
+        counts = (np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2))
+        return max(map(chi_square_z, counts, expected))
+
+    def lies(batch: Any, *given: Any, **more: Any) -> None:
+        real(batch, *given, **more)
+        batch.logits.zero_()
+
+    assert worst() < 5
+    monkeypatch.setattr(drafting, "draw", lies)
+    assert worst() > 5
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_head_is_tried_as_on_a_cpu(make: Any, tmp_path: Path) -> None:
+    target, asked = Pair(), prompts(23, 30, max_tokens=20)
+    head = make(tmp_path, target, asked)
+    texts = [list(request.prompt) for request in asked]
+    of_cpu = best_reading([head.model], target.model, texts)
+    of_gpu = best_reading([head.decoder], OneCall(target.decoder), texts)  # type: ignore[arg-type]
+    assert of_gpu.hits.tolist() == of_cpu.hits.tolist()
+    assert of_gpu.chance == of_cpu.chance and target.decoder.hidden_layers == ()
