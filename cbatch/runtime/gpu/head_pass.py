@@ -1,8 +1,8 @@
-"""The part of a step of a head that reads the target: states that outlive a step, and drafts.
+"""Passes of heads that read the target's states, and the states that outlive a step.
 
-A head ingests whatever the target computes, within the target's pass: K and V of every token, from
-the state of the position before it. What it writes for a draft that is rejected is overwritten, as
-the target's own is. So a head is never behind, and a row's first draft is a pass over one token.
+A head ingests every token within the target's pass: it writes K and V from the token and the state
+of the position before. Entries of rejected drafts are overwritten later, as the target's are. So a
+head never catches up, and the first draft of a row is a pass over one token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from triton_kernels.slots.target_batch import TargetLayout
 
 
 class DeviceStates:
-    """What a head reads of positions, [n, size]: of the latest pass, of the last position of each
-    slot, and of the last position of each block, for whoever goes on from a block that is shared.
-    """
+    """States that a head reads, [n, size]: of the latest pass, of each slot's last valid position,
+    and of each block's last position, for sequences that continue from a shared block."""
 
     def __init__(
         self, head: Any, state: SlotState, *, num_blocks: int, block_size: int, most_tokens: int
@@ -41,13 +40,13 @@ class DeviceStates:
         self._of_block.index_fill_(0, index, 0)
 
     def before(self) -> Tensor:
-        """Of the last position in the target's KV, by slot: zero where there is none."""
+        """Return each slot's state at the last position in the target's KV, zero without one."""
         kv = self._state.kv_len
         entry = torch.div((kv - 1).clamp_min(0), self._block_size, rounding_mode="floor")
         block = self._state.blocks.gather(1, entry.long()[:, None])[:, 0]
         ends = (kv % self._block_size == 0)[:, None]
-        found = torch.where(ends, self._of_block.index_select(0, block), self._of_slot)
-        return found.masked_fill((kv == 0)[:, None], 0.0)
+        states = torch.where(ends, self._of_block.index_select(0, block), self._of_slot)
+        return states.masked_fill((kv == 0)[:, None], 0.0)
 
     def read(self, flat: Flat, layout: TargetLayout, states: Tensor) -> Tensor:
         """Keep the states of a pass; return that of the position before each token."""
@@ -65,14 +64,13 @@ class DeviceStates:
         return before.index_copy_(0, first.long(), self.before())[:count]
 
     def settle(self, layout: TargetLayout) -> None:
-        """After the verdict on the latest pass: of each slot that took part its last valid
-        position."""
+        """Keep the state of each slot's last valid position, after the verdict on a pass."""
         starts, stops = layout.query_starts[:-1], layout.query_starts[1:]
         queries = stops - starts
         valid = self._state.kv_len - layout.contexts + queries
         rows = (starts + valid - 1).clamp(0, len(self._of_pass) - 1)
-        found = self._of_pass.index_select(0, rows)
-        self._of_slot.copy_(torch.where((queries > 0)[:, None], found, self._of_slot))
+        states = self._of_pass.index_select(0, rows)
+        self._of_slot.copy_(torch.where((queries > 0)[:, None], states, self._of_slot))
 
 
 class HeadPasses(DraftPasses):
@@ -86,11 +84,11 @@ class HeadPasses(DraftPasses):
         self.hidden_layers: tuple[int, ...] = self._decoder.head.hidden_layers
 
     def read(self, flat: Flat, layout: TargetLayout, hidden: Tensor) -> None:
-        """The states [T, layers, H] that the target's layers had of `flat`."""
+        """Read the states [T, layers, H] of the target's layers for `flat`."""
         self.states.read(flat, layout, self._decoder.fuse(hidden))
 
     def settle(self, layout: TargetLayout, result: Tensor) -> None:
-        """Behind `slots.advance`, whose `result` says that the head has all that the target has."""
+        """Follow `slots.advance`: in its `result` the head's KV is as long as the target's."""
         self.states.settle(layout)
         self._state.draft_kv_len.copy_(self._state.kv_len)
         result[:, DRAFT_KV].copy_(self._state.kv_len)
@@ -100,11 +98,13 @@ class HeadPasses(DraftPasses):
         super()._ingest(most_tokens, longest)
 
     def _before(self, count: int) -> Tensor:
-        """The state before the last known token of rows that draft."""
+        """Return the state before the last known token of rows that draft."""
         return self.states.before().index_select(0, self.layout.row_slots[:count])
 
 
 class EaglePasses(HeadPasses):
+    """Drafts of an EAGLE head, each from its own state at the draft before."""
+
     def read(self, flat: Flat, layout: TargetLayout, hidden: Tensor) -> None:
         before = self.states.read(flat, layout, self._decoder.fuse(hidden))
         self._decoder.project(flat, before, self.attention, self._cos_sin)

@@ -51,11 +51,11 @@ class GpuHead(Head):
 
     @property
     def state_bytes(self) -> int:
-        """Of what it reads of a position, as it is kept of a slot and a block."""
+        """Bytes of the state that it reads of a position, one of which each block keeps."""
         return self.config.hidden_size * self.dtype.itemsize
 
     def pass_bytes(self, tokens: int) -> int:
-        """Of what it computes of so many tokens, the target's states that it reads among them."""
+        """Return the bytes that a pass over `tokens` allocates."""
         c = self.config
         widest = len(self.head.hidden_layers) * c.hidden_size
         projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim * c.num_layers
@@ -63,20 +63,25 @@ class GpuHead(Head):
         return tokens * width * self.dtype.itemsize
 
     def _put(self, product: Any, x: Tensor, out: Tensor) -> None:
-        """Logits of `x` to `out` [N, vocab], of what it drafts alone."""
+        """Write logits of `x` to `out` [N, vocab], for the ids that it drafts alone."""
         if self.vocabulary is None:
             product.into(x, out)
         else:
             out.index_copy_(1, self.vocabulary, product(x))
 
-    def _room(self, rows: int) -> Tensor:
-        """Logits before any is put there."""
-        shape, lowest = (rows, self.config.vocab_size), torch.finfo(self.dtype).min
-        return torch.full(shape, lowest, dtype=self.dtype, device=self.device)
+    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+        shape, lowest = (len(hidden), self.config.vocab_size), torch.finfo(self.dtype).min
+        out = torch.full(shape, lowest, dtype=self.dtype, device=self.device)
+        self._write_first(batch, kv, self.fuse(hidden).roll(1, 0), out)
+        return out.float().cpu()
+
+    def _write_first(self, batch: RaggedBatch, kv: KVCache, states: Tensor, out: Tensor) -> None:
+        """Write logits of the first draft after each token, given the state before it."""
+        raise NotImplementedError
 
 
 class GpuEagleHead(GpuHead):
-    """As `cbatch.runtime.cpu.eagle_head.EagleHead`."""
+    """The equations of `cbatch.runtime.cpu.eagle_head.EagleHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
@@ -112,8 +117,8 @@ class GpuEagleHead(GpuHead):
         if self._norms is not None and self.head.input_norm:
             read = rms_norm(read, self._norms, eps)
         elif self._norms is not None:
-            each = enumerate(self._norms)
-            read = torch.cat([rms_norm(hidden[:, i], norm, eps) for i, norm in each], dim=1)
+            layers = enumerate(self._norms)
+            read = torch.cat([rms_norm(hidden[:, i], norm, eps) for i, norm in layers], dim=1)
         fused: Tensor = self._fc(read)  # type: ignore[misc]
         return fused
 
@@ -162,18 +167,15 @@ class GpuEagleHead(GpuHead):
             x = rms_norm(x, self._lm_head.norm, self.config.rms_norm_eps, residual, early=True)
         self._put(self._lm_head, x, out)
 
-    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
+    def _write_first(self, batch: RaggedBatch, kv: KVCache, states: Tensor, out: Tensor) -> None:
         flat, attention = lay_out(self, batch, kv, first_key=FIRST_KEY)
-        found = Hidden.allocate(len(flat.tokens), self)
-        states = self.fuse(hidden).roll(1, 0)
-        self.forward(flat, states, attention, self.cos_sin(len(flat.tokens)), found)
-        out = self._room(len(hidden))
-        self.logits(found, torch.arange(len(hidden), device=self.device), out)
-        return out.float().cpu()
+        hidden = Hidden.allocate(len(states), self)
+        self.forward(flat, states, attention, self.cos_sin(len(states)), hidden)
+        self.logits(hidden, torch.arange(len(states), device=self.device), out)
 
 
 class GpuMedusaHead(GpuHead):
-    """As `cbatch.runtime.cpu.medusa_head.MedusaHead`."""
+    """The equations of `cbatch.runtime.cpu.medusa_head.MedusaHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
@@ -192,15 +194,13 @@ class GpuMedusaHead(GpuHead):
         return rms_norm(hidden[:, 0], self._norm, self.config.rms_norm_eps)
 
     def logits(self, number: int, states: Tensor, out: Tensor) -> None:
-        """Of head `number`, for states [N, hidden], to `out` [N, vocab]."""
+        """Write the logits of head `number` for states [N, hidden] to `out` [N, vocab]."""
         for linear in self._blocks[number]:
             states = states + F.silu(linear(states))
         self._put(self._heads[number % len(self._heads)], states, out)
 
-    def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
-        out = self._room(len(hidden))
-        self.logits(0, self.fuse(hidden).roll(1, 0), out)
-        return out.float().cpu()
+    def _write_first(self, batch: RaggedBatch, kv: KVCache, states: Tensor, out: Tensor) -> None:
+        self.logits(0, states, out)
 
 
 CLASSES = {"eagle3": GpuEagleHead, "eagle": GpuEagleHead, "medusa": GpuMedusaHead}

@@ -1,4 +1,4 @@
-"""A decoder's pass over a batch of the host, in one call: for what is tried before it serves."""
+"""A decoder's pass over a batch of the host, in one call, for trials before it serves."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class OneCall:
         kept = () if states is None else (states,)
         cos_sin = self._decoder.cos_sin(int(batch.context_lens.max()))
         self._decoder.forward(flat, attention, cos_sin, hidden, *kept)
-        wanted = _there(batch.logits_index.numpy(), self.device)
-        out = torch.empty(len(wanted), self.config.vocab_size, dtype=self.dtype, device=self.device)
-        self._decoder.logits(hidden, wanted, out)
+        rows = _there(batch.logits_index.numpy(), self.device)
+        out = torch.empty(len(rows), self.config.vocab_size, dtype=self.dtype, device=self.device)
+        self._decoder.logits(hidden, rows, out)
         return out.float().cpu()
 
 
@@ -48,8 +48,8 @@ def lay_out(
     flat = Flat(*(_there(each, device) for each in (batch.tokens.numpy(), positions, slots)))
     heads = heads_of(decoder.config)
     tuning = Tuning.of(heads, decoder.dtype, device, kv.block_size, decoder.dtype)
-    tables, most = _there(batch.block_tables, device), len(flat.tokens)
-    attention = PagedAttention(decoder.config, kv, tables, most, tuning, first_key=first_key)
+    tables, count = _there(batch.block_tables, device), len(flat.tokens)
+    attention = PagedAttention(decoder.config, kv, tables, count, tuning, first_key=first_key)
     contexts = _there(batch.context_lens, device)
     attention.plan(_there(np.cumsum([0, *lens]), device), contexts)
     return flat, attention
