@@ -43,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     from cbatch.engine.prices.calibrator import Calibrator
     from cbatch.engine.progress import ProgressBar
 
-    settings = read_settings(ModelSettings, args).values
-    if settings.engine.overlap:
+    settings = read_settings(ModelSettings, args)
+    values = settings.values
+    if values.engine.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
     for name in ("rounds", "steps"):
         if getattr(args, name) < 1:
@@ -52,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
     require_place("--out", args.out)
     console = Console(stderr=True, highlight=False)
     without_text = {"generation_config": "none", "tokenizer": "none", "overlap": 0}
-    options = msgspec.structs.replace(settings.engine, **without_text)
-    engine, info = load_engine(*model_paths(settings.model, settings.draft), options)
+    options = msgspec.structs.replace(values.engine, **without_text)
+    with settings.naming():
+        engine, info = load_engine(*model_paths(values.model, values.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)
     executor = engine.loop.executor

@@ -10,17 +10,11 @@ import msgspec
 from rich.console import Console
 
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
-from cbatch.cli.options import (
-    MODEL_HELP,
-    add_engine_options,
-    add_sampling_options,
-    engine_settings,
-    model_paths,
-    sampling_params,
-)
+from cbatch.cli.options import MODEL_HELP, EngineSettings, model_paths
 from cbatch.cli.output import INTERRUPTED, add_json_option
 from cbatch.cli.result_file import ResultFile, ResultStream, open_results
 from cbatch.cli.results import result_line
+from cbatch.cli.settings import add_flags, read_settings
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
@@ -36,10 +30,13 @@ from cbatch.text.outputs import Completion
 EPILOG = """\
 Each prompt becomes one JSON line, written when it is done:
   {"index", "id", "prompt", "params", "seed", "choices": [{"text", "token_ids", ...}], "error"}
-A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and sampling fields};
-a line at fault is answered with its error, and the others go on.
+A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and sampling fields},
+which come before the options. A line at fault is answered with its error, and the others go on.
 The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
+
+
+SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # where defaults of `SamplingParams` differ
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,14 +54,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--resume", action="store_true", help="continue an interrupted --output")
     parser.add_argument("--no-progress", action="store_true")
     add_json_option(parser)
-    add_engine_options(parser)
-    add_sampling_options(parser)
+    add_flags(parser, EngineSettings)
+    add_flags(parser, SamplingParams, defaults=SAMPLING)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    settings, defaults = engine_settings(args), sampling_params(args)
-    jobs = _jobs(args, defaults)
+    settings = read_settings(EngineSettings, args)
+    options = msgspec.structs.replace(settings.values.engine, generation_config="none")
+    jobs = _jobs(args, read_settings(SamplingParams, args, defaults=SAMPLING).values)
     # Without an output file standard output carries results: what is for people goes elsewhere.
     console = Console(stderr=args.output is None, highlight=False)
     with open_results(args.output, jobs, resume=args.resume) as results:
@@ -74,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"{len(results.done)} of {len(jobs)} prompts are answered already{again}")
         if not todo:
             return 0
-        engine, info = load_engine(*model_paths(args.model, settings.draft), settings.engine)
+        with settings.naming():
+            engine, info = load_engine(*model_paths(args.model, settings.values.draft), options)
         for line in info.lines():
             console.print(line, soft_wrap=True)
-        return _complete(args, settings.engine, engine, info, todo, results, console)
+        return _complete(args, options, engine, info, todo, results, console)
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:

@@ -21,6 +21,11 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Complete an abbreviation to a name that help shows, where one fits."""
+        found = super()._get_option_tuples(option_string)
+        return [each for each in found if each[0].help != argparse.SUPPRESS] or found
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec import Meta
+from msgspec import NODEFAULT, Meta
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.typed import kinds_of
@@ -35,7 +35,7 @@ class Setting:
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
         self.required = info.required
         self._unit, self._negated = more.get("unit"), more.get("negated", False)
-        self.default: Any = None if info.required else info.default  # as help shows it
+        self.default: Any = None if info.default is NODEFAULT else info.default  # as help shows it
         if self.default is None:
             self.default = more.get("default")
         elif self._negated:
@@ -186,18 +186,16 @@ def add_flags(
     but: Collection[str] = (),
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    about: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag for every setting, or for `only` some, `but` these. `defaults` (by field) are the
-    command's own; `about` describes groups."""
+    command's own."""
     groups: dict[str, argparse._ActionsContainer] = {}
     for setting in fields_of(kind).values():
         name = setting.group
         if setting.name in but or (only is not None and setting.name not in only):
             continue
         if name not in groups:
-            text = (about or {}).get(name)
-            groups[name] = parser.add_argument_group(name, text) if name else parser
+            groups[name] = parser.add_argument_group(name) if name else parser
         setting.add_to(groups[name], (defaults or {}).get(setting.field))
 
 
@@ -244,24 +242,14 @@ def read_settings(
     file: Path | None = None,
     *,
     defaults: Mapping[str, Any] | None = None,
-    over: Mapping[str, tuple[str, str]] | None = None,
 ) -> Settings[T]:
-    """Read flags, the `environment` and a `file`; they count more than the command's own `defaults`
-    (by field) and less than `over` (by name: a text, and what to call it). Raises `FieldError`
-    naming the flag, the variable, or the file and its key."""
+    """Read flags, the `environment` and a `file`; all count more than the command's own `defaults`
+    (by field). Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     own = defaults or {}
     layers = [{s.name: (own[s.field], s.flag) for s in fields.values() if s.field in own}]
     layers += [] if file is None else [_of_file(file, fields)]
-    layers += [_of_environment(environment or {}, fields)]
-    flags = {name: given for name in fields if (given := getattr(args, name, None)) is not None}
-    for texts in (flags, over or {}):
-        layers.append(
-            {
-                name: (fields[name].convert(text, origin, strict=False), origin)
-                for name, (text, origin) in texts.items()
-            }
-        )
+    layers += [_of_environment(environment or {}, fields), _of_flags(args, fields)]
     return Settings(kind, layers)
 
 
@@ -282,6 +270,15 @@ _READ_ELSEWHERE = ("kernels",)  # in cbatch/runtime/cpu/compiled/builds.py
 # A service named `cbatch` makes Kubernetes set these, and CBATCH_PORT to an address.
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"
+
+
+def _of_flags(args: argparse.Namespace, fields: Mapping[str, Setting]) -> Layer:
+    layer = {}
+    for name, field in fields.items():
+        if (given := getattr(args, name, None)) is not None:
+            text, flag = given
+            layer[name] = (field.convert(text, flag, strict=False), flag)
+    return layer
 
 
 def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting]) -> Layer:

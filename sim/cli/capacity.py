@@ -16,7 +16,7 @@ from sim.cli.options import (
     add_comparison_options,
     refuse_processes_without_sweep,
 )
-from sim.cli.scenario import ABOUT, SHARE_KNOB, USUAL, Scenario
+from sim.cli.scenario import SHARE_KNOB, USUAL, Scenario
 
 if TYPE_CHECKING:
     from sim.cli.display import Bar
@@ -62,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serves the trace at rates found by doubling and bisection, to 2 %.",
     )
     add_flags(parser, Search)
-    add_flags(parser, Scenario, but=PACE, defaults=USUAL, about=ABOUT)
+    add_flags(parser, Scenario, but=PACE, defaults=USUAL)
     add_comparison_options(parser)
     add_json_option(parser, "the whole report")
     parser.set_defaults(run=run)

@@ -11,16 +11,17 @@ from sim.cli.options import (
     add_report_options,
     refuse_processes_without_sweep,
 )
-from sim.cli.scenario import ABOUT, USUAL, Scenario
+from sim.cli.scenario import USUAL, Scenario
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "sim",
         usage="%(prog)s TRACE [options]",
-        description="The scheduler is the engine's own; what a step takes comes from a cost model.",
+        description="The scheduler is the engine's own; what a step takes comes from a cost model. "
+        "Of a step log: sizes, queue and prefix cache are by default those that it names.",
     )
-    add_flags(parser, Scenario, defaults=USUAL, about=ABOUT)
+    add_flags(parser, Scenario, defaults=USUAL)
     add_comparison_options(parser)
     add_report_options(parser)
     parser.set_defaults(run=run)

@@ -37,9 +37,6 @@ _STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_mod
 _ROOFLINE = ("gpu", "model", "tensor_parallel", "draft_model")
 _reading, _load, _fleet = (partial(knob, name) for name in ("reading", "load", "fleet"))
 _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
-ABOUT = {
-    "engine": "Of a step log: sizes, queue and prefix cache are by default those that it names."
-}
 RATE_SCALE_KNOB = _load("the trace X times as fast", "X")
 THINK_KNOB = _load("pause of a client", "S")
 SHARE_KNOB = knob("goodput", "of requests that meet every --slo", "X")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,8 +66,10 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
     for combination in itertools.product(*(values for _, values in sweeps.values())):
         chosen = dict(zip(sweeps, combination, strict=True))
         written = {sweeps[name][0]: value for name, value in chosen.items()}
-        over = {name: (v, f"--sweep {sweeps[name][0]}={v}") for name, v in chosen.items()}
-        settings = read_settings(Scenario, args, over=over)
+        changed = copy.copy(args)
+        for name, value in chosen.items():
+            setattr(changed, name, (value, f"--sweep {sweeps[name][0]}={value}"))
+        settings = read_settings(Scenario, changed)
         found.append((Variant(written, settings.values), settings))
     with found[0][1].naming():
         refuse_ignored(*(variant.scenario for variant, _ in found))

@@ -121,6 +121,20 @@ def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
         assert "is given twice" in capsys.readouterr().err
 
 
+def test_names_that_help_does_not_show_make_no_abbreviation_ambiguous() -> None:
+    args = make_parser("serve").parse_args(["serve", "--tensor", "2", "--draft-m", "DIR"])
+    found = read_settings(ServeSettings, args).values
+    assert (found.engine.tensor_parallel, found.draft) == (2, "DIR")
+    with pytest.raises(SystemExit):
+        make_parser("serve").parse_args(["serve", "--max", "2"])
+
+
+def test_help_says_no_default_where_there_is_none() -> None:
+    for command in ("serve", "generate", "sim", "bench"):
+        for flag, action in actions(command).items():
+            assert "NODEFAULT" not in (action.help or ""), flag
+
+
 @pytest.mark.parametrize("flag", ["--tp", "--tensor-parallel-size", "--tensor-parallel"])
 def test_an_error_names_the_option_as_it_was_given(cbatch: Command, flag: str) -> None:
     run = cbatch("serve", flag, 0)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cbatch.cli.main import make_parser
-from cbatch.cli.options import add_engine_options, engine_settings
 from cbatch.cli.serve import ServeSettings
 from cbatch.cli.settings import Settings, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
@@ -52,11 +51,20 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
     assert read(tmp_path, "", variables).values.engine.drafter == ("suffix", "ngram")
 
 
-def test_how_calls_sample_is_the_servers_setting_alone(tmp_path: Path) -> None:
+def test_how_calls_sample_is_the_servers_setting_alone(
+    cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other commands say it by their own flags, so the model's defaults stay out of them."""
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    assert engine_settings(parser.parse_args([])).engine == EngineOptions(generation_config="none")
+    given: list[EngineOptions] = []
+
+    def load(model: Any, draft: Any, options: EngineOptions) -> Any:
+        given.append(options)
+        raise FieldError("tensor_parallel", "is refused here", "leave it out")
+
+    monkeypatch.setattr("cbatch.cli.generate.load_engine", load)
+    refused = cbatch("generate", "prompt", "--tp", 2)
+    assert refused.err == "cbatch: --tp: is refused here; leave it out\n"
+    assert given == [EngineOptions(generation_config="none", tensor_parallel=2)]
     flags = ("--generation-config", "none")
     for text, variables, given, found in (
         ("", {}, (), "auto"),

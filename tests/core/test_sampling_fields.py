@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import pytest
 
 from cbatch import LLM, Completion, FieldError, SamplingParams, StructuredOutputs
-from cbatch.cli.options import (
-    add_engine_options,
-    add_sampling_options,
-    engine_settings,
-    sampling_params,
-)
+from cbatch.cli.generate import SAMPLING
+from cbatch.cli.main import make_parser
+from cbatch.cli.options import EngineSettings
+from cbatch.cli.settings import read_settings
 from cbatch.core.request.from_json import SAMPLING_FIELDS, sampling_to_json
 from tests.test_llm import write_model
 
@@ -117,8 +114,10 @@ def test_a_drafter_that_is_held_may_be_named(llm: LLM) -> None:
 
 
 def test_the_command_line_has_every_field() -> None:
-    parser = argparse.ArgumentParser()
-    add_sampling_options(parser)
+    def sampling_params(*words: str) -> SamplingParams:
+        args = make_parser("generate").parse_args(["generate", *words])
+        return read_settings(SamplingParams, args, defaults=SAMPLING).values
+
     flags = """--max-tokens 5 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1
         --seed 4 -n 2 --stop x --stop-token-id 1 --ignore-eos
         --include-stop-str-in-output --no-skip-special-tokens --no-spaces-between-special-tokens
@@ -127,17 +126,15 @@ def test_the_command_line_has_every_field() -> None:
         --allowed-token-id 3 --allowed-token-id 12 --banned-token-id 13 --logprobs 0
         --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3
         --verification coupled --structured-outputs {"regex":"a+"}"""
-    params = sampling_params(parser.parse_args(flags.split()))
+    params = sampling_params(*flags.split())
     # `drafter` is an option of the engine: it loads what all prompts then use.
     assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
     assert params.logit_bias == {3: 1.5, 12: -2.0}
     assert params.structured_outputs == StructuredOutputs(regex="a+")
     with pytest.raises(FieldError, match="--structured-outputs: 'a\\+' is not allowed"):
-        sampling_params(parser.parse_args(["--structured-outputs", "a+"]))
+        sampling_params("--structured-outputs", "a+")
     with pytest.raises(FieldError, match=r"--logit-bias: .* is not allowed; write ID=BIAS"):
-        sampling_params(parser.parse_args(["--logit-bias", "3"]))
-    engine = argparse.ArgumentParser()
-    add_engine_options(engine)
-    named = engine.parse_args(["--drafter", "suffix", "--drafter", "model"])
-    assert engine_settings(named).engine.drafter == ("suffix", "model")
-    assert engine_settings(engine.parse_args([])).engine.drafter is None
+        sampling_params("--logit-bias", "3")
+    for words, drafter in (("--drafter suffix --drafter model", ("suffix", "model")), ("", None)):
+        args = make_parser("generate").parse_args(["generate", *words.split()])
+        assert read_settings(EngineSettings, args).values.engine.drafter == drafter

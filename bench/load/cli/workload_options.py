@@ -131,7 +131,7 @@ class Workload:
         """What was asked for, for the report."""
         found = {name: getattr(self._options, name) for name in _WORDS}
         found = {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
-        return {name: value for name, value in found.items() if value not in (None, [], False)}
+        return {name: value for name, value in found.items() if value not in (None, (), False)}
 
     # -- inside
 
