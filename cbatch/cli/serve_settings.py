@@ -1,4 +1,4 @@
-"""What `cbatch serve` may be told."""
+"""The settings of `cbatch serve`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class Setting:
 
     def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
         more = mark.extra or {}
-        self.field, self.name = info.name, str(more.get("name", info.name))
+        one = info.name.removesuffix("s") if info.name.endswith("_ids") else info.name
+        self.field, self.name = info.name, str(more.get("name", one))  # one of a list at a time
         self.aliases: tuple[str, ...] = more.get("aliases", ())
         self.type = more.get("type", info.type)
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
@@ -98,7 +99,7 @@ class Setting:
                 return msgspec.json.decode(value, type=self.plain)
             if get_origin(self.plain) is dict and not strict:
                 value = dict(each.split("=", 1) for each in value)
-            found = msgspec.convert(value, self.type, strict=strict, dec_hook=_from_text)
+            result = msgspec.convert(value, self.type, strict=strict, dec_hook=_from_text)
         except (ValueError, msgspec.MsgspecError) as error:
             remedies: dict[Any, str] = {
                 dict: f"write {self.metavar}",
@@ -107,9 +108,9 @@ class Setting:
             }
             remedy = remedies.get(get_origin(self.plain) or self.plain, str(error))
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
-        if found != found:
-            raise FieldError(origin, f"{found} is not allowed", "give a number")
-        return found
+        if result != result:  # not a number
+            raise FieldError(origin, f"{result} is not allowed", "give a number")
+        return result
 
     def meant(self, value: Any) -> Any:
         """Return what the field is to hold."""
@@ -150,12 +151,12 @@ def _from_text(kind: Any, value: Any) -> Any:
 
 
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
-    """Return its settings by name; those of a part stand where the part does."""
-    found: dict[str, Setting] = {}
+    """Return its settings by name; those of a part are in its place."""
+    settings: dict[str, Setting] = {}
     for info in msgspec.structs.fields(kind):
-        made = _read(info)
-        found |= fields_of(made) if isinstance(made, type) else {each.name: each for each in made}
-    return found
+        read = _read(info)
+        settings |= fields_of(read) if isinstance(read, type) else {s.name: s for s in read}
+    return settings
 
 
 def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Setting]:
@@ -253,17 +254,17 @@ def read_settings(
     return Settings(kind, layers)
 
 
-def settings_of(kind: type[T], found: Mapping[str, Any], where: str) -> Settings[T]:
+def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Settings[T]:
     """Read values by name, as a TOML file has them. Raises `FieldError` with `where` they are."""
-    return Settings(kind, [_of_mapping(found, fields_of(kind), where)])
+    return Settings(kind, [_of_mapping(values, fields_of(kind), where)])
 
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Return variables that look like settings and are none: most likely misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
     known = {PREFIX + name.upper() for name in (*names, "config", *_READ_ELSEWHERE)}
-    found = [name for name in environment if name.startswith(PREFIX) and name not in known]
-    return [name for name in found if not name.startswith(_LINKS)]
+    unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
+    return [name for name in unknown if not name.startswith(_LINKS)]
 
 
 _READ_ELSEWHERE = ("kernels",)  # in cbatch/runtime/cpu/compiled/builds.py
@@ -299,16 +300,16 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting
 def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
     try:
         with path.open("rb") as file:
-            found = tomllib.load(file)
+            document = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
-    return _of_mapping(found, fields, str(path))
+    return _of_mapping(document, fields, str(path))
 
 
-def _of_mapping(found: Mapping[str, Any], fields: Mapping[str, Setting], where: str) -> Layer:
+def _of_mapping(values: Mapping[str, Any], fields: Mapping[str, Setting], where: str) -> Layer:
     layer = {}
     own_names = {alias: name for name, field in fields.items() for alias in field.names}
-    for given, value in found.items():
+    for given, value in values.items():
         origin, name = f"{where}: {given}", own_names.get(given, given)
         if name not in fields:
             problem = f"is not known{did_you_mean(name, fields)}"

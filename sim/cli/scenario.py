@@ -164,21 +164,21 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     @property
     def holds_kernel_tables(self) -> bool:
-        """Whether its table is of kernels: then it holds those of models of any shape."""
+        """True if the cost table is of kernels: then it holds those of models of any shape."""
         from sim.cost.kernel_tables import holds_kernel_tables
 
         return self.cost_table is not None and holds_kernel_tables(self.cost_table)
 
     @property
     def has_device(self) -> bool:
-        """Whether the cost is of a device whose memory is known."""
+        """True if the cost is of a device whose memory is known."""
         if self.cost_table is not None:
             return self.holds_kernel_tables
         return self.step_seconds is None and self.cost is None
 
     @property
     def records_pool(self) -> bool:
-        """Whether its pool is that of a run that was recorded."""
+        """True if the pool is that of a run that was recorded."""
         from sim.cost.pool import RULES
 
         return self.pool is not None and self.pool not in RULES
@@ -193,15 +193,15 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         return [(field, not self.has_device, unknown) for field in ("pool", "memory_share")]
 
     def _ignored_beside_cost(self) -> list[tuple[str, bool, str]]:
-        """What the chosen source of costs leaves without effect: (field, whether, why)."""
+        """Return what the chosen source of costs leaves without effect: (field, whether, why)."""
         tabled = _ROOFLINE[1:] if self.holds_kernel_tables else ("model",)
-        found = []
+        rows = []
         for source in _SOURCES:
             own = tabled if source == "cost_table" else ()
             chosen, why = getattr(self, source) is not None, f"{flag_of(source)} is the whole cost"
             others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
-            found += [(other, chosen, why) for other in others if other not in own]
-        return found
+            rows += [(other, chosen, why) for other in others if other not in own]
+        return rows
 
 
 @cache

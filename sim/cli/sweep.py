@@ -62,7 +62,7 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         sweeps[name] = given, values
         if (flag := getattr(args, name)) is not None:
             raise FieldError(flag[1], "would be ignored: --sweep sets it", "leave it out")
-    found = []
+    pairs = []
     for combination in itertools.product(*(values for _, values in sweeps.values())):
         chosen = dict(zip(sweeps, combination, strict=True))
         written = {sweeps[name][0]: value for name, value in chosen.items()}
@@ -70,31 +70,31 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         for name, value in chosen.items():
             setattr(changed, name, (value, f"--sweep {sweeps[name][0]}={value}"))
         settings = read_settings(Scenario, changed)
-        found.append((Variant(written, settings.values), settings))
-    with found[0][1].naming():
-        refuse_ignored(*(variant.scenario for variant, _ in found))
-    for variant, settings in found:
+        pairs.append((Variant(written, settings.values), settings))
+    with pairs[0][1].naming():
+        refuse_ignored(*(variant.scenario for variant, _ in pairs))
+    for variant, settings in pairs:
         with settings.naming():
             build(variant.scenario).source()
-    return [variant for variant, _ in found]
+    return [variant for variant, _ in pairs]
 
 
-def compare(args: argparse.Namespace, found: list[Variant]) -> None:
+def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
     """Runs them all; writes and prints what each came to."""
-    scenarios = [variant.scenario for variant in found]
+    scenarios = [variant.scenario for variant in variants]
     processes = num_processes(args.processes, len(scenarios))
     if args.page is None:
         reports = run_scenarios(_report, scenarios, processes)
     else:
         views = run_scenarios(_view, scenarios, processes)
         reports = [view.report for view in views]
-        _write_page(args.page, found, views)
+        _write_page(args.page, variants, views)
     if names_file(args.json):
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
     rows = [figures(report) for report in reports]
-    _print(found, reports, rows)
-    told = [variant.values | row for variant, row in zip(found, rows, strict=True)]
-    print_line({"scenarios": told}, args.json)
+    _print(variants, reports, rows)
+    lines = [variant.values | row for variant, row in zip(variants, rows, strict=True)]
+    print_line({"scenarios": lines}, args.json)
 
 
 def figures(report: Report) -> dict[str, float | None]:
@@ -121,28 +121,28 @@ def _view(scenario: Scenario) -> RunView:
     return collector.view("", report, timeline.series())
 
 
-def _write_page(path: Path, found: list[Variant], views: list[RunView]) -> None:
+def _write_page(path: Path, variants: list[Variant], views: list[RunView]) -> None:
     """A page of all; colours repeat after eight."""
-    names = (", ".join(f"{k} {v}" for k, v in variant.values.items()) for variant in found)
+    names = (", ".join(f"{k} {v}" for k, v in variant.values.items()) for variant in variants)
     replace = msgspec.structs.replace
     named = [replace(view, name=name) for name, view in zip(names, views, strict=True)]
     write_page(path, str(views[0].report.settings["trace"]), named)
 
 
 def _print(
-    found: list[Variant], reports: list[Report], rows: list[dict[str, float | None]]
+    variants: list[Variant], reports: list[Report], rows: list[dict[str, float | None]]
 ) -> None:
     """A row a scenario; below each figure its ratio to that of the first row."""
     console = wide_console()
     console.print(prices_of(*(report.settings for report in reports)), soft_wrap=True)
     title = f"{reports[0].settings['trace']}, simulated; times in ms"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in found[0].values:
+    for name in variants[0].values:
         table.add_column(name)
     headings = {name: HEADINGS[name] for name in rows[0] if rows[0][name] is not None}
     for heading in headings.values():
         table.add_column(heading, justify="right", no_wrap=True)
-    for variant, row in zip(found, rows, strict=True):
+    for variant, row in zip(variants, rows, strict=True):
         cells = (_cell(name, row[name], rows[0][name]) for name in headings)
         table.add_row(*variant.values.values(), *cells)
     console.print(table)

@@ -1,5 +1,5 @@
 """The grammar of arrival processes and length distributions: a name and its numbers, `gamma:2` or
-`lognormal:500,1`. Colons may stand for the commas, and a number alone is a fixed length.
+`lognormal:500,1`. Colons may take the place of commas, and a number alone is a fixed length.
 
 The rate of arrivals is given apart from the process; without one it is the first number.
 """
@@ -88,8 +88,8 @@ def parse_lengths(option: str, text: str, column: str = "prompt_tokens") -> Leng
     if name == _EMPIRICAL and path:
         return lengths.empirical([getattr(request, column) for request in Trace(path)])
     law, values = _parse(option, text, LENGTHS)
-    found: Lengths = _checked(option, text, partial(law.make, *values))
-    return found
+    drawn: Lengths = _checked(option, text, partial(law.make, *values))
+    return drawn
 
 
 # -- inside

@@ -60,15 +60,15 @@ def actions(command: str) -> dict[str, argparse.Action]:
         for action in make_parser(command)._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    found: dict[str, argparse.Action] = commands.choices[command]._option_string_actions
-    return found
+    options: dict[str, argparse.Action] = commands.choices[command]._option_string_actions
+    return options
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(COMMANDS, 2)))
 def test_the_same_option_has_one_name_and_one_help(one: str, other: str) -> None:
-    ours, theirs = actions(one), actions(other)
-    for flag in (ours.keys() & theirs.keys()) - OTHERS.keys() - {"-h", "--help"}:
-        a, b = ours[flag], theirs[flag]
+    first, second = actions(one), actions(other)
+    for flag in (first.keys() & second.keys()) - OTHERS.keys() - {"-h", "--help"}:
+        a, b = first[flag], second[flag]
         if argparse.SUPPRESS in (a.help, b.help):  # the side of a switch that one need not show
             assert a.dest == b.dest
             continue
@@ -106,9 +106,9 @@ def test_the_same_option_has_one_default(kind: Any) -> None:
     ],
 )
 def test_an_option_has_one_name_that_help_shows(command: str, old: str, new: str) -> None:
-    found = actions(command)
-    assert found[old].dest == found[new].dest
-    assert found[old].help == argparse.SUPPRESS != found[new].help
+    options = actions(command)
+    assert options[old].dest == options[new].dest
+    assert options[old].help == argparse.SUPPRESS != options[new].help
 
 
 def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
@@ -123,8 +123,8 @@ def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
 
 def test_names_that_help_does_not_show_make_no_abbreviation_ambiguous() -> None:
     args = make_parser("serve").parse_args(["serve", "--tensor", "2", "--draft-m", "DIR"])
-    found = read_settings(ServeSettings, args).values
-    assert (found.engine.tensor_parallel, found.draft) == (2, "DIR")
+    settings = read_settings(ServeSettings, args).values
+    assert (settings.engine.tensor_parallel, settings.draft) == (2, "DIR")
     with pytest.raises(SystemExit):
         make_parser("serve").parse_args(["serve", "--max", "2"])
 
@@ -144,7 +144,7 @@ def test_an_error_names_the_option_as_it_was_given(cbatch: Command, flag: str) -
 
 
 def test_a_switch_can_be_turned_off_and_on() -> None:
-    for flags, found in (
+    for flags, shared in (
         ((), True),
         (("--no-prefix-cache",), False),
         (("--prefix-cache",), True),
@@ -154,7 +154,7 @@ def test_a_switch_can_be_turned_off_and_on() -> None:
             words = (command, "trace") if command == "sim" else (command,)
             values: Any = read_settings(kind, make_parser(command).parse_args([*words, *flags]))
             options = values.values if command == "sim" else values.values.engine
-            assert (options.prefix_cache is not False) == found
+            assert (options.prefix_cache is not False) == shared
     switched = read_settings(
         ServeSettings,
         make_parser("serve").parse_args(["serve", "--no-open-metrics"]),
@@ -219,12 +219,12 @@ def test_arrivals_have_one_grammar_with_a_rate_and_without(
     same = not spellings[0].startswith("diurnal")
     for text in spellings:
         assert (first(text) == first(process, 5.0)) == same
-        ours = written("--rate", 5, "--arrivals", process)
-        assert (written("--arrivals", text) == ours) == same
+        made = written("--rate", 5, "--arrivals", process)
+        assert (written("--arrivals", text) == made) == same
     words = ["bench", "URL", "--rate", "5", "--arrivals", process, "--requests", "20"]
     options = read_settings(LoadOptions, make_parser("bench").parse_args(words))
     times_s = [r.arrival_s for r in Workload(options.values).requests(OfferedLoad(rate_per_s=5), 0)]
-    assert times_s == [request.arrival_s for request in ours]
+    assert times_s == [request.arrival_s for request in made]
 
 
 def test_a_rate_that_is_nowhere_or_twice_is_refused(cbatch: Command, tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_a_rate_is_in_requests_a_second(cbatch: Command, trace: Path) -> None:
         (("--rate", 8, "--requests", 21), 2.5, 2),
     ):
         warn.cache_clear()
-        found, run = arrivals(cbatch, trace, *more)
-        assert found == pytest.approx(last_s), more
+        reached_s, run = arrivals(cbatch, trace, *more)
+        assert reached_s == pytest.approx(last_s), more
         assert run.lines[-1]["settings"]["rate_scale"] == scale
         said = "is in requests a second, of which the trace has 4; for a multiple of that give"
         assert (said in run.err) == ("--rate" in more), run.err
@@ -288,11 +288,11 @@ def test_a_trace_is_scaled_to_a_rate(cbatch: Command, trace: Path) -> None:
 def test_a_capacity_is_looked_for_in_multiples_of_the_traces_rate(
     cbatch: Command, trace: Path
 ) -> None:
-    found = [
+    lines = [
         cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "1:4").lines
         for flag in ("--rate-scales", "--rates")
     ]
-    assert found[0] == found[1]
+    assert lines[0] == lines[1]
     for flag in ("--rate-scales", "--rates"):
         run = cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "4:1")
         assert run.status == 2 and f"cbatch: {flag}: 4.0:1.0 is no range" in run.err

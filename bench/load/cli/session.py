@@ -1,4 +1,4 @@
-"""What `cbatch bench` does once its options are known: runs, a report, files."""
+"""The runs, the report and the files of `cbatch bench`, from its options."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from bench.load.run.runner import OfferedLoad
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_prompts, edit_prompts
+from sim.cli.scenario import Reading
 from sim.cli.trace_options import OpenedTrace
 from sim.traces.changes import scale
 from sim.traces.files import read_whole
@@ -32,7 +33,6 @@ from sim.workload.generate import Arrivals, Conversations, converse, generate
 
 LEAST_REQUESTS, ROUNDS = 64, 8  # of a run: at least, and of each client of a closed loop
 ENDLESS = 10**9
-_READING = ("format", "skip_empty", "block_tokens", "time_unit", "spread")
 DEMO = "demo"
 _WORDS = (
     *("trace", "rate_scale", "spread", "arrivals", "ramp", "think", "duration", "prompt_tokens"),
@@ -52,21 +52,21 @@ def parse_loads(options: LoadOptions) -> list[OfferedLoad]:
         return rates
     clients = options.concurrency or (str(CONCURRENCY) if not options.sweep else "1")
     loads = [OfferedLoad(concurrency=int(each)) for each in _numbers("--concurrency", clients, int)]
-    most = max(load.concurrency or 0 for load in loads)
-    if options.requests is not None and options.requests < most:
-        few = f"{options.requests} for {most} clients"
+    clients_at_once = max(load.concurrency or 0 for load in loads)
+    if options.requests is not None and options.requests < clients_at_once:
+        few = f"{options.requests} for {clients_at_once} clients"
         raise FieldError("--requests", few, "give each client one at least")
     return loads
 
 
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[float]:
     try:
-        found = [kind(each) for each in text.split(",")]
+        numbers = [kind(each) for each in text.split(",")]
     except ValueError as error:
         raise FieldError(option, f"{text!r} is no list of numbers", "write 1,2,4") from error
-    if not all(0 < each < math.inf for each in found):
+    if not all(0 < each < math.inf for each in numbers):
         raise FieldError(option, f"{text!r} is not allowed", "give positive numbers")
-    return found
+    return numbers
 
 
 class Workload:
@@ -91,18 +91,18 @@ class Workload:
             self._arrivals(float(options.rate.split(",")[0]))
 
     def requests(self, load: OfferedLoad, seed: int) -> list[TraceRequest]:
-        """Of one run. Those of a trace are the same in every run."""
+        """Return those of one run. Those of a trace are the same in every run."""
         options = self._options
-        most = options.requests
+        limit = options.requests
         if self._trace is not None:
-            found: Iterable[TraceRequest] = self._trace.requests()
+            requests: Iterable[TraceRequest] = self._trace.requests()
             if options.rate_scale is not None:
-                found = scale(found, rate=options.rate_scale)
+                requests = scale(requests, rate=options.rate_scale)
         else:
-            found, most = self._made(load, seed), None
+            requests, limit = self._made(load, seed), None
         if (most_s := options.duration) is not None and load.concurrency is None:
-            found = takewhile(lambda request: request.arrival_s < most_s, found)
-        return list(islice(found, most))
+            requests = takewhile(lambda request: request.arrival_s < most_s, requests)
+        return list(islice(requests, limit))
 
     async def bodies(self, client: HttpClient, model: str) -> BodySettings:
         options = self._options
@@ -123,15 +123,15 @@ class Workload:
     @property
     def chosen(self) -> set[str]:
         """The fields of a body that the user gave."""
-        asked = () if self._options.ignore_eos is None else ("ignore_eos",)
-        own = {*asked, *self._own_fields, *(name for item in self._items for name in item.fields)}
-        return own - {MAX_TOKENS}  # it is sent by another name where it has to be
+        own = () if self._options.ignore_eos is None else ("ignore_eos",)
+        fields = {*own, *self._own_fields, *(name for item in self._items for name in item.fields)}
+        return fields - {MAX_TOKENS}  # it is sent by another name where it has to be
 
     def words(self) -> dict[str, Any]:
-        """What was asked for, for the report."""
-        found = {name: getattr(self._options, name) for name in _WORDS}
-        found = {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
-        return {name: value for name, value in found.items() if value not in (None, (), False)}
+        """Return the options that were given, for the report."""
+        given = {name: getattr(self._options, name) for name in _WORDS}
+        given = {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
+        return {name: value for name, value in given.items() if value not in (None, (), False)}
 
     # -- inside
 
@@ -154,10 +154,9 @@ class Workload:
         """Requests to make up, or conversations: as many as can be needed."""
         options = self._options
         if options.requests is not None:
-            asked: int = options.requests
-            return max(asked, load.concurrency or 0)  # a sweep goes on past them
+            return max(options.requests, load.concurrency or 0)  # a sweep goes on past them
         if load.rate_per_s is not None and options.duration is not None:
-            return ENDLESS  # they are made as they are asked for
+            return ENDLESS  # they are made as they are sent
         return max(LEAST_REQUESTS, ROUNDS * (load.concurrency or 0))
 
     def _arrivals(self, rate_per_s: float) -> Arrivals:
@@ -190,7 +189,7 @@ def _refuse_ignored(options: LoadOptions) -> None:
         ("rate", traced, "the trace has its own: give --rate-scale"),
         ("arrivals", options.rate is None, "nothing arrives by itself: give --rate"),
         ("rate_scale", not traced, "there is no --trace"),
-        *((name, not traced, "there is no --trace") for name in _READING),
+        *((name, not traced, "there is no --trace") for name in Reading.__struct_fields__),
         ("find_rate", not options.slo, "there is nothing to keep: give --slo"),
         ("find_rate", options.rate is None, "it has no rate to begin with: give --rate"),
         ("sweep", options.find_rate, "--find-rate chooses the loads"),

@@ -117,51 +117,33 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     seed: Annotated[int | None, _sampling("of the sampling noise", default="drawn")] = None
     n: Annotated[int, _sampling("choices for each prompt", "N")] = 1
     stop: Annotated[tuple[str, ...], _sampling("stop string; repeatable", "TEXT")] = ()
-    stop_token_ids: Annotated[
-        tuple[int, ...], _sampling("repeatable", "ID", name="stop_token_id")
-    ] = ()
-    include_stop_str_in_output: Annotated[bool, _sampling("the text ends with what stopped it")] = (
-        False
-    )
-    # In the text; stop strings may hold control tokens either way.
+    stop_token_ids: Annotated[tuple[int, ...], _sampling("repeatable", "ID")] = ()
+    include_stop_str_in_output: Annotated[bool, _sampling("keep what stopped the text")] = False
     skip_special_tokens: Annotated[bool, _sampling("leave control tokens out of the text")] = True
-    spaces_between_special_tokens: Annotated[
-        bool, _sampling("as the tokenizer's decoder puts them between those shown")
-    ] = True
+    spaces_between_special_tokens: Annotated[bool, _sampling("as the tokenizer puts them")] = True
     ignore_eos: Annotated[bool, _sampling("go on after the token that ends a text")] = False
-    # Above 1: less likely (Keskar et al. 2019, arXiv 1909.05858).
-    repetition_penalty: Annotated[float, _sampling("1: none", "X")] = 1.0
-    presence_penalty: Annotated[
-        float, _sampling("subtracted once from the logit of a token that was output", "X")
-    ] = 0.0
-    frequency_penalty: Annotated[float, _sampling("subtracted for each time that it was", "X")] = (
-        0.0
-    )
+    # Keskar et al. 2019, arXiv 1909.05858.
+    repetition_penalty: Annotated[float, _sampling("above 1: less likely", "X")] = 1.0
+    presence_penalty: Annotated[float, _sampling("off the logit of any token output", "X")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("the same, for each time", "X")] = 0.0
     logit_bias: Annotated[
         dict[int, float], _sampling("added to the logit of a token id; repeatable", "ID=BIAS")
     ] = {}
     allowed_token_ids: Annotated[
-        tuple[int, ...] | None,
-        _sampling("no others; repeatable", "ID", name="allowed_token_id"),
+        tuple[int, ...] | None, _sampling("no others; repeatable", "ID")
     ] = None
-    banned_token_ids: Annotated[
-        tuple[int, ...], _sampling("repeatable", "ID", name="banned_token_id")
-    ] = ()
+    banned_token_ids: Annotated[tuple[int, ...], _sampling("repeatable", "ID")] = ()
     structured_outputs: Annotated[
         StructuredOutputs | None,
         _sampling(
-            """what every output must be, such as '{"regex": "[a-z]+"}' or '{"json": {SCHEMA}}'""",
-            "JSON",
+            """form of every output, such as '{"regex": "[a-z]+"}' or '{"json": {}}'""", "JSON"
         ),
     ] = None
-    # Of output tokens: 0 the chosen one's, N also the N likeliest.
-    logprobs: Annotated[int | None, _sampling("and of the N likeliest tokens", "N")] = None
+    logprobs: Annotated[int | None, _sampling("of each token and the N likeliest", "N")] = None
     # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
     # greedy tokens of what it would be at temperature 1.
     logprobs_mode: Annotated[Literal["raw", "processed"], _sampling("")] = "raw"
-    # As `logprobs`, of the prompt's tokens, and always raw.
-    prompt_logprobs: Annotated[int | None, _sampling("the same of the prompt", "N")] = None
-    # Per-request cap on drafted tokens a step; 0 opts out.
+    prompt_logprobs: Annotated[int | None, _sampling("of the prompt, always raw", "N")] = None
     max_lookahead: Annotated[int | None, _sampling("cap on k for these prompts", "N")] = None
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
     # block: a step's drafts are judged together; most are accepted, the law is exact. rejection: so
