@@ -37,6 +37,7 @@ PLAIN = (
     "cbatch/runtime/gpu/one_call.py",
     "cbatch/runtime/model",
     "cbatch/runtime/sampling",
+    "cbatch/process",
     "cbatch/server",
     "cbatch/steplog",
     "cbatch/system",

@@ -1,2 +1,1 @@
-"""The engine in a process of its own, and the client that talks with it. Imports `engine` and
-below."""
+"""The engine in its own process, and the client that talks to it. Imports `engine` and below."""

@@ -1,4 +1,4 @@
-"""One engine process as its owner holds it: the process, the socket to it, its journal."""
+"""One engine process from the outside: the process, its socket and its journal."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cbatch.core.request.errors import FieldError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
 
-TICK_S = 0.25  # between two looks at a silent engine
-_DRAIN_MS = 20  # what a dead engine sent may still be on its way for as long
+TICK_S = 0.25  # interval of the checks for a hanging engine.
+_DRAIN_MS = 20  # wait for each message that a dead engine may still have sent
 
 
 class EngineStartError(ValueError):
-    """The engine could not be started; says why."""
+    """The engine could not be started. The message says why."""
 
 
 class Death(NamedTuple):
-    """`cause` follows "the engine". `from_outside`: by a signal that nothing in the process itself
-    sends, but an operator does, or a system short of memory."""
+    """How an engine ended. `cause` completes "the engine ...". `from_outside`: it was killed by a
+    signal from an operator, or from a system short of memory."""
 
     cause: str
     from_outside: bool = False
 
 
 class Handle(Protocol):
-    """What runs an engine: `EngineProcess`, or a thread in tests."""
+    """A running engine: `EngineProcess`, or a thread in tests."""
 
     dead: asyncio.Future[None]
 
@@ -41,14 +41,14 @@ class Handle(Protocol):
     def kill(self) -> None: ...
 
     def reap(self) -> Death:
-        """Once it is dead."""
+        """Release the dead engine's resources, and return how it ended."""
 
 
-Launch = Callable[[str, Path], Handle]  # the socket's address, the journal's file
+Launch = Callable[[str, Path], Handle]  # of the socket's address and the journal's path
 
 
 class EngineLink:
-    """`serve` until the engine is dead, then `close`."""
+    """The connection to one engine. Call `serve` until the engine is dead, then `close`."""
 
     def __init__(self, launch: Launch, folder: Path, number: int) -> None:
         journal_path = folder / f"{number}.journal"
@@ -57,21 +57,21 @@ class EngineLink:
         self._paths = (journal_path, folder / f"{number}.sock")
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.linger = 0
-        self._socket.sndhwm = 0  # commands are bounded by the requests that they are about
+        self._socket.sndhwm = 0  # unlimited; open requests bound the number of commands
         self._socket.bind(endpoint)
         self._engine = launch(endpoint, journal_path)
         self.ready = False
-        self.committed = False  # any token
+        self.committed = False  # the engine has committed a token
         self.failure: StartFailed | None = None
         self._hung_s: float | None = None
-        self._num_heard = 0
+        self._num_events = 0
 
     @property
     def pid(self) -> int | None:
         return self._engine.pid
 
     def send(self, command: Command) -> None:
-        """Does not wait. To an engine that is gone it is lost, like all else that it was told."""
+        """Send a command without waiting. It is lost if the engine is dead."""
         frames = frames_of(command)
         sent = asyncio.ensure_future(self._socket.send_multipart(frames, zmq.DONTWAIT))
         if sent.done() and not isinstance(sent.exception(), zmq.Again):
@@ -83,11 +83,11 @@ class EngineLink:
     async def serve(
         self, on_event: Callable[[Event], None], *, start_timeout_s: float, hang_timeout_s: float
     ) -> None:
-        """Hands on what the engine says until it is dead. One that gives no sign of life for too
-        long is killed: before it is ready, and then in a part of a step. Silence is counted in
-        ticks of this process, so that a machine that slept, both processes with it, is none."""
+        """Pass on the engine's events until it is dead. An engine without progress is killed: after
+        `start_timeout_s` before it is ready, later after `hang_timeout_s`. The time is counted in
+        ticks of this process, so that a suspended machine does not count as a hang."""
         reader = asyncio.create_task(self._read(on_event))
-        silent_s, signs = 0.0, self._signs()
+        silent_s, progress = 0.0, self._progress()
         try:
             while not self._engine.dead.done():
                 await asyncio.wait(
@@ -95,8 +95,8 @@ class EngineLink:
                 )
                 if reader.done():
                     reader.result()
-                before, signs = signs, self._signs()
-                silent_s = silent_s + TICK_S if before == signs else 0.0
+                before, progress = progress, self._progress()
+                silent_s = silent_s + TICK_S if before == progress else 0.0
                 if silent_s >= (hang_timeout_s if self.ready else start_timeout_s):
                     self._hung_s = silent_s
                     self.kill()
@@ -106,17 +106,17 @@ class EngineLink:
         while await self._socket.poll(_DRAIN_MS):
             on_event(decode_event(await self._socket.recv()))
 
-    def _signs(self) -> tuple[int, ...]:
-        return (self._num_heard, *self.journal.signs.tolist())
+    def _progress(self) -> tuple[int, ...]:
+        return (self._num_events, *self.journal.signs.tolist())
 
     async def _read(self, on_event: Callable[[Event], None]) -> None:
         while True:
             content = await self._socket.recv()
-            self._num_heard += 1
+            self._num_events += 1
             on_event(decode_event(content))
 
     def close(self) -> Death:
-        """Of a dead engine."""
+        """Release a dead engine's resources, and return how it ended."""
         death = self._engine.reap()
         self._socket.close()
         self.journal.close()
@@ -130,6 +130,7 @@ class EngineLink:
 
 
 def start_error(failure: StartFailed | None, cause: str) -> ValueError:
+    """Return the exception for a failed start."""
     if failure is not None and failure.field is not None and failure.remedy is not None:
         return FieldError(failure.field, failure.message, failure.remedy)
     return EngineStartError(f"the engine {cause}" if failure is None else failure.message)

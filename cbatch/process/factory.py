@@ -1,4 +1,4 @@
-"""How an engine process makes its engine: a value that a new process can be given."""
+"""The picklable description from which an engine process builds its engine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cbatch.system.logs import configure as configure_logs
 
 
 class EngineFactory(msgspec.Struct, frozen=True):
-    """`load_engine`, to be called in a process of its own, which handles token ids alone. What it
-    needs is imported there: the owner of the process does without, and starts sooner."""
+    """Calls `load_engine` in the engine process, which handles token ids only. Imports happen
+    there, so that the server process starts sooner and does not load torch."""
 
     model: str | Path
     draft: str | Path | None
     options: EngineOptions
     log_format: LogFormat = "text"
-    record: str | Path | None = None  # a step log, which it appends to
-    kv_events: bool = False  # it tells what enters and leaves its prefix cache
+    record: str | Path | None = None  # step log to append to
+    kv_events: bool = False  # record what enters and leaves the prefix cache
 
     def __call__(self) -> EngineParts:
         from cbatch.engine.build import load_engine
@@ -56,7 +56,7 @@ class EngineFactory(msgspec.Struct, frozen=True):
             engine.drafters,
             msgspec.to_builtins(info),
             grammars=engine.grammars,
-            # None: its steps are too short to have parts.
+            # None for an executor whose steps are too short to report progress within.
             report_progress=getattr(executor, "report_progress", None),
             close=closing.close,
         )

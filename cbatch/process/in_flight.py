@@ -1,7 +1,7 @@
-"""What an engine is busy with, and that it goes on, written where it outlives the process.
+"""The journal of an engine: its requests in flight and its progress, in a file that outlives it.
 
-A message may be lost with the process that sent it: the transport hands it over in the background.
-A page of a shared file is the kernel's from the moment it is written.
+A message may be lost with its sender, since the transport sends it in the background. A page of a
+shared file belongs to the kernel as soon as it is written.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_SIZE_BYTES = 2**20  # some ten thousand rows; pages that are not used cost nothing
+_SIZE_BYTES = 2**20  # room for about ten thousand ids; unused pages cost nothing.
 _READING_BYTES = 2**16
 _COMPILING_BYTES = 2**12
-_HEADER = struct.Struct("<I")  # bytes of what follows; 0: nothing
+_HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty.
 _SIGNS = np.dtype("<i8")
-_FIRST_BYTE = 64  # behind the signs of life
+_FIRST_BYTE = 64  # the lists start after the progress counters
 
 
 class _Names:
-    """A list of names in a part of the file. What is half written counts as none."""
+    """A list of names in a part of the file. A half-written list reads as empty."""
 
     def __init__(self, file: mmap.mmap, start: int, end: int) -> None:
         self._file, self._start, self._end = file, start, end
 
     def write(self, content: bytes) -> int:
-        """Names as `msgspec.msgpack` writes a list of them. Returns what `show` shows them by; 0:
-        there is no room for so many, they are none."""
-        self.forget()
+        """Write a list of names, encoded by msgpack. Return the length to pass to `show`. If the
+        list does not fit, it is left empty and 0 is returned."""
+        self.hide()
         first = self._start + _HEADER.size
         if first + len(content) > self._end:
             return 0
@@ -40,10 +40,12 @@ class _Names:
         self.show(len(content))
         return len(content)
 
-    def forget(self) -> None:
+    def hide(self) -> None:
+        """Make the list read as empty; its bytes stay for `show`."""
         self.show(0)
 
     def show(self, length_bytes: int) -> None:
+        """Make the bytes of an earlier `write` of this length readable again."""
         _HEADER.pack_into(self._file, self._start, length_bytes)
 
     def read(self) -> list[str]:
@@ -54,11 +56,11 @@ class _Names:
 
 
 class InFlightJournal:
-    """One writer at a time of each of its lists; `read` is for after its death. The file must exist
-    (see `create`).
+    """The journal of one engine. Each list has one writer at a time; `read` is for after its death.
+    The file must exist (see `create`).
 
-    `signs` int64 [2] are counters that a living engine moves: the first with every command that it
-    has carried out, the second, for the executor, with every part of a step.
+    `signs` int64 [2] are counters that show progress: the first counts commands carried out, the
+    second is advanced by the executor with every part of a step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,36 +82,36 @@ class InFlightJournal:
         return cls(path)
 
     def write(self, request_ids: Collection[str]) -> None:
-        """They are in flight, and no others."""
+        """Set the requests in flight."""
         if not request_ids:
-            self._in_flight.forget()
+            self._in_flight.hide()
         elif self._written == request_ids:
             self._in_flight.show(self._length_bytes)
         else:
-            self._in_flight.forget()
+            self._in_flight.hide()
             self._length_bytes = self._in_flight.write(msgspec.msgpack.encode(sorted(request_ids)))
             self._written = set(request_ids)
 
     def begin_reading(self, names: bytes) -> None:
-        """A command that brings the requests of these names (`msgspec.msgpack` of a list)."""
+        """Note the requests of a command before it is decoded (a list encoded by msgpack)."""
         self._reading.write(names)
 
     def end_reading(self) -> None:
-        self._reading.forget()
+        self._reading.hide()
         self.signs[0] += 1
 
     def write_compiling(self, request_ids: Collection[str]) -> None:
-        """Whose grammars are being compiled."""
+        """Set the requests whose grammars are being compiled."""
         if request_ids:
             self._compiling.write(msgspec.msgpack.encode(list(request_ids)))
         else:
-            self._compiling.forget()
+            self._compiling.hide()
 
     def read(self) -> list[str]:
-        """Who was in flight, being read, or had a grammar compiled; each once."""
+        """Return the distinct requests in flight, being read, or with a grammar being compiled."""
         lists = (self._in_flight, self._reading, self._compiling)
         return list(dict.fromkeys(name for names in lists for name in names.read()))
 
     def close(self) -> None:
-        del self.signs  # it looks into the file
+        del self.signs  # a view of the file
         self._file.close()

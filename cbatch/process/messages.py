@@ -1,5 +1,5 @@
-"""What passes between the engine process and the process that owns its clients: msgpack, one
-message each. Token ids only; names of requests are the sender's own and are used once."""
+"""Messages between the engine process and the server process, in msgpack. They contain token ids,
+no text. Requests are named by wire ids, each used once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class NewChoice(msgspec.Struct, frozen=True, array_like=True):
-    """What a choice of a call has of its own. `output` are the tokens that it has already: it is
-    resumed."""
+    """The fields in which choices differ. A resumed choice has its tokens so far in `output`."""
 
     request_id: str
     choice: int = 0
@@ -34,14 +33,14 @@ class NewChoice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(Message, frozen=True):
-    """Choices of one call: prompt and parameters, which may be long, are sent once for all. The id
-    and the choice of `request` are nobody's."""
+    """Start the choices of one prompt. The prompt and the parameters may be long, so they are sent
+    once. The id and choice in `request` are ignored."""
 
     request: Request
     choices: tuple[NewChoice, ...]
 
     def requests(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Of each choice, with its output."""
+        """Yield the request of each choice, with its output so far."""
         for new in self.choices:
             named = msgspec.structs.replace(
                 self.request, request_id=new.request_id, choice=new.choice
@@ -49,7 +48,7 @@ class Add(Message, frozen=True):
             yield named, new.output
 
     def names(self) -> bytes:
-        """Of its requests, as `msgspec.msgpack` writes a list."""
+        """Return the wire ids as a list encoded by msgpack."""
         return msgspec.msgpack.encode([new.request_id for new in self.choices])
 
 
@@ -58,20 +57,20 @@ class Cancel(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """A stop string was found in the text: the output is its first `keep_tokens` tokens."""
+    """Stop a request at a stop string: its output is its first `keep_tokens` tokens."""
 
     request_id: str
     keep_tokens: int
 
 
 class Stop(Message, frozen=True):
-    """End the process. What still runs is dropped: its owner has dealt with it."""
+    """End the process and drop what still runs."""
 
 
 class Watch(Message, frozen=True):
-    """Somebody looks at the live page, or nobody does any more."""
+    """Start or stop sending snapshots for the live page."""
 
-    wanted: bool
+    enabled: bool
 
 
 Command = Add | Cancel | Finish | Stop | Watch
@@ -80,7 +79,7 @@ Command = Add | Cancel | Finish | Stop | Watch
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """The scheduler at this moment, and its totals since the process began."""
+    """The scheduler's present state, and its totals since the process started."""
 
     num_running: int
     num_waiting: int
@@ -88,19 +87,19 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     free_blocks: int
     cached_blocks: int  # unreferenced, kept for prefix hits
     remaining_prompt_tokens: int  # of requests with a slot, not computed yet
-    prompt_token_s: float  # estimated seconds per prompt token at this load; 0: not known
-    step_s: float  # in all steps, planning and committing included
-    plan_s: float  # of that; beside a running step where steps overlap
+    prompt_token_s: float  # estimated seconds per prompt token at this load; 0: unknown
+    step_s: float  # total of all steps, with planning and committing
+    plan_s: float  # part of `step_s`; with overlap it runs during the step before
     commit_s: float
     totals: SchedulerStats
     outlook: Outlook | None  # None: the policy is not `goodput`
-    compiling: tuple[str, ...] = ()  # what some requests wait for
+    compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded. `config` decides which requests are accepted; `drafters` are the names
-    that they may ask for; `info` is for people. `follows_grammars`: `structured_outputs` are
-    served."""
+    """The model is loaded. `config` decides which requests are accepted. `drafters` are the names
+    that requests may use, `info` is for people. `follows_grammars`: `structured_outputs` are
+    supported."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]
@@ -109,7 +108,7 @@ class Ready(Message, frozen=True):
 
 
 class StartFailed(Message, frozen=True):
-    """`field` and `remedy` where the input was at fault."""
+    """The engine did not start. `field` and `remedy` are set if an option is at fault."""
 
     message: str
     field: str | None = None
@@ -117,8 +116,8 @@ class StartFailed(Message, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds: drafting and the target model as the executor measured them, and the whole turn with
-    planning and committing."""
+    """Seconds: drafting and the target model as measured by the executor, and the whole iteration
+    with planning and committing."""
 
     draft_s: float
     target_s: float
@@ -126,38 +125,37 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(Message, frozen=True):
-    """A step was committed; it is also the sign of life of an engine that works."""
+    """The result of a committed step. It also shows that the engine makes progress."""
 
-    admitted: tuple[str, ...]  # entered a slot with this step
+    admitted: tuple[str, ...]  # requests that got a slot in this step
     rows: tuple[OutputRow, ...]
     endings: tuple[Ending, ...]
     logprobs: tuple[tuple[str, TokenLogprobs], ...]
-    times: StepTimes | None  # None: there was no step
+    times: StepTimes | None  # None: only endings or KV events, without a step
     stats: EngineMetrics
-    kv_events: bytes = b""  # a batch, see `cbatch.kv_events.wire`; empty: there were none
+    kv_events: bytes = b""  # a batch of `cbatch.kv_events.wire`; empty: no events
 
 
 class Heartbeat(Message, frozen=True):
-    """Of an engine with nothing to do."""
+    """A sign of life of an idle engine."""
 
     stats: EngineMetrics
 
 
-class SeenRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who holds a slot. `tokens` are known, prompt and output; `todo` of them are still to be
-    computed: one, unless the prompt is. `belief` is the estimated acceptance; None: the policy
-    estimates nothing."""
+class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The request in a slot. `tokens` counts its known tokens, prompt and output; those without KV
+    are `num_uncomputed_tokens`, 1 after prefill. The acceptance is None without an estimate."""
 
     slot: int
     request_id: str
     prompt_tokens: int
     tokens: int
-    todo: int
-    belief: float | None
+    num_uncomputed_tokens: int
+    estimated_acceptance: float | None
 
 
-class SeenStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """By row. `chunk` are the tokens that are no drafts: 1 where it decodes."""
+class StepSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A step, by row. `chunk` counts tokens that are not drafts: 1 for a decoding row."""
 
     slots: list[int]
     drafted: list[int]
@@ -166,7 +164,7 @@ class SeenStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The pool in order of block ids, some blocks a cell: by cell how many are used, and cached."""
+    """The block pool in cells of `cell_blocks` blocks: used and cached blocks of each cell."""
 
     cell_blocks: int
     used: list[int]
@@ -174,10 +172,10 @@ class BlockMap(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Snapshot(Message, frozen=True):
-    """For who watches; some of the steps since the last one, of which there were `num_steps`."""
+    """Data for the live page: some of the last `num_steps` steps, and the present state."""
 
-    rows: tuple[SeenRow, ...]
-    steps: tuple[SeenStep, ...]
+    rows: tuple[SlotSnapshot, ...]
+    steps: tuple[StepSnapshot, ...]
     num_steps: int
     blocks: BlockMap
     stats: EngineMetrics
@@ -211,17 +209,17 @@ def encode(message: Message) -> bytes:
 
 
 def frames_of(command: Command) -> list[bytes]:
-    """A command as it is sent. Of requests the names go first: to read the rest may be the death of
-    an engine, and whoever outlives it is to know of what."""
+    """Return the frames of a command. The wire ids of new requests go first: if decoding the rest
+    kills the engine, the journal says which requests did it."""
     names = [command.names()] if isinstance(command, Add) else []
     return [*names, encode(command)]
 
 
 def decode_command(content: bytes) -> Command:
-    """Raises `msgspec.MsgspecError`."""
+    """Decode a command. Raises `msgspec.MsgspecError`."""
     return _commands.decode(content)
 
 
 def decode_event(content: bytes) -> Event:
-    """Raises `msgspec.MsgspecError`."""
+    """Decode an event. Raises `msgspec.MsgspecError`."""
     return _events.decode(content)

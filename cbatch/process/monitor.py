@@ -1,4 +1,5 @@
-"""What a watcher sees of the engine: a bounded summary, a few times a second, while one looks."""
+"""Snapshots of the engine for the live page: bounded in size, and made only while a page is
+open."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ import numpy as np
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
-from cbatch.process.messages import BlockMap, SeenRow, SeenStep
+from cbatch.process.messages import BlockMap, SlotSnapshot, StepSnapshot
 
-PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0
-MOST_SHARE = 0.005  # of the engine's time, in summaries: where one takes longer they come seldomer
-MOST_STEPS = 4  # of a period: the latest
+PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # between snapshots
+MOST_SHARE = 0.005  # share of the engine's time for snapshots; slow ones are made less often.
+MOST_STEPS = 4  # of a snapshot: the latest.
 MOST_ROWS = 256
 MOST_CELLS = 512
 
 
 class _StepArrays(NamedTuple):
-    """Int32 [rows] each. Copies: an executor may fill the same arrays again."""
+    """A step's plan, and copies of int32 [rows] arrays that the executor may reuse."""
 
     plan: StepPlan
     drafted: np.ndarray
@@ -28,7 +29,7 @@ class _StepArrays(NamedTuple):
 
 
 class Monitor:
-    """`note` every step; what it keeps of them is made into lists only when it is asked for."""
+    """Collects steps with `note`. They are converted to lists only for a snapshot."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -39,23 +40,23 @@ class Monitor:
     def note(self, plan: StepPlan, result: StepResult, commit: Commit) -> None:
         self._num_steps += 1
         if len(commit.owners) != plan.num_rows:
-            return  # some rows had ended before: their drafts were neither accepted nor refused
+            return  # rows that ended earlier have neither accepted nor rejected drafts
         self._steps.append(_StepArrays(plan, result.num_drafted.copy(), result.num_accepted.copy()))
 
     def due(self, now_s: float) -> bool:
-        """Whether it is time for a summary."""
+        """Return whether it is time for a snapshot."""
         return now_s >= self._due_s
 
-    def looked(self, now_s: float, took_s: float) -> None:
-        """A summary was made and sent, for so much of the processor's time: by the wall it would
-        seem dear whenever something else was running."""
+    def on_sent(self, now_s: float, took_s: float) -> None:
+        """Schedule the next snapshot. `took_s` is the processor time of the last one: wall time
+        would seem too long whenever other processes run."""
         self._due_s = now_s + min(max(PERIOD_S, took_s / MOST_SHARE), LONGEST_PERIOD_S)
 
-    def take_steps(self) -> tuple[tuple[SeenStep, ...], int]:
-        """Some of the steps since the last time, oldest first, and how many there were."""
+    def take_steps(self) -> tuple[tuple[StepSnapshot, ...], int]:
+        """Return some of the steps since the last call, oldest first, and the number of all."""
         num_steps, rows = self._num_steps, slice(MOST_ROWS)
-        seen = tuple(
-            SeenStep(
+        steps = tuple(
+            StepSnapshot(
                 plan.slots[rows].tolist(),
                 drafted[rows].tolist(),
                 accepted[rows].tolist(),
@@ -65,26 +66,33 @@ class Monitor:
         )
         self._steps.clear()
         self._num_steps = 0
-        return seen, num_steps
+        return steps, num_steps
 
-    def rows(self) -> tuple[SeenRow, ...]:
-        """Who holds the slots, lowest first, at most `MOST_ROWS`."""
+    def rows(self) -> tuple[SlotSnapshot, ...]:
+        """Return the requests in the lowest slots, at most `MOST_ROWS`."""
         state = self._scheduler.state
         table = state.table
         owners = [owner for owner in state.owners if owner is not None][:MOST_ROWS]
         slots = np.array([owner.slot for owner in owners], dtype=np.intp)
-        beliefs = state.policy.estimated_acceptance(slots)
+        acceptances = state.policy.estimated_acceptance(slots)
         columns = zip(
             owners,
             slots.tolist(),
             table.num_tokens[slots].tolist(),
             table.num_uncomputed_tokens[slots].tolist(),
-            [None] * len(owners) if beliefs is None else beliefs,
+            [None] * len(owners) if acceptances is None else acceptances,
             strict=True,
         )
         return tuple(
-            SeenRow(slot, owner.request.request_id, owner.num_prompt_tokens, tokens, todo, belief)
-            for owner, slot, tokens, todo, belief in columns
+            SlotSnapshot(
+                slot,
+                owner.request.request_id,
+                owner.num_prompt_tokens,
+                tokens,
+                uncomputed,
+                acceptance,
+            )
+            for owner, slot, tokens, uncomputed, acceptance in columns
         )
 
     def blocks(self) -> BlockMap:

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: scheduler, step loop and executor behind one socket."""
+"""The engine process: scheduler, step loop and executor, controlled over a socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cbatch.engine.loop import StepLoop
 from cbatch.grammars import Grammars
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.connection import Death
-from cbatch.process.grammar_desk import GrammarDesk
+from cbatch.process.grammar_queue import GrammarQueue
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import (
     Add,
@@ -50,31 +50,31 @@ from cbatch.process.messages import (
 from cbatch.process.monitor import Monitor
 from cbatch.system.heap import freeze_heap, give_back_free_memory
 
-HEARTBEAT_S = 0.5  # of an idle engine
-MAX_COMMANDS = 64  # between two steps: to read them takes time
-GRAMMAR_TICK_S = 0.005  # an engine with nothing else to do looks whether one is compiled
-_LINGER_MS = 2000  # last words are sent for as long as that
+HEARTBEAT_S = 0.5  # interval of an idle engine's heartbeats.
+MAX_COMMANDS = 64  # read between two steps, since reading takes time.
+GRAMMAR_TICK_S = 0.005  # how often an idle engine checks for compiled grammars.
+_LINGER_MS = 2000  # time to send the last messages
 _logger = logging.getLogger("cbatch")
 
 
 class EngineParts(NamedTuple):
-    """What the composition root puts together, in the engine's process."""
+    """The parts of an engine, built in its process."""
 
     scheduler: Scheduler
     loop: StepLoop
     drafters: tuple[str, ...] = ()
     info: dict[str, Any] = {}
-    close: Callable[[], None] | None = None  # called once no step runs any more
-    grammars: Grammars | None = None  # that it follows
-    # Gives the executor a counter, int64 [1], that it moves with every part of a step.
+    close: Callable[[], None] | None = None  # called after the last step
+    grammars: Grammars | None = None  # None: structured outputs are not supported
+    # Sets the counter, int64 [1], that the executor advances with every part of a step.
     report_progress: Callable[[NDArray[np.int64]], None] | None = None
 
 
-Factory = Callable[[], EngineParts]  # picklable: it is called in the new process
+Factory = Callable[[], EngineParts]  # picklable, since it is called in the new process
 
 
 class EngineServer:
-    """Obeys commands between steps, and tells of every step in one message."""
+    """Handles commands between steps, and sends a message for every step."""
 
     def __init__(
         self, parts: EngineParts, socket: zmq.Socket[bytes], journal: InFlightJournal
@@ -83,67 +83,68 @@ class EngineServer:
         self._scheduler, self._loop = parts.scheduler, parts.loop
         self._socket = socket
         self._journal = journal
-        self._refused: list[Ending] = []
-        self._grammars = GrammarDesk(parts.grammars, journal.write_compiling)
+        self._rejected: list[Ending] = []
+        self._grammars = GrammarQueue(parts.grammars, journal.write_compiling)
         self._step_s = 0.0
-        self._rested = True  # since its last step
-        self._monitor: Monitor | None = None  # None: nobody watches
+        self._freed_memory = True  # since the last step
+        self._monitor: Monitor | None = None  # None: no live page is open
         self._loop.on_in_flight = journal.write
         if parts.report_progress is not None:
             parts.report_progress(journal.signs[1:])
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Run until a stop command."""
         config, parts = self._scheduler.config, self._parts
         self._send(Ready(config, parts.drafters, parts.info, parts.grammars is not None))
-        while self.turn():
+        while self.iterate():
             pass
 
-    def turn(self) -> bool:
-        """Commands that wait are obeyed, and a step is made where there is work. False: it was told
-        to stop."""
-        if not self._obey():
+    def iterate(self) -> bool:
+        """Handle pending commands, then run a step if there is work. Return False after a stop
+        command."""
+        if not self._handle_commands():
             return False
         if self.busy:
             self._step()
         else:
-            self._tell_without_step([])  # a request that was cancelled has left its blocks
+            self._send_without_step([])  # KV events, if a cancelled request left blocks
         return True
 
     @property
     def busy(self) -> bool:
-        return bool(self._scheduler.has_work or self._scheduler.num_in_flight or self._refused)
+        return bool(self._scheduler.has_work or self._scheduler.num_in_flight or self._rejected)
 
-    def _obey(self) -> bool:
-        """Carries out commands that wait; with nothing to do, waits for one. False: stop."""
+    def _handle_commands(self) -> bool:
+        """Handle pending commands; an idle engine waits for one. Return False after a stop
+        command."""
         if not self.busy:
             timeout_s = COMPILING_TICK_S if self._loop.late.pending else HEARTBEAT_S
             timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else timeout_s
             if not self._socket.poll(int(timeout_s * 1000)) and not self._grammars.waiting:
                 self._send(Heartbeat(self._stats()))
-                self._show()
-                if not self._rested:
+                self._send_snapshot()
+                if not self._freed_memory:
                     give_back_free_memory()
-                self._rested = True
+                self._freed_memory = True
         for _ in range(MAX_COMMANDS):
             if not self._socket.poll(0):
                 break
             *names, content = self._socket.recv_multipart()
             if names:
                 self._journal.begin_reading(names[0])
-            go_on = self._carry_out(decode_command(content))
+            continues = self._execute(decode_command(content))
             self._journal.end_reading()
-            if not go_on:
+            if not continues:
                 return False
         for request, output, problem in self._grammars.take_ready():
             if problem is None:
                 self._add(request, output)
             else:
-                self._refuse(request, problem)
+                self._reject(request, problem)
         self._loop.admit_waiting()
         return True
 
-    def _carry_out(self, command: Command) -> bool:
+    def _execute(self, command: Command) -> bool:
         now_s = time.monotonic()
         match command:
             case Add():
@@ -160,9 +161,9 @@ class EngineServer:
                 self._grammars.leave(request_id)
                 self._loop.waiting.pop(request_id, None)
                 self._scheduler.finish(request_id, keep_tokens, now_s)
-            case Watch(wanted):
-                self._monitor = Monitor(self._scheduler) if wanted else None
-                self._show()  # an idle engine would leave them without for a heartbeat
+            case Watch(enabled):
+                self._monitor = Monitor(self._scheduler) if enabled else None
+                self._send_snapshot()  # at once, as an idle engine's next heartbeat may be far
             case _:
                 return False
         return True
@@ -171,38 +172,38 @@ class EngineServer:
         try:
             self._loop.add(request, output)
         except FieldError as error:
-            self._refuse(request, error)
+            self._reject(request, error)
 
-    def _refuse(self, request: Request, error: BaseException) -> None:
-        self._refused.append(Ending(request.request_id, FinishReason.ERROR, str(error)))
+    def _reject(self, request: Request, error: BaseException) -> None:
+        self._rejected.append(Ending(request.request_id, FinishReason.ERROR, str(error)))
 
     def _step(self) -> None:
         start_s = time.monotonic()
-        self._rested = False
+        self._freed_memory = False
         commit = self._loop.step()
         ended = (*(commit.finished if commit else ()), *self._scheduler.take_finished())
         endings = [Ending(end.request_id, end.reason, end.message) for end in ended]
-        endings += self._refused
-        self._refused = []
+        endings += self._rejected
+        self._rejected = []
         for ending in endings:
             self._grammars.leave(ending.request_id)
         if commit is not None:
             total_s = time.monotonic() - start_s
             self._step_s += total_s
-            self._tell(commit, endings, total_s)
+            self._send_step(commit, endings, total_s)
             if self._monitor is not None and self._monitor.due(start_s + total_s):
-                self._show()
-        elif not self._tell_without_step(endings) and self._scheduler.has_work:
+                self._send_snapshot()
+        elif not self._send_without_step(endings) and self._scheduler.has_work:
             raise RuntimeError("the scheduler has requests that it cannot plan")
 
-    def _tell_without_step(self, endings: list[Ending]) -> bool:
-        """Whether there was anything to tell."""
+    def _send_without_step(self, endings: list[Ending]) -> bool:
+        """Send endings and KV events. Return whether there were any."""
         kv_events = self._kv_events()
         if endings or kv_events:
             self._send(Stepped((), (), tuple(endings), (), None, self._stats(), kv_events))
         return bool(endings or kv_events)
 
-    def _tell(self, commit: Commit, endings: list[Ending], total_s: float) -> None:
+    def _send_step(self, commit: Commit, endings: list[Ending], total_s: float) -> None:
         plan, result = self._loop.last_plan, self._loop.last_result
         assert plan is not None and result is not None
         if self._monitor is not None:
@@ -219,17 +220,17 @@ class EngineServer:
             )
         )
 
-    def _show(self) -> None:
-        """To those who watch."""
+    def _send_snapshot(self) -> None:
+        """Send a snapshot if a live page is open."""
         monitor = self._monitor
         if monitor is not None:
             begin_s = time.thread_time()
             steps, num_steps = monitor.take_steps()
             self._send(Snapshot(monitor.rows(), steps, num_steps, monitor.blocks(), self._stats()))
-            monitor.looked(time.monotonic(), time.thread_time() - begin_s)
+            monitor.on_sent(time.monotonic(), time.thread_time() - begin_s)
 
     def _kv_events(self) -> bytes:
-        """Since the last call; empty, if there are none or nobody follows them."""
+        """Return the encoded KV events since the last call; empty without events."""
         changes = self._scheduler.take_cache_changes()
         size = self._scheduler.config.block_size_tokens
         return encode_changes(changes, time.time(), size) if changes else b""
@@ -257,8 +258,8 @@ class EngineServer:
 
 
 def connect(endpoint: str) -> zmq.Socket[bytes]:
-    """The engine's end of the socket. A reader that falls behind holds the engine up once some
-    thousand steps wait for it."""
+    """Return the engine's end of the socket. If the reader is slow, sending blocks after some
+    thousand queued messages."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.linger = _LINGER_MS
     socket.connect(endpoint)
@@ -266,14 +267,14 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
 
 
 def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
-    """The life of an engine process."""
-    # The whole group gets these from a terminal or a service manager; its owner decides.
+    """Run an engine until it is stopped. This is the main function of its process."""
+    # A terminal or service manager signals the whole group; the server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()
     socket = connect(endpoint)
     try:
-        parts = _make(factory, socket)
+        parts = _build(factory, socket)
         if parts is not None:
             freeze_heap()
             try:
@@ -286,14 +287,14 @@ def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
         zmq.Context.instance().term()
 
 
-def _make(factory: Factory, socket: zmq.Socket[bytes]) -> EngineParts | None:
-    """None: it failed, and the owner has been told why."""
+def _build(factory: Factory, socket: zmq.Socket[bytes]) -> EngineParts | None:
+    """Build the engine. After a failure, send its reason and return None."""
     try:
         return factory()
     except FieldError as error:
         socket.send(encode(StartFailed(error.problem, error.field, error.remedy)))
     except Exception as error:
-        # An error of ours says all in its message; any other may need its traceback.
+        # The message of a ValueError is complete; other errors may need their traceback.
         level = logging.INFO if isinstance(error, ValueError) else logging.ERROR
         _logger.log(level, "the engine did not start", exc_info=True)
         socket.send(encode(StartFailed(str(error) or repr(error))))
@@ -304,14 +305,14 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # at once, whatever the step is doing
+    os._exit(1)  # at once, even within a step
 
 
 class EngineProcess:
-    """A process that runs `run_engine`, for the event loop of its owner."""
+    """A process that runs `run_engine`, controlled from an event loop."""
 
     def __init__(self, factory: Factory, endpoint: str, journal_path: Path) -> None:
-        context = multiprocessing.get_context("spawn")  # forked threads and locks are nobody's
+        context = multiprocessing.get_context("spawn")  # a fork would copy locked locks
         self._process = context.Process(
             target=run_engine, args=(factory, endpoint, journal_path), name="cbatch-engine"
         )
@@ -330,7 +331,7 @@ class EngineProcess:
             self._process.kill()
 
     def reap(self) -> Death:
-        """Once it is dead."""
+        """Release the dead process's resources, and return how it ended."""
         self._process.join()
         atexit.unregister(self._process.kill)
         status = self._process.exitcode

@@ -1,4 +1,4 @@
-"""Open requests as the process that owns their clients keeps them."""
+"""Open requests, as the engine client stores them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from cbatch.core.request.request import Request
 
 
 class Listener(Protocol):
-    """Whoever waits for a request. Called on the event loop. Nothing follows an ending, or a cancel
-    or finish by its owner. What one raises is told to it by `on_failed`, and concerns nobody
-    else."""
+    """Receives the events of one request, on the event loop. No event follows an ending, or a
+    cancel or finish by the owner. If a method raises, `on_failed` is called; no other request is
+    affected."""
 
     def on_admitted(self, ago_s: float) -> None:
-        """It has left the queue, so long ago: a step is told of when it is over. Once, whatever
-        happens to the engine later."""
+        """The request got a slot `ago_s` seconds ago. Called once, also if the engine restarts."""
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
-        """Of the prompt, or of the tokens that come next."""
+        """Log probabilities of the prompt, or of the tokens of the next `on_step`."""
 
     def on_step(self, row: OutputRow, ending: Ending | None) -> None:
-        """New tokens, and the end if it came with them."""
+        """New tokens, with the ending if there is one."""
 
     def on_end(self, ending: Ending) -> None: ...
 
@@ -30,16 +29,16 @@ class Listener(Protocol):
         """The engine is gone for good."""
 
     def on_failed(self, error: Exception) -> None:
-        """It could not be handed on, to the engine or by the listener, and has been given up."""
+        """The request failed, in this process or in the listener, and was dropped."""
 
 
 class Transcript:
-    """`call_id`: the first request's of those that were added with it."""
+    """An open request. `group_id` is the id of the first request that was added with it."""
 
-    def __init__(self, request: Request, listener: Listener, call_id: str) -> None:
+    def __init__(self, request: Request, listener: Listener, group_id: str) -> None:
         self.request = request
         self.listener = listener
-        self.call_id = call_id
+        self.group_id = group_id
         self.tokens: list[int] = []
-        self.wire_id: str | None = None  # its name in the running engine, if it is there
+        self.wire_id: str | None = None  # its id in the running engine, if it was sent there
         self.admitted = False

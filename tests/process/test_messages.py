@@ -122,7 +122,7 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     adds = [Add(make_request(n, 5, max_tokens=3), (NewChoice(n),)) for n in ("a", "b")]
     socket: Any = OneCommand(*adds)
     server = EngineServer(parts, socket, recorder)
-    while server.turn() and server.busy:
+    while server.iterate() and server.busy:
         pass
     assert seen[0] == ["a", "b"] and all(seen), "a step ran unannounced"
     assert recorder.read() == []
@@ -135,6 +135,6 @@ def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None
     parts = SimFactory()()
     socket: Any = OneCommand(Add(make_request("", [10**6]), (NewChoice("a"),)))
     server = EngineServer(parts, socket, InFlightJournal.create(tmp_path / "journal"))
-    server.turn()
+    server.iterate()
     ((ending,),) = (event.endings for event in socket.sent)
     assert ending.request_id == "a" and "out of range" in ending.message

@@ -11,7 +11,7 @@ from msgspec import structs
 from cbatch import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.process import monitor as monitor_module
-from cbatch.process.messages import SeenStep
+from cbatch.process.messages import StepSnapshot
 from cbatch.process.monitor import LONGEST_PERIOD_S, MOST_SHARE, MOST_STEPS, PERIOD_S, Monitor
 from tests.toy_engine import make_engine
 
@@ -36,7 +36,7 @@ def busy(**options: Any) -> tuple[Engine, Monitor]:
 def test_steps_are_told_as_they_were() -> None:
     engine, monitor = busy()
     totals = engine.scheduler.stats
-    told: list[SeenStep] = []
+    told: list[StepSnapshot] = []
     num_steps = 0
     while engine.scheduler.has_work:
         step(engine, monitor)
@@ -61,16 +61,22 @@ def test_rows_are_who_runs() -> None:
     for row in rows:
         owner = engine.scheduler.state.owners[row.slot]
         assert owner is not None and row.request_id == owner.request.request_id
-        assert (row.prompt_tokens, row.tokens, row.todo) == (4, table.num_tokens[row.slot], 1)
+        assert (row.prompt_tokens, row.tokens, row.num_uncomputed_tokens) == (
+            4,
+            table.num_tokens[row.slot],
+            1,
+        )
         slots = np.array([row.slot])
-        assert [row.belief] == engine.scheduler.state.policy.estimated_acceptance(slots)
+        assert [row.estimated_acceptance] == engine.scheduler.state.policy.estimated_acceptance(
+            slots
+        )
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
 def test_no_belief_where_none_is_held(lookahead: str) -> None:
     engine, monitor = busy(lookahead=lookahead)
     step(engine, monitor)
-    assert [row.belief for row in monitor.rows()] == [None] * 4
+    assert [row.estimated_acceptance for row in monitor.rows()] == [None] * 4
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +127,7 @@ def test_it_is_due_ten_times_a_second_or_as_seldom_as_it_must() -> None:
         for now_s in times_s:
             if monitor.due(now_s):
                 due.append(now_s)
-                monitor.looked(now_s, took_s)
+                monitor.on_sent(now_s, took_s)
         gaps_s = np.diff(due)
         assert gaps_s.min() >= period_s - 1e-9 and gaps_s.max() < period_s + 0.004
         monitor = Monitor(make_engine().scheduler)

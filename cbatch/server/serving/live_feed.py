@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from cbatch.process.messages import BlockMap, EngineMetrics, SeenStep, Snapshot
+from cbatch.process.messages import BlockMap, EngineMetrics, Snapshot, StepSnapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.metrics import Histogram, Metrics
@@ -47,7 +47,7 @@ class LiveView(msgspec.Struct, frozen=True):
     use."""
 
     slots: list[Slot]
-    steps: tuple[SeenStep, ...]
+    steps: tuple[StepSnapshot, ...]
     num_steps: int
     blocks: BlockMap
     stats: EngineMetrics
@@ -144,11 +144,13 @@ class LiveFeed:
                 self._short_id(row.request_id),
                 row.prompt_tokens,
                 row.tokens,
-                row.todo,
-                belief,
+                row.num_uncomputed_tokens,
+                acceptance,
             )
             for row in snapshot.rows
-            for belief in [None if row.belief is None else round(row.belief, 3)]
+            for acceptance in [
+                None if row.estimated_acceptance is None else round(row.estimated_acceptance, 3)
+            ]
         ]
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 

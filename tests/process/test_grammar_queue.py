@@ -12,8 +12,8 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
-from cbatch.process import grammar_desk as desk_module
-from cbatch.process.grammar_desk import GrammarDesk
+from cbatch.process import grammar_queue as queue_module
+from cbatch.process.grammar_queue import GrammarQueue
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Add, Cancel, NewChoice, Stepped
 from cbatch.process.server import EngineServer
@@ -42,63 +42,67 @@ def asking(name: str, regex: str, **more: Any) -> Request:
     return make_request(name, 5, structured_outputs=StructuredOutputs(regex=regex), **more)
 
 
-def ready(desk: GrammarDesk, count: int) -> dict[str, str | None]:
+def ready(grammar_queue: GrammarQueue, count: int) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     deadline_s = time.monotonic() + 30
     while len(found) < count:
         assert time.monotonic() < deadline_s
-        for request, _, problem in desk.take_ready():
+        for request, _, problem in grammar_queue.take_ready():
             found[request.request_id] = None if problem is None else str(problem)
     return found
 
 
 def test_choices_share_a_grammar_and_a_bad_one_is_told() -> None:
     grammars: Any = SlowGrammars()
-    desk = GrammarDesk(grammars, lambda _: None)
+    grammar_queue = GrammarQueue(grammars, lambda _: None)
     for name, regex in (("a", "x"), ("b", "x"), ("c", "bad"), ("d", "y")):
-        desk.enter(asking(name, regex), ())
-    desk.leave("d")
-    assert desk.waiting and not list(desk.take_ready())
+        grammar_queue.enter(asking(name, regex), ())
+    grammar_queue.leave("d")
+    assert grammar_queue.waiting and not list(grammar_queue.take_ready())
     grammars.release.set()
-    found = ready(desk, 3)
+    found = ready(grammar_queue, 3)
     assert found["a"] is found["b"] is None and "does not compile" in str(found["c"])
-    assert not desk.waiting and grammars.compiled_texts == ["x", "bad"], "nobody wanted the last"
+    assert not grammar_queue.waiting and grammars.compiled_texts == ["x", "bad"], (
+        "nobody wanted the last"
+    )
 
 
 def test_a_quick_one_does_not_wait_for_slow_ones() -> None:
     grammars: Any = SlowGrammars()
     noted: list[set[str]] = []
-    desk = GrammarDesk(grammars, lambda names: noted.append(set(names)))
+    grammar_queue = GrammarQueue(grammars, lambda names: noted.append(set(names)))
     for name in "abc":
-        desk.enter(structs.replace(asking(name, name), compile_s=2 * desk_module.QUICK_S), ())
+        grammar_queue.enter(
+            structs.replace(asking(name, name), compile_s=2 * queue_module.QUICK_S), ()
+        )
     while not noted:
         time.sleep(0.001)
-    desk.enter(asking("d", "quick"), ())
-    assert set(ready(desk, 1)) == {"d"} and not grammars.release.is_set()
+    grammar_queue.enter(asking("d", "quick"), ())
+    assert set(ready(grammar_queue, 1)) == {"d"} and not grammars.release.is_set()
     assert {"a", "d"} in noted, "whoever outlives the engine is to know of both"
     grammars.release.set()
-    assert set(ready(desk, 3)) == set("abc")
+    assert set(ready(grammar_queue, 3)) == set("abc")
 
 
 def test_no_more_are_held_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "MAX_HELD", 2)
+    monkeypatch.setattr(queue_module, "MAX_GRAMMARS", 2)
     grammars: Any = SlowGrammars()
     grammars.release.set()
-    desk = GrammarDesk(grammars, lambda _: None)
+    grammar_queue = GrammarQueue(grammars, lambda _: None)
     for name in "abc":
-        desk.enter(asking(name, name), ())
-    assert set(ready(desk, 2)) == {"a", "b"} and desk.waiting
-    assert not list(desk.take_ready()), "there is no room until one has left"
-    desk.leave("a")
-    assert set(ready(desk, 1)) == {"c"}
-    desk.enter(asking("d", "b"), ())
-    assert set(ready(desk, 1)) == {"d"}, "one that is held needs none"
+        grammar_queue.enter(asking(name, name), ())
+    assert set(ready(grammar_queue, 2)) == {"a", "b"} and grammar_queue.waiting
+    assert not list(grammar_queue.take_ready()), "there is no room until one has left"
+    grammar_queue.leave("a")
+    assert set(ready(grammar_queue, 1)) == {"c"}
+    grammar_queue.enter(asking("d", "b"), ())
+    assert set(ready(grammar_queue, 1)) == {"d"}, "one that is held needs none"
 
 
 def test_without_grammars_each_is_refused_by_name() -> None:
-    desk = GrammarDesk(None, lambda _: None)
-    desk.enter(asking("a", "x"), ())
-    assert "is not served here" in str(ready(desk, 1)["a"])
+    grammar_queue = GrammarQueue(None, lambda _: None)
+    grammar_queue.enter(asking("a", "x"), ())
+    assert "is not served here" in str(ready(grammar_queue, 1)["a"])
 
 
 def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     socket: Any = OneCommand(slow, bad, plain, Cancel("gone"))
     recorder = InFlightJournal.create(tmp_path / "journal")
     server = EngineServer(parts, socket, recorder)
-    while server.turn() and server.busy:
+    while server.iterate() and server.busy:
         pass
     assert recorder.read() == ["slow"], "whoever outlives the engine is to know"
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
@@ -120,7 +124,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     deadline_s = time.monotonic() + 30
     while len(endings) < 3:
         assert time.monotonic() < deadline_s
-        server.turn()
+        server.iterate()
         events = [event for event in socket.sent if isinstance(event, Stepped)]
         endings = {e.request_id: e.reason for event in events for e in event.endings}
     assert endings == {

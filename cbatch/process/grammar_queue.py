@@ -1,0 +1,101 @@
+"""Requests that wait until their grammar is compiled, while the engine's steps go on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from cbatch.core.request.request import Request, StructuredOutputs
+from cbatch.grammars import Compiled, Grammars, not_served
+
+MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB.
+QUICK_S = 0.05  # processor time below which a grammar is quick; an ordinary schema takes 1 ms.
+_NICE = 10  # of the thread for slow grammars, so that steps go first
+
+
+class Waiting(NamedTuple):
+    request: Request
+    output: tuple[int, ...]
+
+
+class GrammarQueue:
+    """Compiles grammars in the order of requests, and keeps each until its last request has left,
+    so that no step waits for compiling. Grammars known to be slow have their own thread with a
+    lower priority, so quick ones wait only for quick ones."""
+
+    def __init__(self, grammars: Grammars | None, note: Callable[[Collection[str]], None]) -> None:
+        """`note` receives the ids of the requests whose grammars are being compiled."""
+        self._grammars, self._note = grammars, note
+        self._compiling: dict[str, None] = {}  # request ids
+        self._lock = threading.Lock()  # guards `_compiling`
+        self._waiting: dict[str, Waiting] = {}  # by request id
+        self._specs: dict[str, StructuredOutputs] = {}  # of waiting and running requests, by id
+        self._users: Counter[StructuredOutputs] = Counter()
+        self._compiled: dict[StructuredOutputs, Future[Compiled]] = {}
+        self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
+        self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _lower_priority)
+
+    @property
+    def waiting(self) -> bool:
+        """True if any request waits."""
+        return bool(self._waiting)
+
+    def enter(self, request: Request, output: tuple[int, ...]) -> None:
+        """Queue a request that has `output` already."""
+        spec = request.params.structured_outputs
+        assert spec is not None
+        self._waiting[request.request_id] = Waiting(request, output)
+        self._specs[request.request_id] = spec
+        self._users[spec] += 1
+        self._compile_next()
+
+    def leave(self, request_id: str) -> None:
+        """Remove a request that has ended or was cancelled."""
+        spec = self._specs.pop(request_id, None)
+        if spec is None:
+            return
+        self._waiting.pop(request_id, None)
+        self._users[spec] -= 1
+        if not self._users[spec]:
+            del self._users[spec]
+            if spec in self._compiled:
+                self._compiled.pop(spec).cancel()
+            self._compile_next()
+
+    def take_ready(self) -> Iterator[tuple[Request, tuple[int, ...], BaseException | None]]:
+        """Yield the requests whose grammar is compiled or failed, with the exception or None."""
+        for request_id, (request, output) in list(self._waiting.items()):
+            compiled = self._compiled.get(self._specs[request_id])
+            if compiled is not None and compiled.done():
+                del self._waiting[request_id]
+                yield request, output, compiled.exception()
+
+    def _compile_next(self) -> None:
+        for request_id, (request, _) in self._waiting.items():
+            spec = self._specs[request_id]
+            if spec not in self._compiled and len(self._compiled) < MAX_GRAMMARS:
+                thread = self._quick if request.compile_s < QUICK_S else self._slow
+                self._compiled[spec] = thread.submit(self._compile, spec, request_id)
+
+    def _compile(self, spec: StructuredOutputs, request_id: str) -> Compiled:
+        if self._grammars is None:
+            raise not_served()
+        with self._lock:
+            self._compiling[request_id] = None
+            self._note(self._compiling)
+        try:
+            return self._grammars.compiled(spec)
+        finally:
+            with self._lock:
+                del self._compiling[request_id]
+                self._note(self._compiling)
+
+
+def _lower_priority() -> None:
+    with suppress(OSError, AttributeError):  # not all systems have priorities of threads
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
