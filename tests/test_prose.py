@@ -85,18 +85,20 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of every comment. Comments on successive lines are one."""
+    """Yield the line and the text of every comment. Successive lines of comment are one; a comment
+    after code is one by itself."""
     begun, last, words = 0, -1, [""]
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(r"# (noqa|type:|fmt:|mypy)", token.string):
             continue
         text, line = token.string.lstrip("#: "), token.start[0]
-        if line == last + 1:
+        after_code = bool(token.line[: token.start[1]].strip())
+        if line == last + 1 and not after_code:
             words.append(text)
         else:
             yield begun, "\n".join(words)
             begun, words = line, [text]
-        last = line
+        last = -1 if after_code else line
     yield begun, "\n".join(words)
 
 

@@ -1,1 +1,1 @@
-"""What is asked for: a request, its sampling parameters, its noise. Imports nothing."""
+"""Requests, their sampling parameters and their sampling noise. Imports no other folder."""

@@ -1,4 +1,4 @@
-"""Errors that name the field at fault and what would mend it."""
+"""Errors that name the offending field and say how to correct it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """Bad input: `field` is the name the caller used, `remedy` what would be accepted."""
+    """Bad input: `field` is the name that the caller used, `remedy` says what is accepted."""
 
     def __init__(self, field: str, problem: str, remedy: str) -> None:
         super().__init__(f"{field}: {problem}; {remedy}")
@@ -17,23 +17,26 @@ class FieldError(ValueError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made in one process, raised in another: `args` are the message, not what made it."""
+        """Return the parts for pickle, which must not call `__init__`: `args` has the message, not
+        its three arguments. Errors are sent from process to process."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class RefusedError(FieldError):
-    """A well-formed request that this engine cannot ever run (too long for its context or pool)."""
+    """A well-formed request that this engine can never run (too long for its context or pool)."""
 
 
 def short(value: object) -> str:
-    """As an error shows it."""
+    """Return the `repr` of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word; empty where none that is known is close."""
+    """Return the suggestion that ends a message about an unknown word, or "" if no known word is
+    similar."""
     import difflib
 
-    close = difflib.get_close_matches(word[:60], list(known), n=1)  # to compare takes its square
+    # The word is cut because the comparison takes quadratic time.
+    close = difflib.get_close_matches(word[:60], list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Log probabilities of one position, as a step reports them."""
+"""Log probabilities of tokens, as a step reports them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import numpy as np
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of T successive tokens of one sequence, and of the n likeliest in the place
-    of each, in the order (-logprob, id). Minus infinity: the token could not be chosen."""
+    """Log probabilities of T successive tokens of one sequence, and of the n likeliest tokens at
+    each of their positions, in the order (-logprob, id). Minus infinity marks a token that could
+    not be sampled."""
 
     slot: int
-    first_position: int  # absolute, of the first token
+    first_position: int  # of the first token, counted from the start of the prompt
     chosen: np.ndarray  # float32 [T]
     top_ids: np.ndarray  # int32 [T, n]
     top: np.ndarray  # float32 [T, n]

@@ -1,16 +1,20 @@
-"""The noise behind every sampled token: a pure function of (seed, choice, position, purpose).
+"""Sampling noise: random words that are a pure function of (seed, choice, position, purpose).
 
 This is the specification; `triton_kernels/noise/host.py` reproduces it bit for bit.
 
 Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
-1, 2, 3"). key = (seed & 0xffffffff, seed >> 32); counter = (token_id // 4, absolute position of the
-token being decided, choice index, purpose); the word of a token is number token_id % 4 of the four.
-A scalar draw (the accept test) is the word of token 0. Neither batch row nor slot nor tile enters.
+1, 2, 3").
 
-For draft and accept noise of a request that is verified in blocks the last word of the counter also
-has the depth of the draft in its block (`at_depth`). A block has looked at the noise of drafts
-behind the last one that it accepts, and the next block comes to their positions again: at another
-depth. Position and depth name the block, so no two blocks of a sequence share a draw.
+    key = (seed & 0xffffffff, seed >> 32)
+    counter = (token_id // 4, absolute position of the sampled token, choice index, purpose)
+
+The word of a token is number token_id % 4 of the four that come out. A scalar draw (the accept
+test) is the word of token 0. The noise does not depend on batch row, slot or tile.
+
+With block verification, the last word of the counter of draft and accept noise also contains the
+depth of the draft in its block (`at_depth`). A block uses the noise of all its drafts, the rejected
+ones among them, and the next block drafts at the same positions again, but at other depths.
+Position and depth identify the block, so no two blocks of a sequence share a draw.
 """
 
 from __future__ import annotations
@@ -22,16 +26,17 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Purpose(enum.IntEnum):
-    """Stream of a draw. Accept and residual noise must never be shared (the law would shift)."""
+    """Independent streams of noise. If the accept test and the residual sample shared a stream, the
+    output distribution would be wrong."""
 
-    DRAFT = 0  # the draft's own token, from q
-    ACCEPT = 1  # u of the ratio test (scalar)
-    RESIDUAL = 2  # the replacement of a rejected draft
-    BONUS = 3  # the token after accepted drafts, and every token of plain decoding
-    COUPLED = 4  # the one stream that draft and target share in coupled mode
+    DRAFT = 0  # samples the draft token from q
+    ACCEPT = 1  # u of the accept test (scalar)
+    RESIDUAL = 2  # samples the replacement of a rejected draft
+    BONUS = 3  # samples the token after accepted drafts, and every token without drafts
+    COUPLED = 4  # the stream that draft and target share in coupled mode
 
 
-DEPTH_STEP = 8  # more than there are purposes
+DEPTH_STEP = 8  # factor of the depth in `at_depth`: more than the number of purposes
 
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
@@ -54,7 +59,7 @@ LOG1P_COEFFICIENT_BITS = (
 )
 LN2_BITS = 0x3F317218
 THREE_QUARTERS_BITS = 0x3F400000
-SMALL_DRAW = 1 << 30  # below this 1 - u is near 1, and the log is taken of 1 + r with r = -u
+SMALL_DRAW = 1 << 30  # for words below this, 1 - u is close to 1: the log is of 1 + r with r = -u
 
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
@@ -65,7 +70,8 @@ _U64_32 = np.uint64(32)
 
 
 def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
-    """Philox4x32-10 of `counter` uint32 [..., 4] under `key` uint32 [..., 2]: uint32 [..., 4]."""
+    """Return Philox4x32-10 of `counter` uint32 [..., 4] and `key` uint32 [..., 2], uint32
+    [..., 4]."""
     c = np.moveaxis(np.asarray(counter, dtype=np.uint32), -1, 0)
     k = np.moveaxis(np.asarray(key, dtype=np.uint32), -1, 0)
     even, odd = _rounds(c[0::2].astype(np.uint64), c[1::2], k)
@@ -73,9 +79,10 @@ def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
 
 
 def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
-    """Ten rounds on lanes (c0, c2) and (c1, c3), lane first; results in the same lanes as uint32.
+    """Run ten rounds on the lanes (c0, c2) and (c1, c3), and return both as uint32.
 
-    The even lanes are multiplied, the odd ones mixed in crosswise (hence the reversals).
+    The lane is the first axis. A round multiplies the even lanes, and mixes each product with the
+    opposite odd lane (hence the reversals).
     """
     lanes_first = (2, *(1,) * (even.ndim - 1))
     multiplier = np.array(PHILOX_M, dtype=np.uint64).reshape(lanes_first)
@@ -92,19 +99,19 @@ def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """The two 32-bit key words of a 64-bit seed."""
+    """Return the low and the high 32 bits of a 64-bit seed."""
     return seed & MASK32, (seed >> 32) & MASK32
 
 
 def at_depth(purpose: int, depth: int) -> int:
-    """The purpose of a draft's noise, `depth` drafts into a block that is verified as a whole."""
+    """Return the last counter word of draft number `depth` of a block, for block verification."""
     return purpose + DEPTH_STEP * depth
 
 
 def token_words(
     keys: ArrayLike, positions: ArrayLike, choices: ArrayLike, purpose: ArrayLike, vocab_size: int
 ) -> U32:
-    """The word of every token id: uint32 [N, vocab_size] for N draws.
+    """Return the word of every token id for N draws, uint32 [N, vocab_size].
 
     `keys` uint32 [N, 2] (see `split_seed`); `positions`, `choices`, `purpose` [N] or scalars.
     """
@@ -126,22 +133,27 @@ def token_words(
 def scalar_words(
     keys: ArrayLike, positions: ArrayLike, choices: ArrayLike, purpose: ArrayLike
 ) -> U32:
-    """One word a draw (that of token 0): uint32 [N]."""
+    """Return one word per draw, that of token 0, uint32 [N]."""
     return token_words(keys, positions, choices, purpose, vocab_size=1)[:, 0]
 
 
 def uniform(words: ArrayLike) -> F32:
-    """u in (0, 1]: fp32(x + 1), rounded to nearest even, times 2**-32."""
+    """Return u in (0, 1]: fp32(x + 1), rounded to nearest even, times 2**-32."""
     wide = np.asarray(words, dtype=np.uint32).astype(np.uint64) + np.uint64(1)
     return wide.astype(np.float32) * np.float32(2.0**-32)
 
 
 def exponential(words: ArrayLike) -> F32:
-    """E = -ln(1 - u) > 0 with full relative precision for small E, the tail that wins a race.
+    """Return exponential draws E = -ln(1 - u) > 0.
 
-    x < 2**30: r = -uniform(x), e = 0. Else w = fp32(max(~x, 1)) is 2**32 * (1 - u), split as
-    w * 2**-32 = f * 2**-e with f in [0.75, 1.5), r = f - 1 (exact). E = e*ln2 - r*P(r), every
-    operation one fp32 rounding in this order (Horner from the highest term, no fused multiply-add).
+    Small E win a race, so they have full relative precision. E = e*ln2 - r*P(r), where
+
+        x < 2**30: r = -uniform(x), e = 0
+        else: w = fp32(max(~x, 1)) = 2**32 * (1 - u); w * 2**-32 = f * 2**-e, f in [0.75, 1.5);
+              r = f - 1 (exact)
+
+    Each operation rounds to fp32 in this order: Horner from the highest term, no fused
+    multiply-add.
     """
     x = np.asarray(words, dtype=np.uint32)
     bits = np.maximum(~x, np.uint32(1)).astype(np.float32).view(np.int32)
@@ -157,5 +169,6 @@ def exponential(words: ArrayLike) -> F32:
 
 
 def race(probabilities: F32, exponentials: F32) -> NDArray[np.int64]:
-    """Exponential race (Gumbel-max): argmax of p_i / E_i, last axis, ties to the lowest id."""
+    """Return the ids that the exponential race (Gumbel-max) samples, int64: argmax of p_i / E_i
+    over the last axis, ties to the lowest id."""
     return np.asarray(np.argmax(probabilities / exponentials, axis=-1), dtype=np.int64)

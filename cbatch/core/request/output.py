@@ -1,4 +1,4 @@
-"""What an engine tells of a request: its new tokens step by step, and its one end."""
+"""Output of an engine for a request: new tokens step by step, and how the request ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cbatch.core.request.request import FinishReason
 
 
 class OutputRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request's new tokens of one step."""
+    """New tokens of a request in one step."""
 
     request_id: str
     tokens: list[int]
@@ -17,7 +17,7 @@ class OutputRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """The one end of an accepted request. `message` says what is wrong, where something is."""
+    """The end of a request; each accepted request has exactly one. `message` explains an error."""
 
     request_id: str
     reason: FinishReason

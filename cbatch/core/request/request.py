@@ -1,4 +1,4 @@
-"""What a caller asks for: sampling parameters, requests, and how a request can end."""
+"""Requests, their sampling parameters, and the ways in which a request can end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MAX_N = 16_384
 MAX_INT32 = 2**31 - 1
 MAX_SALT_CHARS = 256
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)]
-MODEL = "model"  # the drafter that is a model
-LOOKUPS = ("ngram", "suffix")  # those that guess by what the text repeats
+MODEL = "model"  # the drafter that runs a draft model
+LOOKUPS = ("ngram", "suffix")  # the drafters that look up repetitions in the text
 DRAFTERS = (MODEL, *LOOKUPS)
-# Wide enough for any use, and narrow enough that no sum of them overflows fp32.
+# Far beyond any logit, yet sums of biases do not overflow fp32.
 MAX_LOGIT_BIAS = 1e30
-# Values by which other engines say None.
+# Values that mean None in other engines.
 NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
 _sampling = partial(knob, "sampling")
 _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
 class FinishReason(enum.StrEnum):
-    """How an accepted request ended. Every accepted request ends in exactly one of these."""
+    """Reason why an accepted request ended; each ends for exactly one."""
 
-    STOP = "stop"  # EOS, a stop token id, or a stop string found by the text side
+    STOP = "stop"  # EOS, a stop token id, or a stop string in the detokenized text
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"  # by the client
     ERROR = "error"  # the request itself failed (non-finite logits, a faulting executor)
@@ -43,16 +43,18 @@ class FinishReason(enum.StrEnum):
 class StructuredOutputs(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """What the output must be, said in exactly one of these ways (the names are vLLM's), and with
-    `around` what may come before and after it. EOS may follow only where it is complete. Raises
-    `FieldError`; whether it compiles is found out by `cbatch.grammars`."""
+    """Constraint on the output, given as exactly one of these fields (named as in vLLM).
+
+    `around` adds what may precede and follow the constrained text. EOS is allowed only where the
+    output is complete. Raises `FieldError`; `cbatch.grammars` checks that the constraint compiles.
+    """
 
     json: dict[str, Any] | str | None = None  # a JSON schema; kept as its text
     json_object: bool | None = False  # any JSON object
     regex: str | None = None  # that matches the whole output
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # Lark or GBNF
-    around: str | None = None  # Lark of the whole output, in which `@answer` is the one given
+    around: str | None = None  # Lark of the whole output; `@answer` refers to the constraint
 
     def __post_init__(self) -> None:
         ways = self.__struct_fields__[:-1]
@@ -60,7 +62,8 @@ class StructuredOutputs(
         remedy = f"give one of {', '.join(ways)}"
         _require(len(given) == 1, "structured_outputs", given, remedy)
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
-        if isinstance(self.json, dict):  # which may hold integers that no other format takes
+        # As text, because a schema may contain integers too large for other formats.
+        if isinstance(self.json, dict):
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
         for name in self.__struct_fields__:
             require_text(f"structured_outputs.{name}", getattr(self, name))
@@ -75,8 +78,8 @@ def _schema_text(schema: dict[str, Any]) -> str:
 
 
 _UP_TO_20 = (0, MAX_TOP_LOGPROBS, f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out")
-# Of fields of `SamplingParams`: the least and the most that is allowed, and what to do instead. The
-# range of the repetition penalty is such that its products with logits do not overflow fp32.
+# Least and greatest value of fields of `SamplingParams`, and the remedy. The repetition penalty is
+# limited so that its products with logits do not overflow fp32.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "max_tokens": (1, MAX_INT32, f"ask for at least 1 and at most {MAX_INT32}"),
     "min_tokens": (0, MAX_INT32, "use 0 to max_tokens"),
@@ -96,16 +99,16 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the tokens of one request are chosen.
+    """Sampling parameters of one request. Raises `FieldError` naming the field.
 
-    Logits are shaped in this order: `structured_outputs`, allowed and banned ids, stop ids (banned
-    before `min_tokens`, unless nothing else may follow in a structured output), `logit_bias`,
-    penalties (repetition over prompt and output, presence and frequency over output alone); then
-    temperature, top_k, top_p, min_p. `temperature` 0 is greedy, and so is `top_p` 0. Ties, also at
-    the edge of a filter, go to the lowest id. `n` is expanded into requests with choice indices
-    0..n-1 and `stop` (strings) is matched on text, both above the core; everything else is in token
-    ids.
-    Raises `FieldError` naming the field.
+    Logits are processed in this order: `structured_outputs`, allowed and banned ids, stop ids,
+    `logit_bias`, penalties, temperature, top_k, top_p, min_p. Stop ids are banned before
+    `min_tokens`, unless a structured output allows nothing else. The repetition penalty looks at
+    prompt and output, presence and frequency penalties at the output alone. `temperature` 0 is
+    greedy, and so is `top_p` 0. Ties, also at the edge of a filter, go to the lowest id.
+
+    Callers of the core expand `n` into requests with choice indices 0..n-1, and match `stop`
+    (strings) on the text; the core itself uses token ids only.
     """
 
     max_tokens: Annotated[int, _sampling("", "N")] = 16
@@ -140,15 +143,15 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         ),
     ] = None
     logprobs: Annotated[int | None, _sampling("of each token and the N likeliest", "N")] = None
-    # raw: of the model's own logits. processed: of the distribution that is sampled from, or for
-    # greedy tokens of what it would be at temperature 1.
+    # raw: log softmax of the model's logits. processed: of the distribution that is sampled from;
+    # for greedy tokens, of that distribution at temperature 1.
     logprobs_mode: Annotated[Literal["raw", "processed"], _sampling("")] = "raw"
     prompt_logprobs: Annotated[int | None, _sampling("of the prompt, always raw", "N")] = None
     max_lookahead: Annotated[int | None, _sampling("cap on k for these prompts", "N")] = None
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
-    # block: a step's drafts are judged together; most are accepted, the law is exact. rejection: so
-    # it is, with drafts judged one by one. coupled: the tokens themselves do not depend on the
-    # drafts either. auto: coupled where the caller gave a seed, else rejection.
+    # rejection: drafts are accepted one by one. block: all drafts of a step are verified jointly,
+    # which accepts the most. Both keep the output distribution. coupled: the sampled tokens
+    # themselves do not depend on the drafts. auto: coupled with a seed, else rejection.
     verification: Annotated[
         Literal["auto", "rejection", "block", "coupled"],
         _sampling(
@@ -165,9 +168,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.top_p == 0:  # the likeliest token alone
             msgspec.structs.force_setattr(self, "temperature", 0.0)
             msgspec.structs.force_setattr(self, "top_p", 1.0)
-        for name, (least, most, remedy) in _RANGES.items():
+        for name, (minimum, maximum, remedy) in _RANGES.items():
             value = getattr(self, name)
-            _require(value is None or least <= value <= most, name, value, remedy)
+            _require(value is None or minimum <= value <= maximum, name, value, remedy)
         enough = self.min_tokens <= self.max_tokens
         _require(enough, "min_tokens", self.min_tokens, "use 0 to max_tokens")
         _require(all(self.stop), "stop", list(self.stop), "an empty string would stop at once")
@@ -197,29 +200,29 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def logits_divisor(self) -> float:
-        """The temperature, 1 where greedy; no nearer to 0 or to infinity than float32 can be."""
+        """Return the temperature, 1 if greedy, clipped to the positive normal float32 range."""
         return 1.0 if self.greedy else min(max(self.temperature, _LEAST_FLOAT32), _MOST_FLOAT32)
 
     @property
     def coupled(self) -> bool:
-        """Whether draft and target share their noise (verification "coupled", or by a seed)."""
+        """True if draft and target share their noise (verification "coupled", or by a seed)."""
         return self.verification == "coupled" or (
             self.verification == "auto" and self.seed is not None
         )
 
     @property
     def in_blocks(self) -> bool:
-        """Whether drafts are judged together, by rejection sampling."""
+        """True if drafts are verified jointly, by block verification."""
         return self.verification == "block"
 
     def wants_prompt(self, choice: int) -> bool:
-        """Whether choice number `choice` brings the log probabilities of the prompt; all `n` have
-        the same, so one does."""
+        """Return whether choice number `choice` reports the log probabilities of the prompt. Only
+        the first does, because all `n` choices have the same."""
         return self.prompt_logprobs is not None and choice == 0
 
     def require_vocabulary(self, vocab_size: int, stop_ids: tuple[int, ...]) -> None:
-        """Raises `FieldError` if an id is beyond the vocabulary, or if no token is left to choose
-        (`stop_ids`, with EOS, are banned as long as `min_tokens` asks)."""
+        """Raise `FieldError` if an id is beyond the vocabulary, or if no token remains to sample.
+        `stop_ids`, EOS included, are banned until `min_tokens` tokens are output."""
         for field, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", tuple(self.logit_bias)),
@@ -231,10 +234,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 raise FieldError(field, "has an id out of range", f"use ids in [0, {vocab_size})")
         banned = set(self.banned_token_ids).union(stop_ids if self.min_tokens else ())
         if self.allowed_token_ids is not None:
-            left = len(set(self.allowed_token_ids) - banned)
-        else:
-            left = vocab_size - sum(i < vocab_size for i in banned)  # EOS ids may lie beyond
-        if not left:
+            num_allowed = len(set(self.allowed_token_ids) - banned)
+        else:  # EOS ids may be beyond the vocabulary
+            num_allowed = vocab_size - sum(i < vocab_size for i in banned)
+        if not num_allowed:
             field = "banned_token_ids" if self.allowed_token_ids is None else "allowed_token_ids"
             raise FieldError(
                 field, "no token is left to choose", "allow one that is neither banned nor a stop"
@@ -242,7 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def require_no_more_ids(field: str, count: int, vocab_size: int) -> None:
-    """Raises `FieldError` for more than there are."""
+    """Raise `FieldError` if a field has more ids than the vocabulary."""
     if count > vocab_size:
         raise FieldError(
             field, f"has {count} ids", f"the vocabulary has {vocab_size}: give no more"
@@ -250,7 +253,7 @@ def require_no_more_ids(field: str, count: int, vocab_size: int) -> None:
 
 
 def is_chain(names: tuple[str, ...]) -> bool:
-    """Whether they name drafters, each once: a chain, preferred first."""
+    """Return whether `names` is a list of drafters: not empty, known names, no repeats."""
     return 0 < len(names) == len(set(names)) and set(names) <= set(DRAFTERS)
 
 
@@ -260,25 +263,26 @@ def _require(ok: bool, field: str, value: object, remedy: str) -> None:
 
 
 def _require_ids(field: str, ids: tuple[int, ...]) -> None:
-    least = min(ids, default=0)
-    _require(least >= 0, field, least, "use token ids of the vocabulary")
+    lowest = min(ids, default=0)
+    _require(lowest >= 0, field, lowest, "use token ids of the vocabulary")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to complete. `seed` is always set: the face that accepts a request draws one for
-    a caller who gave none, and keeps it in the transcript, so that a token is a function of
+    """One sequence to complete. `seed` is always set: the entry point draws a seed if the caller
+    gave none, and keeps it for a restart of the engine. So the sampling noise is a function of
     (seed, choice, position) alone."""
 
     request_id: str
     prompt: tuple[int, ...]  # token ids
     params: SamplingParams
     seed: int
-    choice: int = 0  # index among the n choices of one call
-    priority: int = 0  # smaller goes first, under the `priority` queue policy
-    cache_salt: CacheSalt | None = None  # prefixes are shared with requests of the same one alone
-    compile_s: float = 0.0  # that its structured outputs took where they were tried
+    choice: int = 0  # index among the n choices of one API request
+    priority: int = 0  # under the `priority` queue policy, smaller is served first
+    cache_salt: CacheSalt | None = None  # prefixes are shared only among requests of equal salt
+    compile_s: float = 0.0  # processor time that compiling its structured output took before
     itl_target_s: float | None = None  # longest gap between its tokens; None: the scheduler's
 
     def prompt_array(self) -> np.ndarray:
-        """The prompt as integers of any width: nobody has checked yet that int32 holds them."""
+        """Return the prompt, [tokens] of any integer dtype: its ids may not fit int32 before they
+        are validated."""
         return np.asarray(self.prompt)

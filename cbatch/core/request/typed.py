@@ -25,11 +25,14 @@ def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta
 
 
 def convert_fields(struct: msgspec.Struct) -> None:
-    """Give every field its type, in `__post_init__`: a list or a lone text becomes a tuple, a path
-    its text, a number of numpy one of Python. Raises `FieldError` for a value that fits no type."""
+    """Convert every field of a struct to its annotated type, in place; call in `__post_init__`.
+
+    A list or a single string becomes a tuple, a path a string, a numpy number a Python number.
+    Raises `FieldError` for a value that cannot be converted.
+    """
     for field in _fields(type(struct)):
-        given = value = getattr(struct, field.name)
-        if given is field.default:
+        original = value = getattr(struct, field.name)
+        if value is field.default:
             continue
         origins = [get_origin(kind) for kind in kinds_of(field.type)]
         if isinstance(value, np.generic | np.ndarray):
@@ -44,20 +47,20 @@ def convert_fields(struct: msgspec.Struct) -> None:
             values = [v for kind in kinds_of(field.type) for v in get_args(kind)]
             only = set(origins) == {Literal}
             remedy = f"use {' or '.join(map(repr, values))}" if only else str(error)
-            raise FieldError(field.name, f"{short(given)} is not allowed", remedy) from error
+            raise FieldError(field.name, f"{short(original)} is not allowed", remedy) from error
         msgspec.structs.force_setattr(struct, field.name, value)
 
 
 def kinds_of(annotation: Any) -> list[Any]:
-    """The types of a union without None, or the one type, of what may be annotated."""
+    """Return the members of a union without None, or the single type, of a field's annotation."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
     return [kind for kind in kinds if kind is not NoneType]
 
 
 def require_text(field: str, value: Any) -> None:
-    """Raise `FieldError` for half of a surrogate pair in a text, at any depth of a JSON value: JSON
-    can say it, UTF-8 cannot. The error names the place, such as `messages[0].content`."""
+    """Raise `FieldError` if a string at any depth of a JSON value has half of a surrogate pair:
+    JSON can contain one, UTF-8 cannot. The error names the place, such as `messages[0].content`."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -65,9 +68,9 @@ def require_text(field: str, value: Any) -> None:
             problem = f"character {error.start} is half of a surrogate pair"
             raise FieldError(field or "body", problem, "write whole characters") from error
     elif isinstance(value, dict):
-        for name, each in value.items():
+        for name, member in value.items():
             require_text(field, name)
-            require_text(f"{field}.{name}" if field else str(name), each)
+            require_text(f"{field}.{name}" if field else str(name), member)
     elif isinstance(value, list | tuple):
-        for at, each in enumerate(value):
-            require_text(f"{field}[{at}]", each)
+        for index, item in enumerate(value):
+            require_text(f"{field}[{index}]", item)

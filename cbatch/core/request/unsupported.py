@@ -1,7 +1,7 @@
-"""What other engines offer and this one does not yet, refused by name rather than ignored.
+"""Refusal of options and fields of other engines that this engine does not support yet.
 
-The README's "Not yet" table tells the same; model files are refused by
-`cbatch.runtime.model.config`.
+They are rejected by name, not ignored. The README's "Not yet" table lists the same features.
+`cbatch.runtime.model.config` rejects unsupported models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.core.request.errors import FieldError
 
-# Options of an engine, by the names they have elsewhere.
+# Engine options of other engines: the unsupported feature, by the option's name.
 OPTIONS = {
     "adapter": "LoRA",
     "cpu_offload_gb": "KV offload",
@@ -28,10 +28,10 @@ OPTIONS = {
     "tensor_parallel_size": "another name of `tensor_parallel`",
 }
 
-# Fields of a request, and the values of each that ask for nothing.
+# Request fields of other engines: the unsupported feature, and the values that do not use it.
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("banning words", ([],)),
-    "best_of": ("best_of", (1,)),  # and as many as `n`
+    "best_of": ("best_of", (1,)),  # the value of `n` is accepted, too
     "chat_template": ("a template of the client's own", ()),
     "continue_final_message": ("going on with a message", (False,)),
     "documents": ("documents", ([],)),
@@ -47,29 +47,31 @@ FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Raises `FieldError` for the first option that asks for something of `OPTIONS`."""
+    """Raise `FieldError` for the first option that is in `OPTIONS`."""
     for name in options:
         if name in OPTIONS:
             raise _refusal(name, OPTIONS[name])
 
 
 def without_neutral_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields but those of `FIELDS`. Raises `FieldError` if one of these asks for something."""
-    rest: dict[str, Any] = {}
+    """Return the fields that are not in `FIELDS`. Raise `FieldError` if a field in `FIELDS` has a
+    value that uses its feature."""
+    supported: dict[str, Any] = {}
     for name, value in fields.items():
         if name not in FIELDS:
-            rest[name] = value
+            supported[name] = value
             continue
         feature, neutral = FIELDS[name]
         if name == "best_of":
             neutral = (*neutral, fields.get("n"))
         if value is not None and value not in neutral:
             raise _refusal(name, feature)
-    return rest
+    return supported
 
 
 def refuse_model_files(path: Path, field: str) -> None:
-    """Raises `FieldError` for a directory that holds a LoRA adapter, or nothing but GGUF files."""
+    """Raise `FieldError` for a directory with a LoRA adapter, or with GGUF files but no
+    safetensors."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         for file in sorted(path.glob("*.gguf")):
             raise FieldError(field, f"{path} is a folder of GGUF files", f"name one, say {file}")
