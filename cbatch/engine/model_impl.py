@@ -1,4 +1,4 @@
-"""Choice of the code that computes a model: our own pass or transformers. Loads nothing."""
+"""Choice of a model's modelling code: our own or transformers. Loads no weights."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import is_gguf
 
-# "compiled": a family that our own pass computes only with its compiled kernels, on a CPU.
+# "compiled": our own code, for a family that it supports only with compiled kernels on a CPU.
 Impl = Literal["own", "compiled", "transformers"]
-_LEAST_VERSION = 5  # has the interfaces that we are called by
+_MIN_VERSION = 5  # of transformers: the first with the interfaces that our backend uses
 _REMEDY = "pip install 'cbatch[models]'"
 
 
 def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> Impl:
-    """Return the code for a model's directory or GGUF file.
+    """Return the modelling code for a model's directory or GGUF file.
 
-    `model_impl` transformers does not apply to a draft. Raises `FieldError` if the requested code
-    does not serve the model, ModelError if none does.
+    For a draft, `model_impl` "transformers" counts as "auto". Raises `FieldError` if the requested
+    code does not support the model, `ModelError` if no code does.
     """
-    asked: str | None = options.model_impl
-    if draft and asked == "transformers":
-        asked = "auto"
+    requested: str | None = options.model_impl
+    if draft and requested == "transformers":
+        requested = "auto"
     if is_gguf(path):
-        if asked == "transformers":
+        if requested == "transformers":
             problem = f"{path} is a GGUF file, which our own pass alone serves"
             raise FieldError("model_impl", problem, "use own, or the model's safetensors")
         return "own"
-    if asked != "transformers":
+    if requested != "transformers":
         try:
             return _own_impl(path, options)
         except UnsupportedModelError as error:
-            if asked == "own":
+            if requested == "own":
                 raise
             refuse_unsupported(path)
             missing = _problem_of_transformers()
             if missing is not None:
-                told = f"{error} by our own pass, and {missing}: {_REMEDY}"
-                raise UnsupportedModelError(told) from None
+                problem = f"{error} by our own pass, and {missing}: {_REMEDY}"
+                raise UnsupportedModelError(problem) from None
             return "transformers"
     refuse_unsupported(path)
     missing = _problem_of_transformers()
@@ -53,7 +53,8 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
 
 
 def _own_impl(path: Path, options: EngineOptions) -> Impl:
-    """Return which of our passes computes the model; raise UnsupportedModelError if none does."""
+    """Return which of our two implementations supports the model. Raises `UnsupportedModelError` if
+    neither does."""
     config = load_config(path)
     if config.plain:
         return "own"
@@ -73,7 +74,8 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
 
 
 def checked_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> Impl:
-    """Return `choose_impl`, and check the whole configuration of a model that our pass serves."""
+    """Return `choose_impl`; for our own code, also check the whole configuration of the model.
+    Raises `ModelError`."""
     impl = choose_impl(path, options, draft=draft)
     if impl != "transformers":
         from cbatch.runtime.model.checkpoint import read_config
@@ -83,17 +85,18 @@ def checked_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> 
 
 
 def refuse_beside(impl: Impl, *, head: Path | None) -> None:
-    """Raise `FieldError` for options that a model of that code does not support."""
+    """Raise `FieldError` if the modelling code of the target does not support `head` drafters."""
     if head is not None and impl != "own":
         problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
 
 
 def _problem_of_transformers() -> str | None:
+    """Return why transformers cannot be used, or None if it can."""
     try:
-        found = version("transformers")
+        installed = version("transformers")
     except PackageNotFoundError:
         return "transformers, which may know it, is not installed"
-    if int(found.partition(".")[0]) < _LEAST_VERSION:
-        return f"transformers {found}, which may know it, is older than {_LEAST_VERSION}.0"
+    if int(installed.partition(".")[0]) < _MIN_VERSION:
+        return f"transformers {installed}, which may know it, is older than {_MIN_VERSION}.0"
     return None

@@ -1,4 +1,4 @@
-"""What an engine can be told when it is made."""
+"""Options of an engine."""
 
 from __future__ import annotations
 
@@ -49,26 +49,28 @@ ITL_TARGET_KNOB = _engine(
 QUEUE_POLICY_KNOB = _engine("who gets a slot first")
 PREFIX_CACHE_KNOB = _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
 ModelImpl = Literal["auto", "own", "transformers"]
-_FIXED_K, _MOST_K = 4, 8  # the constant of `fixed`, the cap of the others
+_FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the cap of the others
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is served. Every field has a default that fits a small machine.
+    """Options of an engine. Every field has a default that suits a small machine.
 
-    `lookahead` is "off", "ema", "goodput", "fixed:4" (the number is k; with "ema:8" the cap), or a
-    `LookaheadConfig`. `drafter` names who drafts for a request that does not say, preferred first:
-    "model" (the draft), "ngram" and "suffix" (they guess by what the text repeats, and need no
-    draft). By default that is the draft, and without one nothing is drafted. KV takes `num_blocks`
-    blocks, or as many as `kv_memory_bytes` holds, or a share of the machine's memory; it is of the
-    model's dtype, or with `kv_cache_dtype` "fp8" (as "fp8_e4m3") half as large. `overlap` 1
-    plans a step while one runs, as it is on a GPU by default. `seed` makes the seeds drawn for
-    requests without one reproducible. `device` "auto" is a GPU where torch sees one that serves all
-    other options, else the CPU. `model_impl` says whose modelling code computes: our own, which
-    knows four families, and 30 more on a CPU, or that of transformers, which needs the extra
-    `models`; "auto" is our own for what it computes on the device. On a CPU `threads` compute: as
-    many as the process is given, by its affinity and quota, unless a number says how many.
-    `tokenizer` is where the tokenizer lies, if not with the model; "none" does without text.
-    `generation_config` "none" leaves out the model's own defaults of sampling parameters.
+    `lookahead` is "off", "ema", "goodput", "fixed:4" (k drafts), "ema:8" (at most k drafts), or a
+    `LookaheadConfig`. `drafter` lists the drafters of a request that names none, preferred first:
+    "model" (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Its
+    default is the draft model, or no drafting without one.
+
+    The KV cache has `num_blocks` blocks, or as many as fit `kv_memory_bytes`, or as many as fit a
+    share of the memory. Its dtype is the model's; `kv_cache_dtype` "fp8" ("fp8_e4m3" is the same)
+    halves its size. `overlap` 1, the default on a GPU, plans a step while another one runs. `seed`
+    makes the seeds that are drawn for requests without a seed reproducible.
+
+    `device` "auto" is a GPU that supports all other options, if torch has one, else the CPU.
+    `model_impl` selects the modelling code: our own, for four families and 30 more on a CPU, or
+    transformers, which needs the extra `models`. "auto" is our own if it supports the model.
+    `threads` is the number of CPU threads; by default the CPUs that the process may use, by
+    affinity and quota. `tokenizer` is a path, if the tokenizer is not with the model; "none" serves
+    token ids only. `generation_config` "none" ignores the sampling defaults of the model.
     """
 
     tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None
@@ -142,13 +144,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
-    """From "off", "goodput", "ema:8", "fixed:4", "module:Class", "module:Class:6". Raises
+    """Parse "off", "goodput", "ema:8", "fixed:4", "module:Class" or "module:Class:6". Raises
     `FieldError`."""
     if isinstance(value, LookaheadConfig):
         return value
     policy, _, k = value.rpartition(":")
     if not k.isdecimal():
-        policy, k = value, str(_FIXED_K if value == "fixed" else _MOST_K)
+        policy, k = value, str(_FIXED_K if value == "fixed" else _MAX_K)
     elif policy == "off":
         raise FieldError("lookahead", f"{value!r} is not known", "use off without a number")
     policy_class(policy)
@@ -156,4 +158,5 @@ def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
 
 
 def lookahead_name(config: LookaheadConfig) -> str:
+    """Return the string that `parse_lookahead` parses to this configuration."""
     return "off" if config.policy == "off" else f"{config.policy}:{config.k}"

@@ -1,4 +1,4 @@
-"""How far a batch is, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of a batch on standard error: a bar on a terminal, elsewhere a line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """Counts up to `total` units, by default the sequences of a batch. A context manager."""
+    """Progress bar for `total` units, by default the sequences of a batch. A context manager."""
 
     def __init__(self, total: int, *, unit: str = "sequences", shown: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -45,13 +45,14 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, outputs: Sequence[Output]) -> None:
-        """Count what the outputs of a step finish, and their tokens."""
+        """Count the tokens and the finished sequences in the outputs of a step."""
         self._num_tokens += sum(len(o.token_ids) for o in outputs)
         elapsed_s = max(time.perf_counter() - self._started_s, 1e-9)
         rate = f"{self._num_tokens / elapsed_s:,.0f} tokens/s"
         self.advance(sum(o.finished is not None for o in outputs), rate)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
+        """Count `count` finished units, and show `rate`, a text such as "12 tokens/s"."""
         self._num_done += count
         now_s = time.perf_counter()
         if self._live:

@@ -80,7 +80,7 @@ class KernelCost:
         self._config = config
         self._target = _Passes.of(tables, config, config.shape)
         self._draft = None if config.draft is None else _Passes.of(tables, config, config.draft)
-        self.most_step_tokens = self._target.tokens.most
+        self.most_step_tokens = self._target.tokens.max_count
         decodes = self._target.decodes
         self.most_rows = None if decodes is None else int(decodes.firsts[-1])
 

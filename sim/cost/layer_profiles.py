@@ -58,8 +58,8 @@ class LayerProfile:
         self._tokens = Curve.total([*per_block, *((1, dense[name]) for name in _ONCE)])
         self._logits = Curve.total([(1, heads[name]) for name in _PER_SEQUENCE])
         self._attention, self._layers = ProfiledAttention(folder), layers
-        self.most_step_tokens = self._tokens.most
-        self.most_rows = min(self._attention.most_rows, self._logits.most)
+        self.most_step_tokens = self._tokens.max_count
+        self.most_rows = min(self._attention.most_rows, self._logits.max_count)
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         if work.draft_depth or work.ingested_tokens:

@@ -156,7 +156,7 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)
     calibrator.samples(DesignedBatch(4, None), 4, np.random.default_rng(0))  # nothing said before
     calibrator.measure(seed=0, steps=12)
-    known, others = calibrator.known, calibrator.others
+    known, others = calibrator.fitted_samples, calibrator.held_out_samples
     assert (len(known), len(others)) == (12 * len(fitted), 12 * len(held_out))
     assert {s.work.draft_depth for s in known if not s.controlled} >= {0, 1, 2, 4, 8}
     assert {s.work.draft_depth > 0 for s in known if s.controlled} == {True, False}

@@ -84,7 +84,7 @@ def test_curves_and_lines_run_straight_between_points_and_on_beyond() -> None:
     curve = Curve([8, 1, 4], [16.0, 2.0, 4.0])
     assert [curve(n) for n in (0, 1, 2, 4, 6, 8, 10)] == pytest.approx([2, 2, 8 / 3, 4, 10, 16, 22])
     total = Curve.total([(2, curve), (1, Curve([1, 5], [1.0, 5.0]))])
-    assert total.most == 5 and total(3) == pytest.approx(2 * (10 / 3) + 3)
+    assert total.max_count == 5 and total(3) == pytest.approx(2 * (10 / 3) + 3)
     # Some lines were measured less far than others.
     lines = Lines({(1, 10): 1.0, (1, 100): 10.0, (2, 10): 2.0, (2, 20): 4.0})
     at = [(1, 55), (2, 15), (1.5, 15), (2, 100), (1.5, 100), (3, 10), (1, 0)]

@@ -1,1 +1,1 @@
-"""Prices of steps: what a step is made of, its duration, and prices fitted to such samples."""
+"""The cost model of a step: its composition, its measured durations, and prices fitted to them."""

@@ -17,12 +17,12 @@ FORMAT, VERSION = "cbatch-calibration", 5
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted durations of whole steps against measured ones."""
+    """Errors of predicted durations of whole steps, relative to the measured ones."""
 
     steps: int
-    total: float  # predicted / measured - 1, of all steps together
-    p50: float  # of absolute relative errors of single steps
-    p90: float
+    total: float  # sum of predictions / sum of measurements - 1
+    p50: float  # median of the steps' absolute relative errors
+    p90: float  # their 90th percentile
 
 
 class _Header(msgspec.Struct):
@@ -31,7 +31,7 @@ class _Header(msgspec.Struct):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prices of an engine's steps, the engine, and how well the prices predict."""
+    """Prices of an engine's steps, a description of that engine, and the errors of the prices."""
 
     model: str
     draft: str | None
@@ -39,16 +39,17 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     versions: dict[str, str]
     engine: dict[str, Any]  # fields of the scheduler's configuration
     prices: CostProfile
-    profile: CostProfile | None  # measured at start-up: the adaptive policy begins with it
-    max_rows: int  # in one measured step; with more tokens than measured the last line continues
-    fitted: Accuracy
-    held_out: Accuracy  # on compositions that nothing was fitted to
+    profile: CostProfile | None  # measured at start-up; initial prices of the adaptive policy
+    max_rows: int  # most rows of a measured step
+    fitted: Accuracy  # on the steps that the prices were fitted to
+    held_out: Accuracy  # on steps of other compositions
     format: str = FORMAT
     version: int = VERSION
 
 
 def decode_calibration(document: bytes) -> Calibration:
-    """Raises `FieldError` or `msgspec.MsgspecError` if it is not one, or of another version."""
+    """Return the calibration in a JSON document. Raises `FieldError` for another version, and
+    `msgspec.MsgspecError` for a document that is no calibration."""
     header = msgspec.json.decode(document, type=_Header)
     if header.format == FORMAT and header.version != VERSION:
         problem = f"is of version {header.version}, not {VERSION}"
@@ -57,6 +58,7 @@ def decode_calibration(document: bytes) -> Calibration:
 
 
 def accuracy(prices: CostProfile, samples: Sequence[StepSample]) -> Accuracy:
+    """Return how well the prices predict `draft_s + target_s + host_s` of the samples."""
     costs = [ProfiledCost(prices, controlled=controlled) for controlled in (False, True)]
     predicted = np.array([sum(costs[s.controlled].step_s(s.work)) for s in samples])
     measured = np.array([s.draft_s + s.target_s + s.host_s for s in samples])

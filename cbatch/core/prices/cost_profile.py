@@ -1,4 +1,4 @@
-"""Prices of one machine's steps: measured at start-up, or in full by `cbatch calibrate`."""
+"""Prices of a machine's steps, measured at start-up, or more completely by `cbatch calibrate`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from cbatch.core.request.errors import FieldError
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds; serialisable. Each price is paid for its term of a `StepWork` (`terms.py`).
+    """Prices in seconds; serialisable. `terms.py` says what each price is multiplied with.
 
         target_s = T(target tokens) + C(context of decoding rows) + W(idle time) + prices * terms
         draft_s = prices * terms                      host_s = prices * terms
 
-    T, C and W run straight between their points and on beyond the last one: a staircase (captured
-    graphs, padded rows) is two points per step. A start-up measurement finds T and the first eight
-    prices. `cbatch calibrate` finds all but `context_token_s`, which C replaces.
+    T, C and W are piecewise linear, and continue beyond their last points. A staircase (captured
+    graphs, padded rows) has two points per step. The measurement at start-up determines T and the
+    first eight prices; `cbatch calibrate` determines all but `context_token_s`, which C replaces.
     """
 
-    tokens: tuple[int, ...]  # ascending
-    target_s: tuple[float, ...]  # T, with little context; falls are noise and are levelled
-    logits_token_s: float = 0.0  # beyond T: of a token whose logits are wanted
+    tokens: tuple[int, ...]  # points of T, ascending
+    target_s: tuple[float, ...]  # T with little context; where it falls, the running maximum counts
+    logits_token_s: float = 0.0  # beyond T, per token that needs logits
     context_token_s: float = 0.0
     verify_context_token_s: float = 0.0  # of decoding rows, beyond C, in a step that verifies
     row_s: float = 0.0
-    draft_setup_s: float = 0.0  # of a step that drafts, at any depth
+    draft_setup_s: float = 0.0  # per step that drafts, at any depth
     draft_pass_s: float = 0.0
     draft_token_s: float = 0.0
-    draft_ingest_s: float = 0.0  # of a token that the drafter catches up on
+    draft_ingest_s: float = 0.0  # per token that the drafter catches up on
     contexts: tuple[int, ...] = (0, 1)  # points of C, ascending
     context_s: tuple[float, ...] = (0.0, 0.0)
     idles_s: tuple[float, ...] = (0.0, 1.0)  # points of W, ascending
@@ -39,9 +39,9 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     further: dict[str, float] = {}  # prices of the other terms, by name
 
     def price(self, term: str) -> float:
-        """Return the price of a term of `terms.py`; 0 where it was not measured."""
-        found: float = self.further[term] if term in self.further else getattr(self, term, 0.0)
-        return found
+        """Return the price of a term of `terms.py` in seconds; 0 if it was not measured."""
+        price: float = self.further[term] if term in self.further else getattr(self, term, 0.0)
+        return price
 
     def __post_init__(self) -> None:
         curves = ((self.contexts, self.context_s), (self.idles_s, self.after_idle_s))

@@ -1,42 +1,43 @@
-"""The composition of a step and its measured durations, from which prices are fitted.
+"""The composition of a step and its measured durations, to which prices are fitted.
 
-The lookahead policy, the measurement at start-up, `cbatch calibrate` and the simulator share them.
+The lookahead policy, the measurement at start-up, `cbatch calibrate` and the simulator use it.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-IDLE_LEFT = 0.1  # share of what idle time evicted from caches that a step does not bring back
+# While a machine is idle, caches lose data. A step reloads all but this share of what is missing.
+IDLE_LEFT = 0.1
 
 
 class StepWork(msgspec.Struct, gc=False):
     """The composition of one step. Cost models only read it.
 
-    A decoding row reads all of its context and computes 1 + k tokens; a chunk of a prompt attends
-    to what came before it and, on average, to half of itself.
+    A decoding row reads all of its context and computes 1 + k tokens. A chunk of a prompt attends
+    to the context before it and, on average, to half of itself.
     """
 
-    # A commit fills in these, from which the lookahead policy learns prices.
+    # A commit sets these fields; the lookahead policy learns prices from them.
     rows: int = 0
     target_tokens: int = 0  # through the target model, the drafts among them
-    logit_tokens: int = 0  # of these: verified or deciding
+    logit_tokens: int = 0  # of these, the tokens that need logits
     context_tokens: int = 0  # KV positions that rows read
     draft_depth: int = 0  # sequential passes of the drafter
     draft_tokens: int = 0
     ingested_tokens: int = 0  # that the drafter catches up on
-    # The others need the plans before this one (`SlotCounts` in `slot_counts.py`).
-    decode_rows: int = 0  # of `rows`, the ones that decode or verify
-    decode_longest_tokens: int = 0  # the most KV positions that one of them reads, and the least
-    decode_shortest_tokens: int = 0
+    # `SlotCounts` (`slot_counts.py`) sets these, which depend on earlier plans, too.
+    decode_rows: int = 0  # of `rows`, those that decode or verify
+    decode_longest_tokens: int = 0  # most KV positions that a decoding row reads
+    decode_shortest_tokens: int = 0  # fewest KV positions that a decoding row reads
     decode_pairs: int = 0  # query-key pairs of decoding rows
-    prefill_tokens: int = 0  # of `target_tokens`, and of `context_tokens`, those of chunks
-    prefill_context_tokens: int = 0
-    prefill_pairs: int = 0
+    prefill_tokens: int = 0  # part of `target_tokens` that is in chunks
+    prefill_context_tokens: int = 0  # part of `context_tokens` that chunks read
+    prefill_pairs: int = 0  # query-key pairs of chunks
     draft_context_tokens: int = 0  # context of the rows that draft
     admitted: int = 0  # requests that entered a slot
-    steps_since_prefill: int = 0  # 0: this one computes a chunk
-    idle_s: float = 0.0  # without work until this step; after each, `IDLE_LEFT` of it counts on
+    steps_since_prefill: int = 0  # 0: this step computes a chunk
+    idle_s: float = 0.0  # idle time before; if none, `IDLE_LEFT` times the previous step's value
 
     @property
     def decode_context_tokens(self) -> int:
@@ -44,11 +45,10 @@ class StepWork(msgspec.Struct, gc=False):
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """One measured step: seconds of the drafter's passes, of what else the executor measures, and
-    of the loop around it. `controlled`: the adaptive policy chose its depths."""
+    """The composition of a measured step, and its durations in seconds; 0 was not measured."""
 
     work: StepWork
-    draft_s: float
-    target_s: float
-    host_s: float = 0.0
-    controlled: bool = False
+    draft_s: float  # passes of the drafter
+    target_s: float  # the rest of the executor's time
+    host_s: float = 0.0  # of the step loop around the executor
+    controlled: bool = False  # the adaptive policy chose the draft lengths

@@ -1,4 +1,5 @@
-"""The terms of a step's duration: for each price in a `CostProfile`, how often a step pays it."""
+"""The terms of a step's duration: the number by which each price of a `CostProfile` is
+multiplied."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from cbatch.core.request.errors import FieldError
 Terms = dict[str, Callable[[StepWork], float]]
 # Share of the context of decoding rows that is not in caches, by steps since the last chunk.
 _COLD = (1.0, 1.0, 0.5, 0.25, 0.125)
-_LEAST_IDLE_S = 1e-4
-MOST_IDLE_S = 0.1  # a longer time without work costs no more
+_MIN_IDLE_S = 1e-4  # a shorter idle time costs nothing
+MAX_IDLE_S = 0.1  # a longer idle time costs no more
 
 
 def cold(work: StepWork) -> float:
+    """Return the share of the decoding rows' context that is not in caches."""
     since = work.steps_since_prefill
     return _COLD[since] if since < len(_COLD) else 0.0
 
@@ -36,7 +38,7 @@ TARGET: Terms = {
     "prefill_pair_s": attrgetter("prefill_pairs"),
     "verify_step_s": lambda work: work.draft_tokens > 0,
     "verify_row_s": lambda work: work.decode_rows * (work.draft_tokens > 0),
-    "verify_token_s": attrgetter("draft_tokens"),  # beyond another token
+    "verify_token_s": attrgetter("draft_tokens"),  # beyond the price of any other token
     "admission_s": attrgetter("admitted"),
 }
 DRAFT: Terms = {
@@ -52,7 +54,7 @@ DRAFT: Terms = {
 HOST: Terms = {
     "host_step_s": lambda work: 1,
     "host_cold_s": cold,
-    "host_idle_s": lambda work: min(work.idle_s, MOST_IDLE_S),
+    "host_idle_s": lambda work: min(work.idle_s, MAX_IDLE_S),
     "host_row_s": attrgetter("rows"),
     "host_admission_s": attrgetter("admitted"),
     "host_admitting_s": lambda work: work.admitted > 0,  # a step that admits
@@ -60,7 +62,7 @@ HOST: Terms = {
     "host_draft_row_s": lambda work: work.decode_rows * (work.draft_depth > 0),
     "host_draft_token_s": attrgetter("draft_tokens"),
 }
-# Paid besides in steps whose depths the adaptive policy chose.
+# Added to `HOST` in steps whose draft lengths the adaptive policy chose.
 ADAPTIVE: Terms = {
     "host_adaptive_step_s": lambda work: 1,
     "host_adaptive_row_s": attrgetter("rows"),
@@ -69,8 +71,8 @@ ADAPTIVE: Terms = {
 
 
 class ProfiledCost:
-    """The cost model of a profile. `controlled`: the adaptive policy chooses the steps' depths.
-    Raises `FieldError` for a price without a term."""
+    """A cost model with the prices of a profile. `controlled`: the adaptive policy chooses the
+    draft lengths. Raises `FieldError` for a price without a term."""
 
     def __init__(self, profile: CostProfile, *, controlled: bool = False) -> None:
         unknown = profile.further.keys() - (TARGET | DRAFT | HOST | ADAPTIVE).keys()
@@ -85,9 +87,9 @@ class ProfiledCost:
         )
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
-        """Return `draft_s`, `target_s` and `host_s`."""
+        """Return the predicted `draft_s`, `target_s` and `host_s` of a step, in seconds."""
         target_s = self._tokens(work.target_tokens) + self._context(work.decode_context_tokens)
-        if work.idle_s > _LEAST_IDLE_S:
+        if work.idle_s > _MIN_IDLE_S:
             target_s += float(np.interp(work.idle_s, *self._idle))
         target_s += sum([price * of(work) for of, price in self._target])
         host_s = sum([price * of(work) for of, price in self._host])

@@ -1,1 +1,1 @@
-"""Measures steps of an executor: a short plan at start-up, a long one for `cbatch calibrate`."""
+"""Measurement of an executor's steps: briefly at start-up, thoroughly for `cbatch calibrate`."""

@@ -1,9 +1,9 @@
-"""Steps of designed batches that an engine serves: all prices, for the simulator.
+"""Calibration: an engine serves designed batches, and its steps yield all prices of the simulator.
 
-The engine serves made-up requests: so many at a time, each drafting so many tokens, prompts of many
-lengths, so that steps mix chunks with rows that decode or verify. Prompts are text of the model's
-own: where the adaptive policy chooses depths it must find drafts that are worth verifying. What a
-step takes beyond the executor is the host's share.
+A batch has a fixed number of concurrent requests and drafts per step. Its prompts have many
+lengths, so that steps mix chunks with rows that decode or verify. Prompts are made of the model's
+own output, so that drafts are accepted often enough for the adaptive policy to draft. The time of a
+step outside the executor is the host's.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from cbatch.engine.loop import Executor
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.machine import describe_machine, describe_versions
 
+# Fields of the batches that prices are fitted to, and of the held-out ones (`_OTHER_...`).
 _ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
 _OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
-_PROMPT_TOKENS = (8, 512)  # of a request, at least and at most
-_OUTPUT_TOKENS = (2, 48)
 _IDLE_S, _OTHER_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
 _SHARED_TOKENS, _OTHER_SHARED_TOKENS = (64, 256, 512), (160, 384)
-_MOST_OWN_TOKENS = 128  # after the shared ones
-_MOST_SHARING = 8  # rows
-_SHORT_OUTPUT_TOKENS = 4  # of a request that ends an idle time, or shares its beginning
-_WARM_UP = 3  # batches that are not counted
-_SPEAKERS, _SPOKEN_TOKENS = 16, 128  # requests whose output makes prompts, and its length
+_PROMPT_TOKENS = (8, 512)  # fewest and most of a request
+_OUTPUT_TOKENS = (2, 48)  # fewest and most of a request
+_MAX_UNSHARED_TOKENS = 128  # of a prompt, after the shared tokens
+_MAX_SHARING_ROWS = 8  # rows of a batch with shared tokens
+_SHORT_OUTPUT_TOKENS = 4  # of a request after idle time, or with shared tokens
+_WARM_UP = 3  # batches that run first and are not measured
+_NUM_TEXTS, _TEXT_TOKENS = 16, 128  # generated texts that prompts are cut from, and their length
 _ENGINE_FIELDS = (
     "num_blocks",
     "block_size_tokens",
@@ -53,9 +54,9 @@ _ENGINE_FIELDS = (
 
 
 class DesignedBatch(NamedTuple):
-    """`rows` requests at a time, after `idle_s` seconds without work. Each drafts `k` tokens a step
-    (None: as many as the adaptive policy says). Prompts begin with the same `shared_tokens`, which
-    a prefix cache has."""
+    """`rows` concurrent requests, each of which drafts `k` tokens a step (None: as many as the
+    adaptive policy chooses). The engine idles for `idle_s` seconds before. Prompts begin with the
+    same `shared_tokens` tokens, which are in the prefix cache."""
 
     rows: int
     k: int | None
@@ -64,31 +65,31 @@ class DesignedBatch(NamedTuple):
 
 
 def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[DesignedBatch]]:
-    """Return the batches that prices are fitted to, and others that test the prices.
+    """Return the batches that prices are fitted to, and held-out batches; the largest are last.
 
-    The others have other sizes and depths, in an engine of one or two slots other lengths alone;
-    the largest are last. Raises `FieldError` where lookups draft: their price depends on the text.
+    Held-out batches have other rows and draft lengths; with one or two slots only the draft
+    lengths differ. Raises `FieldError` if lookups draft: their price depends on the text.
     """
     if config.default_chain not in ((), (MODEL,)):
         raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
-    most, speculates = config.max_slots, _speculates(config)
-    room = config.max_sequence_tokens - _MOST_OWN_TOKENS - _OUTPUT_TOKENS[1] - 1
+    max_rows, speculates = config.max_slots, _speculates(config)
+    max_shared = config.max_sequence_tokens - _MAX_UNSHARED_TOKENS - _OUTPUT_TOKENS[1] - 1
 
     def batches(
         rows: Sequence[int], ks: Sequence[int], idles_s: Sequence[float], shared: Sequence[int]
     ) -> list[DesignedBatch]:
-        small = [n for n in rows if n <= _MOST_SHARING]
+        sharing = [n for n in rows if n <= _MAX_SHARING_ROWS]
         depths = (*ks, None) if speculates else (0,)
         return [
             *(DesignedBatch(1, 0, idle_s) for idle_s in idles_s),
-            *(DesignedBatch(n, 0, 0.0, t) for n in small for t in shared if t <= room),
+            *(DesignedBatch(n, 0, 0.0, t) for n in sharing for t in shared if t <= max_shared),
             *(DesignedBatch(n, k) for n in rows for k in depths),
         ]
 
-    rows, others = (tuple(n for n in sizes if n < most) for sizes in (_ROWS, _OTHER_ROWS))
+    rows, others = (tuple(n for n in sizes if n < max_rows) for sizes in (_ROWS, _OTHER_ROWS))
     return (
-        batches((*rows, most), _KS, _IDLE_S, _SHARED_TOKENS),
-        batches(others or (most,), _OTHER_KS, _OTHER_IDLE_S, _OTHER_SHARED_TOKENS),
+        batches((*rows, max_rows), _KS, _IDLE_S, _SHARED_TOKENS),
+        batches(others or (max_rows,), _OTHER_KS, _OTHER_IDLE_S, _OTHER_SHARED_TOKENS),
     )
 
 
@@ -97,8 +98,8 @@ def _speculates(config: SchedulerConfig) -> bool:
 
 
 class Calibrator:
-    """Serves designed batches on an executor, which it resets. `pause` lets so many seconds of
-    `clock` go by. Raises `FieldError` where lookups draft."""
+    """Serves designed batches on an executor, which is reset. `pause` waits a number of seconds of
+    `clock`. Raises `FieldError` if lookups draft."""
 
     def __init__(
         self,
@@ -108,19 +109,19 @@ class Calibrator:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.fitted, self.held_out = designed(config)
-        self.known: list[StepSample] = []  # of the fitted batches
-        self.others: list[StepSample] = []  # of the held-out ones
+        self.fitted_samples: list[StepSample] = []
+        self.held_out_samples: list[StepSample] = []
         executor.reset()
         self._config, self._clock, self._pause = config, clock, pause
         self._meter = StepMeter(executor, config.max_slots, clock)
         plain, speculates = LookaheadConfig(), _speculates(config)
-        if speculates:  # requests choose their own depths
+        if speculates:  # with `max_lookahead` a request drafts fewer
             plain = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
         self._plain = self._serving = self._make(plain)
         self._sharing = self._make(LookaheadConfig(), prefix_cache=True)
         if speculates:
             self._controlled = self._make(LookaheadConfig(policy="goodput"))
-        self._words: list[int] = []
+        self._generated_text: list[int] = []  # token ids that prompts are cut from
 
     def _make(self, lookahead: LookaheadConfig, *, prefix_cache: bool = False) -> Engine:
         config = structs.replace(self._config, lookahead=lookahead, prefix_cache=prefix_cache)
@@ -135,12 +136,15 @@ class Calibrator:
         held_out: bool = True,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Measure `steps` steps of each of the batches in `part`, in an order drawn from `seed`: a
-        machine that is slow for some seconds is so to all kinds of batches."""
-        kinds = [(self.fitted, self.known), (self.held_out, self.others)]
+        """Measure `steps` steps of each batch in the slice `part`, and call `on_batch` after each.
+
+        The order is drawn from `seed`, so that seconds in which the machine is slow affect all
+        kinds of batches.
+        """
+        kinds = [(self.fitted, self.fitted_samples), (self.held_out, self.held_out_samples)]
         for batches, samples in kinds[: 1 + held_out]:
-            rng, some = np.random.default_rng(seed), batches[part]
-            order = [some[i] for i in rng.permutation(len(some))]
+            rng, chosen = np.random.default_rng(seed), batches[part]
+            order = [chosen[i] for i in rng.permutation(len(chosen))]
             for batch in order[:_WARM_UP]:
                 self.samples(batch, steps, rng)
             for batch in order:
@@ -151,11 +155,11 @@ class Calibrator:
         self, batch: DesignedBatch, steps: int, rng: np.random.Generator
     ) -> list[StepSample]:
         """Return samples of the first `steps` steps of one batch."""
-        if not self._words:
-            self._speak(rng)
+        if not self._generated_text:
+            self._generate_text(rng)
         controlled = batch.k is None
         engine = self._sharing if batch.shared_tokens else self._plain
-        self._turn_to(self._controlled if controlled else engine)
+        self._switch_to(self._controlled if controlled else engine)
         engine, running, samples = self._serving, set[str](), []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
@@ -175,8 +179,8 @@ class Calibrator:
         return samples
 
     def calibration(self, info: EngineInfo) -> Calibration:
-        """Return prices fitted to what was measured, and how well they predict it."""
-        prices = fit_profile(self.known)
+        """Return prices fitted to the samples measured so far, and their errors."""
+        prices = fit_profile(self.fitted_samples)
         return Calibration(
             model=info.model,
             draft=info.draft,
@@ -185,51 +189,54 @@ class Calibrator:
             engine={name: getattr(self._config, name) for name in _ENGINE_FIELDS},
             prices=prices,
             profile=self._config.cost_profile,
-            max_rows=max(sample.work.rows for sample in self.known),
-            fitted=accuracy(prices, self.known),
-            held_out=accuracy(prices, self.others),
+            max_rows=max(sample.work.rows for sample in self.fitted_samples),
+            fitted=accuracy(prices, self.fitted_samples),
+            held_out=accuracy(prices, self.held_out_samples),
         )
 
-    def _turn_to(self, engine: Engine) -> None:
-        """Serve by this engine: the executor may hold sequences of another."""
+    def _switch_to(self, engine: Engine) -> None:
+        """Serve with this engine; if another one served before, reset the executor that they
+        share."""
         if engine is not self._serving:
             self._meter.reset()
             engine.scheduler.executor_reset(self._clock())
             self._serving = engine
 
-    def _speak(self, rng: np.random.Generator) -> None:
-        most = min(self._config.max_sequence_tokens - 2, _SPOKEN_TOKENS)
-        params = SamplingParams(max_tokens=most, ignore_eos=True, max_lookahead=0)
-        self._turn_to(self._plain)
-        said: dict[str, list[int]] = {}
-        for first in rng.integers(0, self._config.vocab_size, _SPEAKERS).tolist():
-            said[self._plain.add([first], params).request_id] = [first]
+    def _generate_text(self, rng: np.random.Generator) -> None:
+        """Let the model generate `_NUM_TEXTS` texts from random first tokens, and join them."""
+        max_tokens = min(self._config.max_sequence_tokens - 2, _TEXT_TOKENS)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, max_lookahead=0)
+        self._switch_to(self._plain)
+        texts: dict[str, list[int]] = {}
+        for first in rng.integers(0, self._config.vocab_size, _NUM_TEXTS).tolist():
+            texts[self._plain.add([first], params).request_id] = [first]
         while self._plain.has_work:
             for output in self._plain.step():
-                said[output.request_id] += output.token_ids
-        self._words = [token for words in said.values() for token in words]
+                texts[output.request_id] += output.token_ids
+        self._generated_text = [token for text in texts.values() for token in text]
 
     def _request(
         self, batch: DesignedBatch, rng: np.random.Generator
     ) -> tuple[list[int], SamplingParams]:
-        """Return a prompt and its parameters. Lengths are as likely at any scale."""
-        least, most = _PROMPT_TOKENS
-        most = max(min(most, self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1), 1)
-        shared = self._words[:1] * batch.shared_tokens
+        """Return a prompt and its parameters. Its lengths are distributed log-uniformly."""
+        minimum, maximum = _PROMPT_TOKENS
+        maximum = max(min(maximum, self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1), 1)
+        text = self._generated_text
+        shared = text[:1] * batch.shared_tokens
         if shared:
-            most = _MOST_OWN_TOKENS
-        length = _at_any_scale(min(least, most), most, rng)
-        first = int(rng.integers(len(self._words)))
-        own = [self._words[(first + i) % len(self._words)] for i in range(length)]
+            maximum = _MAX_UNSHARED_TOKENS
+        length = _log_uniform(min(minimum, maximum), maximum, rng)
+        first = int(rng.integers(len(text)))
+        unshared = [text[(first + i) % len(text)] for i in range(length)]
         short = batch.idle_s or shared
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=_SHORT_OUTPUT_TOKENS if short else _at_any_scale(*_OUTPUT_TOKENS, rng),
+            max_tokens=_SHORT_OUTPUT_TOKENS if short else _log_uniform(*_OUTPUT_TOKENS, rng),
             ignore_eos=True,
             max_lookahead=batch.k,
         )
-        return shared + own, params
+        return shared + unshared, params
 
 
-def _at_any_scale(least: int, most: int, rng: np.random.Generator) -> int:
-    return round(least * math.pow(most / least, rng.random()))
+def _log_uniform(minimum: int, maximum: int, rng: np.random.Generator) -> int:
+    return round(minimum * math.pow(maximum / minimum, rng.random()))

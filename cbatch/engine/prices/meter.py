@@ -1,4 +1,4 @@
-"""Measures the steps of an executor, whatever plans them."""
+"""An executor wrapper that measures steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cbatch.engine.loop import Executor
 
 
 class StepMeter:
-    """An executor that keeps the sample of its last step."""
+    """An executor that runs steps on another one, and keeps the sample of the last step."""
 
     def __init__(
         self, executor: Executor, max_slots: int, clock: Callable[[], float] = time.perf_counter
@@ -22,7 +22,7 @@ class StepMeter:
         self._executor, self._clock = executor, clock
         self._counts = SlotCounts(max_slots)
         self.last: StepSample
-        self.own_s = 0.0  # time that the meter itself took in the last step
+        self.own_s = 0.0  # overhead of the meter in the last step, in seconds
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._executor.run(plan)
@@ -36,7 +36,7 @@ class StepMeter:
         return result
 
     def idle(self, seconds: float) -> None:
-        """Note that nothing has run for so long."""
+        """Record `seconds` of idle time before the next step."""
         self._counts.idle(seconds)
 
     def reset(self) -> None:

@@ -1,7 +1,7 @@
-"""Prices for the lookahead policy, measured before the first request and kept on disk.
+"""Prices for the lookahead policy, measured before the first request and cached on disk.
 
-Steps of chosen shapes run through the executor itself, so that all that will be charged is timed:
-drafting, one pass, the verification. Their sequences are made up and need no prefill.
+Steps of chosen shapes run through the real executor, so that drafting, the forward pass and the
+verification are all timed. Their sequences are made up and need no prefill.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from cbatch.engine.loop import Executor
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.cache import cache_folder
 
-VERSION = 4  # of what is measured and fitted; prices of another version are measured again
+VERSION = 4  # of measurement and fit; cached prices of another version are measured again
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
-DRAFTS = 3  # of the shapes that verify: 4 tokens a row
-_DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # drafts and rows, for the price of a pass
-MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # that any shape verifies
+DRAFTS = 3  # per row, of the shapes that verify
+_DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # (drafts, rows), for the price of a draft pass
+MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # per row, of any shape
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
-_CATCH_UPS_ROWS = ((63, 1), (63, 4))  # tokens that the drafter has not seen, and rows
-_PERIOD_TOKENS = 16  # of a text that repeats itself
-# A step counts after others of its shape. A small model's first few take up to a third longer,
-# until caches and branches know the shape; where they take this long it no longer matters.
+_CATCH_UPS_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
+_PERIOD_TOKENS = 16  # after which the text for lookups repeats
+# Equal steps that run, the last of which is measured: a small model's first few take up to a third
+# longer, while caches and branch predictors are cold. After `_SETTLED_S` seconds no further step
+# runs, because in steps that long the difference is small.
 _LIKE_STEPS = 5
 _SETTLED_S = 0.01
-_MOST_ROUNDS = 15
+_MAX_ROUNDS = 15  # after the first
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
 
 
 class StepShape(NamedTuple):
-    """A step of `rows` equal sequences: `query_len` tokens each, the drafts among them."""
+    """A step of `rows` equal sequences, each of which computes `query_len` tokens, drafts
+    included."""
 
     rows: int
     query_len: int = 1
     num_drafts: int = 0
     context_tokens: int = CONTEXT_TOKENS
-    catch_up: int = 0  # tokens a row that the draft model has not seen
+    catch_up: int = 0  # tokens per row that the draft model has not seen
 
     @property
     def tokens(self) -> int:
@@ -61,21 +63,21 @@ class StepShape(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether an equal step can follow: each row decodes, and its drafter has seen it all."""
+        """True if an equal step can follow: each row decodes, and no drafter has to catch up."""
         return not self.catch_up and self.query_len == 1 + self.num_drafts
 
     @property
     def most_tokens(self) -> int:
-        """Known tokens of a row after `_LIKE_STEPS` such steps and one more token."""
+        """Most tokens of a row: after `_LIKE_STEPS` steps that accept all drafts, and one more."""
         return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
 
 
 def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
 ) -> CostProfile:
-    """Measure for about `budget_s` seconds, at least one step of each shape, and reset the
-    executor. Without a drafter (`config.default_chain`) the prices of drafting are 0."""
-    samples = _Probes(executor, config).measure(shapes_for(config), budget_s)
+    """Return prices measured in about `budget_s` seconds, with at least one step of each shape.
+    Resets the executor. Without a drafter (`config.default_chain`) prices of drafting are 0."""
+    samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
     return fit_profile(samples, start=True)
 
@@ -83,8 +85,11 @@ def profile_costs(
 def cached_profile(
     key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
 ) -> CostProfile:
-    """Return the profile stored for `key` (all that prices depend on), or measure and store one.
-    Without a cache, or with a file that cannot be read or written, it measures; nothing fails."""
+    """Return the profile cached for `key` (all that prices depend on), or measure and cache one.
+
+    If there is no cache folder, or the file cannot be read, the prices are measured. A file that
+    cannot be written is only logged.
+    """
     folder = folder or cache_folder("costs")
     if folder is None:
         _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): measuring step costs")
@@ -109,17 +114,16 @@ def cached_profile(
 
 
 def can_profile(config: SchedulerConfig) -> bool:
-    """Whether steps of two sizes fit: of contexts below some hundred tokens none does."""
+    """Return whether shapes of two sizes fit. With a context below some hundred tokens none do."""
     return len({shape.tokens for shape in shapes_for(config) if not shape.catch_up}) > 1
 
 
 def shapes_for(config: SchedulerConfig) -> list[StepShape]:
-    """The shapes that fit slots, context, budget and pool: plain rows, verifications, longer
-    contexts, chunks of prompts.
+    """Return the shapes that fit slots, context, token budget and pool.
 
-    Shapes with equally many tokens in different numbers of rows show the price of a row; longer
-    contexts that of a context token, in decoding and in verifying; and chunks that of logits, which
-    they want of their last token alone.
+    They decode, verify, verify at a longer context, and prefill. Equal numbers of tokens in
+    different numbers of rows determine the price of a row. Longer contexts determine the price of a
+    context token. Chunks determine the price of logits, because they need only the last token's.
     """
     drafts = DRAFTS if config.default_chain else 0
     candidates = [StepShape(rows) for rows in _ROWS]
@@ -127,7 +131,7 @@ def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     if drafts:
         candidates += [StepShape(rows, 1 + k, k) for k, rows in _DEPTHS_ROWS]
     if drafts and not _looks_up(config):
-        candidates += [StepShape(rows, 2, 1, catch_up=lag) for lag, rows in _CATCH_UPS_ROWS]
+        candidates += [StepShape(rows, 2, 1, catch_up=count) for count, rows in _CATCH_UPS_ROWS]
     grown_tokens = StepShape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).most_tokens
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - grown_tokens)
     if long_tokens >= 2 * CONTEXT_TOKENS:
@@ -152,9 +156,12 @@ def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
     )
 
 
-class _Probes:
-    """Runs made-up steps. Each shape begins with a full snapshot: the step that admits its rows
-    does not count where others can follow, for admission is a third of a small model's step."""
+class _StepRunner:
+    """Runs and measures made-up steps.
+
+    The first step of a shape admits its rows by a full snapshot. Admission takes a third of a small
+    model's step, so that step is not measured if an equal one can follow.
+    """
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._meter, self._config = StepMeter(executor, config.max_slots), config
@@ -162,53 +169,58 @@ class _Probes:
         self._steps, self._spent_s = 0, 0.0
 
     def measure(self, shapes: list[StepShape], budget_s: float) -> list[StepSample]:
-        """Return the medians of a few rounds; the first round is for warm-up unless it has used the
-        budget up. A machine that is slow for a second is so to all shapes of a round. A shape drops
-        out once two of its steps are measured and its share of the budget is spent."""
+        """Return the median sample of each shape over several rounds.
+
+        A round measures all shapes, so that a second in which the machine is slow affects all of
+        them. The first round is warm-up, unless it spends the whole budget. A shape that has spent
+        its share of the budget is skipped from the third round on.
+        """
         share_s = budget_s / len(shapes)
         samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in shapes}
         spent_s = dict.fromkeys(shapes, 0.0)
-        for number in range(1 + _MOST_ROUNDS):
+        for number in range(1 + _MAX_ROUNDS):
             for shape, measured in samples.items():
-                another_s = spent_s[shape] / max(number, 1)
+                expected_s = spent_s[shape] / max(number, 1)
                 needed = number == 0 or (number == 1 and self._spent_s <= budget_s)
-                if needed or spent_s[shape] + another_s <= share_s:
+                if needed or spent_s[shape] + expected_s <= share_s:
                     before_s = self._spent_s
-                    measured.append(self._probe(shape))
+                    measured.append(self._run_shape(shape))
                     spent_s[shape] += self._spent_s - before_s
         return [_median(measured[1:] or measured) for measured in samples.values()]
 
-    def _probe(self, shape: StepShape) -> StepSample:
-        """Run like steps and return the sample of the last."""
+    def _run_shape(self, shape: StepShape) -> StepSample:
+        """Run steps of a shape, as many as `_LIKE_STEPS`, and return the sample of the last."""
         generation = self._steps + 1
         admitted = tuple(self._admission(shape, slot, generation) for slot in range(shape.rows))
         lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
         result = self._step(shape, generation, lag, admitted)
         settled_s = self._spent_s + _SETTLED_S
-        # A lookup first reads all that its sequence has, which is part of what it costs.
+        # In its first step a lookup reads the whole sequence, which is part of its cost: one step.
         reads = self._looks_up and shape.num_drafts > 0
         for _ in range(1, _LIKE_STEPS if shape.repeats and not reads else 1):
             if self._spent_s >= settled_s:
                 break
-            if shape.num_drafts:  # where all were accepted, a draft model has not seen the last
+            if (
+                shape.num_drafts
+            ):  # after a full acceptance a draft model has not seen the last draft
                 lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
             result = self._step(shape, generation, lag, ())
         sample = self._meter.last
         sample.work.ingested_tokens += reads * shape.rows * shape.context_tokens
-        # Rows that catch up were admitted in the same step, which only the drafter's price ignores.
+        # A row catches up in the step that admits it, so that only the drafter's time is valid.
         return msgspec.structs.replace(sample, target_s=0.0) if shape.catch_up else sample
 
     def _step(
         self, shape: StepShape, generation: int, lag: np.ndarray, admitted: tuple[NewSequence, ...]
     ) -> StepResult:
         self._steps += 1
-        each = np.ones(shape.rows, dtype=np.int32)
+        ones = np.ones(shape.rows, dtype=np.int32)
         plan = StepPlan(
             step_id=self._steps,
             slots=np.arange(shape.rows, dtype=np.int32),
-            generations=each * generation,
-            query_lens=each * shape.query_len,
-            num_drafts=each * shape.num_drafts,
+            generations=ones * generation,
+            query_lens=ones * shape.query_len,
+            num_drafts=ones * shape.num_drafts,
             catch_up=lag,
             wants_logits=np.ones(shape.rows, dtype=np.bool_),
             deltas=msgspec.structs.replace(NO_DELTAS, reset=bool(admitted), new_sequences=admitted),
@@ -218,28 +230,29 @@ class _Probes:
         return result
 
     def _admission(self, shape: StepShape, slot: int, generation: int) -> NewSequence:
-        known, most = shape.context_tokens, shape.most_tokens
-        in_kv = known - shape.query_len + shape.num_drafts
-        width = -(-most // self._config.block_size_tokens)
+        num_tokens, max_tokens = shape.context_tokens, shape.most_tokens
+        kv_len = num_tokens - shape.query_len + shape.num_drafts
+        num_blocks = -(-max_tokens // self._config.block_size_tokens)
         return NewSequence(
             slot=slot,
             generation=generation,
             request_id=f"profile-{generation}-{slot}",
             seed=0,
             choice=0,
-            params=SamplingParams(temperature=0.0, max_tokens=most - known),
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens - num_tokens),
             stop_ids=(),
-            tokens=self._tokens(slot, known),
-            num_prompt_tokens=known,
-            max_total_tokens=most,
-            kv_len_tokens=in_kv,
-            draft_kv_len_tokens=in_kv - shape.catch_up,
-            blocks=np.arange(slot * width, (slot + 1) * width, dtype=np.int32),
+            tokens=self._tokens(slot, num_tokens),
+            num_prompt_tokens=num_tokens,
+            max_total_tokens=max_tokens,
+            kv_len_tokens=kv_len,
+            draft_kv_len_tokens=kv_len - shape.catch_up,
+            blocks=np.arange(slot * num_blocks, (slot + 1) * num_blocks, dtype=np.int32),
         )
 
     def _tokens(self, slot: int, count: int) -> np.ndarray:
-        """Return made-up tokens, int32 [count]. Lookups alone get a text that repeats and find it;
-        before a model they find nothing, so that a chain costs what its dearest drafter does."""
+        """Return made-up tokens, int32 [count]. If only lookups draft, the text repeats, so that
+        they have matches. If a draft model is the fallback of lookups, it does not repeat: the
+        price is then that of the model, the most expensive drafter."""
         rng = np.random.default_rng(slot)
         distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
         tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)
