@@ -58,7 +58,7 @@ def test_a_full_cache_gives_way(benchmark):
 def _cache(pool: BlockPool, tokens: np.ndarray) -> np.ndarray:
     """Allocates, names, completes and lets go the blocks of a sequence."""
     blocks = pool.allocate(len(tokens) // BLOCK_TOKENS)
-    pool.name_chain(blocks, ROOT, tokens, 0)
+    pool.add_nodes(blocks, ROOT, tokens, 0)
     pool.mark_ready(blocks)
     pool.release(blocks)
     return blocks

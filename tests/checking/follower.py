@@ -95,7 +95,7 @@ def cached_prefixes(pool: BlockPool, salts: Iterable[str | None] = (None,)) -> s
         # A node that is not hashed follows the one that was named just before it.
         above = pool._parents.item(block) if pool._hashed[block] else uid - 1
         if above in reached and pool._ready[block]:
-            token_ids = np.frombuffer(pool._names.item(block), dtype=np.int32)
+            token_ids = np.frombuffer(pool._contents.item(block), dtype=np.int32)
             reached[uid] = digest(reached[above], token_ids.tolist())
             found.add(reached[uid])
     return found

@@ -25,7 +25,7 @@ def tokens(*blocks: int) -> np.ndarray:
 def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndarray:
     """Allocate, name and complete every block of a sequence."""
     blocks = pool.allocate(len(sequence) // SIZE)
-    pool.name_chain(blocks, root, sequence, 0)
+    pool.add_nodes(blocks, root, sequence, 0)
     pool.mark_ready(blocks)
     return blocks
 
@@ -123,7 +123,7 @@ class Beside(BlockPool):
             uid = node[0]
         return found
 
-    def name_chain(
+    def add_nodes(
         self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
     ) -> Node:
         uid, next_uid = parent.uid, self._next_uid
@@ -131,7 +131,7 @@ class Beside(BlockPool):
         for block, row in zip(blocks.tolist(), rows, strict=False):
             uid, _ = self.nodes.setdefault((uid, row.tobytes()), (next_uid, block))
             next_uid += uid == next_uid
-        last = super().name_chain(blocks, parent, tokens, first_index)
+        last = super().add_nodes(blocks, parent, tokens, first_index)
         assert last.uid == uid
         return last
 
@@ -166,7 +166,7 @@ def serve(rng: random.Random) -> None:
             HAPPENED["evictions"] += fresh > pool.num_free
             blocks = np.append(np.array(match.blocks, dtype=np.intp), pool.allocate(fresh))
             named = rng.randint(hits, count)
-            end = pool.name_chain(blocks[hits:named], match.node, sequence, hits)
+            end = pool.add_nodes(blocks[hits:named], match.node, sequence, hits)
             HAPPENED["found named"] += end.uid != match.node.uid and end.block not in blocks
             running.append((sequence, blocks, end, named))
         while running and (len(running) > 2 or rng.random() < 0.4):
@@ -177,7 +177,7 @@ def serve(rng: random.Random) -> None:
                     HAPPENED["taints"] += 1
                 elif end.block is None or pool._uids[end.block] == end.uid:
                     # Else nobody will find it.
-                    pool.name_chain(blocks[named:], end, sequence, named)
+                    pool.add_nodes(blocks[named:], end, sequence, named)
                     pool.mark_ready(blocks)
             pool.release(blocks)
         pool.check()

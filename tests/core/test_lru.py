@@ -34,7 +34,8 @@ def play(played: list[tuple[str, int]], seed: int) -> None:
             HAPPENED["removed"] += len(blocks)
         else:
             count = min(count, len(expected))
-            HAPPENED["taken past gaps"] += count and not queue._stands[queue._head :][:count].all()
+            occupied = queue._occupied[queue._head :][:count]
+            HAPPENED["taken past gaps"] += count and not occupied.all()
             assert queue.take(count).tolist() == expected[:count]
             expected = expected[count:]
         assert queue.check().tolist() == expected and len(queue) == len(expected)

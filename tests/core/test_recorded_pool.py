@@ -41,7 +41,7 @@ class Running:
         self.named = 0
 
     def name(self, end: Node, first: int, last: int) -> None:
-        self.end = self.pool.name_chain(self.blocks[first:last], end, self.sequence, first)
+        self.end = self.pool.add_nodes(self.blocks[first:last], end, self.sequence, first)
         self.named = last
 
     def complete(self) -> None:
@@ -123,17 +123,17 @@ class ForgetsWhatFollows(RecordedBlockPool):
     """A block that has gone takes nothing with it."""
 
     def _remove(self, entry) -> None:  # type: ignore[no-untyped-def]
-        below = dict(entry.below)
-        entry.below.clear()
+        below = dict(entry.children)
+        entry.children.clear()
         super()._remove(entry)
-        entry.below.update(below)
+        entry.children.update(below)
 
 
 class TellsTooSoon(RecordedBlockPool):
     """A block comes in once it is named, computed or not."""
 
-    def name_chain(self, blocks, *more) -> Node:  # type: ignore[no-untyped-def]
-        last = super().name_chain(blocks, *more)
+    def add_nodes(self, blocks, *more) -> Node:  # type: ignore[no-untyped-def]
+        last = super().add_nodes(blocks, *more)
         for uid in self._uids[blocks].tolist():
             if uid in self._entries:
                 self._entries[uid].ready = True
@@ -142,8 +142,8 @@ class TellsTooSoon(RecordedBlockPool):
 
 
 class OneHashForAllSalts(RecordedBlockPool):
-    def name_chain(self, blocks, parent, *more) -> Node:  # type: ignore[no-untyped-def]
-        return super().name_chain(blocks, parent._replace(salt=None), *more)
+    def add_nodes(self, blocks, parent, *more) -> Node:  # type: ignore[no-untyped-def]
+        return super().add_nodes(blocks, parent._replace(salt=None), *more)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_hash_is_of_the_prefix_alone() -> None:
 
     def stored(pool: RecordedBlockPool, salt: str | None) -> list[BlocksStored]:
         blocks = pool.allocate(3)
-        pool.name_chain(blocks, root_of(salt), tokens(7, 8, 7), 0)
+        pool.add_nodes(blocks, root_of(salt), tokens(7, 8, 7), 0)
         pool.mark_ready(blocks)
         pool.release(blocks)
         return [each for each in pool.take_changes() if isinstance(each, BlocksStored)]

@@ -1,1 +1,1 @@
-"""Which rows a step has: queue, blocks, plan and commit. Imports the other parts of `core`."""
+"""The scheduler: queue, KV blocks, plan and commit of steps. Imports the other parts of `core`."""

@@ -1,16 +1,17 @@
-"""Blocks of KV memory: reference counts, and a prefix cache that shares them without copies.
+"""KV blocks: reference counts, and a prefix cache that shares blocks without copies.
 
-A block is in exactly one of three states: free, referenced (by one or more sequences), or cached
-and unreferenced (kept for a future prefix hit, evicted least recently used first):
+A block is in exactly one of three states: free, referenced by one or more sequences, or cached and
+unreferenced (kept for a future prefix hit, evicted least recently used first):
 `free + referenced + cached_unreferenced == total`.
 
-The prefix cache is a trie of blocks, with a root for each salt. A node is (uid of the parent node,
-the block's own token ids), so a hit compares the tokens themselves and a chain of hits compares the
-whole prefix; uids are never used twice. A sequence adds many nodes in one go, each of which leads
-to the next; only the first is found by hashing its tokens. So blocks come and go as arrays, not one
-by one. A node is
-*promised* when a running sequence is about to compute it, and *ready* once its KV is verified and
-complete.
+The prefix cache is a trie of blocks, with a root for each salt. The key of a node is (uid of the
+parent node, the block's token ids). So a hit compares the tokens themselves, not a hash of them,
+and a path of hits compares the whole prefix. Uids are never reused. A sequence adds a run of nodes
+by one call; only the first node of a run is in the hash table, and the others are linked from it.
+So blocks are added and removed as arrays, not one by one.
+
+A node is *promised* while a running sequence is computing its KV, and *ready* once that KV is
+complete and verified.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class Node(NamedTuple):
-    """A node of the trie, and the block that holds it as long as its uid is that block's."""
+    """A node of the trie. It is valid as long as `uid` is the uid of its block; a root has no
+    block."""
 
     uid: int
     block: int | None
@@ -37,12 +39,12 @@ class Node(NamedTuple):
 
 
 ROOT = Node(0, None)
-_SALTED_UID = 2**62  # and above: roots; the nodes, which count up from 1, never get there
+_SALTED_UID = 2**62  # least uid of a salted root; other uids count up from 1 and stay below
 
 
 def root_of(salt: str | None) -> Node:
-    """Where the prefixes of requests with this salt begin, and no others. Its uid is a digest of
-    the salt, so that no table of salts is kept, however many there are."""
+    """Return the root for prompts with this salt. Its uid is a digest of the salt, so that no table
+    of salts is needed."""
     if salt is None:
         return ROOT
     digest = hashlib.sha256(salt.encode()).digest()[:8]
@@ -50,35 +52,37 @@ def root_of(salt: str | None) -> Node:
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The longest ready prefix. `node` is its last; `promised` says that the very next block is
-    being computed by a running sequence, so waiting for it beats computing it twice."""
+    """The longest ready prefix of a prompt."""
 
     blocks: list[int]
-    node: Node
-    promised: bool
+    node: Node  # of the last block, or the root
+    promised: bool  # a running sequence is computing the next block: better wait for it
 
 
 class BlockPool:
+    """Allocates `num_blocks` blocks of `block_size_tokens` positions each, and caches prefixes."""
+
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size_tokens
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
-        # True where the block's draft-model KV is complete too.
+        # True if the block's KV of the draft model is complete, too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
         # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached = ReleaseOrder(num_blocks)  # and unreferenced
-        # By block: its node's uid (the root's, if it has none) and name, which is its token ids; of
-        # the hashed ones, the parent's uid; and the block that was named next, which may have
-        # another node by now.
+        self._cached = ReleaseOrder(num_blocks)  # cached and unreferenced
+        # By block: whether its node is ready; whether its node is in `_index`; its node's uid (the
+        # root's, if it has no node); the uid of the node's parent, if the node is in `_index`.
         self._ready, self._hashed = np.zeros((2, num_blocks), dtype=np.bool_)
         self._uids, self._parents = np.zeros((2, num_blocks), dtype=np.int64)
-        name = np.dtype((np.void, 4 * block_size_tokens))
-        self._names: np.ndarray = np.zeros(num_blocks, dtype=name)
+        # By block: its token ids as bytes, and the next block of its run, which may have been
+        # reused for another node since.
+        content = np.dtype((np.void, 4 * block_size_tokens))
+        self._contents: np.ndarray = np.zeros(num_blocks, dtype=content)
         self._next = np.zeros(num_blocks, dtype=np.intp)
-        self._index: dict[tuple[int, bytes], int] = {}  # the block of a hashed node
+        self._index: dict[tuple[int, bytes], int] = {}  # block by (parent's uid, content)
         self._next_uid = ROOT.uid + 1
-        self._dirty: dict[int, None] = {}  # held non-finite values: zero before the next use
+        self._dirty: dict[int, None] = {}  # blocks with non-finite values: zero before reuse
         self._to_zero: list[int] = []
 
     # ---- counts -------------------------------------------------------------------------------
@@ -93,16 +97,18 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out now."""
+        """Return the number of blocks that `allocate` can hand out now."""
         return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, tokens: int) -> int:
+        """Return the number of blocks for the KV of so long a sequence."""
         return -(-tokens // self.block_size)
 
-    def occupancy(self, most_cells: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """A map of at most so many cells: blocks a cell (the last may have fewer), and of each how
-        many are referenced and how many cached and unreferenced, intp [cells]."""
-        size = -(-self.num_blocks // most_cells)
+    def occupancy(self, max_cells: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return a map of the pool with at most `max_cells` cells: the blocks per cell (the last
+        may have fewer), and per cell the number of referenced blocks, and of cached and
+        unreferenced blocks, both intp [cells]."""
+        size = -(-self.num_blocks // max_cells)
         starts = np.arange(0, self.num_blocks, size)
         referenced = self.ref_counts > 0
         cached = self._ready & ~referenced
@@ -112,16 +118,16 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """`count` blocks with one reference each: free ones, then the oldest cached; so two calls
-        hand out what one for both would. The caller has checked `num_available`. They are intp,
-        numpy's own index type: with any other, each use as an index costs a conversion."""
+        """Return `count` blocks with one reference each, intp [count]: free blocks, then the least
+        recently used cached ones. The caller has checked `num_available`. intp is numpy's index
+        type; other integers cost a conversion at each use."""
         free = self._free
-        taken = free[: -count - 1 : -1]
-        if taken:
-            del free[len(free) - len(taken) :]
-            blocks = np.array(taken, dtype=np.intp)
-            if len(taken) < count:
-                blocks = np.concatenate([blocks, self._evict(count - len(taken))])
+        popped = free[: -count - 1 : -1]
+        if popped:
+            del free[len(free) - len(popped) :]
+            blocks = np.array(popped, dtype=np.intp)
+            if len(popped) < count:
+                blocks = np.concatenate([blocks, self._evict(count - len(popped))])
         else:
             blocks = self._evict(count)
         self.ref_counts[blocks] = ONE
@@ -133,25 +139,25 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: list[int]) -> None:
-        """One more reference to each of the cached blocks of a `Match`."""
+        """Add a reference to each block of a `Match`."""
         if not blocks:
             return
-        held = np.array(blocks)
-        counts = self.ref_counts[held]
-        self._cached.remove(held[counts == 0])
-        self.ref_counts[held] = counts + 1
+        matched = np.array(blocks)
+        counts = self.ref_counts[matched]
+        self._cached.remove(matched[counts == 0])
+        self.ref_counts[matched] = counts + 1
 
     def release(self, blocks: np.ndarray) -> None:
-        """Give up one reference to each block of a sequence, in order of position.
+        """Remove a reference from each block of a sequence, given in order of position.
 
-        Tails go first into the LRU order, so that a chain is evicted from its end.
+        The last block enters the LRU order first, so that a prefix is evicted from its end.
         """
         blocks = blocks[::-1]
         counts = self.ref_counts[blocks] - ONE
         self.ref_counts[blocks] = counts
-        left = blocks[counts == ZERO]
-        kept = self._ready[left]
-        cached, freed = left[kept], left[~kept]
+        unreferenced = blocks[counts == ZERO]
+        ready = self._ready[unreferenced]
+        cached, freed = unreferenced[ready], unreferenced[~ready]
         if len(cached):
             self._cached.append(cached)
         if len(freed):
@@ -159,19 +165,20 @@ class BlockPool:
             self._free += freed.tolist()
 
     def release_private(self, blocks: np.ndarray) -> None:
-        """Give back blocks that nobody shares and no node names: reserved and not used."""
+        """Free reserved but unused blocks, which have one reference and no node."""
         self.ref_counts[blocks] = 0
         self._free += blocks.tolist()
 
     def count_unreferenced(self, blocks: list[int]) -> int:
         return list(map(self.ref_counts.item, blocks)).count(0)
 
-    def count_sole(self, blocks: np.ndarray) -> int:
-        """How many of them would become available if their one holder let go."""
+    def count_unshared(self, blocks: np.ndarray) -> int:
+        """Return how many blocks would become available if one sequence released them all."""
         return int(np.count_nonzero(self.ref_counts[blocks] == 1))
 
     def take_to_zero(self) -> np.ndarray:
-        """Blocks handed out since the last call that must be zeroed before their first use."""
+        """Return the blocks, allocated since the last call, that must be zeroed before their first
+        use, int32."""
         if not self._to_zero:
             return _NONE
         blocks = np.asarray(self._to_zero, dtype=np.int32)
@@ -181,103 +188,107 @@ class BlockPool:
     # ---- prefix cache -------------------------------------------------------------------------
 
     def match(self, tokens: np.ndarray, max_blocks: int, root: Node = ROOT) -> Match:
-        """The longest ready prefix of `tokens` (int32), in whole blocks, at most `max_blocks`."""
-        path = self._descend(root, self._names_of(tokens, 0, max_blocks))
+        """Return the longest ready prefix of `tokens` (int32) in at most `max_blocks` blocks."""
+        path = self._descend(root, self._contents_of(tokens, 0, max_blocks))
         hits = list(takewhile(self._ready.item, path))
         node = self._node(hits[-1]) if hits else root
         return Match(hits, node, promised=len(hits) < len(path))
 
-    def uids_of(self, blocks: list[int], root: Node) -> set[int]:
-        """Of the nodes of a match, and of the root."""
+    def node_uids(self, blocks: list[int], root: Node) -> set[int]:
+        """Return the uids of the nodes of a match, and of the root."""
         return {root.uid, *map(self._uids.item, blocks)}
 
-    def name_chain(
+    def add_nodes(
         self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
     ) -> Node:
-        """Name the nodes that `blocks` hold, or that their holder will compute (promises); returns
-        the last one. They are those at `first_index` and on of a sequence of `tokens` (int32).
-        Where a node exists already (another sequence has computed it meanwhile), the block stays
-        private and the existing node carries the chain on.
+        """Add nodes for `blocks` after `parent`, and return the node of the last block.
+
+        The blocks, complete or promised, are those from index `first_index` of a sequence of
+        `tokens` (int32). If another sequence has added a node with the same content meanwhile, that
+        node is used, and the block stays private to this sequence.
         """
-        names = self._names_of(tokens, first_index, first_index + len(blocks))
-        path = self._descend(parent, names)
+        contents = self._contents_of(tokens, first_index, first_index + len(blocks))
+        path = self._descend(parent, contents)
         if path:
             parent = self._node(path[-1])
-            blocks, names = blocks[len(path) :], names[len(path) :]
+            blocks, contents = blocks[len(path) :], contents[len(path) :]
         if not len(blocks):
             return parent
-        # Behind a node that is new, all are. A uid is left out: the next run may begin at the block
-        # that `_next` of the last of these points to of old, and must not seem to follow it.
+        # After the first new node all nodes are new. One uid is skipped: `_next` of the last block
+        # is outdated, and if the next run began at that block it would seem to continue this one.
         first, last = blocks.item(0), blocks.item(-1)
         first_uid, end_uid = self._next_uid, self._next_uid + len(blocks)
         self._uids[blocks] = np.arange(first_uid, end_uid)
         self._next_uid = end_uid + 1
-        self._names[blocks] = names
+        self._contents[blocks] = contents
         self._next[blocks[:-1]] = blocks[1:]
         self._hashed[first] = True
         self._parents[first] = parent.uid
-        self._index[parent.uid, names.item(0)] = first
+        self._index[parent.uid, contents.item(0)] = first
         return Node(end_uid - 1, last)
 
     def mark_ready(self, blocks: np.ndarray) -> None:
-        """Their KV is complete and verified. A block without a node is left alone."""
+        """Mark the nodes of blocks whose KV is complete and verified. A block without a node is not
+        marked."""
         self._ready[blocks] = self._uids[blocks]  # the root's uid is 0, which is False
 
     def taint(self, blocks: np.ndarray) -> None:
-        """Non-finite values may be in these blocks: out of the cache, zeroed before reuse."""
+        """Remove blocks that may have non-finite values from the cache, and zero them before
+        reuse."""
         self._forget(blocks)
         self._dirty.update(dict.fromkeys(blocks.tolist()))
 
     def clear_cache(self) -> None:
-        """Forget every node: the executor lost the KV."""
+        """Remove every node, because the executor lost the KV."""
         self._free += self._cached.take(len(self._cached)).tolist()
         self._forget(np.arange(self.num_blocks))
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _names_of(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Of blocks that hold some of `tokens` (int32), by their index in the sequence."""
+    def _contents_of(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Return the contents of blocks `first` to `last - 1` of a sequence of `tokens` (int32)."""
         size = self.block_size
-        return tokens[first * size : last * size].view(self._names.dtype)
+        return tokens[first * size : last * size].view(self._contents.dtype)
 
     def _node(self, block: int) -> Node:
         return Node(self._uids.item(block), block)
 
-    def _descend(self, node: Node, names: np.ndarray) -> list[int]:
-        """Blocks of the nodes that follow one another from `node` on, as far as `names` go."""
+    def _descend(self, node: Node, contents: np.ndarray) -> list[int]:
+        """Return the blocks of the longest path below `node` that has these contents."""
         path: list[int] = []
         while True:
-            along = self._along(node, names[len(path) :])
-            if along:
-                path += along
+            run = self._follow_run(node, contents[len(path) :])
+            if run:
+                path += run
                 node = self._node(path[-1])
-            if len(path) == len(names):
+            if len(path) == len(contents):
                 return path
-            block = self._index.get((node.uid, names.item(len(path))))
+            block = self._index.get((node.uid, contents.item(len(path))))
             if block is None:
                 return path
             path.append(block)
             node = self._node(block)
 
-    def _along(self, node: Node, names: np.ndarray) -> list[int]:
-        """The same of nodes that were named in one go with `node`: their uids count on from its."""
+    def _follow_run(self, node: Node, contents: np.ndarray) -> list[int]:
+        """Return the blocks after `node` in its run that have these contents. Uids of a run are
+        consecutive."""
         uid, block = node.uid, node.block
-        along: list[int] = []
+        run: list[int] = []
         if block is None or self._uids.item(block) != uid:
-            return along
-        for _ in range(len(names)):
+            return run
+        for _ in range(len(contents)):
             block = self._next.item(block)
             uid += 1
             if self._uids.item(block) != uid:
                 break
-            along.append(block)
-        if along:
-            like = (self._names[along] == names[: len(along)]).tolist()
-            along = along[: like.index(False)] if False in like else along
-        return along
+            run.append(block)
+        if run:
+            equal = (self._contents[run] == contents[: len(run)]).tolist()
+            run = run[: equal.index(False)] if False in equal else run
+        return run
 
     def _forget(self, blocks: np.ndarray) -> None:
-        """Nothing that is in them counts; their nodes, of those that have one, leave the trie."""
+        """Invalidate the contents of blocks, and remove their nodes from the trie."""
         self.draft_valid[blocks] = False
         self._uids[blocks] = ROOT.uid
         self._ready[blocks] = False
@@ -286,16 +297,16 @@ class BlockPool:
             return
         for block in blocks[hashed].tolist():
             self._hashed[block] = False
-            del self._index[self._parents.item(block), self._names.item(block)]
+            del self._index[self._parents.item(block), self._contents.item(block)]
 
     def _evict(self, count: int) -> np.ndarray:
-        """The oldest of the cached blocks, which are now nowhere."""
+        """Remove the least recently used blocks from the cache, and return them."""
         evicted = self._cached.take(count)
         self._forget(evicted)
         return evicted
 
     def check(self) -> None:
-        """Every invariant of the pool; raises AssertionError."""
+        """Raise `AssertionError` if an invariant of the pool is violated."""
         free = self._free
         referenced = int(np.count_nonzero(self.ref_counts))
         assert (self.ref_counts >= 0).all(), "negative reference count"
@@ -308,9 +319,9 @@ class BlockPool:
         assert (self._uids[free] == ROOT.uid).all(), "a free block is cached"
         cached = self._cached.check()
         assert (self.ref_counts[cached] == 0).all() and self._ready[cached].all()
-        named = self._uids != ROOT.uid
-        assert not (self._ready & ~named).any(), "ready, but no node"
+        has_node = self._uids != ROOT.uid
+        assert not (self._ready & ~has_node).any(), "ready, but no node"
         assert sorted(self._index.values()) == self._hashed.nonzero()[0].tolist()
-        for (uid, name), block in self._index.items():
-            assert named[block] and self._parents[block] == uid
-            assert self._names.item(block) == name
+        for (uid, content), block in self._index.items():
+            assert has_node[block] and self._parents[block] == uid
+            assert self._contents.item(block) == content

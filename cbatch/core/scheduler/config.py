@@ -24,31 +24,32 @@ QueuePolicy = Literal["fcfs", "priority", "shortest"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes and rules. Raises `FieldError` naming the field."""
+    """Sizes and policies of a scheduler. Raises `FieldError` naming the field."""
 
     num_blocks: int
     block_size_tokens: int = 16
     max_slots: int = 64  # sequences that run at once
     max_model_tokens: int = 2048  # context: prompt and output together
     step_budget_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
-    # What a catch-up token takes of that from prompts, in target tokens: the draft's work is less.
+    # Part of `step_budget_tokens` that a catch-up token takes from prompts: the cost of a draft
+    # token relative to a target token.
     catch_up_price: float = 1.0
     vocab_size: int = 2**31 - 1
     eos_ids: tuple[int, ...] = ()
     queue_policy: QueuePolicy = "fcfs"
-    # What a waiting request gains a second: levels under `priority`, tokens under `shortest`.
+    # Advance of a waiting request per second: levels under `priority`, tokens under `shortest`.
     ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
     prefix_cache: bool = True
-    kv_events: bool = False  # what enters and leaves the prefix cache is recorded, to be taken
-    decode_reserve_tokens: int = 16  # room a request must find beyond its prompt to be admitted
-    draft_context_tokens: int | None = None  # None: no draft model is loaded
-    # The chain of drafters of a request that names none, preferred first. None: the draft model, or
-    # if there is none, nobody: then k is always 0.
+    kv_events: bool = False  # record what enters and leaves the prefix cache
+    decode_reserve_tokens: int = 16  # free KV positions beyond the prompt, required for admission
+    draft_context_tokens: int | None = None  # of the draft model; None: there is none
+    # Drafters of a request that names none, preferred first. None: the draft model if there is one,
+    # else none, and k is always 0.
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
-    cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learnt on the way
-    # Prompt throughput that a step keeps while rows decode, as a share of the best; 1: a step takes
-    # the whole budget, whatever the rows wait.
+    cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learned while serving
+    # While rows decode, a chunk is as small as keeps this share of the best prompt throughput. With
+    # 1 a step takes prompt tokens up to its whole budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE
     itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
 
@@ -95,30 +96,33 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @property
     def default_chain(self) -> tuple[str, ...]:
+        """Return the drafters of a request that names none, preferred first."""
         if self.drafter is not None:
             return self.drafter
         return () if self.draft_context_tokens is None else (MODEL,)
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that fits: the context, or the whole pool if that is smaller."""
+        """Return the length of the longest sequence that fits context and pool."""
         return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)
 
     def check_request(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
-        """Raises `FieldError` or `RefusedError` for what a scheduler with this configuration would
-        not accept; whoever accepts requests elsewhere asks the same question. `output` are tokens
-        that the request has already. Returns all that it has, int32 [prompt + output]."""
+        """Return the tokens of prompt and `output`, the tokens that it has already, as int32.
+
+        Raises `FieldError` or `RefusedError` for a request that a scheduler with this configuration
+        would reject. A server calls it, too, before it sends a request to the engine.
+        """
         self.check_params(request.params)
         return self.check_tokens(request, output)
 
     def check_params(self, params: SamplingParams) -> None:
-        """The part of `check_request` that all choices of a call have in common, which is long
-        where they name many ids. Raises `FieldError`."""
+        """Raise `FieldError` for invalid sampling parameters. The choices of an API request share
+        them, and the check of many token ids is slow, so that it is apart from `check_tokens`."""
         stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
         params.require_vocabulary(self.vocab_size, stop_ids)
 
     def check_tokens(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
-        """The other part, and what `check_request` returns."""
+        """Do the part of `check_request` that looks at tokens, and return what that returns."""
         prompt, params = request.prompt, request.params
         if not prompt:
             raise FieldError("prompt", "is empty", "give at least one token")
@@ -130,8 +134,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if output:
             tokens["output"] = np.asarray(output)
         for field, ids in tokens.items():
-            least, most = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-            if not 0 <= least <= most < self.vocab_size:
+            lowest, highest = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
+            if not 0 <= lowest <= highest < self.vocab_size:
                 raise FieldError(
                     field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
                 )
@@ -145,5 +149,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
         if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
             raise FieldError("output", f"{len(output)} tokens are all there is", "end it instead")
-        known = np.concatenate([*tokens.values()]) if output else tokens["prompt"]
-        return known.astype(np.int32, copy=False)
+        token_ids = np.concatenate([*tokens.values()]) if output else tokens["prompt"]
+        return token_ids.astype(np.int32, copy=False)

@@ -13,50 +13,56 @@ from cbatch.core.speculation.policy import StepBudget
 
 
 class DraftableRows:
-    """`policy.PlannedRows`: what nobody asks for is not worked out."""
+    """`policy.PlannedRows`; each property is computed when it is first read."""
 
-    def __init__(self, state: SchedulerState, batch: DecodeBatch, known: np.ndarray) -> None:
-        """`known` int32 [rows]: the tokens that each row will know at least."""
-        self._state, self._batch, self._known = state, batch, known
+    def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
+        """`num_known`, int32 [rows]: tokens of each row once the plans in flight are committed, at
+        least."""
+        self._state, self._batch, self._num_known = state, batch, num_known
         self.rows, self.num_rows = batch.rows, len(batch.slots)
 
     @cached_property
     def caps(self) -> np.ndarray:
+        """Most drafts of each row, int32 [rows]."""
         state, batch = self._state, self._batch
-        most = batch.draft_limits(state.table).most.num_drafts
-        if state.flights or batch.tokens_until_end < state.policy.max_depth:
-            left: np.ndarray = np.maximum(state.table.lookahead_end[batch.rows] - self._known, 0)
-            most = np.minimum(most, left)
-        return most
+        caps = batch.draft_limits(state.table).max_tokens.num_drafts
+        if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
+            until_end = state.table.lookahead_end[batch.rows] - self._num_known
+            caps = np.minimum(caps, np.maximum(until_end, 0))
+        return caps
 
     @cached_property
     def lag(self) -> np.ndarray:
-        table, rows, known = self._state.table, self.rows, self._known
+        """Known tokens of each row that its draft KV lacks, without the last one, int32 [rows]."""
+        table, rows, num_known = self._state.table, self.rows, self._num_known
         if not self._state.has_draft_kv:
             return table.zeros[: self.num_rows]
-        lag: np.ndarray = known - ONE - table.draft_kv[rows]
+        lag: np.ndarray = num_known - ONE - table.draft_kv[rows]
         if not self._state.decode_batch().draft_limits(table).all_catch_up:
-            lag = lag * (known <= table.catch_up_end[rows])
+            lag = lag * (num_known <= table.catch_up_end[rows])
         return lag
 
     @cached_property
     def budget_tokens(self) -> int:
+        """Drafts and catch-up tokens of all rows, at most. While prompts wait, drafts get half of
+        the step's budget, and leave time for a chunk within the target gap between tokens."""
         state, target_s = self._state, self._batch.itl_target_s
         budget = state.config.step_budget_tokens - self.num_rows
         has_prompts = bool(state.prefilling or state.waiting)
         if has_prompts:
-            budget //= 2  # speculation does not starve prompts
+            budget //= 2
         if target_s is not None:
             pairs, costs = self.room().context_tokens, state.step_costs
-            within = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
+            fitting = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
             if has_prompts:
-                within -= costs.chunk(self.num_rows, pairs, 0, target_s)
-            budget = max(min(budget, within), 0)
+                fitting -= costs.chunk(self.num_rows, pairs, 0, target_s)
+            budget = max(min(budget, fitting), 0)
         return budget
 
     def room(self) -> StepBudget:
-        left_tokens: np.ndarray = self._state.table.lookahead_end[self.rows] - self._known
+        """Return the context of all rows, and the tokens that each row may still draft."""
+        left_tokens: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
         return StepBudget(
-            context_tokens=int(np.add.reduce(self._known)),
+            context_tokens=int(np.add.reduce(self._num_known)),
             left_tokens=left_tokens,
         )

@@ -1,5 +1,5 @@
-"""The inputs of a scheduler, as events. In order they are the step log: replaying them into a fresh
-scheduler reproduces every decision, because it has no other input (no clock, no randomness)."""
+"""Events of the step log: the inputs of a scheduler in their order. Replaying them in a new
+scheduler reproduces every decision, because it has no other input, no clock and no randomness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cbatch.core.scheduler.plan import StepResult
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """`now_s` is the time the caller passed in, in seconds on the caller's clock."""
+    """An input. `now_s` is the time that the caller passed, in seconds of the caller's clock."""
 
 
 class Configured(Event, frozen=True, tag=True):
@@ -19,7 +19,7 @@ class Configured(Event, frozen=True, tag=True):
 
 
 class Added(Event, frozen=True, tag=True):
-    """`output` are tokens that it has already: it is resumed."""
+    """A request was added. If it is resumed, `output` has the tokens that it had output before."""
 
     request: Request
     now_s: float
@@ -32,7 +32,7 @@ class Cancelled(Event, frozen=True, tag=True):
 
 
 class TextFinished(Event, frozen=True, tag=True):
-    """The text side found a stop string: `Scheduler.finish`."""
+    """A stop string was found in the text, and ended the request (`Scheduler.finish`)."""
 
     request_id: str
     keep_tokens: int

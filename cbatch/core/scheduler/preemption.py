@@ -1,4 +1,4 @@
-"""Who gets tokens and blocks when there are not enough: pure decisions, applied elsewhere."""
+"""Decisions about tokens and blocks when there are too few. The planner applies them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from cbatch.core.scheduler.queue import Rank
 def fit_drafts(
     num_drafts: np.ndarray, lag: np.ndarray, budget_tokens: int, first: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Drafts and catch-up tokens per row within a token budget, int32 [rows], and their total.
+    """Return drafts and catch-up tokens per row within a token budget, int32 [rows], and their sum.
 
-    A row that drafts pays for its drafts and for the `lag` tokens its draft KV is behind. Rows are
-    served in turn starting at row `first`, so that none is always last. The row at the edge gets
-    what is left: a shorter draft, or a slice of its catch-up and no draft yet.
+    A row that drafts takes its drafts and the `lag` tokens that its draft KV lacks from the budget.
+    Rows are served in order starting at row `first`, which the caller varies, so that no row is
+    always last. The row that exhausts the budget gets the remainder: fewer drafts, or a slice of
+    its catch-up and no drafts yet.
     """
     lag = lag * (num_drafts > 0)
     cost = num_drafts + lag
@@ -23,80 +24,84 @@ def fit_drafts(
     if total <= budget_tokens:
         return num_drafts, lag, total
     order = np.roll(np.arange(len(cost)), -first)
-    left = budget_tokens - (np.cumsum(cost[order]) - cost[order])  # before each row, in turn
+    remaining = budget_tokens - (np.cumsum(cost[order]) - cost[order])  # before each row, in order
     drafts = num_drafts.copy()
     catch_up = lag.copy()
-    catch_up[order] = np.clip(left, 0, lag[order])
-    drafts[order] = np.clip(left - lag[order], 0, num_drafts[order])
+    catch_up[order] = np.clip(remaining, 0, lag[order])
+    drafts[order] = np.clip(remaining - lag[order], 0, num_drafts[order])
     return drafts, catch_up, int(np.add.reduce(drafts + catch_up))
 
 
 class PreemptionCandidate(msgspec.Struct, frozen=True):
-    """A running sequence, for a decision about blocks."""
+    """A running sequence that may grow or be preempted."""
 
     slot: int
     rank: Rank
-    decodes: bool  # wants to compute 1 + num_drafts tokens now
-    kv_tokens: int  # positions it may already use, plans in flight included
+    decodes: bool  # is to compute 1 + num_drafts tokens in this step
+    kv_tokens: int  # positions it may use already, plans in flight included
     num_drafts: int
-    max_tokens: int  # it never holds more positions than these
+    max_tokens: int  # most positions that it will ever use
     blocks_held: int
     blocks_freed: int  # blocks that become available if it is preempted
-    in_flight: bool  # its blocks are only freed once a plan in flight commits
+    in_flight: bool  # its blocks are freed only when a plan in flight commits
     protected: bool  # was preempted before and has not gained a block since
 
 
 class Growth(msgspec.Struct, frozen=True):
-    granted_drafts: dict[int, int]  # by slot, for the rows that may run
+    """The rows that run in a step, and the sequences that are preempted for them."""
+
+    granted_drafts: dict[int, int]  # by slot, of the rows that run
     victims: list[int]  # slots to preempt, in the order they were chosen
 
 
 def decide_growth(
-    rows: list[PreemptionCandidate], available_blocks: int, coming_blocks: int, block_size: int
+    rows: list[PreemptionCandidate], available_blocks: int, pending_blocks: int, block_size: int
 ) -> Growth:
-    """Which rows decode now, with how many drafts, and who is preempted for them.
+    """Decide which rows decode in this step, with how many drafts, and which are preempted.
 
-    In service order each row first gets the block for its next token. When none is left, the victim
-    is the last in service order that is not protected, possibly the row itself, never one before
-    it. Drafts share what remains afterwards: speculation never causes a preemption. A row whose
-    block is among the `coming_blocks` (freed once a plan in flight commits) sits this step out.
+    In service order each row first gets the block for its next token. If no block is free, the
+    victim is the last unprotected row in service order after it; if there is none, the row itself.
+    Drafts share the blocks that remain afterwards: speculation never causes a preemption. A row
+    whose block is among the `pending_blocks`, which are freed when a plan in flight commits, does
+    not run in this step.
     """
     by_rank = sorted(rows, key=lambda row: row.rank)
-    gone: dict[int, None] = {}
-    left, coming = available_blocks, coming_blocks
-    runs: list[PreemptionCandidate] = []
+    victims: dict[int, None] = {}  # by slot, in order
+    free, pending = available_blocks, pending_blocks
+    running: list[PreemptionCandidate] = []
     for place, row in enumerate(by_rank):
-        if not row.decodes or row.slot in gone:
+        if not row.decodes or row.slot in victims:
             continue
         need = _blocks_beyond(row, 1, block_size)
-        while need > left + coming and row.slot not in gone:
-            behind = (r for r in reversed(by_rank[place + 1 :]) if r.slot not in gone)
-            victim = next((r for r in behind if not r.protected), row)
-            gone[victim.slot] = None
+        while need > free + pending and row.slot not in victims:
+            later = (r for r in reversed(by_rank[place + 1 :]) if r.slot not in victims)
+            victim = next((r for r in later if not r.protected), row)
+            victims[victim.slot] = None
             if victim.in_flight:
-                coming += victim.blocks_freed
+                pending += victim.blocks_freed
             else:
-                left += victim.blocks_freed
-        if row.slot in gone:
+                free += victim.blocks_freed
+        if row.slot in victims:
             continue
-        if need <= left:
-            left -= need
-            runs.append(row)
+        if need <= free:
+            free -= need
+            running.append(row)
         else:
-            coming -= need - left
-            left = 0
+            pending -= need - free
+            free = 0
     granted = {}
-    for row in runs:
+    for row in running:
         base = row.blocks_held + _blocks_beyond(row, 1, block_size)
-        room_tokens = (base + left) * block_size
+        max_positions = (base + free) * block_size
         drafts = row.num_drafts
-        if room_tokens < row.max_tokens:
-            drafts = min(drafts, room_tokens - row.kv_tokens - 1)
-        left -= _blocks_beyond(row, 1 + drafts, block_size) - (base - row.blocks_held)
+        if max_positions < row.max_tokens:
+            drafts = min(drafts, max_positions - row.kv_tokens - 1)
+        free -= _blocks_beyond(row, 1 + drafts, block_size) - (base - row.blocks_held)
         granted[row.slot] = drafts
-    return Growth(granted, list(gone))
+    return Growth(granted, list(victims))
 
 
 def _blocks_beyond(row: PreemptionCandidate, tokens: int, block_size: int) -> int:
+    """Return the further blocks that a row needs to compute `tokens` tokens."""
     needed_tokens = min(row.kv_tokens + tokens, row.max_tokens)
     return max(0, -(-needed_tokens // block_size) - row.blocks_held)

@@ -1,9 +1,9 @@
-"""Prompts in a step: how many tokens of them, chunks of which, and who is admitted.
+"""Prompts in a step: the number of prompt tokens, the chunks, and the admission of requests.
 
-Of the rows that prefill, the one with the fewest remaining tokens is served first, so that a short
-prompt does not wait for the end of a long one. A row is overtaken by at most as many tokens as it
-had to compute itself; then it goes first. Under the `priority` policy no row overtakes one of a
-higher priority. Requests are admitted in service order (see queue.py).
+The prefilling row with the fewest remaining tokens is served first, so that a short prompt does not
+wait for the end of a long one. To bound the delay, a row goes first once later prompts have
+computed as many tokens before it as it had at admission. Under the `priority` policy no row
+overtakes a row of higher priority. Requests are admitted in service order (see queue.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cbatch.core.scheduler.state import SchedulerState
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A prefilling row: its next `query_len` tokens; `last` if they reach the last known one."""
+    """The next `query_len` tokens of a prompt; `last` if they are its last ones."""
 
     slot: int
     query_len: int
@@ -32,11 +32,12 @@ class _Row(msgspec.Struct, frozen=True):
 
     @property
     def is_due(self) -> bool:
+        """True if later prompts have overtaken the row for long enough."""
         return self.sequence.overtaken_tokens >= self.sequence.tokens_at_admission
 
 
 class PrefillScheduler:
-    """Asked once per plan, after the decoding rows have their tokens and blocks."""
+    """Schedules prompts, once per plan, after the decoding rows have their tokens and blocks."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
@@ -44,9 +45,10 @@ class PrefillScheduler:
     def schedule(
         self, budget_tokens: int, batch: DecodeBatch, tokens: RowTokens, *, may_admit: bool
     ) -> list[Chunk]:
-        """Return the chunks of a step in which the rows of `batch` decode `tokens`."""
+        """Return the chunks of a step in which the rows of `batch` decode `tokens`, at most
+        `budget_tokens` in all; `may_admit`: requests may be admitted."""
         rows = self._rows()
-        budget_tokens = min(budget_tokens, self._most_tokens(rows, batch, tokens))
+        budget_tokens = min(budget_tokens, self._max_tokens(rows, batch, tokens))
         chunks: list[Chunk] = []
         if may_admit and rows and budget_tokens > 0:
             chunks += self._admit(budget_tokens, before=rows[0])
@@ -60,8 +62,8 @@ class PrefillScheduler:
             chunks += self._admit(budget_tokens)
         return chunks
 
-    def _most_tokens(self, rows: list[_Row], batch: DecodeBatch, tokens: RowTokens) -> int:
-        """While rows decode, the prompt tokens that the step is worth (see step_costs.py)."""
+    def _max_tokens(self, rows: list[_Row], batch: DecodeBatch, tokens: RowTokens) -> int:
+        """Return the prompt tokens that do not delay decoding rows too long (see step_costs.py)."""
         state, num_rows = self.state, len(batch.slots)
         if not num_rows:
             return state.config.step_budget_tokens
@@ -71,7 +73,7 @@ class PrefillScheduler:
         return state.step_costs.chunk(num_rows + tokens.total_drafts, pairs, context, target_s)
 
     def _rows(self) -> list[_Row]:
-        """Return the rows that prefill, in the order in which they are served."""
+        """Return the rows that prefill, in the order in which they are served in this step."""
         rows = []
         for slot in self.state.prefilling:
             sequence = self.state.owners[slot]
@@ -79,26 +81,28 @@ class PrefillScheduler:
             if not sequence.pending_preemption:
                 rows.append(_Row(slot, sequence, self._remaining(slot)))
         if len(rows) > 1:
-            rows.sort(key=lambda row: (self._level(row.sequence), self._turn(row)))
+            rows.sort(key=lambda row: (self._level(row.sequence), self._length_key(row)))
         return rows
 
     @staticmethod
-    def _turn(row: _Row) -> int:
+    def _length_key(row: _Row) -> int:
         return 0 if row.is_due else row.remaining_tokens
 
     def _level(self, sequence: Sequence) -> float:
-        """Return what no sequence of a higher value overtakes."""
+        """Return the priority level; no row overtakes one of a lower level."""
         return sequence.rank[0] if self.state.config.queue_policy == "priority" else 0.0
 
     def _remaining(self, slot: int) -> int:
-        left = int(self.state.table.num_uncomputed_tokens[slot])
-        for flight in self.state.flights:  # exact, since a prefilling row drafts nothing
-            left -= int(flight.plan.query_lens[flight.plan.slots == slot].sum())
-        return left
+        """Return the tokens that neither committed steps nor plans in flight compute."""
+        remaining = int(self.state.table.num_uncomputed_tokens[slot])
+        for step in self.state.in_flight:  # exact, since a prefilling row drafts nothing
+            remaining -= int(step.plan.query_lens[step.plan.slots == slot].sum())
+        return remaining
 
     def _serve(self, row: _Row, budget_tokens: int) -> Chunk:
-        left = row.remaining_tokens
-        chunk = Chunk(row.slot, min(left, budget_tokens), last=left <= budget_tokens)
+        """Return the next chunk of a row, and count its tokens for the rows that it overtakes."""
+        remaining = row.remaining_tokens
+        chunk = Chunk(row.slot, min(remaining, budget_tokens), last=remaining <= budget_tokens)
         for slot in self.state.prefilling:  # in order of admission
             if slot == row.slot:
                 break
@@ -108,24 +112,24 @@ class PrefillScheduler:
         return chunk
 
     def _admit(self, budget_tokens: int, before: _Row | None = None) -> list[Chunk]:
-        """Admit waiting sequences, in service order (see scheduler.py), and return their chunks;
-        `before`: only those that are served before this row."""
+        """Admit waiting sequences in service order, and return their chunks. With `before`, admit
+        only sequences that overtake this row."""
         state, pool = self.state, self.state.pool
         chunks: list[Chunk] = []
-        cached = False  # what running sequences have completed
+        cached = False  # the completed blocks of running sequences are in the prefix cache
         for sequence in list(state.waiting) if budget_tokens > 0 else ():
             if budget_tokens <= 0 or not state.table.num_free:
                 break
             if before is not None and not self._overtakes(sequence, before):
                 break
-            # The last known token is always computed: its logits are wanted.
+            # The last known token is always computed, because its logits are needed.
             may_hit = state.config.prefix_cache and not sequence.computes_prompt
-            most = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
-            match = pool.match(sequence.tokens, most, sequence.root)
-            if may_hit and not cached and state.may_lengthen(match, sequence.root):
+            max_hits = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
+            match = pool.match(sequence.tokens, max_hits, sequence.root)
+            if may_hit and not cached and state.may_match_more(match, sequence.root):
                 cached = True
                 state.cache_completed_blocks()
-                match = pool.match(sequence.tokens, most, sequence.root)
+                match = pool.match(sequence.tokens, max_hits, sequence.root)
             if match.promised:
                 continue
             fresh = state.blocks_to_admit(sequence) - len(match.blocks)

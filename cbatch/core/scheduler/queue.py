@@ -1,10 +1,10 @@
-"""The waiting queue: one order, fixed when a request arrives.
+"""The waiting queue, in an order that is fixed when a request arrives.
 
-Ageing lowers every waiting request's key by the same rate times the time it has waited, so the
-*difference* of two keys never changes, and `static key = base + rate * arrival time` sorts the same
-at every moment. Nothing is re-sorted while requests wait.
+Ageing subtracts rate * waiting time from the key of every waiting request, so the *difference* of
+two keys never changes. `static key = base + rate * arrival time` gives the same order at any time,
+and waiting requests are never sorted again.
 
-Preempted requests go before all others: they were admitted once, and their tokens are paid for.
+Preempted requests go before all others: their tokens were computed once already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULT_AGEING_PER_S = {"fcfs": 0.0, "priority": 0.0, "shortest": 64.0}
 def rank_request(
     policy: QueuePolicy, ageing_per_s: float | None, request: Request, arrival: int, now_s: float
 ) -> Rank:
-    """The request's place in line: `arrival` counts requests, `now_s` is its time of arrival."""
+    """Return the sort key of a request: `arrival` is its number, `now_s` its time of arrival."""
     ageing = _DEFAULT_AGEING_PER_S[policy] if ageing_per_s is None else ageing_per_s
     if policy == "priority":
         return (request.priority + ageing * now_s, arrival)
@@ -50,16 +50,16 @@ class WaitingQueue(Generic[T]):
 
     def push(self, item: T, rank: Rank, *, preempted: bool = False) -> None:
         key = (not preempted, rank)
-        at = bisect.bisect_left(self._keys, key)
-        self._keys.insert(at, key)
-        self._items.insert(at, item)
+        index = bisect.bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._items.insert(index, item)
 
     def remove(self, rank: Rank) -> T:
-        """Take the item with this rank out; it is in the queue."""
+        """Remove and return the item with this rank. Raises `KeyError` if there is none."""
         for not_preempted in (False, True):
             key = (not_preempted, rank)
-            at = bisect.bisect_left(self._keys, key)
-            if at < len(self._keys) and self._keys[at] == key:
-                del self._keys[at]
-                return self._items.pop(at)
+            index = bisect.bisect_left(self._keys, key)
+            if index < len(self._keys) and self._keys[index] == key:
+                del self._keys[index]
+                return self._items.pop(index)
         raise KeyError(rank)

@@ -1,16 +1,16 @@
 """The iteration-level scheduler: `plan`, run elsewhere, `commit`.
 
-Each step packs, within a budget of tokens, one token for every decoding sequence, the drafts that
-the lookahead policy asks for, chunks of the prompts that are still prefilling, and new requests.
-A plan may be made while one earlier plan is uncommitted (overlap); reservations then cover both.
+A step has, within a token budget: one token of every decoding sequence, the drafts that the
+lookahead policy chooses, chunks of prompts, and new requests. A plan may be made while one earlier
+plan is uncommitted (overlap); then the reserved blocks suffice for both.
 
-Admission: requests enter in service order (see queue.py), only if blocks for all known tokens and
-a decode reserve are available, preempted ones first; the first that does not fit holds back those
-behind it. One whose next prefix block is being computed by a running sequence waits for it, and
-lets others pass. Preemption recomputes; the victim rule is in preemption.py.
+Requests are admitted in service order (see queue.py), preempted ones first. Admission needs blocks
+for all known tokens and a decode reserve. The first request that does not fit blocks the requests
+after it. A request whose next prefix block is being computed by a running sequence waits for that
+block, and lets others overtake it. A preempted sequence is recomputed; preemption.py chooses it.
 
-It has no clock, no randomness and no other input than the calls below, in their order: `log`
-receives each as an event, and replaying the events reproduces every decision.
+The scheduler has no clock, no randomness and no input but the calls of its methods. `log` receives
+each call as an event, and replaying the events reproduces every decision.
 """
 
 from __future__ import annotations
@@ -41,26 +41,30 @@ from cbatch.core.scheduler.recorded_pool import CacheChange, RecordedBlockPool
 from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.state import SchedulerState
 
-MAX_IN_FLIGHT = 2  # the plan being run, and one made meanwhile
+MAX_IN_FLIGHT = 2  # plans: one that runs, and one that is made meanwhile
 
 
 class Scheduler:
+    """Plans steps and commits their results. `log` receives every input as an event."""
+
     def __init__(self, config: SchedulerConfig, log: Callable[[Event], None] | None = None) -> None:
         self.config = config
         self._state = SchedulerState(config)
         self._planner = Planner(self._state)
         self._committer = Committer(self._state)
         self._log = log
-        self._checked: SamplingParams | None = None  # the last, which a call's choices share
+        self._checked: SamplingParams | None = (
+            None  # last valid ones; choices of a request share it
+        )
         if log:
             log(Configured(config))
 
     # ---- requests -----------------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float, output: tuple[int, ...] = ()) -> None:
-        """Accept a request. `output` are the tokens that it was given elsewhere (an engine that is
-        no more): it goes on after them, at the head of the queue as if it had been preempted.
-        Raises `FieldError` or `RefusedError`; then nothing was added."""
+        """Accept a request. A resumed request has `output`, the tokens from an engine that died; it
+        continues after them, and goes to the head of the queue like a preempted one. Raises
+        `FieldError` or `RefusedError`; then nothing was added."""
         if request.request_id in self._state.sequences:
             raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
         if request.params is not self._checked:
@@ -70,23 +74,24 @@ class Scheduler:
         if self._log:
             self._log(Added(request, now_s, output))
         if not self._state.sequences:
-            self._state.last_commit_s = None  # the time since then was no step's
+            self._state.last_commit_s = None  # the engine was idle since
         self._state.enqueue(request, tokens, now_s)
 
     def cancel(self, request_id: str, now_s: float) -> bool:
-        """End it as CANCELLED, waiting or running; False if it is unknown or has ended."""
+        """End a waiting or running request as CANCELLED. Return False if it is unknown or ended."""
         if self._log:
             self._log(Cancelled(request_id, now_s))
         return self._end(request_id, FinishReason.CANCELLED)
 
     def finish(self, request_id: str, keep_tokens: int, now_s: float) -> bool:
-        """The text side found a stop string: the output is its first `keep_tokens` tokens."""
+        """End a request as STOP, because its text has a stop string. Its output is cut to
+        `keep_tokens` tokens. Return False if it is unknown or ended."""
         if self._log:
             self._log(TextFinished(request_id, keep_tokens, now_s))
         return self._end(request_id, FinishReason.STOP, keep_tokens=keep_tokens)
 
     def fail(self, request_id: str, message: str, now_s: float) -> bool:
-        """End it as ERROR; the message is for its client."""
+        """End a request as ERROR, with a message for its client. Return False as `cancel` does."""
         if self._log:
             self._log(Failed(request_id, message, now_s))
         return self._end(request_id, FinishReason.ERROR, message=message)
@@ -94,8 +99,9 @@ class Scheduler:
     # ---- steps --------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """The next step, or None if nothing can run now."""
-        if len(self._state.flights) >= MAX_IN_FLIGHT:
+        """Return the next step, or None if nothing can run now. Raises `RuntimeError` if
+        `MAX_IN_FLIGHT` plans are uncommitted."""
+        if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
             self._log(Planned(now_s))
@@ -105,38 +111,39 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> Commit:
-        """Take in the result of the oldest plan in flight. Raises ValueError if it is not its."""
+        """Apply the result of the oldest plan in flight, and return what it added. Raises
+        `ValueError` for the result of another plan."""
         if self._log:
-            # Log probabilities pass through and decide nothing: the log does without them.
+            # Log probabilities do not affect decisions, so the log has none.
             logged = structs.replace(result, logprobs=()) if result.logprobs else result
             self._log(Committed(logged, now_s))
         commit = self._committer.commit(result, now_s)
-        if self.config.kv_events:  # those who follow the cache do not wait for a lookup
+        if self.config.kv_events:  # events report blocks at once, not only at the next lookup
             self._state.cache_completed_blocks()
         return commit
 
     def executor_reset(self, now_s: float) -> None:
-        """The executor lost its state: plans in flight are void, running requests go back to the
-        head of the queue with their tokens, the prefix cache is empty, and the next plan's deltas
-        are the full snapshot."""
+        """Restart after the executor lost its state. Plans in flight are dropped, running requests
+        return to the head of the queue with their tokens, the prefix cache is cleared, and the next
+        plan is a full snapshot."""
         if self._log:
             self._log(ExecutorReset(now_s))
         self._state.reset_executor()
         self._state.stats.executor_resets += 1
 
     def take_finished(self) -> tuple[Finished, ...]:
-        """Endings that no commit has delivered yet."""
+        """Return the endings that no commit has reported yet."""
         finished = tuple(self._state.finished)
         self._state.finished = []
         return finished
 
     def take_cache_changes(self) -> list[CacheChange]:
-        """What has entered and left the prefix cache since the last call, in order, if the
-        configuration has it recorded (`kv_events`)."""
+        """Return what entered and left the prefix cache since the last call, in order; nothing
+        without `kv_events` in the configuration."""
         pool = self._state.pool
         return pool.take_changes() if isinstance(pool, RecordedBlockPool) else []
 
-    # ---- what can be seen ---------------------------------------------------------------------
+    # ---- observation --------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -152,17 +159,17 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._state.flights)
+        return len(self._state.in_flight)
 
     @property
     def prompt_token_s(self) -> float:
-        """The estimated seconds per prompt token at the present load; 0: not known yet."""
+        """Return the estimated seconds per prompt token at the present load; 0 if unknown."""
         state = self._state
         return state.step_costs.prompt_token_s(len(state.decoding), self.config.step_budget_tokens)
 
     @property
     def remaining_prompt_tokens(self) -> int:
-        """Tokens of prefilling rows that no committed step has computed."""
+        """Return the tokens of prefilling rows that no committed step has computed."""
         state = self._state
         return int(state.table.num_uncomputed_tokens[state.prefilling].sum())
 
@@ -172,7 +179,7 @@ class Scheduler:
 
     @property
     def state(self) -> SchedulerState:
-        """For reading only: tests, metrics and pages look at it."""
+        """Return the state, read-only, for tests, metrics and the live page."""
         return self._state
 
     # ---- inside -------------------------------------------------------------------------------
@@ -192,18 +199,18 @@ class Scheduler:
         return True
 
     def check(self) -> None:
-        """Every invariant between the calls above; raises AssertionError."""
+        """Raise `AssertionError` if an invariant that holds between calls is violated."""
         state, table = self._state, self._state.table
         state.pool.check()
         references = np.zeros(state.pool.num_blocks, dtype=np.int32)
-        held = [slot for flight in state.flights for slot in flight.held_slots]
+        leaving = [slot for step in state.in_flight for slot in step.slots_to_free]
         running = [owner for owner in state.owners if owner is not None]
-        for slot in [*held, *(owner.slot for owner in running if owner.slot is not None)]:
+        for slot in [*leaving, *(owner.slot for owner in running if owner.slot is not None)]:
             references[state.block_row(slot)] += 1
         assert (references == state.pool.ref_counts).all(), "references and tables disagree"
         slots = sorted([*state.prefilling, *state.decoding])
         assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
-        assert len(slots) + len(held) + table.num_free == self.config.max_slots
+        assert len(slots) + len(leaving) + table.num_free == self.config.max_slots
         assert len(running) + len(state.waiting) == len(state.sequences)
         for owner in running:
             self._check_row(owner)
@@ -216,11 +223,11 @@ class Scheduler:
         tokens, kv_len = int(table.num_tokens[slot]), table.kv_len(slot)
         assert owner.num_prompt_tokens <= tokens < owner.max_total_tokens
         assert 0 <= table.draft_kv[slot] <= kv_len <= tokens - 1
-        flights = [flight.plan for flight in state.flights]
-        flying = [plan.query_lens[plan.slots == slot].sum() for plan in flights]
-        used_tokens = min(kv_len + int(sum(flying)), owner.max_total_tokens)
+        plans = [step.plan for step in state.in_flight]
+        pending_tokens = [plan.query_lens[plan.slots == slot].sum() for plan in plans]
+        used_tokens = min(kv_len + int(sum(pending_tokens)), owner.max_total_tokens)
         assert used_tokens <= table.capacity[slot], "computes beyond its blocks"
-        if slot in state.decoding and not any(flying):
+        if slot in state.decoding and not any(pending_tokens):
             assert kv_len == tokens - 1, f"kv_len {kv_len}, but {tokens} tokens are known"
         kept_tokens = max(used_tokens, int(table.reserved_tokens[slot]))
         spare_tokens = int(table.capacity[slot]) - kept_tokens

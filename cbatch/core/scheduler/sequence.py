@@ -1,4 +1,4 @@
-"""A request on its way through the scheduler, and what the scheduler says about it."""
+"""The scheduler's record of a request, the result of a commit, and statistics."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cbatch.core.scheduler.queue import Rank
 
 
 class Sequence(msgspec.Struct, eq=False):
-    """An accepted request. Tokens and estimator live in the slot table while it runs, here while it
-    waits, so they survive the loss of its slot."""
+    """An accepted request. While it runs, its tokens are in the slot table and its acceptance
+    estimate in the policy; while it waits, both are here."""
 
     request: Request
     rank: Rank
-    root: Node  # of the prefix cache, by its salt
+    root: Node  # of the prefix cache, by the request's salt
     stop_ids: tuple[int, ...]
-    min_total_tokens: int  # a stop id at an earlier position does not end it
+    min_total_tokens: int  # a stop id at an earlier position does not end the request
     max_total_tokens: int
-    tokens: np.ndarray  # int32, known tokens at the last moment it waited
-    carried: tuple[float, float] | None = None  # what the lookahead policy remembers of it
+    tokens: np.ndarray  # int32, known tokens when it last waited
+    carried: tuple[float, float] | None = None  # state of the lookahead policy while it waits
     slot: int | None = None
-    chain_end: Node = ROOT  # in the prefix cache, of its last named block
-    chain_blocks: int = 0  # blocks that have been named, promised or ready
+    last_node: Node = ROOT  # in the prefix cache, of the last block that has a node
+    num_nodes: int = 0  # leading blocks that have nodes, promised or ready
     tokens_at_admission: int = 0
-    overtaken_tokens: int = 0  # of later prompts, computed since while this one waited
+    overtaken_tokens: int = 0  # of later prompts that were computed while this one prefills
     preemptions: int = 0
-    pending_preemption: bool = False  # chosen as a victim; leaves once its plan in flight commits
+    pending_preemption: bool = False  # to be preempted when its plan in flight commits
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -39,18 +39,21 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def computes_prompt(self) -> bool:
-        """Every position of the prompt is to be computed, whatever the prefix cache holds: its log
-        probabilities are wanted. With an output they have been reported."""
-        wanted = self.request.params.wants_prompt(self.request.choice)
-        return wanted and len(self.tokens) == self.num_prompt_tokens
+        """True if every position of the prompt must be computed, without prefix hits, for the log
+        probabilities of the prompt. Once there is an output they have been reported."""
+        requested = self.request.params.wants_prompt(self.request.choice)
+        return requested and len(self.tokens) == self.num_prompt_tokens
 
     def draft_limits(self, config: SchedulerConfig) -> tuple[int, int]:
-        """How many tokens may be known before a step, for it to draft, and for the draft model to
-        catch up. With n known a row drafts at most the first less n: its last token is never a
-        draft's successor, and the draft model reads no position beyond its own context. Behind
-        other drafters it seldom has its turn: what it then lacks would mostly be paid in vain."""
-        asked, context = self.request.params.drafter, config.draft_context_tokens
-        chain = config.default_chain if asked is None else asked
+        """Return `lookahead_end` and `catch_up_end` of the slot table.
+
+        With n known tokens a row drafts at most `lookahead_end` - n: a token is sampled after the
+        drafts, and the draft model reads no position beyond its context. Catch-up is planned while
+        n <= `catch_up_end`. It is 0 if the draft model is only the fallback of a lookup, because it
+        would seldom use what it caught up on.
+        """
+        requested, context = self.request.params.drafter, config.draft_context_tokens
+        chain = config.default_chain if requested is None else requested
         end = self.max_total_tokens - 1
         if context is None or not chain or chain[0] != MODEL:
             return end, 0
@@ -58,26 +61,26 @@ class Sequence(msgspec.Struct, eq=False):
 
 
 class Finished(Ending, frozen=True, kw_only=True):
-    """`output` is every token that counts, int32."""
+    """The end of a request, with its whole output, int32, after every cut."""
 
     output: np.ndarray
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """What a step added. `finished` also holds endings since the previous commit."""
+    """New tokens of a step by row, and the requests that ended since the previous commit."""
 
     step_id: int
     owners: list[Sequence]
     tokens: np.ndarray  # int32, as the executor returned them for these rows
     row_splits: np.ndarray  # int32 [rows + 1] into `tokens`
-    counts: np.ndarray  # int32 [rows], how many of a row's tokens count, after every cut
+    counts: np.ndarray  # int32 [rows], the row's tokens that remain after every cut
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     finished: tuple[Finished, ...]
-    logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()  # by request id; cut nowhere
+    logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()  # by request id; of cut tokens, too
 
     def updates(self) -> list[OutputRow]:
-        """Of each row that added tokens."""
+        """Return the output of each row that added tokens."""
         tokens = self.tokens.tolist()
         rows = zip(
             self.owners,
@@ -102,8 +105,8 @@ class SchedulerStats(msgspec.Struct):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0  # of every admission
-    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
+    prompt_tokens: int = 0  # known tokens at admission, also after a preemption
+    prefix_hit_tokens: int = 0  # of `prompt_tokens`, those in the prefix cache
     executor_resets: int = 0
-    draft_s: float = 0.0  # as the executor measured them
-    target_s: float = 0.0
+    draft_s: float = 0.0  # measured by the executor
+    target_s: float = 0.0  # measured by the executor

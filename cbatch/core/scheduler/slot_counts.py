@@ -1,7 +1,6 @@
-"""The composition of steps, read off their plans alone.
+"""The composition of steps, computed from their plans.
 
-Plain numbers in lists: up to some two hundred rows that is faster than arrays, whose every
-operation costs as much as dozens of additions.
+Counts are in lists: up to some two hundred rows they are faster than numpy arrays.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from cbatch.core.scheduler.plan import NewSequence, StepPlan
 
 
 class SlotCounts:
-    """By slot: the known tokens of its request, and how many of these are not in KV."""
+    """Token counts of each slot, which follow the plans and results of an executor."""
 
     def __init__(self, max_slots: int) -> None:
-        self.num_tokens = [0] * max_slots
-        self.num_uncomputed = [0] * max_slots
+        self.num_tokens = [0] * max_slots  # known tokens
+        self.num_uncomputed = [0] * max_slots  # known tokens that are not in KV
         self._since_prefill = 0  # steps after the last chunk
         self._idle_s = 0.0
 
@@ -26,16 +25,16 @@ class SlotCounts:
         self.num_uncomputed[admission.slot] = len(admission.tokens) - admission.kv_len_tokens
 
     def idle(self, seconds: float) -> None:
-        """Note that nothing has run for so long."""
+        """Record `seconds` of idle time before the next step."""
         self._idle_s = seconds
 
     def known(self, slots: list[int]) -> list[int]:
-        """Return the known tokens of each."""
+        """Return the number of known tokens of each slot."""
         return [self.num_tokens[slot] for slot in slots]
 
     def work(self, plan: StepPlan, num_drafts: np.ndarray) -> StepWork:
-        """Return the composition of the next step, in which the rows draft `num_drafts` of what was
-        planned. A row decodes if one of its known tokens is not in KV."""
+        """Return the composition of the next step, in which rows draft `num_drafts` of the planned
+        drafts. A row decodes if exactly one known token is not in KV."""
         slots, drafts = plan.slots.tolist(), num_drafts.tolist()
         known, uncomputed = self.known(slots), [self.num_uncomputed[slot] for slot in slots]
         rows, decodes, depth = len(slots), uncomputed.count(1), max(drafts)
@@ -45,7 +44,7 @@ class SlotCounts:
         work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
         self._idle_s *= IDLE_LEFT
         work.ingested_tokens = sum(plan.catch_up.tolist())
-        # The leading rows that decode without drafts: they read all that they know.
+        # The leading rows that decode without drafts; each reads all its known tokens.
         plain = decodes if not depth and uncomputed[:decodes].count(1) == decodes else 0
         if plain == rows:
             work.target_tokens = work.logit_tokens = rows
@@ -77,12 +76,12 @@ class SlotCounts:
         return work
 
     def advance(self, plan: StepPlan, accepted: np.ndarray, emitted: np.ndarray) -> None:
-        """Move the tokens of a chunk into KV, and of a decode those it emitted, so that one stays
-        to compute."""
-        computed = plan.query_lens
+        """Update the counts by the result of a step: accepted drafts and emitted tokens per row. A
+        decoding row emits as many tokens as it adds to KV, so that one stays uncomputed."""
+        added_to_kv = plan.query_lens
         if accepted is not plan.num_drafts:
-            computed = computed - plan.num_drafts + accepted
-        rows = zip(plan.slots.tolist(), emitted.tolist(), computed.tolist(), strict=True)
-        for slot, new, moved in rows:
+            added_to_kv = added_to_kv - plan.num_drafts + accepted
+        rows = zip(plan.slots.tolist(), emitted.tolist(), added_to_kv.tolist(), strict=True)
+        for slot, new, computed in rows:
             self.num_tokens[slot] += new
-            self.num_uncomputed[slot] += new - moved
+            self.num_uncomputed[slot] += new - computed

@@ -1,4 +1,4 @@
-"""The slot table: the state of every running sequence as a struct of arrays, one row a slot."""
+"""The slot table: the state of every running sequence as a struct of arrays, a row per slot."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import heapq
 import numpy as np
 
 _INITIAL_WIDTH_TOKENS = 256
-# A Python number costs an array operation a conversion.
+# As arrays, because numpy must convert a Python number in each operation.
 ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
 
 
 def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
-    """`column[rows] += by`, without the second copy that numpy makes of a slice."""
+    """Do `column[rows] += by`, without the copy that numpy makes of a slice."""
     if isinstance(rows, slice):
         view = column[rows]
         view += by
@@ -21,11 +21,10 @@ def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) 
 
 
 class SlotTable:
-    """Row i belongs to the sequence in slot i. All counts are in tokens, of committed steps only:
-    what plans in flight will add is read off those plans.
+    """State by slot. All counts are in tokens, and exclude plans in flight.
 
-    A decoding sequence has one known token that is not in KV, so its step changes `num_tokens` and
-    nothing else here; the counts of KV positions are derived.
+    A decoding sequence has exactly one known token that is not in KV. So its step changes
+    `num_tokens` and no other column; the number of KV positions is derived.
     """
 
     def __init__(self, max_slots: int, max_blocks_per_sequence: int) -> None:
@@ -33,18 +32,18 @@ class SlotTable:
             return np.zeros(max_slots, dtype=dtype)
 
         self.generation = column()
-        self.num_tokens = column()  # known: prompt and output
-        # Of these not in KV: 1 while it decodes, more while it prefills.
+        self.num_tokens = column()  # known tokens: prompt and output
+        # Known tokens that are not in KV: 1 while it decodes, more while it prefills.
         self.num_uncomputed_tokens = column()
-        self.draft_kv = column()  # positions in the draft's KV: steps without drafts leave it alone
-        self.max_total = column()  # prompt + max_tokens, cut to what fits
-        self.max_lookahead = column()
-        self.lookahead_end = column()  # no draft beyond this many known tokens
-        self.catch_up_end = column()  # nor is catch-up planned beyond this many
-        self.capacity = column()  # positions that its blocks can hold
-        self.reserved_tokens = column()  # capacity since admission, never given back as a tail
-        self.num_cached_tokens = column()  # leading positions whose blocks are open to others
-        # Constants, of which plans share the first so many.
+        self.draft_kv = column()  # valid positions in the draft model's KV
+        self.max_total = column()  # prompt + max_tokens, cut to context and pool
+        self.max_lookahead = column()  # most drafts a step
+        self.lookahead_end = column()  # most known tokens and drafts together
+        self.catch_up_end = column()  # most known tokens at which catch-up is planned
+        self.capacity = column()  # positions in its blocks
+        self.reserved_tokens = column()  # capacity at admission, which is not given back before
+        self.num_cached_tokens = column()  # leading positions in ready blocks of the prefix cache
+        # Constants; plans use slices of them.
         self.zeros, self.ones = column(), column() + ONE
         self.trues = np.ones(max_slots, dtype=np.bool_)
         self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
@@ -52,7 +51,7 @@ class SlotTable:
         self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
 
     def kv_len(self, slot: int) -> int:
-        """Valid target positions."""
+        """Return the number of valid positions in the target's KV."""
         return int(self.num_tokens[slot]) - int(self.num_uncomputed_tokens[slot])
 
     @property
@@ -63,11 +62,11 @@ class SlotTable:
         return heapq.heappop(self._free_slots)
 
     def free_slot(self, slot: int) -> None:
-        """The lowest free slot is taken next, which keeps running rows together."""
+        """Free a slot. The lowest free slot is taken next, so that running rows are adjacent."""
         heapq.heappush(self._free_slots, slot)
 
     def ensure_width(self, tokens: int) -> None:
-        """Make room for sequences of that many tokens; the width doubles, so it rarely grows."""
+        """Make rows at least `tokens` tokens long. The length doubles, so that it rarely grows."""
         width = self.tokens.shape[1]
         if tokens <= width:
             return
@@ -78,10 +77,10 @@ class SlotTable:
         self._set_tokens(wider)
 
     def token_row(self, slot: int) -> np.ndarray:
-        """The known tokens of a sequence, a view."""
+        """Return the known tokens of a sequence, as a view."""
         return self.tokens[slot, : self.num_tokens[slot]]
 
     def _set_tokens(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
-        self.flat_tokens = tokens.reshape(-1)  # the same memory, and where each row starts in it
-        self.row_start = np.arange(0, tokens.size, tokens.shape[1])
+        self.flat_tokens = tokens.reshape(-1)  # a view
+        self.row_start = np.arange(0, tokens.size, tokens.shape[1])  # of each slot, in the view

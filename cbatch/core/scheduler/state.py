@@ -1,4 +1,4 @@
-"""The scheduler's state, and the only place that changes who holds which slot and which blocks."""
+"""The scheduler's state. No other file assigns slots and blocks to sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.decode_batch import DecodeBatch, Flight
+from cbatch.core.scheduler.decode_batch import DecodeBatch, InFlightStep
 from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
@@ -26,7 +26,7 @@ NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
 
 
 class SchedulerState:
-    """Queue, slots, blocks and plans in flight. Methods apply decisions; they decide nothing."""
+    """Queue, slots, blocks and plans in flight. Planner and committer decide; methods apply."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -39,11 +39,11 @@ class SchedulerState:
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
         self.owners: list[Sequence | None] = [None] * config.max_slots
         self.prefilling: list[int] = []  # slots, in order of admission
-        self.decoding: list[int] = []  # slots, ascending; the others that run
-        self.cached_batch: DecodeBatch | None = None  # None: `decoding` has changed since
-        self.flights: list[Flight] = []  # at most two, oldest first
+        self.decoding: list[int] = []  # slots, ascending
+        self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: that has changed
+        self.in_flight: list[InFlightStep] = []  # at most two, oldest first
         self.pending_preemption: list[Sequence] = []
-        self.last_commit_s: float | None = None  # None: there was nothing to do since
+        self.last_commit_s: float | None = None  # None: the engine was idle since
         self.finished: list[Finished] = []
         self.stats = SchedulerStats()
         self.policy = build_policy(
@@ -51,22 +51,22 @@ class SchedulerState:
             PolicyLimits(config.max_slots, config.step_budget_tokens, config.cost_profile),
         )
         self.step_costs = StepCosts(config.step_budget_tokens, config.prompt_share)
-        # Whether there is a draft's KV to keep count of.
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
-        # A reserve of at least a block makes every sequence gain one between two preemptions.
+        # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
         self.stop_union = _NONE  # stop ids of all running sequences
-        self._stop_counts: dict[int, int] = {}
-        self._arrivals = 0
-        self._reset = True  # the executor has been told nothing yet
+        self._stop_counts: dict[int, int] = {}  # running sequences by stop id
+        self._arrivals = 0  # number of requests so far
+        # Deltas of the next plan. At first it is a full snapshot.
+        self._reset = True
         self._released: list[int] = []
         self._new_sequences: list[NewSequence] = []
-        self._appended = _NOTHING_APPENDED  # slots, indices, blocks; once a plan at most
+        self._appended = _NOTHING_APPENDED  # slots, indices, blocks
 
-    # ---- a request's way ----------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------
 
     def enqueue(self, request: Request, tokens: np.ndarray, now_s: float) -> None:
-        """`tokens`, int32: those of the prompt, and of an output if it has one already."""
+        """Add a request to the queue; `tokens`, int32, are its prompt and its output so far."""
         config, params = self.config, request.params
         rank = rank_request(
             config.queue_policy, config.ageing_per_s, request, self._arrivals, now_s
@@ -87,12 +87,12 @@ class SchedulerState:
         self.waiting.push(sequence, rank, preempted=len(tokens) > prompt_tokens)
 
     def blocks_to_admit(self, sequence: Sequence) -> int:
-        """Blocks it holds once admitted: all known tokens and the decode reserve."""
+        """Return the blocks for all known tokens and the decode reserve."""
         tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
         return self.pool.num_blocks_for(tokens)
 
     def admit(self, sequence: Sequence, match: Match) -> int:
-        """Move a waiting sequence into a slot, on top of its prefix hit; returns the slot."""
+        """Move a waiting sequence, whose cached prefix is `match`, into a slot. Return the slot."""
         table, pool = self.table, self.pool
         self.waiting.remove(sequence.rank)
         slot = table.take_slot()
@@ -104,20 +104,20 @@ class SchedulerState:
         blocks[hits:] = pool.allocate(total_blocks - hits)
         tokens = sequence.tokens
         kv_len = hits * pool.block_size
-        drafted = pool.draft_valid[blocks[:hits]].tolist()
-        draft_blocks = drafted.index(False) if False in drafted else hits
+        draft_valid = pool.draft_valid[blocks[:hits]].tolist()
+        draft_hits = draft_valid.index(False) if False in draft_valid else hits
         table.ensure_width(sequence.max_total_tokens)
         table.tokens[slot, : len(tokens)] = tokens
         table.blocks[slot, :total_blocks] = blocks
-        most, cap = self.policy.max_depth, sequence.request.params.max_lookahead
+        max_depth, cap = self.policy.max_depth, sequence.request.params.max_lookahead
         lookahead_end, catch_up_end = sequence.draft_limits(self.config)
         for column, value in (
             (table.num_tokens, len(tokens)),
             (table.num_uncomputed_tokens, len(tokens) - kv_len),
-            (table.draft_kv, draft_blocks * pool.block_size),
+            (table.draft_kv, draft_hits * pool.block_size),
             (table.num_cached_tokens, kv_len),
             (table.max_total, sequence.max_total_tokens),
-            (table.max_lookahead, most if cap is None else min(cap, most)),
+            (table.max_lookahead, max_depth if cap is None else min(cap, max_depth)),
             (table.lookahead_end, lookahead_end),
             (table.catch_up_end, catch_up_end),
             (table.capacity, total_blocks * pool.block_size),
@@ -127,9 +127,9 @@ class SchedulerState:
         self.policy.enter(slot, sequence.carried)
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
-        sequence.chain_end, sequence.chain_blocks = match.node, hits
+        sequence.last_node, sequence.num_nodes = match.node, hits
         if self.config.prefix_cache:
-            self._name_blocks(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
+            self._add_nodes(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
@@ -139,7 +139,7 @@ class SchedulerState:
         return slot
 
     def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
-        """What the executor is told of a sequence that has just entered `slot`."""
+        """Return the message to the executor about a sequence that has just entered `slot`."""
         table, request = self.table, sequence.request
         return NewSequence(
             slot=slot,
@@ -158,14 +158,14 @@ class SchedulerState:
         )
 
     def start_decoding(self, slot: int) -> None:
-        """Its last chunk is planned; from the next step on it has one token to compute."""
+        """Turn a prefilling slot, whose last chunk is planned, into a decoding one."""
         self.prefilling.remove(slot)
         self.decoding.append(slot)
         self.decoding.sort()
         self.cached_batch = None
 
     def decode_batch(self) -> DecodeBatch:
-        """All rows that decode: the same object as long as their set is."""
+        """Return the batch of all decoding rows: the same object until their set changes."""
         if self.cached_batch is None:
             self.cached_batch = self.batch_of(self.decoding)
         return self.cached_batch
@@ -181,17 +181,17 @@ class SchedulerState:
         return cast("list[Sequence]", [self.owners[slot] for slot in slots])
 
     def may_end(self, drafts: int) -> bool:
-        """Whether the step that commits, with so many drafts in all, may be the last of a decoding
-        row."""
-        batch, most_emitted = self.cached_batch, 1 + min(drafts, self.policy.max_depth)
+        """Return whether a decoding row may reach its last token in the step that commits, which
+        planned `drafts` drafts. Called once a commit, because it updates the batch's bound."""
+        batch, max_emitted = self.cached_batch, 1 + min(drafts, self.policy.max_depth)
         if batch is None:
             return True
-        near_end = batch.near_end(self.table, most_emitted)
-        batch.tokens_until_end -= most_emitted
+        near_end = batch.near_end(self.table, max_emitted)
+        batch.tokens_until_end -= max_emitted
         return near_end
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, tokens and estimator kept, blocks released."""
+        """Move a sequence to the head of the queue, without its blocks."""
         assert sequence.slot is not None
         sequence.tokens = self.table.token_row(sequence.slot).copy()
         sequence.preemptions += 1
@@ -208,13 +208,13 @@ class SchedulerState:
         keep_tokens: int | None = None,
         message: str | None = None,
     ) -> None:
-        """The one end of an accepted request; `keep_tokens` cuts its output."""
+        """End an accepted request, and cut its output to `keep_tokens` tokens, if given."""
         if sequence.slot is None:
             self.waiting.remove(sequence.rank)
             output = sequence.tokens[sequence.num_prompt_tokens :][:keep_tokens]
         else:
-            known = self.table.token_row(sequence.slot)
-            output = known[sequence.num_prompt_tokens :][:keep_tokens].copy()
+            tokens = self.table.token_row(sequence.slot)
+            output = tokens[sequence.num_prompt_tokens :][:keep_tokens].copy()
             self.leave_slot(sequence)
         del self.sequences[sequence.request.request_id]
         self.finished.append(Finished(sequence.request.request_id, reason, message, output=output))
@@ -222,7 +222,7 @@ class SchedulerState:
     # ---- slots and blocks ---------------------------------------------------------------------
 
     def leave_slot(self, sequence: Sequence) -> None:
-        """Void its rows in flight and free slot and blocks, once the last such plan commits."""
+        """Cancel a sequence's rows in flight; free slot and blocks when the last one commits."""
         slot = sequence.slot
         assert slot is not None
         self.cache_blocks(slot)
@@ -236,11 +236,11 @@ class SchedulerState:
             self.decoding.remove(slot)
             self.cached_batch = None
         self._count_stops(sequence, -1)
-        flying = [flight for flight in self.flights if (flight.plan.slots == slot).any()]
-        for flight in flying:
-            flight.void_slots.append(slot)
-        if flying:
-            flying[-1].held_slots.append(slot)
+        steps = [step for step in self.in_flight if (step.plan.slots == slot).any()]
+        for step in steps:
+            step.cancelled_slots.append(slot)
+        if steps:
+            steps[-1].slots_to_free.append(slot)
         else:
             self.free_slot(slot)
 
@@ -251,33 +251,33 @@ class SchedulerState:
         self._released.append(slot)
 
     def block_row(self, slot: int) -> np.ndarray:
-        """The blocks of a sequence by absolute index, a view."""
+        """Return the blocks of a sequence in order of position, as a view."""
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None) -> None:
-        """`give_blocks`, of which the next plan tells the executor."""
-        given = self.give_blocks(slots, counts)
-        self._appended = np.empty((3, len(given[0])), dtype=np.int32)
-        self._appended[0], self._appended[1], self._appended[2] = given
+        """Call `give_blocks`, and report the blocks in the next plan; at most once a plan."""
+        appended = self.give_blocks(slots, counts)
+        self._appended = np.empty((3, len(appended[0])), dtype=np.int32)
+        self._appended[0], self._appended[1], self._appended[2] = appended
 
     def give_blocks(
         self, slots: np.ndarray, counts: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Give `counts[i]` (> 0, None: one each) more blocks to `slots[i]`; int32. The pool has
-        enough. Returns (slot, index, block) of each."""
+        """Give `counts[i]` more blocks (> 0; None: one) to `slots[i]`; the caller has checked that
+        the pool has them. Return slot, index in the slot, and block of each new block."""
         table, size = self.table, self._block_size
-        held = table.capacity[slots]
-        rows, indices = slots, held // size
+        capacity = table.capacity[slots]
+        rows, indices = slots, capacity // size
         if counts is not None:
             rows, indices = _runs(slots, indices, counts)
             size = counts * size
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
-        table.capacity[slots] = held + size
+        table.capacity[slots] = capacity + size
         return rows, indices, blocks
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Take the last `counts[i]` (> 0) reserved and unused blocks back from `slots[i]`."""
+        """Free the last `counts[i]` (> 0) blocks of `slots[i]`, which are reserved and unused."""
         table, size = self.table, self.pool.block_size
         kept = table.capacity[slots] - counts * size
         rows, indices = _runs(slots, kept // size, counts)
@@ -285,31 +285,31 @@ class SchedulerState:
         table.capacity[slots] = kept
 
     def return_appended(self, deltas: Deltas) -> None:
-        """Take back what of the blocks that a plan appended its rows did not come to need. Nothing
-        is in flight, nor was when it was made: no row has got another block since."""
+        """Free the blocks that a plan appended and its rows turned out not to need. Call it only if
+        no other plan was in flight: then no row has another block since."""
         table, size, unused = self.table, self.pool.block_size, []
-        known, capacity = table.num_tokens.item, table.capacity.item
+        num_tokens, capacity = table.num_tokens.item, table.capacity.item
         appended = deltas.append_slots.tolist(), deltas.append_indices.tolist()
         for i, (slot, index) in enumerate(zip(*appended, strict=True)):
-            # It needs room for all it knows but the last token. One that has left holds nothing.
-            if known(slot) - 1 <= index * size < capacity(slot):
+            # KV has all known tokens but the last. A row that has left its slot has no capacity.
+            if num_tokens(slot) - 1 <= index * size < capacity(slot):
                 unused.append(i)
-        for i in reversed(unused):  # of several of one row, the first says what it still holds
+        for i in reversed(unused):  # of several unused blocks of a row the first sets the capacity
             table.capacity[appended[0][i]] = appended[1][i] * size
         if unused:
             self.pool.release_private(deltas.append_blocks[unused])
 
-    def may_lengthen(self, match: Match, root: Node) -> bool:
-        """Whether more might be found once running sequences cache what they have completed: their
-        blocks come after nodes that the match went through, or are those that it stopped at."""
+    def may_match_more(self, match: Match, root: Node) -> bool:
+        """Return whether `cache_completed_blocks` could improve a match: by a promised block, by
+        draft KV that is valid since, or by blocks of a running sequence after a matched node."""
         if match.promised or (match.blocks and self.has_draft_kv):
             return True
-        path = self.pool.uids_of(match.blocks, root)
+        path = self.pool.node_uids(match.blocks, root)
         running = (self.owners[slot] for slot in (*self.decoding, *self.prefilling))
-        return any(owner is not None and owner.chain_end.uid in path for owner in running)
+        return any(owner is not None and owner.last_node.uid in path for owner in running)
 
     def cache_completed_blocks(self) -> None:
-        """For a lookup: cache what running sequences have completed since the last one."""
+        """Cache the blocks that running sequences have completed since the last call."""
         table = self.table
         running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
         kv_len = table.num_tokens[running] - table.num_uncomputed_tokens[running]
@@ -318,33 +318,33 @@ class SchedulerState:
             self.cache_blocks(slot)
 
     def cache_blocks(self, slot: int) -> None:
-        """Put the sequence's complete blocks into the prefix cache, where lookups find them. Nobody
-        can see the difference to doing so after every step: it is done where a lookup might, and
-        when the sequence leaves."""
+        """Put the sequence's complete blocks into the prefix cache. To save time this is not done
+        in every step, but before lookups that might hit them, and when the sequence leaves."""
         table, pool, sequence = self.table, self.pool, self.owners[slot]
         assert sequence is not None
         if not self.config.prefix_cache:
             return
         size = pool.block_size
         first, last = int(table.num_cached_tokens[slot]) // size, table.kv_len(slot) // size
-        if last > max(first, sequence.chain_blocks):
-            blocks = table.blocks[slot, sequence.chain_blocks : last]
-            self._name_blocks(sequence, table.tokens[slot], blocks)
+        if last > max(first, sequence.num_nodes):
+            blocks = table.blocks[slot, sequence.num_nodes : last]
+            self._add_nodes(sequence, table.tokens[slot], blocks)
         pool.mark_ready(table.blocks[slot, first:last])
         table.num_cached_tokens[slot] = max(first, last) * size
         if self.has_draft_kv:
-            drafted_blocks = int(table.draft_kv[slot]) // size
-            assert drafted_blocks >= 0, "the draft's KV is further behind than there is KV"
-            pool.draft_valid[table.blocks[slot, :drafted_blocks]] = True
+            draft_blocks = int(table.draft_kv[slot]) // size
+            assert draft_blocks >= 0, "the draft's KV is further behind than there is KV"
+            pool.draft_valid[table.blocks[slot, :draft_blocks]] = True
 
     def reset_executor(self) -> None:
-        """All KV is lost: every running sequence goes back to the head of the queue."""
+        """Drop plans in flight and the prefix cache, and preempt every running sequence, because
+        the executor lost its state."""
         self.last_commit_s = None
         self.pending_preemption.clear()
-        for flight in self.flights:
-            for slot in flight.held_slots:
+        for step in self.in_flight:
+            for slot in step.slots_to_free:
                 self.free_slot(slot)
-        self.flights.clear()
+        self.in_flight.clear()
         for sequence in [owner for owner in self.owners if owner is not None]:
             self.preempt(sequence)
         self.pool.clear_cache()
@@ -356,11 +356,11 @@ class SchedulerState:
     # ---- deltas -------------------------------------------------------------------------------
 
     def take_deltas(self) -> Deltas:
-        """What has changed since the previous plan."""
+        """Return the changes since the previous plan."""
         to_zero = self.pool.take_to_zero()
         appended = self._appended
-        quiet = appended is _NOTHING_APPENDED and not len(to_zero)
-        if quiet and not (self._new_sequences or self._released or self._reset):
+        no_blocks = appended is _NOTHING_APPENDED and not len(to_zero)
+        if no_blocks and not (self._new_sequences or self._released or self._reset):
             return NO_DELTAS
         self._appended = _NOTHING_APPENDED
         deltas = Deltas(
@@ -378,28 +378,28 @@ class SchedulerState:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _name_blocks(self, sequence: Sequence, tokens: np.ndarray, blocks: np.ndarray) -> None:
-        """The next nodes of the sequence's chain: promised at admission, or complete."""
-        end, first = sequence.chain_end, sequence.chain_blocks
-        sequence.chain_end = self.pool.name_chain(blocks, end, tokens, first)
-        sequence.chain_blocks += len(blocks)
+    def _add_nodes(self, sequence: Sequence, tokens: np.ndarray, blocks: np.ndarray) -> None:
+        """Add nodes for the sequence's next blocks, promised at admission or complete."""
+        end, first = sequence.last_node, sequence.num_nodes
+        sequence.last_node = self.pool.add_nodes(blocks, end, tokens, first)
+        sequence.num_nodes += len(blocks)
 
     def _count_stops(self, sequence: Sequence, change: int) -> None:
         counts = self._stop_counts
-        kinds = len(counts)
+        num_ids = len(counts)
         for token_id in sequence.stop_ids:
             counts[token_id] = counts.get(token_id, 0) + change
             if counts[token_id] == 0:
                 del counts[token_id]
-        if len(counts) != kinds:
+        if len(counts) != num_ids:
             self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
 
 
 def _runs(
     slots: np.ndarray, first: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(slot, index) for `counts[i]` consecutive indices from `first[i]` in each `slots[i]`."""
-    if np.add.reduce(counts) == len(counts):  # the usual case, ten times as fast: one each
+    """Return slots and indices: `counts[i]` consecutive indices from `first[i]` in `slots[i]`."""
+    if np.add.reduce(counts) == len(counts):  # one each, the usual case, is ten times as fast
         return slots, first
     rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
     return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

@@ -1,11 +1,11 @@
-"""The duration of a step, learned from committed steps, and how many prompt tokens it may hold.
+"""The duration of a step, learned from committed steps, and the prompt tokens that a step takes.
 
-    T(n) + s * pairs
+    duration = T(n) + s * pairs
 
-n tokens go through the model in a step, of prompts, decodes and drafts; `pairs` counts the
-(query, key) pairs of its attention. Durations are wall time: what the executor measured, and the
-host's part of the turn. While rows decode, a step takes as few prompt tokens as read prompts at
-nearly the best speed, so that the rows' next tokens do not wait for longer than that needs.
+n is the number of tokens in the step: prompts, decodes and drafts. `pairs` is the number of
+(query, key) pairs of its attention. Durations are wall time, the host's part included. While rows
+decode, a step takes the fewest prompt tokens that keep nearly the best prompt throughput, so that
+the rows' next tokens are not delayed longer than necessary.
 """
 
 from __future__ import annotations
@@ -14,83 +14,86 @@ import numpy as np
 
 from cbatch.core.speculation.step_curve import StepCurve
 
-# Of the best prompt throughput, what a step keeps while answers stream.
+# Share of the best prompt throughput that steps keep while rows decode.
 PROMPT_SHARE = 0.8
-PLAIN_EVERY = 16  # of the steps without prompts one in so many is observed
-# Prompt tokens next to decoding rows until larger steps were measured: no more than twice those.
+PLAIN_EVERY = 16  # every 16th step without prompts is observed
+# While rows decode, a chunk is at most `_FIRST_CHUNK` tokens, or `_GROWTH` times the largest
+# measured step.
 _FIRST_CHUNK, _GROWTH = 64, 2
-_SETTLED = 3  # steps of about a size, before it counts as measured: the first takes longer
-_LEAST_CHUNK = 8  # prompt tokens that a step takes whatever its target: prompts must go on
-# A step is planned to take this share of its target. The share falls after a step that took longer
-# and rises after each that did not, so that one step of two hundred takes longer.
+_SETTLED = 3  # steps of about a size before it counts as measured, because the first is slower
+_MIN_CHUNK = 8  # prompt tokens of a step whatever its target, so that prompts progress
+# A step is planned to take this share of its target gap between tokens. The share falls after a
+# step that took longer than the target, and rises after each other step: in equilibrium one step in
+# two hundred takes longer.
 _FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
-_LEAST_MARGIN = 0.4
+_MIN_MARGIN = 0.4
 
 
 class StepCosts:
-    """Observe steps by `observe`; every method is a function of what was observed."""
+    """Cost model of steps. Estimates are functions of the observed steps alone."""
 
     def __init__(self, max_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
-        """`max_tokens`: the most tokens of a step; `prompt_share`: of the prompt throughput of the
-        best chunk, what the chosen one keeps (1: the whole budget is taken)."""
+        """`max_tokens`: most tokens of a step. `prompt_share`: share of the best prompt throughput
+        that a chunk keeps; 1: chunks take the whole budget."""
         self._prompt_share = prompt_share
         self._curve = StepCurve(max_tokens, fits_slope=True)
-        sizes = _LEAST_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
+        sizes = _MIN_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._has_prompts = False
-        self._most_tokens = 0  # of a size that was measured
+        self._max_measured = 0  # tokens of the largest measured step
         self._margin = _FIRST_MARGIN
 
     @property
     def is_known(self) -> bool:
-        """True once a step had a duration."""
+        """True once a duration was observed."""
         return bool(self._curve.known)
 
     def observe(self, tokens: int, pairs: int, seconds: float, *, has_prompts: bool) -> None:
-        """Take in a step. Durations that are not positive were not measured."""
+        """Observe a step of `tokens` tokens and `pairs` pairs. A duration of 0 is ignored."""
         if seconds > 0 and tokens > 0:
             self._curve.observe(tokens, seconds, pairs)
             self._has_prompts |= has_prompts
             if self._curve.num_seen_about(tokens) >= _SETTLED:
-                self._most_tokens = max(self._most_tokens, tokens)
+                self._max_measured = max(self._max_measured, tokens)
 
     def observe_target(self, target_s: float, seconds: float) -> None:
-        """Take in whether a step with decoding rows kept their target."""
+        """Observe the duration of a step with decoding rows, whose target was `target_s`."""
         change = -_MARGIN_FALL if seconds > target_s else _MARGIN_RISE
-        self._margin = min(max(self._margin + change, _LEAST_MARGIN), 1.0)
+        self._margin = min(max(self._margin + change, _MIN_MARGIN), 1.0)
 
-    def prompt_tokens(self, most: int) -> int:
-        """Return the fewest prompt tokens of a step, at most `most`, that keep the share of the
-        prompt throughput n / T(n) of the best n. Without prices that is `most`."""
+    def prompt_tokens(self, budget_tokens: int) -> int:
+        """Return the fewest prompt tokens, at most the budget, whose throughput n / T(n) is at
+        least `prompt_share` of the best. Without observations that is the budget."""
         if self._prompt_share == 1 or not self.is_known:
-            return most
+            return budget_tokens
         speeds = self._sizes / self._curve.over(self._sizes, 0)
-        best = int(np.argmax(speeds >= self._prompt_share * speeds.max()))
-        measured = max(_GROWTH * self._most_tokens, _FIRST_CHUNK)
-        return min(int(self._sizes[best]), measured, most)
+        smallest = int(np.argmax(speeds >= self._prompt_share * speeds.max()))
+        max_chunk = max(_GROWTH * self._max_measured, _FIRST_CHUNK)
+        return min(int(self._sizes[smallest]), max_chunk, budget_tokens)
 
     def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
-        """Return how many tokens fit a step within `target_s` besides those of `rows` decoding
-        rows with `pairs`; each new one attends to `context_tokens`. Without prices all fit."""
+        """Return how many tokens can be added to a step within `target_s`. The step has `rows`
+        decoding tokens with `pairs` pairs; an added token attends to `context_tokens`. Without
+        observations it is the most tokens of a step."""
         if not self.is_known:
             return int(self._sizes[-1])
-        more_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
-        step_s = self._curve.over(rows + self._sizes, pairs) + more_s
+        attention_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
+        step_s = self._curve.over(rows + self._sizes, pairs) + attention_s
         fitting = np.count_nonzero(step_s <= self._margin * target_s)
         return int(self._sizes[fitting - 1]) if fitting else 0
 
     def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:
-        """Return the prompt tokens of a step in which `rows` rows decode, with `pairs`: as
-        `prompt_tokens`, and no more than keep it within `target_s`."""
+        """Return the prompt tokens of a step with `rows` decoding tokens and `pairs` pairs:
+        `prompt_tokens`, but no more than keep it within `target_s`, and at least `_MIN_CHUNK`."""
         chosen = self.prompt_tokens(int(self._sizes[-1]))
         if target_s is None:
             return chosen
         fitting = self.tokens_within(target_s, rows, pairs, context_tokens)
-        return min(chosen, max(fitting, _LEAST_CHUNK))
+        return min(chosen, max(fitting, _MIN_CHUNK))
 
     def prompt_token_s(self, rows: int, budget_tokens: int) -> float:
-        """Return the estimated seconds per prompt token, at the contexts that were usual lately,
-        while `rows` rows decode; 0 without prices."""
+        """Return the estimated seconds per prompt token while `rows` rows decode, at recent context
+        lengths; 0 without observations."""
         if not self._has_prompts:
             return 0.0
         chunk = min(self.prompt_tokens(budget_tokens), budget_tokens) if rows else budget_tokens
