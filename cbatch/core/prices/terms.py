@@ -1,5 +1,4 @@
-"""The terms of a step's duration: the number by which each price of a `CostProfile` is
-multiplied."""
+"""Terms of a step's duration: the factor of each price of a `CostProfile`."""
 
 from __future__ import annotations
 

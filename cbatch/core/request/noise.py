@@ -26,8 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Purpose(enum.IntEnum):
-    """Independent streams of noise. If the accept test and the residual sample shared a stream, the
-    output distribution would be wrong."""
+    """Streams of noise. If accept test and residual shared one, the distribution would be wrong."""
 
     DRAFT = 0  # samples the draft token from q
     ACCEPT = 1  # u of the accept test (scalar)
@@ -70,8 +69,7 @@ _U64_32 = np.uint64(32)
 
 
 def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
-    """Return Philox4x32-10 of `counter` uint32 [..., 4] and `key` uint32 [..., 2], uint32
-    [..., 4]."""
+    """Return Philox4x32-10, uint32 [..., 4], of `counter` [..., 4] and `key` [..., 2]."""
     c = np.moveaxis(np.asarray(counter, dtype=np.uint32), -1, 0)
     k = np.moveaxis(np.asarray(key, dtype=np.uint32), -1, 0)
     even, odd = _rounds(c[0::2].astype(np.uint64), c[1::2], k)
@@ -79,11 +77,8 @@ def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
 
 
 def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
-    """Run ten rounds on the lanes (c0, c2) and (c1, c3), and return both as uint32.
-
-    The lane is the first axis. A round multiplies the even lanes, and mixes each product with the
-    opposite odd lane (hence the reversals).
-    """
+    """Run ten rounds on the lanes (c0, c2) and (c1, c3), first axis, and return both as uint32. A
+    round multiplies the even lanes, and mixes each product with the opposite odd lane."""
     lanes_first = (2, *(1,) * (even.ndim - 1))
     multiplier = np.array(PHILOX_M, dtype=np.uint64).reshape(lanes_first)
     weyl = np.array(PHILOX_W, dtype=np.uint32).reshape((2, *(1,) * (key.ndim - 1)))

@@ -30,8 +30,7 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class Node(NamedTuple):
-    """A node of the trie. It is valid as long as `uid` is the uid of its block; a root has no
-    block."""
+    """A node of the trie, valid while its block has this `uid`. A root has no block."""
 
     uid: int
     block: int | None
@@ -228,8 +227,7 @@ class BlockPool:
         return Node(end_uid - 1, last)
 
     def mark_ready(self, blocks: np.ndarray) -> None:
-        """Mark the nodes of blocks whose KV is complete and verified. A block without a node is not
-        marked."""
+        """Mark those blocks ready that have a node. Their KV is complete and verified."""
         self._ready[blocks] = self._uids[blocks]  # the root's uid is 0, which is False
 
     def taint(self, blocks: np.ndarray) -> None:

@@ -90,12 +90,9 @@ class CommittedStep:
         return int(kv_len.astype(np.int64) @ self.plan.query_lens)
 
     def sample(self) -> StepSample:
-        """Return the composition of the step and its duration.
-
-        The duration is the wall time since the previous commit: with a small model on a fast
-        device, planning, launches and detokenization take part of a step. If there was no previous
-        commit, or the executor measured more, it is the executor's time.
-        """
+        """Return the composition of the step and its duration, which is the wall time since the
+        previous commit: planning, launches and detokenization take part of a small model's step.
+        If there was no previous commit, or the executor measured more, it is that measurement."""
         plan, result = self.plan, self.result
         target_s = result.target_s
         if self._elapsed_s is not None:

@@ -96,8 +96,7 @@ class Committer:
         table.flat_tokens[positions] = step.tokens
         table.num_tokens[rows] = num_known + step.counts
         if step.has_chunks:
-            # A row computed its query without the rejected drafts. For a decoding row these are as
-            # many tokens as it emitted, so that one remains uncomputed.
+            # A row computes its query without the rejected drafts. A decoding row emits as many.
             computed = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
             advance(table.num_uncomputed_tokens, rows, step.counts - computed)
         if state.has_draft_kv and not (step.drafter_idle and step.result.draft_kv_lens is None):
@@ -132,8 +131,7 @@ class Committer:
             table.draft_kv[slot] = 0
 
     def _find_ends(self, step: CommittedStep, may_end: bool) -> list[tuple[int, FinishReason]]:
-        """Return rows that reached a stop id or their last token, with reasons. Tokens after the
-        end are cut from `step.counts` and the table."""
+        """Return rows that ended, with reasons; cut `step.counts` and the table after the end."""
         table, stop_rows = self.state.table, self._find_stops(step)
         if not (may_end or len(stop_rows)):
             return []

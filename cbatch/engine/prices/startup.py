@@ -85,11 +85,8 @@ def profile_costs(
 def cached_profile(
     key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
 ) -> CostProfile:
-    """Return the profile cached for `key` (all that prices depend on), or measure and cache one.
-
-    If there is no cache folder, or the file cannot be read, the prices are measured. A file that
-    cannot be written is only logged.
-    """
+    """Return the profile cached for `key` (all that prices depend on), or measure and cache one. A
+    file that cannot be read or written is logged, and the prices are measured."""
     folder = folder or cache_folder("costs")
     if folder is None:
         _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): measuring step costs")
@@ -119,11 +116,11 @@ def can_profile(config: SchedulerConfig) -> bool:
 
 
 def shapes_for(config: SchedulerConfig) -> list[StepShape]:
-    """Return the shapes that fit slots, context, token budget and pool.
+    """Return shapes that decode, verify and prefill, and fit slots, context, budget and pool.
 
-    They decode, verify, verify at a longer context, and prefill. Equal numbers of tokens in
-    different numbers of rows determine the price of a row. Longer contexts determine the price of a
-    context token. Chunks determine the price of logits, because they need only the last token's.
+    Equal numbers of tokens in different numbers of rows determine the price of a row, and longer
+    contexts that of a context token. Chunks determine the price of logits, because they need only
+    the last token's.
     """
     drafts = DRAFTS if config.default_chain else 0
     candidates = [StepShape(rows) for rows in _ROWS]
@@ -157,11 +154,8 @@ def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
 
 
 class _StepRunner:
-    """Runs and measures made-up steps.
-
-    The first step of a shape admits its rows by a full snapshot. Admission takes a third of a small
-    model's step, so that step is not measured if an equal one can follow.
-    """
+    """Runs and measures made-up steps. The first step of a shape admits its rows, which takes a
+    third of a small model's step: if an equal step can follow, that one is measured instead."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._meter, self._config = StepMeter(executor, config.max_slots), config
