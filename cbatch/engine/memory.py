@@ -40,7 +40,7 @@ def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions
     from cbatch.runtime.model.kv_cache import KVCache
 
     size = block_size_for(target, options)
-    # A head on a GPU keeps a state of each block, beside its KV.
+    # A head on a GPU stores a state per block in addition to its KV.
     return num_ranks(target) * sum(
         KVCache.block_bytes(model.config, size, kv_dtype_of(model, options.kv_cache_dtype))
         + getattr(model, "state_bytes", 0)
