@@ -23,7 +23,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`
 
 from cbatch.runtime.cpu.transformers_backend import attention
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
-from cbatch.runtime.cpu.transformers_backend.step import HELD
+from cbatch.runtime.cpu.transformers_backend.step import LAYER
 from cbatch.runtime.gpu.modelling import load_modelling_decoder
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.tiny_architectures import EVERY, SEVERAL, make_tiny, tiny_config
@@ -146,7 +146,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def widened(*given: Any) -> Any:
         out = entered(*given)
-        getattr(given[0], HELD).window += 2
+        getattr(given[0], LAYER).window += 2
         return out
 
     with monkeypatch.context() as patch:

@@ -118,7 +118,7 @@ def test_a_block_is_not_verified_by_token() -> None:
     step, rows = Step(), np.arange(3, ROWS, 4)
     blocks = step.verify(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_judge_blocks", verification._judge_tokens)
+        patch.setattr(verification, "_verify_blocks", verification._verify_tokens)
         tokens = step.verify(rows)
     short = step.k[rows] <= 1
     assert np.array_equal(blocks.num_accepted[short], tokens.num_accepted[short])

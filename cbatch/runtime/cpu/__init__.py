@@ -1,1 +1,1 @@
-"""The executor on a processor: products, layers, verification. Imports `sampling` and `model`."""
+"""The executor for CPUs: products, layers, verification. Imports `sampling` and `model`."""

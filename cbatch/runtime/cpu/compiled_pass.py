@@ -1,4 +1,4 @@
-"""A decoder's whole pass in one call, where all its products are compiled."""
+"""A decoder's whole forward pass as one call of C code, for models with compiled products only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.cpu.rank_group import RankGroup
 
 _ALIGNMENT_BYTES = 64
-_ALONE_BELOW = 1 << 17  # multiplications of a pass that one thread does sooner than several
-_OUR_REFERENCES = 3  # to memory: of the decoder, of a local name, and of an argument
+_ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is faster than several
+_OUR_REFERENCES = 3  # to the memory of logits: the decoder's, a local name's and an argument's
 WRONG = {
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: they do not hold the context, or name a block that is not in the cache",
@@ -79,8 +79,8 @@ class StepStruct(ctypes.Structure):
 
 
 class StateReading(NamedTuple):
-    """How a drafter's first layer takes tokens and states, as `reader` of step.h says. Norms are
-    fp32 [hidden], weights times sqrt(hidden)."""
+    """How a drafter's first layer combines tokens and hidden states; see `reader` of step.h. Norms
+    are fp32 [hidden], weights times sqrt(hidden)."""
 
     front: Linear | None
     only_kv: Linear | None
@@ -92,8 +92,8 @@ class StateReading(NamedTuple):
 
 
 class CompiledDecoder:
-    """The layers of a model between its embedding [vocab, hidden] and its logits; or with `reading`
-    those of a drafter, which knows no position before the second: it has read no state there."""
+    """The layers of a model from its embedding [vocab, hidden] to its logits. With `reading`, those
+    of a drafter, whose positions start at 1: it reads the state of the position before."""
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class CompiledDecoder:
         head: Linear,
         ranks: RankGroup | None = None,
     ) -> CompiledDecoder | None:
-        """None where other products than compiled ones take part."""
+        """Build it, or return None if a product is not compiled."""
         products = [linear for layer in layers for linear in layer.products()]
         if any(linear.compiled is None for linear in (*products, head)):
             return None
@@ -119,7 +119,7 @@ class CompiledDecoder:
         reading: StateReading | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Every product of `layers`, and `head`, is compiled. With `ranks` they are this one's."""
+        """Build it. All products must be compiled. With `ranks`, they are this rank's shard."""
         kernel = library()
         assert kernel is not None
         self._decode, self._memory_bytes = kernel.decode, kernel.memory_bytes
@@ -132,13 +132,13 @@ class CompiledDecoder:
         self._rotary = {rope: RotaryTable(rope, *shape) for rope in self._ropes}
         self.hidden_size = config.hidden_size
         self._reader = None if reading is None else _reader(reading)
-        self._held = embedding, layers, head, reading  # the structs below hold addresses
+        self._keep_alive = embedding, layers, head, reading  # the structs below hold addresses
         self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
         if isinstance(embedding, CompiledProduct):
             (rows,), (embedding_type,) = embedding.panels, embedding.types
         else:
             rows, embedding_type = embedding, TYPES[embedding.dtype]
-        self.num_kept = int(reading is not None)  # states of a row that are kept
+        self.num_kept = int(reading is not None)  # hidden states that are kept of each row
         self.struct = DecoderStruct(
             self._layers,
             _struct(head),
@@ -157,25 +157,25 @@ class CompiledDecoder:
             self.num_kept - 1,
             *_flags(config, rows.dtype),
         )
-        weakref.finalize(self, _let_go, kernel, self.struct, self._held)
+        weakref.finalize(self, _let_go, kernel, self.struct, self._keep_alive)
         self._positions = 0
         parts = () if reading is None else (reading.front, reading.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
         if (experts := config.arithmetic.experts) is not None:
-            each = 3 * config.hidden_size * experts.width
-            weights += len(layers) * (experts.chosen + experts.shared) * each
+            per_expert = 3 * config.hidden_size * experts.width
+            weights += len(layers) * (experts.chosen + experts.shared) * per_expert
         self._alone_rows = _ALONE_BELOW // weights
         self._room_for = 0, 0  # rows and threads
         self._logits_memory = np.empty(0, np.float32)
 
     def keep(self, layers: tuple[int, ...]) -> None:
-        """From now on a pass gives what comes into these layers, in this order; a number behind the
-        last one means what that makes."""
+        """Let passes return the inputs of these layers, in this order. Number `num_layers` means
+        the output of the last layer."""
         kernel = library()
         assert kernel is not None
-        kernel.rest()  # a thread that is late in the pass before still reads what changes here
+        kernel.rest()  # a late thread of the previous pass may still read what changes here
         number = {layer: at for at, layer in enumerate(layers)}
         for index, layer in enumerate(self._layers):
             layer.kept = number.get(index, -1)
@@ -188,40 +188,40 @@ class CompiledDecoder:
         query_lens: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         tables: NDArray[np.int32],
-        wanted: Tensor,
+        logit_rows: Tensor,
         kv: KVCache,
         progress: NDArray[np.int64] | None,
         states: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """As `Model.forward`; `progress` as there. A drafter reads `states` fp32 [T, hidden].
-        `hidden` fp32 [T, num_kept, hidden] gets what is kept; a drafter's [N, 1, hidden]. Raises
-        IndexError for what `WRONG` says."""
-        rows, num_wanted = tokens.shape[0], wanted.shape[0]
+        """Run a pass; arguments as for `Model.forward`, `progress` as there. A drafter reads
+        `states`, fp32 [T, hidden]. Kept states are written to `hidden`, fp32 [T, num_kept, hidden],
+        or [N, 1, hidden] for a drafter. Raises IndexError with a message of `WRONG`."""
+        rows, num_logits = tokens.shape[0], logit_rows.shape[0]
         if self.num_kept and hidden is None:
-            made = num_wanted if states is not None else rows
+            made = num_logits if states is not None else rows
             hidden = torch.empty(made, self.num_kept, self._config.hidden_size)
         self._reach(int(context_lens.max()))
-        logits = self.logits(num_wanted)
-        tokens, wanted = tokens.contiguous(), wanted.contiguous()
+        logits = self.logits(num_logits)
+        tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
         threads = torch.get_num_threads()
         step = StepStruct(
             tokens.data_ptr(),
-            wanted.data_ptr(),
+            logit_rows.data_ptr(),
             query_lens.ctypes.data,
             context_lens.ctypes.data,
             tables.ctypes.data,
             kv.data.data_ptr(),
             logits.data_ptr(),
-            self._room(max(rows, num_wanted), threads),
+            self._room(max(rows, num_logits), threads),
             None if progress is None else progress.ctypes.data,
             None if states is None else states.data_ptr(),
             None if hidden is None else hidden.data_ptr(),
             rows,
             len(query_lens),
             tables.shape[1],
-            num_wanted,
+            num_logits,
             kv.num_blocks + 1,
             kv.block_size,
             kv.data.dtype == torch.bfloat16,
@@ -234,8 +234,8 @@ class CompiledDecoder:
         return self._run_parts(step, logits, self._ranks)
 
     def step_like(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
-        """What passes of at most so many rows and positions have in common, for who calls them
-        in C."""
+        """Return the fields that passes of up to `rows` rows and `positions` positions share, for
+        C code that calls passes."""
         self._reach(positions)
         threads = torch.get_num_threads()
         return StepStruct(
@@ -253,7 +253,7 @@ class CompiledDecoder:
             raise IndexError(WRONG[wrong])
 
     def _run_parts(self, step: StepStruct, logits: Tensor, ranks: RankGroup) -> Tensor:
-        """A pass that stops wherever ranks add up what they have: `part` of step.h."""
+        """Run a pass in parts; between them, ranks add up their sums: see `part` of step.h."""
         partial = torch.empty(step.rows, self._config.hidden_size)
         step.partial = partial.data_ptr()
         end = 2 * len(self._layers)
@@ -270,7 +270,7 @@ class CompiledDecoder:
         return ranks.columns(logits, self._config.vocab_size)
 
     def _reach(self, positions: int) -> None:
-        """The factors of so many positions."""
+        """Compute the rotary factors of at least this number of positions."""
         if positions > self._positions:
             self._positions = 1 << (positions - 1).bit_length()
             self._cos_sin = {r: t.cos_sin(self._positions) for r, t in self._rotary.items()}
@@ -278,8 +278,8 @@ class CompiledDecoder:
                 layer.cos_sin = self._cos_sin[rope].data_ptr()
 
     def logits(self, rows: int) -> Tensor:
-        """[rows, vocab]. The same memory again once nobody has a tensor in it: a large one that is
-        made anew costs as long as its pages take to be cleared, a tenth of a step of 128 rows."""
+        """Return memory for logits, [rows, vocab]. The same memory is reused once no tensor refers
+        to it. New memory costs the clearing of its pages: a tenth of a step of 128 rows."""
         vocab, memory = self.struct.choices, self._logits_memory
         count = rows * vocab
         room = count + _ALIGNMENT_BYTES // 4
@@ -289,7 +289,7 @@ class CompiledDecoder:
         return torch.from_numpy(memory[first : first + count]).view(rows, vocab)
 
     def _room(self, rows: int, threads: int) -> int:
-        """Address of working memory for so many."""
+        """Return the address of working memory for this number of rows and threads."""
         if rows > self._room_for[0] or threads > self._room_for[1]:
             self._room_for = 2 * rows, threads
             num_bytes = self._memory_bytes(self.struct, *self._room_for) + _ALIGNMENT_BYTES
@@ -298,8 +298,8 @@ class CompiledDecoder:
         return address + -address % _ALIGNMENT_BYTES
 
 
-def _let_go(kernel: ctypes.CDLL, *held: object) -> None:
-    """Goes when no thread looks at it any more."""
+def _let_go(kernel: ctypes.CDLL, *kept_alive: object) -> None:
+    """Wait until no thread reads the structs, before they are freed."""
     kernel.rest()
 
 
@@ -311,21 +311,21 @@ def _layer(layer: Layer, config: ModelConfig) -> _Layer:
     down = LinearStruct() if layer.down is None else _struct(layer.down)
     weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
     addresses = [None if weight is None else weight.data_ptr() for weight in weights]
-    # A window as wide as the model's context is none.
+    # A window as long as the model's context is no window.
     window = config.max_position_tokens if layer.window is None else layer.window
-    found = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
-    found.window, found.kept = window, -1
+    struct = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
+    struct.window, struct.kept = window, -1
     if layer.experts is not None:
         assert config.arithmetic.experts is not None
-        found.experts = ctypes.pointer(layer.experts.mixture(config.arithmetic.experts))
+        struct.experts = ctypes.pointer(layer.experts.mixture(config.arithmetic.experts))
         norm = layer.router_norm
-        found.gate_up.scale = None if norm is None else norm.data_ptr()
-    return found
+        struct.gate_up.scale = None if norm is None else norm.data_ptr()
+    return struct
 
 
 def _flags(config: ModelConfig, dtype: torch.dtype) -> tuple[float, ...]:
-    """The fields of `decoder` from `centred` on; embeddings of `dtype`, where that is a float, are
-    scaled by a number of that type."""
+    """Return the fields of `decoder` from `centred` on. The scale of embeddings is rounded to their
+    `dtype`, if that is a float."""
     a = config.arithmetic
     embedding_scale = torch.tensor(a.embedding_scale)
     if dtype.is_floating_point:

@@ -28,22 +28,23 @@ from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
 
-# Elementwise kernels treat the end of a thread's share differently from the rest (scalar against
-# vector code). Up to this many elements a call has one share, and its layout is fixed.
+# Elementwise kernels compute the end of a thread's share differently (scalar, not vector code). Up
+# to this number of elements, a call has one share, whose layout is fixed.
 _ONE_SHARE = 32768
-_NORM_GAP = 16  # columns behind the residual stream: 64 bytes, to keep rows aligned
+_NORM_GAP = 16  # columns after the residual stream: 64 bytes, to keep rows aligned
 _MOST_SPARE_ROWS = 8
-_FEW_ROWS = 8  # computed in about the time of one
+_FEW_ROWS = 8  # rows that are computed in about the time of one
 
 
 @dataclass
 class RaggedBatch:
-    """Tokens of B sequences, flat: the rows of a sequence are consecutive, lengths differ freely.
+    """Tokens of B sequences, concatenated; the numbers of their rows differ freely.
 
-    tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the
-    last row of sequence b stands at position `context_lens[b] - 1`, and that many positions are in
-    KV after the pass. block_tables: int32 [B, blocks], block ids by absolute block index (entries
-    beyond the context are not read). logits_index: int64 [N], rows whose logits are wanted.
+    tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the last row of sequence b
+    has the position `context_lens[b] - 1`. block_tables: int32 [B, blocks], block ids by absolute
+    block index (entries beyond the context are not read). logits_index: int64 [N], the rows whose
+    logits are computed. After the pass, K and V of all `context_lens[b]` positions are in the
+    cache.
     """
 
     tokens: Tensor
@@ -55,30 +56,30 @@ class RaggedBatch:
 
 
 class _Buffers:
-    """Memory of one pass over T rows, and behind them padding up to P."""
+    """Memory of one pass over T rows, padded to P."""
 
     def __init__(self, config: ModelConfig, num_rows: int, padded: int) -> None:
         h, hidden = HeadShape.of(config), config.hidden_size
         self.num_rows, self.padded = num_rows, padded
         self.residual = torch.zeros(padded, hidden + _NORM_GAP)
-        # sqrt(sum(x^2) + n eps) is then one norm of the padded row.
+        # With this column, sqrt(sum(x^2) + n eps) is the norm of a row of `residual`.
         self.residual[:, hidden] = (hidden * config.rms_norm_eps) ** 0.5
         self.x = self.residual[:, :hidden]
-        # Spare rows: products over queries read past the last one (see `Group.bind_rows`).
+        # Spare rows: products over queries read beyond the last row (see `Group.bind_rows`).
         fused = torch.zeros(padded + _MOST_SPARE_ROWS, h.row_width)
         self.rotated = fused[:padded].view(torch.complex64)
         self.fused = fused[:num_rows]
         self.kv = self.fused.view(-1, h.roles * h.head_dim)[:, h.group * h.head_dim :]
         attended = torch.zeros(max(padded, num_rows + 1), config.num_heads * h.head_dim)
-        self.attended = attended[: num_rows + 1]  # and a row that belongs to no one
+        self.attended = attended[: num_rows + 1]  # one more row for results of padding
         self.heads_out = attended[:padded]
 
 
 class Model:
     """A decoder with its weights. Not reentrant: one forward pass at a time.
 
-    `progress`, int64 [1], goes up during a pass, at least once a layer, for whoever watches from
-    another thread; None: nobody does.
+    A pass counts up `progress`, int64 [1], at least once per layer, for a watching thread. None: no
+    thread watches.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Model:
         numerics: Numerics,
         ranks: RankGroup | None = None,
     ) -> None:
-        """With `ranks`, config and source are this rank's (see `sharding`), and every rank makes
-        the same passes."""
+        """Load the weights. With `ranks`, config and source are this rank's (see `sharding`), and
+        all ranks must make the same passes."""
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.ranks = ranks
         self.numerics = numerics.mode
@@ -119,37 +120,37 @@ class Model:
 
     @property
     def block_bytes(self) -> int | None:
-        """Of the matrices, where some are multiplied with as blocks; None: as `dtype` says."""
+        """Bytes of all matrices, if some of them are quantised; None: they follow from `dtype`."""
         products = [linear.compiled for linear in self.linears()]
-        held = [product for product in products if product is not None]
-        if not any(product.block_types for product in held):
+        compiled = [product for product in products if product is not None]
+        if not any(product.block_types for product in compiled):
             return None
-        return sum(product.num_bytes for product in held)
+        return sum(product.num_bytes for product in compiled)
 
     def linears(self) -> Iterator[Linear]:
-        """Every product of a pass."""
+        """Yield every product of a pass."""
         for layer in self.layers:
             yield from layer.products()
         yield self.head
 
     def keep_hidden(self, layers: tuple[int, ...]) -> None:
-        """From now on passes give the residual stream of all rows as it comes into these layers, in
-        this order; number `num_layers` is what the last one makes, before the final norm."""
+        """Let passes return the residual stream of all rows before these layers, in this order.
+        Number `num_layers` means the output of the last layer, before the final norm."""
         self.hidden_layers = layers
         if self.compiled is not None:
             self.compiled.keep(layers)
 
     def room_for_hidden(self, num_rows: int) -> Tensor | None:
-        """What `forward` fills for so many rows; None where nothing is kept."""
+        """Return memory for what `forward` keeps of `num_rows` rows; None if it keeps nothing."""
         if not self.hidden_layers:
             return None
         return torch.empty(num_rows, len(self.hidden_layers), self.config.hidden_size)
 
     def forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None = None) -> Tensor:
-        """Logits fp32 [N, vocab] of `batch.logits_index`.
+        """Compute logits, fp32 [N, vocab], of the rows `batch.logits_index`.
 
-        Writes K and V of all T tokens, then attends. The result is the caller's to change. What is
-        kept (`keep_hidden`) goes to `hidden`, fp32 [T, layers, hidden_size].
+        Writes K and V of all T tokens, then attends. The caller owns the result. Kept states
+        (`keep_hidden`) are written to `hidden`, fp32 [T, layers, hidden_size].
         """
         if torch.is_inference_mode_enabled():
             return self._forward(batch, kv, hidden)
@@ -159,16 +160,22 @@ class Model:
     def _forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None) -> Tensor:
         if self.compiled is not None:
             self._checked(int(batch.context_lens.max()) - 1)
-            lens, wanted = (batch.query_lens, batch.context_lens), batch.logits_index
+            lens, logit_rows = (batch.query_lens, batch.context_lens), batch.logits_index
             return self.compiled.run(
-                batch.tokens, *lens, batch.block_tables, wanted, kv, self.progress, hidden=hidden
+                batch.tokens,
+                *lens,
+                batch.block_tables,
+                logit_rows,
+                kv,
+                self.progress,
+                hidden=hidden,
             )
         num_rows = batch.tokens.shape[0]
         buffers = _Buffers(self.config, num_rows, self._padding.rows(num_rows))
         rotary, layout = self._plan(batch, kv, buffers)
-        wanted = batch.logits_index
-        logits = self._pass(batch.tokens, rotary, layout, buffers, kv, wanted, hidden)
-        if self.ranks is None or not len(wanted):
+        logit_rows = batch.logits_index
+        logits = self._pass(batch.tokens, rotary, layout, buffers, kv, logit_rows, hidden)
+        if self.ranks is None or not len(logit_rows):
             return logits
         return self.ranks.columns(logits, self.config.vocab_size)
 
@@ -179,18 +186,18 @@ class Model:
         layout: StepLayout,
         buffers: _Buffers,
         kv: KVCache,
-        wanted: Tensor,
+        logit_rows: Tensor,
         hidden: Tensor | None,
     ) -> Tensor:
-        """All layers over a planned step, then the logits of the rows `wanted`; of several ranks
-        those that this one makes."""
-        num_wanted, padded = wanted.shape[0], buffers.padded
+        """Run all layers over a planned step, then compute the logits of `logit_rows`. With several
+        ranks, return this rank's columns of the logits."""
+        num_logits, padded = logit_rows.shape[0], buffers.padded
         kept = self.hidden_layers if hidden is not None else ()
         keeps_all = len(self.layers) in kept
-        # With many rows of which few are wanted, the rest need no second half of the last layer.
-        unfinished = num_wanted < buffers.num_rows and buffers.num_rows > _FEW_ROWS
+        # If few of many rows need logits, only these need the second half of the last layer.
+        unfinished = num_logits < buffers.num_rows and buffers.num_rows > _FEW_ROWS
         unfinished &= not keeps_all
-        # A single token's row spreads over the padding.
+        # The row of a single token is broadcast to the padding rows.
         assert isinstance(self.embedding, Tensor), "blocks are multiplied with by compiled products"
         buffers.x.copy_(self.embedding.index_select(0, _pad_index(tokens, padded)))
         last = len(self.layers) - 1
@@ -201,7 +208,7 @@ class Model:
             if self.progress is not None:
                 self.progress[0] += 1
             kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
-            if index == last and not num_wanted and not keeps_all:
+            if index == last and not num_logits and not keeps_all:
                 return torch.empty(0, self.config.vocab_size)
             for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
@@ -209,25 +216,25 @@ class Model:
                 self._finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
         if hidden is not None and keeps_all:
             hidden[:, kept.index(last + 1)] = buffers.x[: buffers.num_rows]
-            if not num_wanted:
+            if not num_logits:
                 return torch.empty(0, self.config.vocab_size)
-        if num_wanted == buffers.num_rows:
+        if num_logits == buffers.num_rows:
             logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
-            return logits if num_wanted == padded else logits[:num_wanted]
-        return self._wanted_logits(buffers, wanted, unfinished)
+            return logits if num_logits == padded else logits[:num_logits]
+        return self._selected_logits(buffers, logit_rows, unfinished)
 
-    def _wanted_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
-        """Logits of some rows; `unfinished`: the last layer still lacks its second half, which
-        these rows alone need."""
+    def _selected_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
+        """Return the logits of some rows. `unfinished`: run the second half of the last layer for
+        these rows first."""
         count = index.shape[0]
         rows = self._padding.rows(count)
-        wanted = _pad_index(index, rows)
-        if wanted.shape[0] < rows:
-            wanted = wanted.repeat(rows)
-        residual = buffers.residual.index_select(0, wanted)
+        logit_rows = _pad_index(index, rows)
+        if logit_rows.shape[0] < rows:
+            logit_rows = logit_rows.repeat(rows)
+        residual = buffers.residual.index_select(0, logit_rows)
         x = residual[:, : self.config.hidden_size]
         if unfinished:
-            heads_out = buffers.heads_out.index_select(0, wanted)
+            heads_out = buffers.heads_out.index_select(0, logit_rows)
             self._finish_layer(self.layers[-1], residual, x, heads_out)
         logits = self.head.product(_normed(residual, x), rows)
         return logits if rows == count else logits[:count]
@@ -235,7 +242,7 @@ class Model:
     def _plan(
         self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
     ) -> tuple[Tensor, StepLayout]:
-        """The rotation of each row; where its K and V go, and its attention."""
+        """Return the rotation of each row, and the layout of KV writes and attention."""
         query_lens = batch.query_lens.astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
         last_position = self._checked(int(contexts.max()) - 1)
@@ -253,7 +260,7 @@ class Model:
         return last_position
 
     def _project(self, layer: Layer, buffers: _Buffers, rotary: Tensor) -> None:
-        """Rotated queries and keys, and values, of all rows into the step's buffer."""
+        """Compute rotated queries and keys, and values, of all rows in the step's buffer."""
         padded = buffers.padded
         fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
         if layer.qk_weight is not None:
@@ -261,7 +268,7 @@ class Model:
             rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
             rows.copy_(F.rms_norm(rows, (h.head_dim,), eps=self.config.rms_norm_eps))
             rows.mul_(layer.qk_weight)
-        # A single token's row spreads over the padding.
+        # The row of a single token is broadcast to the padding rows.
         pairs, rotary = fused.view(torch.complex64), rotary.expand(padded, -1)
         step = max(1, _ONE_SHARE // rotary.shape[1])
         for at in range(0, padded, step):
@@ -269,7 +276,7 @@ class Model:
             torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
 
     def _finish_layer(self, layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
-        """Output projection and MLP; `x` is the view of `residual` without its gap."""
+        """Apply output projection and MLP. `x` is the view of `residual` without its gap."""
         rows = residual.shape[0]
         x.add_(self._summed(layer.out.product(heads_out, rows)))
         gate_up = layer.gate_up.product(_normed(residual, x), rows)
@@ -279,7 +286,7 @@ class Model:
         return partial if self.ranks is None else self.ranks.sum(partial)
 
     def _common_padding(self) -> RowPadding:
-        """The padding that suits every product."""
+        """Return the padding that suits every product."""
         paddings = [linear.plan.padding for linear in self.linears()]
         return RowPadding(
             max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings))
@@ -287,13 +294,13 @@ class Model:
 
 
 def _normed(residual: Tensor, x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + n eps): RMSNorm but for its weight and sqrt(n), which the next product
-    holds (`Linear.in_scale`). `x` is the view of `residual` without its gap."""
+    """Return x / sqrt(sum(x^2) + n eps): RMSNorm without its weight and sqrt(n), which the next
+    product applies (`Linear.in_scale`). `x` is the view of `residual` without its gap."""
     return x / torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, gate | up]."""
+    """Return silu(gate) * up of [T, gate | up]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
     step = max(1, _ONE_SHARE // width)
@@ -303,7 +310,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _pad_index(index: Tensor, rows: int) -> Tensor:
-    """`index` with valid but meaningless entries behind it; one alone may broadcast."""
+    """Extend `index` to `rows` entries with valid but arbitrary ones; a single entry broadcasts."""
     count = index.shape[0]
     return index if count == rows or count == 1 else F.pad(index, (0, rows - count))
 
@@ -316,8 +323,8 @@ def load_model(
     random_weights_seed: int | None = None,
     ranks: RankGroup | None = None,
 ) -> Model:
-    """A model from a directory, GGUF file or hub name, as `open_checkpoint`; of several `ranks`
-    what this one holds of it."""
+    """Load a model from a directory, GGUF file or hub name, as `open_checkpoint`. With several
+    `ranks`, load this rank's shard."""
     if numerics not in ("auto", "invariant", "fast"):
         raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
     config, weights, served = open_checkpoint(path_or_name, dtype, random_weights_seed)

@@ -1,4 +1,4 @@
-"""What the executor asks of whoever drafts, and what it is told."""
+"""The interface between the executor and drafters."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from cbatch.runtime.model.arrays import I64
 
 
 class DraftRows(NamedTuple):
-    """Rows that a drafter works for: each has `num_drafts` >= 1, or a slice to catch up."""
+    """Rows that a drafter works for. Each has `num_drafts` >= 1, or a slice to catch up."""
 
     slots: NDArray[np.integer]
-    num_tokens: I64  # known tokens; the first draft stands at this position
+    num_tokens: I64  # known tokens; the first draft gets this position
     num_drafts: I64
-    # With drafts: the most unseen tokens beyond the last known one that the plan paid for.
-    # Without: a slice of a long catch-up; exactly that many tokens are to be ingested now.
+    # With drafts: the most uncomputed tokens, the last known one not counted, that the plan allows.
+    # Without drafts: the number of tokens of a long catch-up to compute now, exactly.
     catch_up: NDArray[np.integer]
 
 
 class Proposal(NamedTuple):
-    """`tokens[i, :num_drafted[i]]` are the drafts of row i.
+    """The drafts of a step: those of row i are `tokens[i, :num_drafted[i]]`.
 
-    `probs` fp32 [sum of num_drafted over rows that are verified by rejection (`table.rejects`), V],
-    row after row: the distributions they were drawn from. None: every draft was chosen with
+    `probs` has the distributions that drafts were drawn from: fp32 [sum of num_drafted over rows
+    verified by rejection (`table.rejects`), V], row after row. None: every draft was chosen with
     certainty.
     """
 
     tokens: I64  # [R, max k]
     num_drafted: I64  # [R], <= num_drafts
     probs: Tensor | None
-    # [R]: the draft's own numbers broke behind these drafts. They count: to drop them for what they
-    # led to would move the law of what is emitted. None of its KV does.
+    # [R] whether the drafter's logits became non-finite after these drafts. The drafts still count:
+    # dropping them because of a later result would change the output's distribution. The drafter's
+    # KV of such a row is invalid.
     non_finite: NDArray[np.bool_]
 
 
 class StepStates(NamedTuple):
-    """What the model's layers held at the positions that a step made valid: row i has `lens[i]` of
-    them from `starts[i]` on. `hidden` fp32 [sum of lens, len(hidden_layers), hidden_size], row
-    after row. No rejected draft is among them; the token behind each position is known."""
+    """Hidden states of the target at the positions that a step made valid. Row i has `lens[i]` of
+    them, from `starts[i]` on. `hidden` is fp32 [sum of lens, len(hidden_layers), hidden_size], row
+    after row. Rejected drafts are left out; the token after each position is known."""
 
     slots: NDArray[np.integer]
     starts: I64
@@ -52,56 +53,57 @@ class StepStates(NamedTuple):
 
 
 class Drafter:
-    """Contract of a drafter. All calls come from the executor, in the order of a step: `admit` and
-    `release`, `propose`, then, with the model's pass behind it, `read_states`, `truncate` and
-    `score`. What is written here is right for one that keeps nothing."""
+    """The interface of a drafter. The executor calls, in the order of a step: `admit` and
+    `release`, `propose`, and after the target's pass `read_states`, `truncate` and `score`. The
+    methods here suit a drafter without state."""
 
-    # The model's layers whose states it reads (see `Model.keep_hidden`); (): none.
+    # The target's layers whose hidden states it reads (see `Model.keep_hidden`).
     hidden_layers: tuple[int, ...] = ()
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
-        """Called once, before anything else: the slots and the block pool it shares."""
+        """Set the slots and the number of KV blocks. Called once, before anything else."""
         self.table = table
 
     def reset(self) -> None:
         """Forget every slot."""
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
-        """Blocks that held non-finite values; zero what it keeps in them."""
+        """Zero the drafter's KV in blocks that held non-finite values."""
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """`TorchExecutor.report_progress`, for a model of its own."""
+        """As `TorchExecutor.report_progress`, for the drafter's own model."""
 
     def admit(self, admission: NewSequence) -> None:
-        """A sequence entered a slot; the drafter's KV holds its first `draft_kv_len_tokens`."""
+        """Note a sequence's new slot; the drafter's KV has its first `draft_kv_len_tokens`."""
 
     def release(self, slot: int) -> None:
-        """The slot is empty: what was kept for it can go."""
+        """Free the state of a slot that is now empty."""
 
     def propose(self, rows: DraftRows) -> Proposal:
-        """Draft for `rows`, each as deep as its own `num_drafts`."""
+        """Draft for `rows`, up to `num_drafts` tokens each."""
         raise NotImplementedError
 
     def read_states(self, states: StepStates) -> None:
-        """After every step, whoever drafted in it, for who has `hidden_layers`."""
+        """Read the hidden states of a step. Called after every step if `hidden_layers` is set."""
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
-        """After verification: only the first `kv_len_tokens[i]` positions of a slot are valid."""
+        """Note, after verification, that only `kv_len_tokens[i]` positions of a slot are valid."""
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        """How many positions of the draft model's KV are valid; None: as many as follow from what
-        was planned and drafted."""
+        """Return the valid positions of the drafter's KV, or None if they follow from what was
+        planned and drafted."""
         return None
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """After a step in which `slots` drafted so many tokens (None: nobody any): how drafts of
-        rows without would have done, by row of `slots`. Not every step, and not every row."""
+        """Score drafters on tokens that rows emitted without drafts, after a step in which `slots`
+        had `num_drafted` drafts (None: no drafts). Rows of the result are indices into `slots`. A
+        drafter may score only some rows, in some steps."""
         return None
 
 
 class ModelDrafter(Drafter):
-    """A drafter with a KV cache of the target's block ids. `kv_len` [slots]: valid positions in it;
-    `context_tokens`: as far as its positions go."""
+    """A drafter whose KV cache has the target's block ids. `kv_len` [slots] counts its valid
+    positions; `context_tokens` is its context length."""
 
     context_tokens: int
     kv_len: I64

@@ -1,4 +1,5 @@
-"""The torch executor: applies the deltas of a plan, drafts, runs one ragged forward, verifies."""
+"""The executor for CPUs: applies a plan's deltas, drafts, runs one ragged forward pass,
+verifies."""
 
 from __future__ import annotations
 
@@ -31,21 +32,23 @@ class _Rows(NamedTuple):
     plan_rows: I64
     slots: NDArray[np.int32]
     known: I64  # known tokens of the sequence
-    start: I64  # first position computed
-    num_new_tokens: I64  # known tokens computed: a chunk, or the last one
-    num_drafts: I64  # planned, clipped to what max_total_tokens leaves
+    start: I64  # first position to compute
+    num_new_tokens: I64  # known tokens to compute: a chunk, or the last one
+    num_drafts: I64  # planned, limited by the remaining tokens of max_total_tokens
     catch_up: NDArray[np.int32]
-    wants: NDArray[np.bool_]
+    wants: NDArray[np.bool_]  # whether the row gets a new token
 
     def at(self, index: I64) -> _Rows:
         return _Rows(*(field[index] for field in self))
 
 
 class TorchExecutor:
-    """Runs step plans on a model. `reset()` after any exception: the state is then unspecified.
+    """Runs step plans on a model. Call `reset()` after any exception: the state is then
+    unspecified.
 
-    With a plan committed late the plan's `query_lens`, `num_drafts` and `catch_up` are bounds; true
-    positions are kept here. A row that already reached `max_total_tokens` emits nothing.
+    If an earlier step was uncommitted when a plan was made, the plan's `query_lens`, `num_drafts`
+    and `catch_up` are upper bounds. True positions are kept here. A row that already reached
+    `max_total_tokens` emits nothing.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class TorchExecutor:
         self.table = InputBatch(max_slots, block_size_tokens, model.config.vocab_size, grammars)
         self.kv = KVCache(model.config, num_blocks, block_size_tokens, model.dtype, model.device)
         self.drafter = drafter
-        # Of the latest pass, for a drafter that reads it: rows of each sequence, and their states.
+        # For drafters that read hidden states: rows of each sequence in the last pass, and states.
         self._hidden: tuple[I64, Tensor] | None = None
         if drafter is not None:
             drafter.bind(self.table, num_blocks)
@@ -75,8 +78,8 @@ class TorchExecutor:
             self.drafter.reset()
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """From now on `counter` [1] goes up while a step computes, at least once a layer of each
-        model: a long step is told from one that hangs."""
+        """Count up `counter` [1] from now on while a step computes, at least once per layer of each
+        model. A watcher can so tell a long step from one that hangs."""
         self.model.progress = counter
         if self.drafter is not None:
             self.drafter.report_progress(counter)
@@ -89,14 +92,14 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         self._apply(plan.deltas)
-        asked = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
-        drafting = self.drafter is not None and bool(asked)
+        planned = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
+        drafting = self.drafter is not None and bool(planned)
         rows = self._rows(plan, drafting)
         proposal, draft_s = None, 0.0
         if drafting:
-            begun = time.perf_counter()
+            draft_started = time.perf_counter()
             proposal = self._propose(rows)
-            draft_s = time.perf_counter() - begun
+            draft_s = time.perf_counter() - draft_started
         verified, prompts = self._forward(rows, proposal)
         tokens, counts, kv_lens = self._advance(rows, verified)
         draft_kv_lens = shadow = None
@@ -109,7 +112,7 @@ class TorchExecutor:
             if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
             shadow = self._score(rows, proposal)
-        # What the step cost besides its drafts, bookkeeping included: somebody has to pay for it.
+        # The cost of the step apart from drafting, bookkeeping included.
         durations_s = draft_s, time.perf_counter() - started - draft_s
         result = self._report(plan, rows, proposal, tokens, counts, verified)
         return StepResult(
@@ -150,17 +153,17 @@ class TorchExecutor:
         known, start = table.num_tokens[slots], table.kv_len[slots]
         room = table.max_total[slots] - known
         num_drafts, catch_up = plan.num_drafts, plan.catch_up
-        if drafting:  # where that leaves nothing of a plan, its catch-up goes too
+        if drafting:  # a row without drafts left must not catch up either
             num_drafts = np.maximum(np.minimum(num_drafts, room - 1), 0)
             catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
         new = plan.query_lens - plan.num_drafts
         rows = _Rows(iota(len(slots)), slots, known, start, new, num_drafts, catch_up, wants)
-        # A row that already reached its end, or failed, has nothing left to do.
+        # A row that failed, or already reached its end, has nothing left to do.
         busy = (((room > 0) | ~wants) & (table.failed[slots] == 0)).nonzero()[0]
         if len(busy) < len(slots):
             rows = rows.at(busy)
         reached = rows.start + rows.num_new_tokens
-        # They end at the last known token where they want logits, and never pass it.
+        # Rows that get a token must end at their last known token; no row may pass it.
         if ((reached > rows.known) | (rows.wants & (reached < rows.known))).any():
             raise ValueError(
                 f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit sequences "
@@ -169,16 +172,17 @@ class TorchExecutor:
         return rows
 
     def _propose(self, rows: _Rows) -> Proposal | None:
-        """Drafts for all rows, also written behind the known tokens; None if nobody drafted."""
+        """Return drafts for all rows, also written after the known tokens; None if there are
+        none."""
         assert self.drafter is not None
         at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
         if not len(at):
             return None
-        asked = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
+        draft_rows = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
         if len(at) == len(rows.slots):
-            drafts = self.drafter.propose(asked)
+            drafts = self.drafter.propose(draft_rows)
         else:
-            drafts = self.drafter.propose(DraftRows(*(field[at] for field in asked)))
+            drafts = self.drafter.propose(DraftRows(*(field[at] for field in draft_rows)))
             drafts = _spread(drafts, at, len(rows.slots))
         row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()
         self.table.tokens[rows.slots[row], rows.known[row] + depth] = drafts.tokens[row, depth]
@@ -187,58 +191,59 @@ class TorchExecutor:
     def _forward(
         self, rows: _Rows, proposal: Proposal | None
     ) -> tuple[Verified | None, list[TokenLogprobs]]:
-        """One pass over all rows, then the verdict on those that want logits; also the log
+        """Run one pass over all rows, then verify the rows that get a token. Also return the log
         probabilities of prompts."""
         prompts: list[TokenLogprobs] = []
         if not len(rows.slots):
             return None, prompts
         num_drafted, drafts, probs = np.zeros(len(rows.slots), dtype=np.int64), None, None
-        query_lens, wanted = rows.num_new_tokens, rows.wants
+        query_lens, num_logits = rows.num_new_tokens, rows.wants
         if proposal is not None:
             num_drafted = proposal.num_drafted
-            query_lens, wanted = query_lens + num_drafted, wanted * (1 + num_drafted)
+            query_lens, num_logits = query_lens + num_drafted, num_logits * (1 + num_drafted)
             if num_drafted.any():
                 drafts, probs = proposal.tokens, proposal.probs
-        asked = self._prompt_rows(rows) if self.table.logprob_requests.prompts else None
-        if asked is not None:
-            wanted = wanted + asked
-        batch = self.table.ragged(rows.slots, rows.start, query_lens, wanted)
+        prompt_logits = self._prompt_rows(rows) if self.table.logprob_requests.prompts else None
+        if prompt_logits is not None:
+            num_logits = num_logits + prompt_logits
+        batch = self.table.ragged(rows.slots, rows.start, query_lens, num_logits)
         hidden = self.model.room_for_hidden(len(batch.tokens))
         logits = self.model.forward(batch, self.kv, hidden)
         self._hidden = None if hidden is None else (query_lens, hidden)
-        if asked is not None:
-            prompts, logits = self._describe_prompts(rows, logits, asked, wanted)
+        if prompt_logits is not None:
+            prompts, logits = self._describe_prompts(rows, logits, prompt_logits, num_logits)
         if not logits.shape[0]:
             return None, prompts
         at = rows.wants.nonzero()[0]
         drafts = None if drafts is None else drafts[at]
-        decided = Wanted(rows.slots[at], rows.known[at], num_drafted[at], drafts, probs)
-        return verify(logits, decided, self.table), prompts
+        rows_to_verify = Wanted(rows.slots[at], rows.known[at], num_drafted[at], drafts, probs)
+        return verify(logits, rows_to_verify, self.table), prompts
 
     def _prompt_rows(self, rows: _Rows) -> I64:
-        """How many computed positions of each row predict a token of a prompt that is asked for."""
-        asks = self.table.logprob_requests.prompts
-        asked = np.array([slot in asks for slot in rows.slots.tolist()], dtype=np.int64)
-        return asked * (rows.num_new_tokens - rows.wants)
+        """Return, for each row, how many positions predict a prompt token with a requested
+        logprob."""
+        requests = self.table.logprob_requests.prompts
+        requested = np.array([slot in requests for slot in rows.slots.tolist()], dtype=np.int64)
+        return requested * (rows.num_new_tokens - rows.wants)
 
     def _describe_prompts(
-        self, rows: _Rows, logits: Tensor, asked: I64, wanted: I64
+        self, rows: _Rows, logits: Tensor, prompt_logits: I64, num_logits: I64
     ) -> tuple[list[TokenLogprobs], Tensor]:
-        """The log probabilities of prompt tokens, and the logits that are left to decide."""
-        asks, table, found = self.table.logprob_requests.prompts, self.table, []
-        counts = [(i, int(asked[i])) for i in asked.nonzero()[0].tolist()]
-        parts, rest = split_prompt_rows(logits, wanted.cumsum(), counts, wanted)
+        """Return the log probabilities of prompt tokens, and the logits of all other rows."""
+        requests, table, logprobs = self.table.logprob_requests.prompts, self.table, []
+        counts = [(i, int(prompt_logits[i])) for i in prompt_logits.nonzero()[0].tolist()]
+        parts, rest = split_prompt_rows(logits, num_logits.cumsum(), counts, num_logits)
         for (i, count), part in zip(counts, parts, strict=True):
             slot, first = int(rows.slots[i]), int(rows.start[i]) + 1
             tokens = table.tokens[slot, first : first + count].copy()
-            found.append(describe(slot, first, part, tokens, asks[slot].num_top))
+            logprobs.append(describe(slot, first, part, tokens, requests[slot].num_top))
         for slot in rows.slots[rows.wants].tolist():
-            asks.pop(slot, None)
-        return found, rest
+            requests.pop(slot, None)
+        return logprobs, rest
 
     def _advance(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64, I64]:
-        """Move the slots on; returns the emitted tokens, and how many each row emitted and has in
-        KV."""
+        """Apply the result to the slots. Return the emitted tokens, and of each row the number of
+        emitted tokens and of positions in KV."""
         table = self.table
         kv_lens = rows.start + rows.num_new_tokens
         counts = np.zeros(len(rows.slots), dtype=np.int64)
@@ -262,7 +267,8 @@ class TorchExecutor:
         return tokens, counts, kv_lens
 
     def _hand_states(self, rows: _Rows, kv_lens: I64) -> None:
-        """What the pass left of positions that are valid now: of drafts, those that stand."""
+        """Pass the hidden states of valid positions to the drafter; rejected drafts are left
+        out."""
         passed, self._hidden = self._hidden, None
         if passed is None or self.drafter is None:
             return
@@ -276,7 +282,7 @@ class TorchExecutor:
         self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
 
     def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:
-        """How drafters would have done in rows that have emitted without drafts."""
+        """Score the drafters on tokens that rows emitted without drafts."""
         assert self.drafter is not None
         drafted = None if proposal is None else proposal.num_drafted
         shadow = self.drafter.score(rows.slots, drafted) if len(rows.slots) else None
@@ -293,7 +299,7 @@ class TorchExecutor:
         counts: I64,
         verified: Verified | None,
     ) -> dict[str, Any]:
-        """Fields of the `StepResult`."""
+        """Return the fields of the `StepResult`, but for durations and scores."""
         drafted, accepted, row_splits = np.zeros((3, len(plan.slots) + 1), dtype=np.int32)
         status = self.table.failed[plan.slots]
         at, expected = rows.plan_rows, None
@@ -320,7 +326,7 @@ class TorchExecutor:
 
 
 def _spread(drafts: Proposal, at: I64, num_rows: int) -> Proposal:
-    """A proposal for the rows `at`, as one for all rows; the others drafted nothing."""
+    """Extend a proposal for the rows `at` to all rows; the others have no drafts."""
 
     def spread(part: NDArray[np.generic]) -> NDArray[np.generic]:
         whole = np.zeros((num_rows, *part.shape[1:]), dtype=part.dtype)

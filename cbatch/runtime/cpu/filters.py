@@ -1,4 +1,4 @@
-"""From logits to tokens: the greedy choice, and the filtered distribution of sampled rows."""
+"""Greedy choice, and the filtered distributions of sampled rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 
-# Enough for any usual top-k and most nuclei; a larger prefix costs more on every row.
+# Leading tokens that are sorted: enough for usual top-k and most nuclei. More would slow every row.
 _LEADING_TOKENS = 256
-_ALONE_BELOW = 1 << 17  # logits that one thread looks at sooner than two get together
+_ALONE_BELOW = 1 << 17  # number of logits below which one thread is faster than several
 
 
 class Filters(NamedTuple):
@@ -32,7 +32,7 @@ class Filters(NamedTuple):
 
 
 def filters_of(table: InputBatch, slots: NDArray[np.integer]) -> Filters:
-    """The filters of `slots`, in that order."""
+    """Return the filters of `slots`, in that order."""
     top_k, top_p, min_p = table.top_k[slots], table.top_p[slots], table.min_p[slots]
     return Filters(
         torch.from_numpy(table.temperature[slots]),
@@ -43,38 +43,39 @@ def filters_of(table: InputBatch, slots: NDArray[np.integer]) -> Filters:
 
 
 def noise_rows(table: InputBatch, slots: NDArray[np.integer], positions: I64) -> NoiseRows:
-    """Where the rows in `slots` draw the noise of the tokens at `positions`."""
+    """Return the noise coordinates of the tokens at `positions` in `slots`."""
     where = table.keys[slots], table.choice[slots], positions
     return NoiseRows(*map(torch.from_numpy, where))
 
 
 def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
-    """The distribution a request asks for: fp32 [N, V] from fp32 logits [N, V]."""
+    """Return the distributions to sample from: fp32 [N, V] of fp32 logits [N, V]."""
     return filtered_logits(logits, filters).softmax(dim=-1)
 
 
 def filtered_logits(logits: Tensor, filters: Filters) -> Tensor:
-    """Its logarithm but for a constant in each row; minus infinity where a filter forbids.
+    """Return the logarithm of `filtered_probs`, up to a constant in each row; -inf where a filter
+    forbids a token.
 
-    Temperature, then top-k, then top-p of what top-k left (renormalised), then min-p relative to
-    the most likely token. Edges are cut in the order (-logit, id), so a tie goes to the lowest id.
-    Every operation is on one row alone.
+    First temperature, then top-k, then top-p of the renormalised rest, then min-p relative to the
+    most likely token. Tokens are cut in the order (-logit, id), so a tie goes to the lowest id.
+    Every operation reads one row only.
     """
-    # The maximum goes first: a tiny temperature then overflows to -inf at most, never to NaN.
+    # The maximum is subtracted first: a tiny temperature then gives -inf at most, never NaN.
     x = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature[:, None]
     if filters.top_k is not None or filters.top_p is not None:
         x = _cut(x, filters)
     if filters.min_p is not None:
-        # In fp64: how an fp32 logarithm is rounded may depend on its place among others.
+        # In fp64: the rounding of an fp32 logarithm may depend on its place in a vector.
         x = x.masked_fill(x < filters.min_p.double().log()[:, None], -torch.inf)
     return x
 
 
 def _cut(x: Tensor, filters: Filters) -> Tensor:
-    """`x`, whose maximum is 0, with what top-k and top-p drop set to -inf.
+    """Set the tokens of `x` that top-k and top-p drop to -inf. The maximum of `x` is 0.
 
-    Nearly every cut lies among the first `_LEADING_TOKENS`, which are found without sorting the
-    vocabulary. Which way a row goes depends on that row alone.
+    Nearly every cut lies among the first `_LEADING_TOKENS`, which need no sort of the vocabulary.
+    Whether a row is sorted completely depends on that row only.
     """
     rows, vocab = x.shape
     top_k, top_p = filters.top_k, filters.top_p
@@ -85,21 +86,21 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
     if vocab <= 2 * _LEADING_TOKENS:
         return _cut_sorted(x, top_k, top_p)
     values, ids, edge = _leading(x)
-    # Not exp: a softmax goes row by row, which a library's exp of a whole matrix may not.
+    # Not exp: softmax works row by row; a library's exp of a whole matrix may not.
     mass = x.softmax(dim=-1).gather(1, ids).cumsum(dim=-1)
     nucleus = torch.where(top_k <= _LEADING_TOKENS, top_p * _mass_of(mass, top_k), top_p)
     keep = _kept(mass, top_k, nucleus)
     count = keep.sum(dim=-1)
-    # The mass that top-p refers to is known, the cut is inside, and every token that ties with the
-    # last one kept is among those seen.
+    # A cut is known if the mass that top-p refers to is known and the cut lies inside the leading
+    # tokens. These must also include every token that ties with the last one kept.
     known = (top_k <= _LEADING_TOKENS) | (top_k >= vocab)
     last = values.gather(1, count[:, None] - 1).squeeze(1)
-    found = known & (count < _LEADING_TOKENS) & (last > edge)
+    complete = known & (count < _LEADING_TOKENS) & (last > edge)
     cut = torch.full_like(x, -torch.inf)
     cut.scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
     whole = (top_k >= vocab) & torch.isinf(top_p)
     cut = torch.where(whole[:, None], x, cut)
-    rest = (~found & ~whole).nonzero().squeeze(1)
+    rest = (~complete & ~whole).nonzero().squeeze(1)
     if rest.numel():
         cut[rest] = _cut_sorted(x[rest], top_k[rest], top_p[rest])
     return cut
@@ -113,7 +114,7 @@ def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading tokens of each row in the order (-x, id): values, ids, and the next value."""
+    """Return the leading tokens of each row in the order (-x, id): values, ids, the next value."""
     values, ids = x.topk(_LEADING_TOKENS + 1, dim=-1)
     edge = values[:, -1]
     ids, order = ids[:, :-1].sort(dim=-1)
@@ -123,15 +124,15 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mass_of(mass: Tensor, top_k: Tensor) -> Tensor:
-    """That of the first `top_k` of each row. Not by sum: threads share that of a long row that is
-    alone, and then its bits depend on how many they are."""
+    """Return the mass of the first `top_k` tokens of each row. Taken from a cumulative sum: threads
+    may share the sum of a single long row, and its bits would depend on their number."""
     last = top_k.clamp(max=mass.shape[-1]) - 1
     return mass.gather(1, last[:, None]).squeeze(1)
 
 
 def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
-    """Of tokens in descending order with the `mass` up to each: which stay. Rank below top_k, and
-    less than `nucleus` of mass before them. The first always does."""
+    """Return which tokens are kept, for tokens in descending order with cumulative `mass`. A kept
+    token has a rank below top_k, and less than `nucleus` of mass before it. The first is kept."""
     rank = torch.arange(mass.shape[-1], device=mass.device)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
@@ -140,8 +141,8 @@ def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """Most likely token of each row, ties to the lowest id, and whether all its logits are finite;
-    the id of a NaN if any. `logits` [rows, vocab], fp32."""
+    """Return the most likely token of each row, ties to the lowest id, and whether all its logits
+    are finite. A row with NaN gives the id of the first. `logits` is fp32 [rows, vocab]."""
     kernel = library()
     if kernel is None:
         return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
@@ -162,14 +163,14 @@ def _chooser(kernel: CDLL) -> Callable[..., None]:
 
 
 def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """`greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are always chosen)."""
+    """Return `greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are chosen)."""
     tokens, _ = greedy_tokens(logits)
     return tokens, np.isfinite(logits.numpy()[iota(len(tokens)), tokens])
 
 
 def _all_finite(x: NDArray[np.float32]) -> NDArray[np.bool_]:
-    # One pass: a finite sum has finite terms. A sum may also overflow, so the rare other case
-    # looks again: minimum and maximum pass NaN on, and show an infinity of their side.
+    # One pass: a finite sum has finite terms. A sum of finite terms may overflow, so rows that fail
+    # are checked again: minimum and maximum propagate NaN and show infinities.
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(np.add.reduce(x, axis=1))
         if np.count_nonzero(finite) < len(finite):

@@ -1,4 +1,4 @@
-"""What the executor knows of every slot, and the ragged batches made from it."""
+"""The executor's state of every slot, and the ragged batches made from it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cbatch.runtime.sampling.structured import GrammarSource
 
 
 class InputBatch:
-    """Struct of arrays over slots, kept current by the deltas of each plan.
+    """Struct of arrays over slots, updated by the deltas of each plan.
 
-    `tokens[s, :num_tokens[s]]` are known; what lies behind is dead data (drafts of the step in
-    progress are written there). `kv_len` counts valid target positions. Rows of `blocks` are block
-    ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, which computes
-    nothing more; 0: none did. Three flags, of which one is set, say how the drafts of a slot are
-    verified: `greedy`, `coupled`, or `rejects` (by rejection sampling). Those of them that are
-    `in_blocks` are verified as a whole, the others token by token.
+    `tokens[s, :num_tokens[s]]` are known. The columns after them are scratch space, e.g. for the
+    drafts of the current step. `kv_len` counts valid target positions. A row of `blocks` has block
+    ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, or 0; a failed
+    slot computes nothing more. Exactly one of three flags says how the drafts of a slot are
+    verified: `greedy`, `coupled`, or `rejects` (rejection sampling). With `in_blocks`, rejection
+    sampling verifies all drafts of a step together, otherwise token by token.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class InputBatch:
         self.choice = np.zeros(size, dtype=np.int64)
 
     def append_blocks(self, deltas: Deltas) -> None:
-        """The appended blocks, of which there are some (the last fields of the deltas)."""
+        """Add the blocks that the deltas append; there must be at least one."""
         self.blocks = _widened(self.blocks, int(deltas.append_indices.max()) + 1)
         self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
 
     def admit(self, a: NewSequence) -> None:
-        """Fill a slot and forget what it held. Raises ValueError on a broken admission."""
+        """Fill a slot, replacing its old contents. Raises ValueError for an invalid admission."""
         slot, n = a.slot, len(a.tokens)
         if not (0 <= slot < self.max_slots and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
             raise ValueError(
@@ -92,14 +92,14 @@ class InputBatch:
         self.in_blocks[slot] = params.in_blocks and not params.greedy
         self.temperature[slot] = params.logits_divisor
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
-        # 1 keeps every token; a cumulative sum that rounds to 1 early must not cut the tail.
+        # 1 keeps every token: a cumulative sum that rounds to 1 early must not cut the tail.
         self.top_p[slot] = params.top_p if params.top_p < 1 else np.inf
         self.min_p[slot] = params.min_p
         self.keys[slot] = split_seed(a.seed)
         self.choice[slot] = a.choice
 
     def release(self, slot: int) -> None:
-        """Empty a slot: no plan fits it until it is filled again."""
+        """Empty a slot. No plan fits it until it is filled again."""
         self.num_tokens[slot] = self.kv_len[slot] = 0
         self.logits_processors.release(slot)
         self.logprob_requests.release(slot)
@@ -115,10 +115,10 @@ class InputBatch:
         slots: NDArray[np.integer],
         starts: I64,
         query_lens: NDArray[np.integer],
-        wanted: NDArray[np.integer] | NDArray[np.bool_],
+        num_logits: NDArray[np.integer] | NDArray[np.bool_],
     ) -> RaggedBatch:
-        """One row for each slot: `query_lens[i]` >= 1 tokens from position `starts[i]`, read from
-        `tokens`; logits of the last `wanted[i]` of them."""
+        """Return a batch with one row per slot: `query_lens[i]` >= 1 known tokens from position
+        `starts[i]`, with logits for the last `num_logits[i]` of them."""
         contexts = starts + query_lens
         ends = query_lens.cumsum()
         total, num_rows = int(ends[-1]), len(slots)
@@ -127,11 +127,11 @@ class InputBatch:
         else:
             positions = iota(total) + (starts - ends + query_lens).repeat(query_lens)
             row_slots = slots.repeat(query_lens)
-        wanted_ends = wanted.cumsum()
-        num_wanted = int(wanted_ends[-1])
-        index = iota(num_wanted)
-        if num_wanted < total:  # flat row of a wanted one, less its number among them
-            index = index + (ends - wanted_ends).repeat(wanted)
+        logit_ends = num_logits.cumsum()
+        total_logits = int(logit_ends[-1])
+        index = iota(total_logits)
+        if total_logits < total:  # flat row = number among the logits + rows without before it
+            index = index + (ends - logit_ends).repeat(num_logits)
         return RaggedBatch(
             torch.from_numpy(self.tokens[row_slots, positions]),
             torch.from_numpy(positions),
@@ -143,6 +143,6 @@ class InputBatch:
 
 
 def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
-    """[slots, n] with at least `width` columns; the new ones are 0."""
+    """Pad [slots, n] with zeros to at least `width` columns."""
     have = array.shape[1]
     return array if width <= have else np.pad(array, ((0, 0), (0, max(width - have, have))))

@@ -1,4 +1,4 @@
-"""Whether a model is row-invariant on this machine: asked of it, not believed."""
+"""A test whether a model is row-invariant on this machine, by comparing bits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cbatch.runtime.cpu.linear import find_padding
 from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_SIZE_TOKENS = 16
-_PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes a second for them
+_PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second for these
 
 
 class InvarianceReport(NamedTuple):
-    """What `probe_row_invariance` found. `products`: the kinds that compute; `kernels`: which build
-    of our own; `shapes`: per product [out, in]; `forward`: logits of a whole pass under several
-    compositions."""
+    """The result of `probe_row_invariance`. `products`: the kinds in use; `kernels`: the build of
+    our own kernels; `shapes`: whether products [out, in] are invariant; `forward`: whether logits
+    of whole passes are the same in several batches."""
 
     mode: str
     products: tuple[str, ...]
@@ -33,36 +33,36 @@ class InvarianceReport(NamedTuple):
         return self.forward and all(self.shapes.values())
 
     def __str__(self) -> str:
-        found = f"row_invariant: {'yes' if self.row_invariant else 'no'}"
+        answer = f"row_invariant: {'yes' if self.row_invariant else 'no'}"
         detail = [f"numerics={self.mode}", f"products: {' and '.join(self.products)}"]
         if self.kernels is not None:
             detail.append(f"kernels: {self.kernels}")
         failing = [f"{out}x{width}" for (out, width), good in self.shapes.items() if not good]
         if failing:
             detail.append(f"of these differ by row count: {', '.join(failing)}")
-        return f"{found} ({'; '.join(detail)})"
+        return f"{answer} ({'; '.join(detail)})"
 
 
 @torch.inference_mode()
 def probe_row_invariance(model: Model) -> InvarianceReport:
     """Compare bits: each product of the model at several row counts, and logits of whole passes.
 
-    Says what is, whatever was asked for.
+    The result does not depend on the requested numerics.
     """
     shapes: dict[tuple[int, int], bool] = {}
     linears = list(model.linears())
-    products = tuple(sorted({linear.told for linear in linears}))
-    ours = any(linear.compiled is not None for linear in linears)
+    products = tuple(sorted({linear.description for linear in linears}))
+    uses_kernels = any(linear.compiled is not None for linear in linears)
     for linear in linears:
         if linear.shape not in shapes:
             padding = find_padding(linear, linear.shape)
             shapes[linear.shape] = padding is not None and padding.rows(1) == 1
-    kernels = build_name() if ours else None
+    kernels = build_name() if uses_kernels else None
     return InvarianceReport(model.numerics, products, kernels, shapes, _forward_invariant(model))
 
 
 def _forward_invariant(model: Model) -> bool:
-    """The same sequences token by token, in one chunk, and side by side in other blocks."""
+    """Compare the same sequences token by token, in one chunk, and batched in other blocks."""
     length = min(_PROBE_TOKENS, model.config.max_position_tokens)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (_PROBE_SEQUENCES, length))
@@ -77,7 +77,7 @@ def _forward_invariant(model: Model) -> bool:
 
 
 class _Probe:
-    """Sequences of equal length in a small cache of their own."""
+    """Sequences of equal length with a small cache of their own."""
 
     def __init__(self, model: Model, tokens: np.ndarray, *, reverse: bool) -> None:
         self.model, self.tokens = model, tokens
@@ -88,9 +88,10 @@ class _Probe:
         self.kv = KVCache(model.config, blocks.size, _BLOCK_SIZE_TOKENS, model.dtype, model.device)
 
     def run(self, chunks: list[int]) -> list[Tensor]:
-        """Logits [length, vocab] of each sequence, `chunks` tokens a step until they end."""
+        """Return the logits [length, vocab] of each sequence, computed `chunks` tokens at a
+        time."""
         count, length = self.tokens.shape
-        found: list[list[Tensor]] = [[] for _ in range(count)]
+        logits: list[list[Tensor]] = [[] for _ in range(count)]
         at = 0
         for chunk in chunks:
             n = min(chunk, length - at)
@@ -105,7 +106,9 @@ class _Probe:
                 block_tables=self.tables,
                 logits_index=torch.arange(count * n),
             )
-            for parts, rows in zip(found, self.model.forward(batch, self.kv).split(n), strict=True):
+            for parts, rows in zip(
+                logits, self.model.forward(batch, self.kv).split(n), strict=True
+            ):
                 parts.append(rows)
             at += n
-        return [torch.cat(parts) for parts in found]
+        return [torch.cat(parts) for parts in logits]

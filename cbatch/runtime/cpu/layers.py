@@ -1,4 +1,4 @@
-"""The layers of a decoder, fused from the tensors of a checkpoint."""
+"""Decoder layers, fused from the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cbatch.runtime.model.weight_files import WeightSource
 class Layer:
     """One decoder layer.
 
-    `qk_weight` [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] where all
+    `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
     heads are normed together. Weights of norms are fp32, times sqrt(n). With `experts`, `gate_up`
     is their router, and `router_norm` the norm before both.
     """
@@ -41,12 +41,12 @@ class Layer:
     router_norm: Tensor | None = None
 
     def products(self) -> tuple[Linear, ...]:
-        found = self.qkv, self.out, self.gate_up
-        return found if self.down is None else (*found, self.down)
+        linears = self.qkv, self.out, self.gate_up
+        return linears if self.down is None else (*linears, self.down)
 
 
 class LayerBuilder:
-    """Fuses the tensors of a checkpoint into the layers above."""
+    """Fuses the tensors of a checkpoint into layers."""
 
     def __init__(
         self,
@@ -57,15 +57,16 @@ class LayerBuilder:
         numerics: Numerics,
         num_logits: int | None = None,
     ) -> None:
-        """`num_logits` of the head, if it has not all."""
+        """Set up. `num_logits` is the number of rows of the LM head, if not the vocabulary."""
         self._num_logits = num_logits or config.vocab_size
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
         self.numerics = numerics
-        # Where our kernels would multiply with what blocks could be widened to.
+        # Blocks are used as stored where our kernels would compute products of the widened weights.
         self._takes_blocks = device.type == "cpu" and self._plan(1, 1).kind is Kind.COMPILED
 
     def build(self) -> tuple[Tensor | CompiledProduct, list[Layer], Linear]:
-        """Embedding (a product if of blocks: the head's, where they are tied), layers, head."""
+        """Return embedding, layers and LM head. A quantised embedding is a product: the same one as
+        the LM head's, if these are tied."""
         c, name = self.config, "model.embed_tokens.weight"
         layers = [self._layer(i) for i in range(c.num_layers)]
         norm, shape = self._norm("model.norm"), (c.vocab_size, c.hidden_size)
@@ -89,13 +90,13 @@ class LayerBuilder:
         return (embedding if blocks is None else packed), layers, head
 
     def final_norm(self) -> Tensor:
-        """Return the weight of the norm before the head, fp32, for heads that read its output."""
+        """Return the weight of the norm before the LM head, fp32, for heads that apply it, too."""
         return self._norm_weight("model.norm")
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
-        """Tensors as they are stored, where our kernels take them all."""
-        found = [self.source.blocks(name) for name in names] if self._takes_blocks else []
-        blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in found if b is not None]
+        """Return tensors as stored, or None unless our kernels take all of them."""
+        stored = [self.source.blocks(name) for name in names] if self._takes_blocks else []
+        blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
 
     def _below(
@@ -106,7 +107,8 @@ class LayerBuilder:
         in_scale: Tensor | None,
         norm: str | None = None,
     ) -> Linear:
-        """Return one product of tensors of one shape, stacked; `norm` names the norm before it."""
+        """Return one product of several tensors of one shape, stacked by rows. `norm` names the
+        norm before it."""
         stored = self._as_stored(names, bias, in_scale)
         if stored is not None:
             return stored
@@ -115,7 +117,7 @@ class LayerBuilder:
         return self._linear(weight, self._shifted(weight, bias, norm), in_scale)
 
     def _shifted(self, weight: Tensor, bias: Tensor | None, norm: str | None) -> Tensor | None:
-        """Return the bias plus the norm's bias multiplied by the weight."""
+        """Return the bias, plus the norm's bias times the weight."""
         if norm is None or not self.config.arithmetic.norm_bias:
             return bias
         shift = weight.float() @ self._get(f"{norm}.bias", weight.shape[1]).float()
@@ -124,7 +126,7 @@ class LayerBuilder:
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
     ) -> Linear | None:
-        """Of tensors below one another in the blocks they come in, if we multiply with such."""
+        """Return the product of stacked tensors as stored, or None if kernels do not take them."""
         blocks = self._blocks(names)
         if blocks is None:
             return None
@@ -134,7 +136,7 @@ class LayerBuilder:
         return Linear(weight, bias, in_scale, self._plan(*weight.shape))
 
     def _plan(self, out: int, columns: int) -> ProductPlan:
-        # A model that is not plain needs our kernels, whatever is faster.
+        # Only our kernels compute models that are not plain, whatever is faster.
         invariant = self.numerics.mode == "invariant" or not self.config.plain
         may_pack = self.numerics.may_pack
         return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
@@ -143,7 +145,7 @@ class LayerBuilder:
         return self.source.get(name, shape).to(self.device, self.dtype)
 
     def _norm(self, module: str) -> Tensor:
-        """Weight of a norm times sqrt(n), fp32 (see `_normed`)."""
+        """Return the weight of a norm times sqrt(n), fp32 (see `_normed` of decoder.py)."""
         return self._norm_weight(module) * self.config.hidden_size**0.5
 
     def _norm_weight(self, module: str) -> Tensor:
@@ -203,7 +205,7 @@ class LayerBuilder:
         ]
         rows = self._get(f"{mlp}.gate.weight", count, hidden)
         bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
-        if experts.shared:  # split into experts of the usual width
+        if experts.shared:  # split into experts of width `inner`
             shared, all_inner = f"{mlp}.shared_expert", experts.shared * inner
             gate, up = (
                 self._get(f"{shared}.{n}_proj.weight", all_inner, hidden) for n in ("gate", "up")
@@ -224,7 +226,8 @@ class LayerBuilder:
         }
 
     def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Linear:
-        """Return rows [kv_heads, group + 2, head_dim] (see `HeadShape`); `name` is the norm's."""
+        """Return the QKV product, rows [kv_heads, group + 2, head_dim] (see `HeadShape`). `name` is
+        that of the norm before it."""
         c = self.config
         bias = self._fuse(attention, "bias") if c.attention_bias else None
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
@@ -246,7 +249,7 @@ class LayerBuilder:
         return self._heads(attention, "qkv", kind, *columns)
 
     def _heads(self, attention: str, letters: str, kind: str, *columns: int) -> Tensor:
-        """Of these projections, those of a KV head together: [out, columns]."""
+        """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
         c = self.config
         parts = []
         for letter in letters:
@@ -270,15 +273,15 @@ class LayerBuilder:
         )
         if not whole:
             return torch.stack([q] * c.group_size + [k])
-        each = q.view(whole, -1, c.head_dim), k.view(whole, 1, c.head_dim)
-        return torch.cat(each, dim=1).contiguous()
+        weights = q.view(whole, -1, c.head_dim), k.view(whole, 1, c.head_dim)
+        return torch.cat(weights, dim=1).contiguous()
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, Run]]:
-    """Below one another."""
+    """Return the runs of matrices that are stacked by rows."""
     parts, at = [], 0
-    for each in blocks:
-        rows = len(each.rows)
-        parts.append((each, Run(rows, rows, at)))
+    for block in blocks:
+        rows = len(block.rows)
+        parts.append((block, Run(rows, rows, at)))
         at += rows
     return parts

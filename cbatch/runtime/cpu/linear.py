@@ -1,9 +1,9 @@
-"""Products with constant weights: which implementation computes one, and whether its bits hold.
+"""Products with constant weights: the choice of implementation, and the padding for invariant bits.
 
-The choice between the implementations (see `products`) is a rule: what the processor, the type of
-the weights and the memory allow. No timing has a say, so that a restart changes no bit. A row's
-bits must not depend on how many rows share the product: of a library's product that is measured,
-and where it holds only from some row count on, or at multiples, rows are padded.
+The implementation (see `products`) is chosen by a rule: from the processor, the type of the weights
+and the memory, never from a timing. So a restart changes no bits. With row-invariant arithmetic, a
+row's bits must not depend on the number of rows in the product. Library products are measured: some
+are invariant only from some row count on, or at multiples. Then rows are padded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu.products import Kind, Product, packing_available
 
-# Row counts whose bits are compared; beyond them libraries switch nothing we have seen.
+# Row counts whose bits are compared. Beyond them no library was seen to change its method.
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
-_PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that a probe would be felt
+_PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that probing takes noticeable time
 _LARGE_WEIGHT = 1 << 26
 
 
 class RowPadding(NamedTuple):
-    """Rows are padded to `max(minimum, next multiple)`."""
+    """Pads rows to `max(minimum, next multiple)`."""
 
     minimum: int
     multiple: int
@@ -44,8 +44,8 @@ _PADDINGS = (
 
 
 class ProductPlan(NamedTuple):
-    """How products of one weight shape are computed. `padding` is what row-invariance needs;
-    `invariant` whether it was reached."""
+    """The implementation of products with one weight shape. `padding` is what row-invariance needs;
+    `invariant` says whether it was achieved."""
 
     kind: Kind
     padding: RowPadding
@@ -55,7 +55,7 @@ class ProductPlan(NamedTuple):
 class Linear:
     """y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], both contiguous.
 
-    `product(x, rows)` is a call for `rows` that the plan's padding leaves as they are.
+    `product(x, rows)` needs a number of rows that is padded already.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Linear:
 
     @classmethod
     def of(cls, product: CompiledProduct) -> Linear:
-        """Of blocks, which nothing else multiplies with."""
+        """Wrap a product of quantised blocks; only our kernels compute those."""
         linear = cls.__new__(cls)
         linear.shape, linear.product = product.shape, product
         linear.plan = ProductPlan(Kind.COMPILED, NO_PADDING, True)
@@ -81,22 +81,21 @@ class Linear:
         return self.product(F.pad(x, (0, 0, 0, padded - rows)), padded)[:rows]
 
     @property
-    def told(self) -> str:
-        """What computes it, in words."""
+    def description(self) -> str:
+        """The implementation in words."""
         types = self.compiled.block_types if self.compiled is not None else ()
         return " ".join([self.plan.kind.value, *types])
 
     @property
     def compiled(self) -> CompiledProduct | None:
-        """Our own product, where it takes every number of rows as they come."""
+        """Our own product if it takes any number of rows without padding, else None."""
         own = isinstance(self.product, CompiledProduct) and self.plan.padding == NO_PADDING
         return self.product if own else None
 
 
 class Machine(NamedTuple):
-    """What there is for weights of one type: our own kernels; MKL's packed product, and memory for
-    the copy that it makes; instructions for bf16 products in the processor's vectors, or in tiles
-    (AMX)."""
+    """The means of this machine for weights of one type: our own kernels; MKL's packed product, and
+    memory for its packed copy; instructions for bf16 products, in vectors or in tiles (AMX)."""
 
     compiles: bool
     packs: bool
@@ -105,13 +104,13 @@ class Machine(NamedTuple):
 
 
 def kinds_for(dtype: torch.dtype, machine: Machine, *, invariant: bool) -> list[Kind]:
-    """The kinds that may compute weights of that type, the preferred first.
+    """Return the kinds that may compute weights of this type, the preferred first.
 
-    Our own are faster than a library's from 1 to 128 rows, and where it has bf16 instructions not
-    slower with 1,024 (measured on an AVX512_BF16 processor), above all since they make the whole
-    pass ours (see `CompiledDecoder`); their bits are a row's own. Tiles multiply bf16 an order of
-    magnitude faster than vectors do fp32: there a prompt is worth more than bits that do not
-    depend on other rows, to who asks for speed. Emulated, bf16 is the slowest.
+    Our kernels are faster than a library's from 1 to 128 rows. With bf16 instructions they are not
+    slower at 1,024 rows (measured on an AVX512_BF16 processor), above all since the whole pass is
+    then ours (see `CompiledDecoder`). Their bits are row-invariant. AMX tiles multiply bf16 ten
+    times faster than vectors multiply fp32. So where numerics is "fast", faster prompts are
+    preferred to invariant bits. Emulated bf16 is the slowest.
     """
     native = machine.tiles or (machine.bf16 and not machine.compiles)
     if dtype == torch.bfloat16 and native and not invariant:
@@ -127,8 +126,9 @@ def make_plan(
     invariant: bool,
     may_pack: bool,
 ) -> ProductPlan:
-    """The plan for weights [out, in]: the first kind by the rule, and with `invariant` the first
-    under which bits agree, padded if need be. `may_pack` False where memory does not allow a copy.
+    """Return the plan for weights [out, in]: the first kind by the rule. With `invariant`, the
+    first one whose bits are invariant, with padding if necessary. `may_pack` is False if there is
+    no memory for a packed copy.
     """
     machine = Machine(
         compiles=compiles(dtype),
@@ -155,7 +155,7 @@ def _padded_plan(
     kinds: tuple[Kind, ...],
     threads: int,
 ) -> ProductPlan:
-    """Of the first kind with a padding under which its bits hold; else of the first as it is."""
+    """Return the first kind with a padding that makes it invariant; else the first, unpadded."""
     weight = _random_weight(shape, dtype)
     for kind in kinds:
         product = kind.of(weight, None, None)
@@ -166,15 +166,15 @@ def _padded_plan(
 
 
 def _random_weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Random rows, repeated where there are many: drawing them would take longer than the rest."""
+    """Return random rows, repeated if there are many: drawing all would take most of the time."""
     rows = min(shape[0], 64)
     drawn = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(0))
     return drawn.to(dtype).repeat(-(-shape[0] // rows), 1)[: shape[0]].contiguous()
 
 
 def find_padding(run: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> RowPadding | None:
-    """The least padding under which a row of `run` has the same bits at every probed row count, or
-    None."""
+    """Return the least padding under which a row of `run` has the same bits at every probed row
+    count, or None."""
     counts = _PROBE_ROWS if shape[0] * shape[1] <= _LARGE_WEIGHT else _PROBE_ROWS_LARGE
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(counts[-1] + 31, shape[1], generator=gen)

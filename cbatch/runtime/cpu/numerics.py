@@ -1,7 +1,7 @@
-"""Row-invariant arithmetic: where a model computes with it, and whether it has it.
+"""The arithmetic of a model: row-invariant or fast.
 
-A model is row-invariant if the bits of a row's logits do not depend on which rows, or how many,
-share the step, on how a prompt was cut into chunks, or on the blocks its KV lies in.
+A model is row-invariant (batch-invariant) if other rows of the step do not change the bits of a
+row's logits. Nor may the chunks of a prompt, or the blocks that hold its KV.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from cbatch.runtime.cpu.linear import make_plan
 from cbatch.runtime.model.config import ModelConfig
 
-_PACK_BYTES_SHARE = 0.5  # of the machine's memory, for packed fp32 copies
+_PACK_BYTES_SHARE = 0.5  # limit of packed fp32 copies, as a share of the machine's memory
 
 
 class Numerics(NamedTuple):
-    """How a model computes: `mode` is "invariant" or "fast". `may_pack`: memory allows packed fp32
-    weights."""
+    """How a model computes: `mode` is "invariant" or "fast"; `may_pack`: there is memory for packed
+    fp32 weights."""
 
     mode: str
     may_pack: bool
 
 
 def resolve_numerics(requested: str, config: ModelConfig, dtype: torch.dtype) -> Numerics:
-    """Turn "auto" into "invariant" where every product of the model can be, else into "fast"."""
+    """Turn "auto" into "invariant" if every product of the model can be, else into "fast"."""
     may_pack = 4 * num_weights(config) < _PACK_BYTES_SHARE * memory_bytes()
     if requested == "auto":
         plans = [
@@ -39,7 +39,7 @@ def resolve_numerics(requested: str, config: ModelConfig, dtype: torch.dtype) ->
 
 
 def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
-    """[out, in] of the fused products, and how many of each a forward pass runs."""
+    """Return [out, in] of the fused products, and how many of each a forward pass runs."""
     c, hidden = config, config.hidden_size
     queries = c.num_heads * c.head_dim
     shapes: Counter[tuple[int, int]] = Counter()
@@ -58,12 +58,12 @@ def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Of the matrices that a forward pass multiplies with."""
+    """Return the number of weights in the matrices of a forward pass."""
     return sum(out * width * count for (out, width), count in weight_shapes(config).items())
 
 
 def memory_bytes() -> int:
-    """Of the machine. What is free would be another number at every start."""
+    """Return the machine's memory in bytes. Free memory would differ at every start."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # not a POSIX system

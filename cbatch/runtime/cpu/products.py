@@ -1,13 +1,13 @@
-"""Ways to compute y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], contiguous.
+"""Implementations of y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], contiguous.
 
-- *native*: `F.linear` in the dtype of the weights; what there is on devices other than CPUs.
+- *native*: `F.linear` in the dtype of the weights; the only one on devices other than CPUs.
 - *packed*: MKL's fp32 product with weights packed once. In fp32 it computes 8 rows in about the
-  time of one. bf16 weights are widened to fp32 first (the values are the same, activations are not
-  rounded): on a CPU without bf16 instructions that is far faster from a few rows on.
-- *compiled*: our own kernel, see `compiled`. Activations are rounded to bf16 beside bf16 weights
-  where the processor multiplies pairs of them, else not at all.
+  time of one. bf16 weights are widened to fp32 first (the same values; activations are not
+  rounded). On a CPU without bf16 instructions that is far faster from a few rows on.
+- *compiled*: our own kernel, see `compiled`. With bf16 weights, activations are rounded to bf16 if
+  the processor multiplies pairs of bf16; otherwise they are not rounded.
 
-Which one computes is decided in `linear`.
+`linear` decides which implementation is used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.compiled import CompiledProduct
 
-_PACK_ROWS = 64  # one packing serves every row count; this one is near the best for all
+_PACK_ROWS = 64  # rows that MKL packs for; one packing serves all counts, and 64 is near the best
 
-Product = Callable[[Tensor, int], Tensor]  # of rows, and how many they are
+Product = Callable[[Tensor, int], Tensor]  # (rows, number of rows) -> outputs
 
 
 class Kind(enum.Enum):
@@ -33,7 +33,8 @@ class Kind(enum.Enum):
     COMPILED = "compiled"
 
     def of(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Product:
-        """Weights [out, in]; `in_scale` [in] is the weight of the norm before the product."""
+        """Return the product with weights [out, in]. `in_scale` [in] is the weight of the norm
+        before it."""
         return _CLASSES[self](weight, bias, in_scale)
 
 
@@ -45,19 +46,19 @@ class _Native:
         if self._in_scale is not None:
             x = x * self._in_scale
         x = x.to(self._weight.dtype)
-        if rows == 1 and self._bias is None:  # the faster kernel for half precision on CPUs
+        if rows == 1 and self._bias is None:  # faster for half precision on CPUs
             return torch.mv(self._weight, x.view(-1)).float().view(1, -1)
         return F.linear(x, self._weight, self._bias).float()
 
 
 class _Packed:
-    """`in_scale` is folded into the weights."""
+    """MKL's packed product, with `in_scale` folded into the weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
         wide = weight.float() if in_scale is None else weight.float() * in_scale
         self._packed = pack(wide)
         self._product = torch.ops.mkl._mkl_linear.default
-        # Only its shape is read while rows and packing agree.
+        # MKL reads only its shape if the packed row count fits.
         self._shape_only = wide.new_empty(1).expand(weight.shape)
         self._bias = None if bias is None else bias.float()
 
@@ -74,14 +75,14 @@ _CLASSES: dict[Kind, Callable[[Tensor, Tensor | None, Tensor | None], Product]] 
 
 
 def pack(weight: Tensor) -> Tensor:
-    """fp32 [out, in] in MKL's packed layout."""
+    """Return fp32 weights [out, in] in MKL's packed layout."""
     packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
     return packed
 
 
 @functools.lru_cache(maxsize=1)
 def packing_available() -> bool:
-    """Whether this build of torch has MKL's packed product, and it computes what it should."""
+    """Return whether this torch has MKL's packed product, with correct results."""
     if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
         return False
     gen = torch.Generator().manual_seed(0)

@@ -1,5 +1,6 @@
-"""How often a head agrees with its target, on text at hand: what a layout leaves open is decided by
-that, and a head that guesses at random is found out before it is served."""
+"""Agreement of a head's first drafts with its target on sample text. It decides between the
+readings of an ambiguous config, and finds heads that only guess before they are served.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _BLOCK_TOKENS = 16
 
 
 class Tested(NamedTuple):
-    """Of first drafts on a text, which are the target's own choice (bool `hits` [trials]).
-    `chance`: as many as one token would be right that is always guessed."""
+    """The first drafts of a head on a text: `hits` (bool [trials]) marks those equal to the
+    target's greedy choice. `chance` is the share of hits of the best constant draft."""
 
     head: Head
     hits: Tensor
@@ -34,20 +35,21 @@ class Tested(NamedTuple):
         return float(self.hits.float().mean())
 
     def beats(self, other: Tested) -> bool:
-        """By more than two standard errors of what tells them apart."""
+        """Return whether it has more hits than `other`, by over two standard errors of the
+        difference."""
         wins, losses = int((self.hits & ~other.hits).sum()), int((other.hits & ~self.hits).sum())
         return wins - losses > 2 * (wins + losses) ** 0.5
 
     @property
     def guesses(self) -> bool:
-        """Whether it is no better than that: within two standard errors."""
+        """Return whether it is no better than `chance`: at most two standard errors above."""
         spread = (self.chance * (1 - self.chance) / self.trials) ** 0.5
         return self.agreement <= self.chance + 2 * spread
 
 
 @torch.inference_mode()
 def best_reading(heads: Sequence[Head], target: Model, texts: Sequence[Sequence[int]]) -> Tested:
-    """The likeliest reading, unless another agrees more beyond doubt. `texts` are token ids."""
+    """Return the first (likeliest) reading, or another that `beats` it. `texts` are token ids."""
     kept = target.hidden_layers
     try:
         tested = [_test(head, target, texts) for head in heads]
@@ -68,13 +70,13 @@ def _test(head: Head, target: Model, texts: Sequence[Sequence[int]]) -> Tested:
         drafts = head.first_logits(_whole(ids), _kv(head, len(ids)), hidden).argmax(-1)
         hits.append((drafts == chosen)[1:])
         choices.append(chosen[1:])
-    hit, every = torch.cat(hits), torch.cat(choices)
-    chance = float(every.bincount().max()) / len(every)
+    hit, all_choices = torch.cat(hits), torch.cat(choices)
+    chance = float(all_choices.bincount().max()) / len(all_choices)
     return Tested(head, hit, chance)
 
 
 def _read(target: Model, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's choice behind each position, and its states there."""
+    """Return the target's greedy token after each position, and its hidden states there."""
     target.keep_hidden(layers)
     hidden = target.room_for_hidden(len(ids))
     logits = target.forward(_whole(ids), _kv(target, len(ids)), hidden)
@@ -88,7 +90,7 @@ def _kv(model: Model | Head, tokens: int) -> KVCache:
 
 
 def _whole(ids: Tensor) -> RaggedBatch:
-    """A sequence at once, of which all is wanted."""
+    """Return a batch of one whole sequence, with logits of all positions."""
     count = len(ids)
     lens = np.array([count], dtype=np.int32)
     tables = np.arange(-(-count // _BLOCK_TOKENS), dtype=np.int32)[None]

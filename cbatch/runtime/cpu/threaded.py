@@ -1,4 +1,4 @@
-"""One worker thread around an executor, so that planning overlaps with the step that runs."""
+"""A worker thread around an executor, so that planning overlaps with the running step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class StepRunner(Protocol):
 
 
 class VoidedStepError(RuntimeError):
-    """The step was not run, because an earlier one failed and the executor was not reset since."""
+    """The step was not run: an earlier step failed and the executor has not been reset since."""
 
 
 class ThreadedExecutor:
-    """`submit` plans, `wait` for their results in the same order.
+    """Runs plans in a thread: `submit` plans, then `wait` for their results in the same order.
 
-    After a step fails, the steps behind it are not run: their `wait` raises `VoidedStepError`,
-    until `reset()` or a plan whose deltas reset every slot.
+    After a step fails, later steps are not run: their `wait` raises `VoidedStepError`, until
+    `reset()` or a plan whose deltas reset every slot.
     """
 
     def __init__(self, executor: StepRunner) -> None:
@@ -36,7 +36,7 @@ class ThreadedExecutor:
         self._pending.append(self._worker.submit(self._run, plan))
 
     def wait(self) -> StepResult:
-        """Result of the oldest step not waited for; raises what the executor raised."""
+        """Return the result of the oldest pending step; raise what the executor raised."""
         if not self._pending:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         return self._pending.popleft().result()
@@ -46,12 +46,12 @@ class ThreadedExecutor:
         return len(self._pending)
 
     def reset(self) -> None:
-        """Drop the results of steps under way, let the last of them end, reset the executor."""
+        """Drop the results of pending steps, wait for the last of them, reset the executor."""
         self._pending.clear()
         self._worker.submit(self._reset).result()
 
     def close(self) -> None:
-        """End the worker thread after the steps under way. Idempotent."""
+        """End the worker thread after the pending steps. Idempotent."""
         self._worker.shutdown(wait=True)
 
     def _reset(self) -> None:
@@ -61,7 +61,7 @@ class ThreadedExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         if self._failed and not plan.deltas.reset:
             raise VoidedStepError(f"step {plan.step_id} follows a failed step and was not run")
-        self._failed = True  # until the step has come through
+        self._failed = True  # until the step succeeds
         result = self.executor.run(plan)
         self._failed = False
         return result

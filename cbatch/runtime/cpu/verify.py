@@ -1,6 +1,7 @@
-"""The verdict on the drafts of a step: greedy rows by comparison with the target's best token,
-coupled rows with the token it draws, other sampled rows by rejection sampling, token by token or in
-blocks."""
+"""Verification of a step's drafts. Greedy rows compare drafts with the target's best token, coupled
+rows with the token that the target draws. Other sampled rows use rejection sampling, token by token
+or by blocks.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +37,12 @@ _BY_FINITE = np.array([RowStatus.NON_FINITE, RowStatus.OK], dtype=np.uint8)
 
 
 class Wanted(NamedTuple):
-    """W rows of a step that decide tokens, the first at position `known[i]`.
+    """The W rows of a step that get new tokens; row i's first one has the position `known[i]`.
 
-    Their logits rows, `1 + num_drafted[i]` each, follow one another. `drafts` int64 [W, >= max k],
-    `probs` fp32 [sum of num_drafted over rows verified by rejection, V] (None: drafts chosen with
-    certainty); `drafts` is None where nobody drafted.
+    Row i has `1 + num_drafted[i]` rows of logits; those of successive rows are concatenated.
+    `drafts` is int64 [W, >= max k], or None if no row has drafts. `probs` is fp32 [sum of
+    num_drafted over rows verified by rejection, V], or None if all drafts were chosen with
+    certainty.
     """
 
     slots: NDArray[np.integer]
@@ -51,8 +53,8 @@ class Wanted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Row i emits `tokens[i, : num_accepted[i] + 1]`, provided that its `status` is OK; else it is
-    NON_FINITE or NO_TOKEN.
+    """The result of a step. Row i emits `tokens[i, : num_accepted[i] + 1]` if its `status` is OK;
+    otherwise the status is NON_FINITE or NO_TOKEN.
 
     `expected_accepted` is as in `StepResult`: None if no row with drafts is verified by rejection.
     """
@@ -60,44 +62,47 @@ class Verified(NamedTuple):
     tokens: I64  # [W, max k + 1]
     num_accepted: I64
     status: NDArray[np.uint8]
-    logprobs: list[TokenLogprobs]  # of the rows that ask for them
+    logprobs: list[TokenLogprobs]  # of the rows that request them
     expected_accepted: NDArray[np.float32] | None = None
 
 
-def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
-    """Accept, replace and extend. Rows whose status is not OK get an arbitrary verdict."""
+def verify(logits: Tensor, rows: Wanted, table: InputBatch) -> Verified:
+    """Verify the drafts and choose the next token of each row. The tokens of a row whose status is
+    not OK have no meaning."""
     ids, finite = greedy_tokens(logits)
-    lens = wanted.num_drafted + 1
+    lens = rows.num_drafted + 1
     starts = lens.cumsum() - lens
     if len(finite) > len(lens):
         finite = np.logical_and.reduceat(finite, starts)
-    asking = (
-        _asking(logits, wanted.slots, starts, lens, table) if table.logprob_requests.outputs else []
+    logprob_rows = (
+        _logprob_rows(logits, rows.slots, starts, lens, table)
+        if table.logprob_requests.outputs
+        else []
     )
     dead_ends: dict[int, int] = {}
     if table.logits_processors.num_active:
         shape_runs = table.logits_processors.shape_runs
-        dead_ends = shape_runs(logits, wanted.slots, starts, lens - 1, wanted.drafts)
+        dead_ends = shape_runs(logits, rows.slots, starts, lens - 1, rows.drafts)
         ids, _ = greedy_tokens(logits)
-    if wanted.drafts is None:
+    if rows.drafts is None:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
     else:
-        tokens, num_accepted = _match(ids, starts, wanted.num_drafted, wanted.drafts)
+        tokens, num_accepted = _match(ids, starts, rows.num_drafted, rows.drafts)
     expected: list[tuple[I64, NDArray[np.float32]]] = []
-    greedy = table.greedy[wanted.slots]
+    greedy = table.greedy[rows.slots]
     if not greedy.all():
-        for judge, mode in (
-            (_judge_tokens, table.rejects & ~table.in_blocks),
-            (_judge_blocks, table.in_blocks),
-            (_judge_coupled, table.coupled),
+        for verify_rows, mode in (
+            (_verify_tokens, table.rejects & ~table.in_blocks),
+            (_verify_blocks, table.in_blocks),
+            (_verify_coupled, table.coupled),
         ):
-            at = np.flatnonzero(mode[wanted.slots])
+            at = np.flatnonzero(mode[rows.slots])
             if not len(at):
                 continue
-            sampled = _sampled(logits, wanted, at, starts, lens, table)
-            accepted, last, chances = judge(sampled)
-            if wanted.drafts is not None:
-                tokens[at, :-1] = wanted.drafts[at, : tokens.shape[1] - 1]
+            sampled = _sampled(logits, rows, at, starts, lens, table)
+            accepted, last, chances = verify_rows(sampled)
+            if rows.drafts is not None:
+                tokens[at, :-1] = rows.drafts[at, : tokens.shape[1] - 1]
             tokens[at, accepted] = last
             num_accepted[at] = accepted
             if chances is not None:
@@ -107,9 +112,9 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
         if finite[row] and num_accepted[row] >= depth:
             status[row] = _NO_TOKEN
     logprobs = []
-    for each in asking:
-        if status[each.row] == _OK:
-            logprobs.append(_describe(each, logits, wanted, tokens, num_accepted, table))
+    for logprob_row in logprob_rows:
+        if status[logprob_row.row] == _OK:
+            logprobs.append(_describe(logprob_row, logits, rows, tokens, num_accepted, table))
     evidence = _evidence(num_accepted, expected, status) if expected else None
     return Verified(tokens, num_accepted, status, logprobs, evidence)
 
@@ -117,7 +122,8 @@ def verify(logits: Tensor, wanted: Wanted, table: InputBatch) -> Verified:
 def _evidence(
     num_accepted: I64, expected: list[tuple[I64, NDArray[np.float32]]], status: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """What is `expected` of some rows, counts of others; nothing of those that failed."""
+    """Return the expected number of accepted drafts where there is one, else the number accepted;
+    0 for rows that failed."""
     evidence = num_accepted.astype(np.float32)
     for at, chances in expected:
         evidence[at] = chances
@@ -125,54 +131,55 @@ def _evidence(
     return evidence
 
 
-class _Asking(NamedTuple):
-    """A row that asks for log probabilities, and its logits as the model gave them."""
+class _LogprobRow(NamedTuple):
+    """A row that requests log probabilities, with its logits as the model computed them."""
 
     row: int
     start: int
-    ask: LogprobRequest
-    raw: Tensor | None  # None: those of the shaped logits are wanted
+    request: LogprobRequest
+    raw: Tensor | None  # None: the request is for the distribution after logits processors
 
 
-def _asking(
+def _logprob_rows(
     logits: Tensor, slots: NDArray[np.integer], starts: I64, lens: I64, table: InputBatch
-) -> list[_Asking]:
-    """Before the logits are shaped."""
-    asking = []
+) -> list[_LogprobRow]:
+    """Return the rows that request log probabilities. Call it before the logits are shaped."""
+    logprob_rows = []
     for row, slot in enumerate(slots.tolist()):
-        ask = table.logprob_requests.outputs.get(slot)
-        if ask is None:
+        request = table.logprob_requests.outputs.get(slot)
+        if request is None:
             continue
         start, raw = int(starts[row]), None
-        if not ask.processed:
+        if not request.processed:
             raw = logits[start : start + int(lens[row])]
             raw = raw.clone() if table.logits_processors.active[slot] else raw
-        asking.append(_Asking(row, start, ask, raw))
-    return asking
+        logprob_rows.append(_LogprobRow(row, start, request, raw))
+    return logprob_rows
 
 
 def _describe(
-    asking: _Asking,
+    logprob_row: _LogprobRow,
     logits: Tensor,
-    wanted: Wanted,
+    rows: Wanted,
     tokens: I64,
     num_accepted: I64,
     table: InputBatch,
 ) -> TokenLogprobs:
-    """Of the tokens that the row emits."""
-    row, count = asking.row, int(num_accepted[asking.row]) + 1
-    if asking.raw is not None:
-        x = asking.raw[:count]
+    """Return the log probabilities of the tokens that the row emits."""
+    row, count = logprob_row.row, int(num_accepted[logprob_row.row]) + 1
+    if logprob_row.raw is not None:
+        x = logprob_row.raw[:count]
     else:
-        slots = wanted.slots[row : row + 1].repeat(count)
-        shaped = logits[asking.start : asking.start + count]
+        slots = rows.slots[row : row + 1].repeat(count)
+        shaped = logits[logprob_row.start : logprob_row.start + count]
         x = filtered_logits(shaped, filters_of(table, slots))
-    slot, known = int(wanted.slots[row]), int(wanted.known[row])
-    return describe(slot, known, x, tokens[row, :count].copy(), asking.ask.num_top)
+    slot, known = int(rows.slots[row]), int(rows.known[row])
+    return describe(slot, known, x, tokens[row, :count].copy(), logprob_row.request.num_top)
 
 
 def _match(ids: I64, starts: I64, num_drafted: I64, drafts: I64) -> tuple[I64, I64]:
-    """Greedy rows: accept while the draft is the target's own choice, whose next one follows."""
+    """Verify greedy rows: accept drafts while they equal the target's best token. Return the best
+    tokens [W, max k + 1], and the number of accepted drafts."""
     deepest = int(np.maximum.reduce(num_drafted))
     depth = iota(deepest + 1)
     tokens = ids[starts[:, None] + np.minimum(depth, num_drafted[:, None])]
@@ -192,52 +199,52 @@ class _Sampled(NamedTuple):
 
 
 def _sampled(
-    logits: Tensor, wanted: Wanted, at: I64, starts: I64, lens: I64, table: InputBatch
+    logits: Tensor, rows: Wanted, at: I64, starts: I64, lens: I64, table: InputBatch
 ) -> _Sampled:
-    """The rows `at` of `wanted`, and the distributions that their requests ask for."""
+    """Return the rows `at`, with the distributions that their sampling parameters give."""
     lens = lens[at]
     ends = lens.cumsum()
     total = int(ends[-1])
     if total < len(logits):
         flat = iota(total) + (starts[at] - ends + lens).repeat(lens)
         logits = logits[torch.from_numpy(flat)]
-    slots = wanted.slots[at]
+    slots = rows.slots[at]
     draft_tokens = np.zeros(0, dtype=np.int64)
-    if wanted.drafts is not None:
-        own = wanted.drafts[at]
+    if rows.drafts is not None:
+        own = rows.drafts[at]
         draft_tokens = own[iota(own.shape[1]) < lens[:, None] - 1]
     return _Sampled(
         filtered_probs(logits, filters_of(table, slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
-        _drafted_from(wanted, at, table),
+        _drafted_from(rows, at, table),
         torch.from_numpy(lens - 1),
-        noise_rows(table, slots, wanted.known[at]),
+        noise_rows(table, slots, rows.known[at]),
     )
 
 
-def _drafted_from(wanted: Wanted, at: I64, table: InputBatch) -> Tensor | None:
-    """Of `wanted.probs` what the rows `at` need, which are verified in the same way."""
-    if wanted.probs is None or table.coupled[wanted.slots[at[0]]]:
+def _drafted_from(rows: Wanted, at: I64, table: InputBatch) -> Tensor | None:
+    """Return the q of the drafts of the rows `at`, which share one mode of verification."""
+    if rows.probs is None or table.coupled[rows.slots[at[0]]]:
         return None
-    rejects = np.flatnonzero(table.rejects[wanted.slots])
+    rejects = np.flatnonzero(table.rejects[rows.slots])
     if len(rejects) == len(at):
-        return wanted.probs
-    needed = np.isin(rejects, at).repeat(wanted.num_drafted[rejects])
-    return wanted.probs[torch.from_numpy(needed)]
+        return rows.probs
+    needed = np.isin(rejects, at).repeat(rows.num_drafted[rejects])
+    return rows.probs[torch.from_numpy(needed)]
 
 
-# The number of accepted drafts of each row, the token after them, and with drafts that were
-# verified by rejection, how many could be expected to be accepted.
-_Judgement = tuple[I64, I64, NDArray[np.float32] | None]
+# The number of accepted drafts of each row, the next token, and the expected number of accepted
+# drafts (None where no draft was verified by rejection).
+_Outcome = tuple[I64, I64, NDArray[np.float32] | None]
 
 
-def _judge_coupled(sampled: _Sampled) -> _Judgement:
+def _verify_coupled(sampled: _Sampled) -> _Outcome:
     p, draft_tokens, _, num_drafts, noise = sampled
     accepted, following = coupled_verify(p, draft_tokens, num_drafts, noise)
     return accepted.numpy(), following.numpy(), None
 
 
-def _judge_tokens(sampled: _Sampled) -> _Judgement:
+def _verify_tokens(sampled: _Sampled) -> _Outcome:
     accepted, following = rejection_verify(*sampled)
     expected = None
     if len(sampled.draft_tokens):
@@ -245,7 +252,7 @@ def _judge_tokens(sampled: _Sampled) -> _Judgement:
     return accepted.numpy(), following.numpy(), expected
 
 
-def _judge_blocks(sampled: _Sampled) -> _Judgement:
+def _verify_blocks(sampled: _Sampled) -> _Outcome:
     accepted, following, expected = block_verify(*sampled)
     drafted = len(sampled.draft_tokens) > 0
     return accepted.numpy(), following.numpy(), expected.numpy() if drafted else None

@@ -1,1 +1,1 @@
-"""Attention over paged KV on a processor. Imports `model`."""
+"""Attention over paged KV on CPUs, by torch. Imports `model`."""

@@ -1,18 +1,18 @@
-"""Attention over paged KV for a ragged batch, with bits that depend on a row's own position only.
+"""Attention over paged KV for a ragged batch. The bits of a row depend only on its own position.
 
-Keys are gathered in tiles of a fixed width from absolute position 0 (or a fixed boundary before a
-sliding window), so a row always meets the same keys in the same lanes, however long its neighbours
-are. What lies beyond a row is masked with a large finite number and is an exact no-op:
+Keys are gathered in tiles of a fixed width from absolute position 0 (or from a fixed boundary
+before a sliding window). So a row has the same keys in the same lanes however long the other rows
+are. Keys beyond a row are masked with a large finite number and have no effect:
 
-- a score is a sum over `head_dim` alone (queries come scaled: a factor of the product that is not a
-  power of two is applied at different places for few rows and for many);
+- a score is a sum over `head_dim` only. Queries are scaled before: a product with a factor that is
+  not a power of two applies it at different places for few rows and for many;
 - softmax adds lane by lane in order of position, and a masked key adds exactly 0;
-- the product with V runs over segments of `SEGMENT_TOKENS` at absolute positions, each short enough
-  to be summed in one piece, and the segments are added in order.
+- the product with V runs over segments of `SEGMENT_TOKENS` at absolute positions. Each is short
+  enough to be summed in one piece, and the segments are added in order.
 
-The number of rows in a product must not change the bits of a row: that holds from a small row count
-on (`product_rows`, measured), and a batch of one product is doubled, since a library may split a
-single product among threads by its row count.
+The number of rows in a product must not change the bits of a row. That holds from a small row count
+on (`product_rows`, measured). A batch of one product is doubled, since a library may split a single
+product among threads by its row count.
 
 This module runs one group of queries; `layout` forms the groups.
 """
@@ -29,17 +29,18 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
 
-LANES = 16  # widest vector of fp32: keys are padded to multiples of it
-SEGMENT_TOKENS = 128  # sums over 144 to 240 are split by some libraries, each in another place
-MASKED = -1e30  # finite: exp gives 0, and 0 times a stale value stays 0
+LANES = 16  # widest vector of fp32: keys are padded to multiples of this
+SEGMENT_TOKENS = 128  # libraries split sums over 144 to 240 elements, at different places
+MASKED = -1e30  # finite: exp gives 0, and 0 times a stale value is 0
 _MOST_PROBED_ROWS = 16
 
 
 @functools.lru_cache(maxsize=64)
 def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
-    """Smallest row counts (q k^T, p v) from which a row's bits do not depend on the count.
+    """Return the smallest row counts (q k^T, p v) from which a row's bits do not depend on the
+    count.
 
-    Measured on random data once per process, up to 16. `threads` is part of the key only.
+    Measured on random data once per process, up to 16. `threads` only extends the cache key.
     """
     gen = torch.Generator().manual_seed(0)
     kv = torch.randn(4, SEGMENT_TOKENS, 2, head_dim, generator=gen)
@@ -57,11 +58,11 @@ def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
 
     def same_values(rows: int, num_keys: int) -> bool:
         first, part = out[:, :rows], (p[:, :rows, :num_keys], values[:, :num_keys])
-        added = torch.baddbmm(first, *part)  # as a later segment is
+        added = torch.baddbmm(first, *part)  # as for a later segment
         return torch.equal(torch.bmm(*part), first) and torch.equal(added, twice[:, :rows])
 
     def smallest(same: Callable[[int, int], bool]) -> int:
-        # The narrowest product counts too: libraries have kernels of their own for tiny ones.
+        # The narrowest product is tried, too: libraries have special kernels for tiny ones.
         differing = [
             rows
             for rows in range(1, _MOST_PROBED_ROWS + 1)
@@ -73,8 +74,8 @@ def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
 
 
 class HeadShape(NamedTuple):
-    """Heads of one model; a row of the fused projection is [kv_heads, group + 2, head_dim]: for
-    each KV head its query heads, then its K, then its V."""
+    """The attention heads of a model. A row of the fused projection is [kv_heads, group + 2,
+    head_dim]: for each KV head its query heads, then its K, then its V."""
 
     kv_heads: int
     group: int
@@ -94,8 +95,8 @@ class HeadShape(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """`pairs` of (piece, KV head), each with `query_rows` rows of scores over `keys` positions, of
-    which the first `value_rows` meet V."""
+    """The shape of a group: `pairs` of (piece, KV head), each with `query_rows` rows of scores over
+    `keys` positions. The first `value_rows` of them are multiplied by V."""
 
     pairs: int
     query_rows: int
@@ -104,7 +105,7 @@ class GroupShape(NamedTuple):
 
 
 class Operands:
-    """Buffers of one group shape and the views its products read."""
+    """The buffers of one group shape, and the views that its products read."""
 
     def __init__(self, shape: GroupShape, heads: HeadShape, kv: KVCache) -> None:
         dtype, dim = kv.data.dtype, heads.head_dim
@@ -129,9 +130,9 @@ class Operands:
 class Group:
     """Queries that share one batched product.
 
-    Either single rows that follow one another in the batch: then products read the step's buffers
-    as they stand. Or any pieces, whose (token, KV head) units are copied together (`pack`) and
-    apart (`unpack`). The planner fills `gather` and `mask` at every step.
+    A group has either consecutive single rows of the batch or any pieces. The products of single
+    rows read the step's buffers in place. For pieces, (token, KV head) units are copied together
+    (`pack`) and back (`unpack`). The planner fills `gather` and `mask` in every step.
     """
 
     gather: Tensor  # int64 [pairs * blocks]: rows of the layer's blocks
@@ -143,11 +144,11 @@ class Group:
         self.unpack: Tensor | None = None
 
     def bind_rows(self, fused: Tensor, out: Tensor, start: int, stop: int) -> None:
-        """Single rows [start, stop) of `fused` [T, row_width], which has spare memory behind it,
-        to those of `out` [T + 1, heads * head_dim]."""
+        """Read the single rows [start, stop) of `fused` [T, row_width], which has spare memory
+        after its end, and write the same rows of `out` [T + 1, heads * head_dim]."""
         h, shape = self.heads, self.operands.shape
         count = (stop - start) * h.kv_heads
-        # The query heads of a (token, KV head), then whatever follows them: padding.
+        # The query heads of a (token, KV head), then the memory after them as padding.
         query = fused.as_strided(
             (count, shape.query_rows, h.head_dim),
             (h.roles * h.head_dim, h.head_dim, 1),
@@ -158,8 +159,8 @@ class Group:
         self.direct = self.operands.out.shape == self.target.shape
 
     def bind_pieces(self, fused: Tensor, out: Tensor, pack: Tensor, unpack: Tensor) -> None:
-        """Units of `fused` at `pack` to units of `out` at `unpack`; the last row of `out` takes
-        what belongs to no one."""
+        """Read the units `pack` of `fused` and write the units `unpack` of `out`. The last row of
+        `out` receives the results of padding."""
         h = self.heads
         self.source = fused.view(-1, h.roles * h.head_dim)[:, : h.group * h.head_dim]
         self.target = out.view(-1, h.group * h.head_dim)
@@ -167,7 +168,7 @@ class Group:
         self.direct = False
 
     def run(self, block_rows: Tensor) -> None:
-        """Attend: K and V from one layer's blocks, queries from the bound buffer."""
+        """Attend to K and V in one layer's blocks with the queries of the bound buffer."""
         op = self.operands
         torch.index_select(block_rows, 0, self.gather, out=op.blocks)
         if op.wide is not op.blocks:

@@ -1,4 +1,4 @@
-"""Builds the groups of a step: which queries share a product, their keys, and their masks."""
+"""Builds the groups of a step: the queries that share a product, with their keys and masks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.model.kv_cache import KVCache
 
 SMALL_QUERY_TOKENS = 32  # queries up to this length share products with others
-_CACHE_FLOATS = 3 << 17  # gathered K and V of one group: 1.5 MB, so that products find them in L2
+_CACHE_FLOATS = 3 << 17  # gathered K and V of one group: 1.5 MB, so that products read them from L2
 _CACHED_SHAPES = 32
 
 
 class StepBuffers(NamedTuple):
-    """What every group of a step reads and writes: queries stand in `fused` [T, row_width],
-    results go to `out` [T + 1, heads * head_dim]. `tables` int32 [B, blocks]: entries beyond a
-    context are not read."""
+    """Buffers that all groups of a step use: they read queries from `fused` [T, row_width] and
+    write to `out` [T + 1, heads * head_dim]. `tables` int32 [B, blocks]: entries beyond a context
+    are not read."""
 
     kv: KVCache
     tables: NDArray[np.int32]
@@ -45,22 +45,22 @@ class StepBuffers(NamedTuple):
 
 
 class GroupBuilder:
-    """Groups over one KV cache. Operands of a shape are kept for the steps to come."""
+    """Builds groups over one KV cache. Operands are cached by shape for later steps."""
 
     def __init__(self, kv: KVCache, heads: HeadShape) -> None:
         self.kv, self.heads = kv, heads
         self._operands: OrderedDict[GroupShape, Operands] = OrderedDict()
 
     def width(self, count: int, longest: int, window: int | None, times: int = 1) -> int:
-        """How many of `count` contexts go into a group: `times` as many as the nearest caches hold
-        the K and V of, and evenly."""
+        """Return how many of `count` contexts form a group: as many as have K and V in `times` the
+        size of the L2 cache, and spread evenly over the groups."""
         h = self.heads
-        keys_held = longest if window is None else window + SEGMENT_TOKENS
-        most = max(1, times * _CACHE_FLOATS // (keys_held * h.kv_heads * 2 * h.head_dim))
-        return -(-count // -(-count // most))
+        num_keys = longest if window is None else window + SEGMENT_TOKENS
+        most_contexts = max(1, times * _CACHE_FLOATS // (num_keys * h.kv_heads * 2 * h.head_dim))
+        return -(-count // -(-count // most_contexts))
 
     def rows(self, step: StepBuffers, contexts: I64, window: int | None) -> list[Group]:
-        """Single rows, as many in a group as keep its K and V in the nearest caches."""
+        """Build groups of single rows, sized so that K and V of each group stay in the L2 cache."""
         h, count = self.heads, len(contexts)
         width = self.width(count, int(contexts.max()), window)
         groups = []
@@ -80,7 +80,7 @@ class GroupBuilder:
         return groups
 
     def pieces(self, step: StepBuffers, pieces: I64, window: int | None) -> Group:
-        """One group of any pieces, [4, P] (see `AttentionPlanner`)."""
+        """Build one group of any pieces, [4, P] (see `AttentionPlanner`)."""
         h = self.heads
         sequences, rows, query_lens, contexts = pieces
         first_key = _first_keys(self.kv, contexts - query_lens + 1, window)
@@ -108,8 +108,8 @@ class GroupBuilder:
         return -(-int((contexts - first_key).max()) // tile) * tile
 
     def _group(self, count: int, queries: int, keys: int, *, rows_in_place: bool) -> Group:
-        """A group of `count` pieces with operands of its shape, from an earlier step if possible:
-        groups of a step run one after another and may share them."""
+        """Return a group of `count` pieces. Operands of the same shape are shared with other
+        groups, which run one after another."""
         h = self.heads
         rows = queries * h.group
         query_rows = value_rows = rows
@@ -131,7 +131,7 @@ class GroupBuilder:
     def _gather(
         self, group: Group, tables: NDArray[np.int32], first_key: I64, contexts: I64
     ) -> Tensor:
-        """Rows of `kv.block_rows` in the order of the operands: int64 [pairs * blocks]."""
+        """Return the rows of `kv.block_rows` to gather, int64 [pairs * blocks]."""
         kv, h, shape = self.kv, self.heads, group.operands.shape
         size = kv.block_size
         index = first_key[:, None] // size + iota(shape.keys // size)
@@ -157,8 +157,8 @@ class GroupBuilder:
         group.bind_pieces(step.fused, step.out, pack, unpack)
 
     def _unit_index(self, rows: I64, query_lens: I64, queries: int, spare: int) -> tuple[I64, I64]:
-        """(token, KV head) units for each (piece, KV head, query): where to read, and where to
-        write. Padding reads unit 0 and writes to row `spare`."""
+        """Return which (token, KV head) unit each (piece, KV head, query) reads, and which one it
+        writes. Padding reads unit 0 and writes row `spare`."""
         kv_heads = self.heads.kv_heads
         units = (rows[:, None] + iota(queries)) * kv_heads
         real = (iota(queries) < query_lens[:, None])[:, None]
@@ -169,13 +169,13 @@ class GroupBuilder:
 
 
 def _spread(group: Group, mask: NDArray[np.float32]) -> Tensor:
-    """[pairs or 1, rows or 1, keys] spread over the scores of a group, sharing memory."""
+    """Broadcast [pairs or 1, rows or 1, keys] to the scores of a group, sharing memory."""
     return torch.from_numpy(mask).expand(group.operands.scores.shape)
 
 
 def _first_keys(kv: KVCache, contexts: I64, window: int | None) -> I64:
-    """First gathered position, where the first query stands at `contexts - 1`: 0, or a segment
-    boundary at or before the first key it sees."""
+    """Return the first position to gather, for first queries at `contexts - 1`: 0, or a segment
+    boundary at or before the first key in the window."""
     if window is None:
         return np.zeros_like(contexts)
     step = math.lcm(SEGMENT_TOKENS, kv.block_size)

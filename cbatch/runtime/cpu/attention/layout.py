@@ -1,4 +1,4 @@
-"""Lays out the attention of a step: index arithmetic done once, for all layers of one window."""
+"""Plans the attention of a step: index arithmetic shared by all layers with the same window."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.kv_cache import KVCache
 
-_CHUNK_TOKENS = 128  # longer queries are cut at multiples of this; none meets keys of its future
+_CHUNK_TOKENS = 128  # longer queries are cut at multiples of this: few masked keys
 _MAX_SCORES = 1 << 24  # elements of one score buffer
-_MAX_WASTE = 1 << 18  # padded scores that are cheaper than one more group
+_MAX_WASTE = 1 << 18  # padded scores that cost less than one more group
 
 
 class StepLayout(NamedTuple):
-    """Index arithmetic of one step: `slots` int64 [T * kv_heads], the rows of `kv.token_rows` that
-    take K and V of each (token, KV head), and the attention groups of each window."""
+    """Index arithmetic of one step: `slots` int64 [T * kv_heads] are the rows of `kv.token_rows`
+    for K and V of each (token, KV head). `groups` has the attention groups of each window."""
 
     slots: Tensor
     groups: dict[int | None, list[Group]]
 
 
-# Pieces are copied together and apart: their groups may outgrow the nearest caches by so much (of
-# 2, 3 and 5 the one that was never slower than a single group, at 8 to 64 ragged rows).
+# Queries of pieces are copied, so the groups of pieces may be larger than the L2 cache, by this
+# factor. Of 2, 3 and 5 it was the one that was never slower than a single group, at 8 to 64 ragged
+# rows.
 _PIECES_TIMES = 3
 
 
 class AttentionPlanner:
     """Forms groups that together cover every row of a step once.
 
-    Pieces of a group: int64 [4, P], in rows the sequence, its first flat row, the number of rows,
-    and the context (the last row stands at position context - 1).
+    Pieces of a group are int64 [4, P]. The four rows are: sequence, first flat row, number of rows,
+    context (the last row of a piece has the position context - 1).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,15 +46,15 @@ class AttentionPlanner:
         self._builder: GroupBuilder | None = None
 
     def plan(self, step: StepBuffers, query_lens: I64, contexts: I64, positions: I64) -> StepLayout:
-        """Layout of a step whose rows stand at `positions` [T]."""
+        """Return the layout of a step whose rows have the `positions` [T]."""
         longest = int(contexts.max())
-        # A window that no context has outgrown is no window.
-        holding = {w: w if w is not None and longest > w else None for w in self._windows}
+        # A window that is longer than every context has no effect.
+        effective = {w: w if w is not None and longest > w else None for w in self._windows}
         groups = {
             window: self._groups(step, query_lens, contexts, window)
-            for window in dict.fromkeys(holding.values())
+            for window in dict.fromkeys(effective.values())
         }
-        by_window = {w: groups[window] for w, window in holding.items()}
+        by_window = {w: groups[window] for w, window in effective.items()}
         return StepLayout(_token_slots(step, query_lens, positions), by_window)
 
     def _built(self, kv: KVCache) -> GroupBuilder:
@@ -64,7 +65,7 @@ class AttentionPlanner:
     def _groups(
         self, step: StepBuffers, query_lens: I64, contexts: I64, window: int | None
     ) -> list[Group]:
-        """Groups of one window."""
+        """Return the groups of one window."""
         builder = self._built(step.kv)
         if len(contexts) < step.num_rows:
             starts = query_lens.cumsum() - query_lens
@@ -80,27 +81,27 @@ class AttentionPlanner:
         return padded * self.heads.kv_heads * 8 > _MAX_WASTE
 
     def _pieces(self, query_lens: I64, contexts: I64, starts: I64) -> I64:
-        """Long queries are cut at multiples of a chunk in absolute position."""
+        """Return pieces; long queries are cut at multiples of a chunk of absolute positions."""
         if int(query_lens.max()) <= SMALL_QUERY_TOKENS:
             return np.stack([iota(len(starts)), starts, query_lens, contexts])
-        found: list[tuple[int, int, int, int]] = []
+        pieces: list[tuple[int, int, int, int]] = []
         for b, (length, context, row) in enumerate(
             zip(query_lens.tolist(), contexts.tolist(), starts.tolist(), strict=True)
         ):
             if length <= SMALL_QUERY_TOKENS:
-                found.append((b, row, length, context))
+                pieces.append((b, row, length, context))
                 continue
             heads = self.heads.kv_heads * self.heads.group
             chunk = max(8, min(_CHUNK_TOKENS, _MAX_SCORES // (heads * context)))
             at, end = context - length, context
             while at < end:
                 stop = min(end, (at // chunk + 1) * chunk)
-                found.append((b, row, stop - at, stop))
+                pieces.append((b, row, stop - at, stop))
                 row, at = row + stop - at, stop
-        return np.array(found, dtype=np.int64).T
+        return np.array(pieces, dtype=np.int64).T
 
     def _partition(self, pieces: I64, window: int | None) -> list[I64]:
-        """Pieces of like shape together: by their number of queries, then by context."""
+        """Put pieces of similar shape together: by their number of queries, then by context."""
         small = pieces[2] <= SMALL_QUERY_TOKENS
         parts = [pieces[:, i : i + 1] for i in np.flatnonzero(~small)]
         pieces = pieces[:, small]
@@ -111,7 +112,7 @@ class AttentionPlanner:
         waste = (area - int((query_lens * contexts).sum())) * self.heads.kv_heads
         if waste <= _MAX_WASTE:
             return [*parts, *self._split(pieces, window)]
-        # Powers of two in both directions: at most a factor of two of padding in each.
+        # Powers of two in both directions: padding at most doubles each of them.
         classes = _log2_class(query_lens) * 64 + _log2_class(contexts)
         for c in np.unique(classes):
             parts += self._split(pieces[:, classes == c], window)
@@ -128,7 +129,7 @@ class AttentionPlanner:
 
 
 def _token_slots(step: StepBuffers, query_lens: I64, positions: I64) -> Tensor:
-    """Rows of `kv.token_rows` of each (token, KV head): int64 [T * kv_heads]."""
+    """Return the rows of `kv.token_rows` of each (token, KV head): int64 [T * kv_heads]."""
     size = step.kv.block_size
     rows, index = iota(len(query_lens)).repeat(query_lens), positions // size
     flat = step.tables[rows, index] * size + (positions - index * size)

@@ -1,4 +1,4 @@
-"""Additive masks: 0 where a query sees a key, a large finite negative where it does not."""
+"""Additive masks: 0 where a query sees a key, a large finite negative number elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def additive(seen: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 def seen_by_rows(contexts: I64, first_key: I64, keys: int, window: int | None) -> NDArray[np.bool_]:
-    """[pieces, keys]: whether the row at `contexts - 1` sees a key."""
+    """Return whether the row at position `contexts - 1` sees each key: bool [pieces, keys]."""
     positions = iota(keys) + first_key[:, None]
     seen: NDArray[np.bool_] = positions < contexts[:, None]
     if window is not None:
@@ -32,7 +32,7 @@ def seen_by_queries(
     keys: int,
     window: int | None,
 ) -> NDArray[np.bool_]:
-    """[pieces, queries, keys]: whether a query sees a key."""
+    """Return whether each query sees each key: bool [pieces, queries, keys]."""
     positions = (iota(keys) + first_key[:, None])[:, None, :]
     at = ((contexts - query_lens)[:, None] + iota(queries))[:, :, None]
     seen: NDArray[np.bool_] = positions <= at

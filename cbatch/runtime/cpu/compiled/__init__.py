@@ -1,15 +1,15 @@
 """Our own kernels for CPUs, in C: products, and a decoder's whole pass.
 
-Libraries leave gaps there: few rows, above all of bf16 on CPUs without bf16 instructions; bits that
-change with the number of rows; and hundreds of small operations a pass, each of which has to be
-called. The kernels keep weights in the type they come in, packed in panels, have the same bits for
-a row whatever rows are beside it, and need a C compiler (see `compiler`); where there is none,
-everything goes without them.
+They exist because libraries are slow for few rows, above all of bf16 on CPUs without bf16
+instructions, and because their bits change with the number of rows. A pass would also call hundreds
+of small operations. The kernels keep weights in their stored type, packed in panels. A row's bits
+do not depend on the other rows. A C compiler is needed (see `compiler`); without one, torch
+computes.
 
 - `library.c` and what it includes: the kernels, and the threads that share their loops (`team.h`);
   `build` compiles them, as one of `builds`.
 - `product`: one product as the runtime calls it.
-- `layer_attention`, `experts`: parts of a pass, for models whose other parts are not ours.
+- `layer_attention`, `experts`: parts of a pass, for models whose other parts run in other code.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """
 

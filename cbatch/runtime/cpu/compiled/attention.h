@@ -1,15 +1,15 @@
-// Causal attention over paged KV: softmax(q K^T) V, chunk by chunk of KEYS positions (the online
-// softmax of arXiv:1805.02867).
+// Causal attention over paged KV: softmax(q K^T) V, in chunks of KEYS positions (the online softmax
+// of arXiv:1805.02867).
 //
-// A tile is some consecutive rows of one sequence, with the query heads of one KV head. Chunks lie
-// at absolute positions, and keys that a row does not see change nothing in it, to the bit: each
-// row's sums are those it would have alone.
+// A tile has some consecutive rows of one sequence, with the query heads of one KV head. Chunks lie
+// at absolute positions, and keys that a row does not see change none of its bits. So each row's
+// sums are those that it would have alone.
 
 #pragma once
 #include "tiled_attention.h"
 
-// V of the chunk's positions [from, to), each or by pairs. A pair is gathered where half of it is
-// not in use, or blocks have none.
+// Finds V of the chunk's positions [from, to), one by one or by pairs. A pair is gathered if half
+// of it is not in use, or if blocks have no pairs.
 static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
                       const char **values) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
@@ -32,13 +32,14 @@ static void values_of(const paged *kv, const scratch *s, long chunk, long from, 
     }
 }
 
-// Of a cell, or the first or second of its pair, widened.
+// Returns a cell as fp32, or the first or second half of its pair, widened.
 INLINE vec number(pairs cells, enum scoring scoring, int second) {
     if (scoring == WHOLE) return (vec)cells;
     return second ? (vec)(cells & 0xffff0000u) : (vec)(cells << 16);
 }
 
-// Scores of queries from `first` on with LANES * SPAN keys. Inlined: the last two are constants.
+// Computes scores of queries from `first` on with LANES * SPAN keys. Inlined: the last two are
+// constants.
 INLINE void score(const scratch *s, const columns *of, long first, long key, long dim,
                   enum scoring scoring, int queries) {
     const float *q = s->queries + first * s->width;
@@ -78,8 +79,8 @@ INLINE void score(const scratch *s, const columns *of, long first, long key, lon
             store(s->scores + (first + i) * KEYS + key + v * LANES, sums[i][v]);
 }
 
-// Adds V of positions [from, to) of the chunk, weighed, to what queries from `first` on attend to:
-// `wide` vectors from dimension `d` on. Inlined: the last three are constants.
+// Adds V of the chunk's positions [from, to), weighted, to the outputs of queries from `first` on:
+// `wide` vectors from dimension `d` on. Inlined: the last three arguments are constants.
 INLINE void weigh(const scratch *s, const char *const *values, long first, long from, long to,
                   long d, long dim, enum scoring scoring, int queries, int wide) {
     const long step = scoring == WHOLE ? 1 : 2;
@@ -116,7 +117,8 @@ INLINE void weigh(const scratch *s, const char *const *values, long first, long 
         UNROLLED for (int v = 0; v < wide; v++) store(out + i * s->width + v * LANES, sums[i][v]);
 }
 
-// The query's highest score yet, with those of another chunk; what it attends to is scaled to it.
+// Updates a query's highest score with that of another chunk, and rescales its output to the new
+// one.
 INLINE float raised(const scratch *s, long query, float highest, long dim) {
     float *out = s->out + query * s->width, *sums = s->sums + query * LANES;
     if (highest > s->top[query]) {
@@ -128,7 +130,8 @@ INLINE float raised(const scratch *s, long query, float highest, long dim) {
     return s->top[query];
 }
 
-// Scores of the chunk's first `count` keys to weights, for a query that sees those in [from, to).
+// Turns the scores of the chunk's first `count` keys into weights, for a query that sees [from,
+// to).
 INLINE void soften(const scratch *s, long query, long from, long to, long count, long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     ints lane;
@@ -156,7 +159,7 @@ INLINE uint64_t first_bits(long count) {
     return count <= 0 ? 0 : count >= 64 ? ~0ull : (1ull << count) - 1;
 }
 
-// So to weights in bf16, KEYS of them; they are summed up as they are rounded.
+// The same with weights in bf16, KEYS of them; the sum is of the rounded weights.
 INLINE void soften_pairs(const scratch *s, long query, long from, long to, long count, long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
@@ -235,7 +238,7 @@ INLINE void weigh_all(const scratch *s, const char *const *values, long count, l
     EACH(WEIGH)
 }
 
-// Queries [count] as they are scored.
+// Copies the queries in the form in which they are scored.
 INLINE void take_queries(const attending *of, const scratch *s, long dim, enum scoring scoring) {
     float scaled[dim];
     for (long q = 0; q < of->rows * of->group; q++) {
@@ -250,7 +253,7 @@ INLINE void take_queries(const attending *of, const scratch *s, long dim, enum s
     }
 }
 
-// x [count] to cap * tanh(x / cap).
+// Replaces x [count] by cap * tanh(x / cap).
 static void bend(float *x, long count, float cap) {
     long k = 0;
     for (; k + LANES <= count; k += LANES) store(x + k, tangent(load(x + k) * (1 / cap)) * cap);

@@ -1,9 +1,9 @@
-// Weights of GGUF's block types, for rows whose values are rounded to 8 bits, 32 at a time.
+// Products with weights of GGUF's block types. Rows are rounded to 8 bits, 32 values at a time.
 //
-// 32 columns of an output are a cell: a weight is s * (code - offset) + m. Codes and rounded values
-// are multiplied as integers, which no order of sums changes; then one fused multiply-add a cell,
-// in the order of the columns (two where a cell has two scales, one more for m). So an output's
-// bits depend on its row and weights alone, and not on the width of vectors either.
+// 32 columns of an output are a cell. A weight is s * (code - offset) + m. Codes and rounded values
+// are multiplied as integers, whose sum does not depend on the order. Then each cell adds one fused
+// multiply-add, in the order of the columns: two if the cell has two scales, one more for m. So an
+// output's bits depend on its row and weights only, not even on the width of vectors.
 
 #pragma once
 #include "vectors.h"
@@ -12,18 +12,18 @@
 #endif
 
 #define CELL 32        // columns
-#define BLOCKS_AHEAD 16384  // bytes
-#define SUPER_CELLS 8  // of a block with 256 columns
-#define CODE_BYTES (4 * LANES)  // of a vector: 4 columns of LANES outputs
+#define BLOCKS_AHEAD 16384  // bytes to prefetch ahead
+#define SUPER_CELLS 8  // cells of a block with 256 columns
+#define CODE_BYTES (4 * LANES)  // bytes of a vector of codes: 4 columns of LANES outputs
 
 enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23 };
 
-// Where s and m come from: D: an fp16 a cell. DM: two. SIXES: d times 6 bits, and m so, too, below
-// zero. SIGNED: d times 8 bits. HALVES: so for each half of a cell. The last three have their d (and
-// that of m) once in SUPER_CELLS cells.
+// How s and m are stored. D: one fp16 per cell, s. DM: two, s and m. SIXES: s is d times 6 bits,
+// and -m likewise. SIGNED: s is d times 8 bits. HALVES: the same for each half of a cell. The last
+// three have their d (and that of m) once per SUPER_CELLS cells.
 enum scales { D, DM, SIXES, SIGNED, HALVES };
 typedef struct {
-    int bits, scales, offset, table;  // table: codes stand for IQ4's values + 128
+    int bits, scales, offset, table;  // table: codes are indices of IQ4's values, stored + 128
 } form;
 
 INLINE form form_of(int type) {
@@ -44,7 +44,8 @@ INLINE form form_of(int type) {
 
 #define IQ4_VALUES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241
 
-// A row's values of a cell: x ~ by * codes; the sums of its halves' codes; and by times both.
+// A cell of a rounded row: x ~ by * codes; the sums of the codes of both halves; by times all of
+// them.
 typedef struct {
     int8_t codes[CELL];
     float by, weighed;
@@ -64,7 +65,7 @@ INLINE long block_panel_bytes(form f, long in) {
 }
 
 typedef struct {
-    vec s[2], m;  // the second s: of the upper half of a cell
+    vec s[2], m;  // s[1] is that of the upper half of a cell
 } scale;
 
 INLINE scale scale_of(form f, const char *at, long cell) {
@@ -105,7 +106,7 @@ INLINE ints looked_up(ints codes) {
 #endif
 }
 
-// The codes of a cell: vector v holds columns 4 v to 4 v + 3 of each output.
+// Unpacks the codes of a cell: vector v has columns 4 v to 4 v + 3 of each output.
 INLINE void unpack(form f, const char *at, ints codes[8]) {
     if (f.bits == 8) {
         UNROLLED for (int v = 0; v < 8; v++) codes[v] = *(const ints *)(at + v * CODE_BYTES);
@@ -116,12 +117,12 @@ INLINE void unpack(form f, const char *at, ints codes[8]) {
         codes[v] = (ints)(both & 0x0f0f0f0f), codes[v + 4] = (ints)(both >> 4 & 0x0f0f0f0f);
     }
     const char *more = at + 4 * CODE_BYTES;
-    if (f.bits == 5) {  // bit v of a byte belongs to vector v
+    if (f.bits == 5) {  // bit v of a byte is the fifth bit of a code in vector v
         const pairs fifth = *(const pairs *)more;
         UNROLLED for (int v = 0; v < 8; v++)
             codes[v] |= (ints)((v < 4 ? fifth << (4 - v) : fifth >> (v - 4)) & 0x10101010);
     }
-    if (f.bits == 6)  // two bits: of vectors 0 to 3, then of the others
+    if (f.bits == 6)  // two bits of vectors 0 to 3, then of the others
         UNROLLED for (int v = 0; v < 8; v++) {
             const pairs upper = *(const pairs *)(more + v / 4 * CODE_BYTES);
             const int at_bit = v % 4 * 2;
@@ -177,8 +178,8 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
 #endif
 }
 
-// What rows from `x` on, a stride apart, and a panel make. The first to read a panel asks for those
-// behind it (`ahead`). Inlined: form and rows are constants.
+// Multiplies rows from `x` on, a stride apart, by a panel. The first to read a panel prefetches the
+// following ones (`ahead`). Inlined: form and number of rows are constants.
 INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
                   int rows, vec *found) {
     const long count = in / CELL, whole = cell_bytes(f) + scale_bytes(f);
@@ -212,10 +213,10 @@ INLINE void cells(const char *panel, long in, form f, const char *x, long stride
     UNROLLED for (int r = 0; r < rows; r++) found[r] = sums[r];
 }
 
-// Rounds a row of `in` floats, a multiple of CELL: to 127ths of the largest of a cell. A cell with
-// what is no number makes none.
+// Rounds a row of `in` floats, a multiple of CELL, to 127ths of the largest in each cell. If a
+// value of a cell is not finite, the cell's scale becomes NaN.
 static void encode(const float *x, long in, coded *to) {
-    const vec shift = all(12582912.0f);  // 1.5 * 2^23: behind it whole numbers follow one another
+    const vec shift = all(12582912.0f);  // 1.5 * 2^23: floats above it are the integers
     for (long cell = 0; cell < in / CELL; cell++, x += CELL, to++) {
         vec largest = {0}, wrong = {0};
         for (int k = 0; k < CELL; k += LANES) {
@@ -242,7 +243,7 @@ static void encode(const float *x, long in, coded *to) {
     }
 }
 
-// ---- from the file's blocks -------------------------------------------------------------------
+// ---- repacking of a file's blocks --------------------------------------------------------------
 
 typedef struct {
     uint8_t codes[CELL], scales[2];
@@ -255,11 +256,11 @@ INLINE void nibbles(const uint8_t *from, uint8_t *codes) {
     for (int i = 0; i < CELL / 2; i++) codes[i] = from[i] & 15, codes[i + CELL / 2] = from[i] >> 4;
 }
 
-INLINE void fifths(const uint8_t *from, uint8_t *codes) {  // 32 bits
+INLINE void fifths(const uint8_t *from, uint8_t *codes) {  // from 32 bits
     for (int i = 0; i < CELL; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
 }
 
-// 6 bits each of scale and offset `at` of 8, in 12 bytes.
+// Reads scale and offset number `at` of 8: 6 bits each, in 12 bytes.
 INLINE void sixes(const uint8_t *from, int at, uint8_t *scales) {
     if (at < 4) scales[0] = from[at] & 63, scales[1] = from[at + 4] & 63;
     else {
@@ -283,7 +284,7 @@ INLINE long block_bytes(int type) {
     }
 }
 
-// Cell `at` of a block, whose layout is ggml's (ggml-common.h).
+// Decodes cell `at` of a block, whose layout is ggml's (ggml-common.h).
 static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
     to->d = half_at(b);
     switch (type) {
@@ -320,7 +321,7 @@ static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
     }
 }
 
-// Four codes at a time, a byte each.
+// Writes the codes of one output, four at a time, each in a byte.
 static void put_codes(form f, const decoded *from, long lane, char *to) {
     uint32_t each[8], fifth = 0, upper[2] = {0};
     memcpy(each, from->codes, sizeof each);
@@ -346,7 +347,7 @@ static void put_scales(form f, const decoded *from, long cell, long lane, char *
     if (f.scales == SIXES || f.scales == HALVES) own[LANES + lane] = (char)from->scales[1];
 }
 
-// Blocks [out, in] of a type to a panel; outputs that there are not are zeros.
+// Repacks blocks [out, in] of a type into a panel; outputs beyond `out` are zeros.
 static void repack(int type, const uint8_t *blocks, long out, long in, long panel, char *to) {
     const form f = form_of(type);
     const long per = f.scales < SIXES ? 1 : SUPER_CELLS, row_bytes = in / CELL / per * block_bytes(type);
@@ -363,7 +364,7 @@ static void repack(int type, const uint8_t *blocks, long out, long in, long pane
     }
 }
 
-// Row `lane` of a panel as floats.
+// Writes row `lane` of a panel as floats.
 static void decode_row(int type, const char *panel, long in, long lane, float *to) {
     const form f = form_of(type);
     for (long cell = 0; cell < in / CELL; cell++) {

@@ -1,4 +1,4 @@
-"""The shared library of our own kernels, compiled for this CPU the first time it is wanted."""
+"""The shared library of our own kernels, compiled for this CPU when it is first needed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _logger = logging.getLogger("cbatch")
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None, with a warning: no compiler, or another system. Raises
-    `FieldError` where CBATCH_KERNELS names no build that runs here."""
+    """Return the compiled library, or None, with a warning, without a compiler or not on Linux.
+    Raises FieldError if CBATCH_KERNELS names no build that runs here."""
     try:
-        if platform.system() != "Linux":  # elsewhere torch brings another OpenMP
+        if platform.system() != "Linux":  # other systems have another OpenMP in torch
             raise OSError("they are for Linux")
         return _cached_or_built()
     except (OSError, subprocess.SubprocessError) as error:
@@ -42,19 +42,19 @@ def library() -> ctypes.CDLL | None:
 
 
 def version() -> str | None:
-    """Names the kernels as they are here, for whatever remembers their speed; None without them."""
-    found = library()
-    return None if found is None else Path(found._name).stem
+    """Return an identifier of the kernels, for caches of their speed; None without kernels."""
+    kernels = library()
+    return None if kernels is None else Path(kernels._name).stem
 
 
 def build_name() -> str | None:
-    """Of the build among `builds`; None without kernels."""
-    found = version()
-    return None if found is None else found.partition("-")[0]
+    """Return the name of the build in use (see `builds`); None without kernels."""
+    kernels = version()
+    return None if kernels is None else kernels.partition("-")[0]
 
 
 def _cached_or_built() -> ctypes.CDLL:
-    """Raises OSError or SubprocessError."""
+    """Return the library from the cache, or compile it. Raises OSError or SubprocessError."""
     offered, compiler = builds.offered(), find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or name one by CC")
@@ -62,16 +62,16 @@ def _cached_or_built() -> ctypes.CDLL:
     if folder is None:
         _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): kernels are compiled anew")
     build = _choice(offered, compiler, folder)
-    found = library_of(build, compiler, folder)
+    kernels = library_of(build, compiler, folder)
     if build is not offered[0]:
-        told = f"{compiler} does not know {offered[0].name}"
-        _logger.warning("%s: kernels are %s; a newer compiler would do more", told, build.name)
-    return found
+        reason = f"{compiler} does not know {offered[0].name}"
+        _logger.warning("%s: kernels are %s; a newer compiler would do more", reason, build.name)
+    return kernels
 
 
 def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Build:
-    """The first that was compiled before or that the compiler knows; the last is not asked about:
-    what it says while compiling is more."""
+    """Return the first build that is cached or that the compiler supports. The last one is not
+    tested: compiling it gives a better message."""
     *others, last = offered
     for build in others:
         kept = folder is not None and (folder / _file_name(build, compiler)).exists()
@@ -81,8 +81,8 @@ def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Bu
 
 
 def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
-    """From the cache, or compiled now and put there; where it cannot be, or there is none, for this
-    process alone. Raises OSError or SubprocessError."""
+    """Return the library from the cache, or compile it and cache it. If it cannot be cached, it is
+    for this process only. Raises OSError or SubprocessError."""
     name = _file_name(build, compiler)
     if folder is None:
         return _built(build, compiler, None)
@@ -95,16 +95,16 @@ def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _built(build, compiler, folder)
-    except (OSError, subprocess.CalledProcessError) as error:  # of a full disk, too
-        found = _built(build, compiler, None)
+    except (OSError, subprocess.CalledProcessError) as error:  # e.g. because the disk is full
+        kernels = _built(build, compiler, None)
         _logger.warning(
             "%s takes no kernels (%s): they are compiled for this process", folder, _reason(error)
         )
-        return found
+        return kernels
 
 
 def _file_name(build: Build, compiler: Compiler) -> str:
-    """Of whatever the library depends on."""
+    """Return a name that depends on everything that determines the library."""
     key = hashlib.sha256()
     for source in sorted(SOURCE.parent.glob("*.[ch]")):
         key.update(source.read_bytes())
@@ -114,8 +114,8 @@ def _file_name(build: Build, compiler: Compiler) -> str:
 
 
 def _cached(file: Path) -> ctypes.CDLL:
-    """Raises OSError if it is not, whole, what was put there. To load a part of a library may end
-    the process: its bytes are compared first with the digest behind them."""
+    """Load a cached library. Raises OSError if it is damaged: loading part of a library may kill
+    the process, so its bytes are first compared with the digest at its end."""
     content = file.read_bytes()
     if _digest(content[:-_DIGEST_BYTES]) != content[-_DIGEST_BYTES:]:
         raise OSError("it is not whole")
@@ -123,7 +123,8 @@ def _cached(file: Path) -> ctypes.CDLL:
 
 
 def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
-    """Compiled now, and kept in `folder`, where another process may do the same; None: not kept."""
+    """Compile a library and move it to `folder` (safe with other processes); None: do not keep
+    it."""
     name = _file_name(build, compiler)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
@@ -133,18 +134,18 @@ def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL
         with made.open("r+b") as file:
             digest = _digest(file.read())
             file.write(digest)
-        found = load_library(made)
+        kernels = load_library(made)
         if folder is not None:
             os.replace(made, folder / name)
-    return found
+    return kernels
 
 
 def load_library(file: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
-    missing = [symbol for symbol in SYMBOLS if not hasattr(found, symbol)]
+    kernels = ctypes.CDLL(str(file), mode=os.RTLD_NOW)
+    missing = [symbol for symbol in SYMBOLS if not hasattr(kernels, symbol)]
     if missing:
         raise OSError(f"it lacks {', '.join(missing)}")
-    return found
+    return kernels
 
 
 def _digest(content: bytes) -> bytes:
@@ -152,7 +153,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """In one line, with the last of what a compiler said."""
+    """Return an error in one line, with the last line of the compiler's output."""
     said = getattr(error, "stderr", None) or b""
     last = said.decode(errors="replace").strip().splitlines()[-1:]
     return ": ".join([str(error), *last])

@@ -1,8 +1,8 @@
-"""The builds of our kernels, by name: which instructions each may use, and which run here.
+"""The builds of our kernels: the instructions that each may use, and those that run here.
 
-A name fixes the instructions, so that a build is the same wherever it is tried; what the processor
-itself adds is their order alone (`-mtune`). What a build may use, the kernels learn from the
-compiler (`__AVX2__`, ...).
+A name fixes the instructions, so a build gives the same bits on every processor. The processor only
+affects their order (`-mtune`). The kernels learn their instructions from the compiler (`__AVX2__`
+...).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KERNELS = "CBATCH_KERNELS"  # names the build to use, for tests and diagnosis
 
 
 class Build(NamedTuple):
-    """`features` are what it needs of the processor, in the words of /proc/cpuinfo."""
+    """A build. `features` are the processor features it needs, as named in /proc/cpuinfo."""
 
     name: str
     features: tuple[str, ...] = ()
@@ -30,12 +30,12 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _AVX512_VNNI = (*_AVX512, "avx512_vnni")
 _AVX512_BF16 = (*_AVX512_VNNI, "avx512_bf16")
 _TILE = "amx_tile"
-# For some processors gcc leaves one of two dependent `a * b + c` unfused, by what is beside it, and
-# bits of a row depend on how many rows there are. Other compilers take no notice.
+# For some processors gcc leaves one of two dependent `a * b + c` unfused, depending on nearby code.
+# A row's bits would then depend on the number of rows. Other compilers ignore this option.
 _FUSE = "--param=avoid-fma-max-bits=0"
-_NATIVE = Build("native")  # whatever the compiler finds: of processors that we know nothing about
+_NATIVE = Build("native")  # all that the compiler finds; for architectures without named builds
 _PORTABLE = Build("portable")
-# By machine, the preferred first.
+# By architecture, the preferred first.
 _BUILDS = {
     "x86_64": (
         Build("amx", (*_AVX512_BF16, _TILE, "amx_bf16", "amx_int8")),
@@ -52,12 +52,13 @@ _OF_ANOTHER_MACHINE = (_NATIVE, _PORTABLE)
 
 
 def builds_of(machine: str) -> tuple[Build, ...]:
-    """All that there are for a machine as `platform.machine` names it, the preferred first."""
+    """Return all builds for an architecture (`platform.machine()`), the preferred first."""
     return _BUILDS.get(machine, _OF_ANOTHER_MACHINE)
 
 
 def runnable() -> list[Build]:
-    """Those that this processor can run, the preferred first. Raises OSError without /proc."""
+    """Return the builds that this processor can run, the preferred first. Raises OSError without
+    /proc."""
     features = set(cpu_features().split())
     if _TILE in features and not _may_use_tiles():
         features.remove(_TILE)
@@ -65,35 +66,35 @@ def runnable() -> list[Build]:
 
 
 def _may_use_tiles() -> bool:
-    """Linux gives a process the state of its tiles when it asks for it (arch_prctl,
-    ARCH_REQ_XCOMP_PERM)."""
+    """Request AMX tile state from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM); return whether it was
+    granted."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def offered() -> list[Build]:
-    """As `runnable`, or the one that CBATCH_KERNELS names. Raises `FieldError` if it cannot be."""
-    found, name = runnable(), os.environ.get(KERNELS)
+    """Return `runnable()`, or only the build named by CBATCH_KERNELS. Raises FieldError if that
+    build does not run here."""
+    runnable_builds, name = runnable(), os.environ.get(KERNELS)
     if not name:
-        return found
-    wanted = [each for each in found if each.name == name]
-    if not wanted:
+        return runnable_builds
+    chosen = [each for each in runnable_builds if each.name == name]
+    if not chosen:
         known = {each.name: each.features for each in builds_of(platform.machine())}
         lacking = [word for word in known.get(name, ()) if word not in cpu_features().split()]
         problem = f"needs {' and '.join(lacking)} of the processor" if lacking else "is not known"
-        names = ", ".join(each.name for each in found)
+        names = ", ".join(each.name for each in runnable_builds)
         raise FieldError(KERNELS, f"{name!r} {problem}", f"use one of {names}, or leave it out")
-    return wanted
+    return chosen
 
 
 def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
-    """What to tell a compiler for that machine: gcc or clang, or zig's, which is a clang with a
-    language of its own."""
+    """Return the options of a build for gcc or clang, or for zig's clang, which has other names."""
     tiles = [word for word in build.features if word.startswith("amx_")]
     words = [word.replace("_", "") for word in build.features if word not in tiles]
     if zig:
         cpu = "native" if build is _NATIVE else "+".join(["baseline", *words, *tiles])
-        return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # else it checks as it computes
+        return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # zig's default checks at run time
     if machine == "x86_64":
         words += [word.replace("_", "-") for word in tiles]
         return ("-march=x86-64", "-mtune=native", _FUSE, *(f"-m{word}" for word in words))
@@ -103,6 +104,6 @@ def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
 
 
 def cpu_features() -> str:
-    """As the system tells them. Raises OSError where it does not."""
+    """Return the processor's features as the system lists them. Raises OSError without /proc."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

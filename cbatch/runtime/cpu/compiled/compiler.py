@@ -1,4 +1,4 @@
-"""The C compiler: `CC`, one of the system's, or the one that the Python package ziglang brings."""
+"""The C compiler: `CC`, one of the system's, or the one in the Python package ziglang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger("cbatch")
 
 
 class Compiler(NamedTuple):
-    """`command`: a program and its first arguments."""
+    """A compiler; `command` is a program with its first arguments."""
 
     command: tuple[str, ...]
 
@@ -36,7 +36,7 @@ class Compiler(NamedTuple):
         return flags_of(build, platform.machine(), zig=self.is_zig)
 
     def takes(self, build: Build) -> bool:
-        """Whether it knows the instructions of a build: an old one does not know the latest."""
+        """Return whether it supports the instructions of a build, which an old compiler may not."""
         if self.is_zig:  # recent enough
             return True
         try:
@@ -46,8 +46,8 @@ class Compiler(NamedTuple):
         return True
 
     def run(self, *arguments: str, scratch: str | None = None) -> None:
-        """`scratch` is a folder for what nobody wants afterwards: zig would keep 50 MB in the
-        user's home, and without a home do nothing. Raises OSError or SubprocessError."""
+        """Run it. `scratch` is a folder for zig's caches: it would keep 50 MB in the user's home,
+        and fail without a home. Raises OSError or SubprocessError."""
         caches = {} if scratch is None else dict.fromkeys(_ZIG_CACHES, scratch)
         subprocess.run(
             [*self.command, *arguments],
@@ -59,17 +59,17 @@ class Compiler(NamedTuple):
 
 
 def find_compiler() -> Compiler | None:
-    """CC is a command, of one word or more. Where it is not there, another is taken, and a warning
-    says so."""
+    """Return the compiler that CC names (a command, with arguments if needed). If it does not
+    exist, log a warning and return another, or None."""
     given = os.environ.get("CC", "").strip()
-    found = _on_path(given)
-    if found is None:
-        found = next(filter(None, map(_on_path, ("cc", "gcc", "clang"))), None)
-        if found is None and has_ziglang():
-            found = Compiler((sys.executable, "-m", "ziglang", "cc"))
-        if given and found is not None:
-            _logger.warning("CC: there is no %r here; compiling by %s", given, found)
-    return found
+    compiler = _on_path(given)
+    if compiler is None:
+        compiler = next(filter(None, map(_on_path, ("cc", "gcc", "clang"))), None)
+        if compiler is None and has_ziglang():
+            compiler = Compiler((sys.executable, "-m", "ziglang", "cc"))
+        if given and compiler is not None:
+            _logger.warning("CC: there is no %r here; compiling by %s", given, compiler)
+    return compiler
 
 
 def has_ziglang() -> bool:
@@ -79,7 +79,7 @@ def has_ziglang() -> bool:
 def _on_path(command: str) -> Compiler | None:
     try:
         words = shlex.split(command)
-    except ValueError:  # a quotation without its end
+    except ValueError:  # an unclosed quotation mark
         return None
     program = shutil.which(words[0]) if words else None
     return None if program is None else Compiler((program, *words[1:]))

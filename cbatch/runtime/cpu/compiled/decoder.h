@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "step.h"
 
-#define BENT 4096  // logits at a time
+#define BENT 4096  // logits that one iteration of the softcap loop handles
 
 static float squares(const float *x, long count) {
     vec sum = {0};
@@ -15,7 +15,7 @@ static float squares(const float *x, long count) {
     return found;
 }
 
-// With room for a whole vector at its end.
+// Writes a token's embedding. `to` has room for a whole vector at its end.
 static void embed_row(const decoder *m, long token, float *to) {
     const int half = m->embedding_type == BF16, whole = m->embedding_type == F32;
     const long size = half ? 2 : 4;
@@ -39,7 +39,7 @@ static void embed(pass *p) {
     }
 }
 
-// A row that is ready, as the product takes it.
+// Converts a finished row to the form in which the product `to` takes it.
 static void give(const pass *p, const linear *to, const float *x, long row) {
     hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
 }
@@ -53,8 +53,8 @@ static float mean(const float *x, long count) {
     return found / count;
 }
 
-// x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, whose weight times sqrt(n) is the scale; centred,
-// LayerNorm. `to` may be x.
+// Computes x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, with `scale` its weight times sqrt(n). With
+// `centred`, the mean is subtracted first: LayerNorm. `to` may be x.
 static void norm(const decoder *m, const float *x, const float *scale, float *to) {
     const float less = m->centred ? mean(x, m->hidden) : 0;
     if (m->centred)
@@ -64,7 +64,7 @@ static void norm(const decoder *m, const float *x, const float *scale, float *to
     for (long k = 0; k < m->hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
 }
 
-// Adds to a row of the residual stream what it still lacks.
+// Adds the pending sums to a row of the residual stream.
 static void settle(const pass *p, long row) {
     const long hidden = p->model->hidden;
     if (!p->owes) return;
@@ -80,8 +80,8 @@ static void keep(const pass *p, long kept, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + kept) * hidden, x, hidden * 4);
 }
 
-// What comes into a product that a norm is before, or with `plain` none; and state number `kept`.
-// A product that takes no floats needs what is normed no longer than it takes to give it to it.
+// Prepares the input of a product that follows a norm, or with `plain` none, and keeps state number
+// `kept`. Unless the product takes floats, a normed row is needed only until it is converted.
 static void normalize(pass *p, const linear *to, int plain, long kept) {
     EACH_TAKEN(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
@@ -95,7 +95,7 @@ static void normalize(pass *p, const linear *to, int plain, long kept) {
     p->owes = 0;
 }
 
-// The rows of a drafter: tokens and states.
+// Builds the input rows of a drafter from tokens and states.
 static void pair_up(pass *p, const linear *to) {
     const decoder *m = p->model;
     const reader *by = m->reader;
@@ -115,7 +115,7 @@ static void pair_up(pass *p, const linear *to) {
     }
 }
 
-// Pairs of dimensions side by side, rotated (arXiv:2104.09864) and scaled.
+// Rotates adjacent pairs of dimensions (arXiv:2104.09864) and scales them.
 static void rotate(const float *x, const float *by, float scale, long dim, float *restrict to) {
     for (long d = 0; d < dim; d += 2) {
         to[d] = (x[d] * by[d] - x[d + 1] * by[d + 1]) * scale;
@@ -123,8 +123,8 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-// Norms, rotates and scales the heads of a row and KV head, of which `queries` are queries; its K and
-// V go to place `at` of a block.
+// Norms, rotates and scales the heads of a row and KV head: `queries` queries and one key. Its K
+// and V are stored at place `at` of a block.
 static void place(const pass *p, const layer *l, long queries, float *heads, const float *cos_sin,
                   char *block, long at) {
     const decoder *m = p->model;
@@ -160,7 +160,7 @@ static void norm_whole(const decoder *m, const layer *l, float *heads) {
     }
 }
 
-// By pairs where the products are, too: else bits are those of every processor.
+// By pairs if products use pairs, too. Otherwise bits are the same on every processor.
 static enum scoring scoring_of(const pass *p) {
     if (!p->step->kv_half) return WHOLE;
     if (takes_of(&p->model->layers->qkv) != PAIRS) return WIDENED;
@@ -213,7 +213,7 @@ static void attend_all(pass *p, long index) {
     }
 }
 
-// inner = silu(gate) * up of gate_up [gate | up], or another activation.
+// Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
 static void activate(pass *p, const linear *to) {
     const decoder *m = p->model;
     EACH_TAKEN(&p->me, p->rows, r) {
@@ -231,7 +231,7 @@ static void look_at_wanted(pass *p) {
     p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
 }
 
-// From here on each row is alone: those not wanted have had their part.
+// From here on each row is computed alone: rows that need no logits are done.
 static void select_wanted(pass *p) {
     EACH_TAKEN(&p->me, p->num_wanted, i) {
         const long row = p->step->wanted[i];
@@ -258,16 +258,16 @@ static void multiply(pass *p, const linear *by, const float *x, long x_stride, f
     product_of(&of, p->rows, &p->me);
 }
 
-// Where the sums of `out` and `down` go, which `after` norms.
+// Where the sums of `out` and `down` are written.
 static float *sums_of(const pass *p) { return p->partial ? p->partial : p->residual; }
 static long sums_stride(const pass *p) {
     return p->partial ? p->model->hidden : p->hidden_stride;
 }
 
-// Notes that half of a layer left its sums to be added to the residual stream.
+// Notes that the sums of half a layer are still to be normed by `after` and added to the residual.
 static void owe(pass *p, const float *after) { p->owes = p->partial != 0, p->after = after; }
 
-// residual += down(silu(gate) * up) of the normed rows, or the output of their experts.
+// Computes residual += down(silu(gate) * up) of the normed rows, or the output of their experts.
 static void feed_forward(pass *p, const layer *l) {
     owe(p, l->after_forward);
     if (l->experts) {
@@ -302,7 +302,7 @@ static void keep_all(pass *p) {
     p->owes = 0;
 }
 
-// Rows into the first layer of a drafter. Nonzero where its qkv takes pairs.
+// Builds the rows of a drafter's first layer. Returns nonzero if its qkv takes pairs.
 static int read_states(pass *p) {
     const reader *by = p->model->reader;
     const linear *front = by->front.num_parts ? &by->front : 0;
@@ -313,7 +313,7 @@ static int read_states(pass *p) {
     return 0;
 }
 
-// Queries, K and V of a layer; of a drafter of which nothing is wanted K and V alone.
+// Computes queries, K and V of a layer; only K and V in a drafter's pass without logits.
 static void project(pass *p, long index, int pairs) {
     const decoder *m = p->model;
     const layer *l = m->layers + index;
@@ -330,7 +330,7 @@ static void project(pass *p, long index, int pairs) {
 
 static int keeps_all(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
 
-// What is behind the last layer; rows come as they left it.
+// Computes what follows the last layer.
 static void finish(pass *p) {
     const decoder *m = p->model;
     if (keeps_all(p)) {
@@ -348,7 +348,7 @@ static void finish(pass *p) {
     }
 }
 
-// Up to what `out` makes of a layer. 0: nothing more is wanted.
+// Runs a layer up to its output projection. Returns 0 if the rest of the pass is not needed.
 static int first_half(pass *p, long i) {
     const decoder *m = p->model;
     const long last = m->num_layers - 1;
@@ -367,15 +367,15 @@ static int first_half(pass *p, long i) {
     return 1;
 }
 
-// From there to what `down` makes.
+// Runs the rest of the layer, up to its down projection.
 static void second_half(pass *p, const layer *l) {
     if (p->model->parallel) return;
     normalize(p, &l->gate_up, p->model->plain, -1);
     feed_forward(p, l);
 }
 
-// The whole pass, or part of one, by each thread of the team. What a step points to may be gone
-// where a thread is late, and is looked at only in what it has taken.
+// The whole pass, or a part of it; every thread of the team calls this. A late thread may run after
+// the pass: then the step's arrays may be freed, so they are read only in claimed iterations.
 static void decode_all(void *job) {
     pass p = *(const pass *)job;
     const decoder *m = p.model;
@@ -394,8 +394,8 @@ static void decode_all(void *job) {
     else first_half(&p, layer);
 }
 
-// Writes K and V of all rows, and the logits of those wanted; or what part of that a step says.
-// Nonzero, and nothing is computed, where the step does not fit: see `plan`.
+// Writes K and V of all rows, and the logits of the wanted ones; or runs one part of a pass.
+// Returns nonzero, and computes nothing, if the step is invalid: see `plan`.
 int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
     p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
@@ -413,5 +413,5 @@ int decode(const decoder *model, const step *step) {
     return 0;
 }
 
-// After it, nothing that was given to `decode` is looked at any more.
+// After this call, no thread reads arguments of an earlier `decode`.
 void rest(void) { wait_until_all_rest(); }

@@ -1,37 +1,38 @@
-// A mixture of experts: each row goes through those chosen for it, gate_up, gate and down, and what
-// they make is summed up by weight, in the order of the experts.
+// A mixture of experts: each row goes through its chosen experts (gate_up, gate, down). Their
+// outputs are summed with their weights, in the order of the experts.
 //
-// Rows are sorted by expert, and an expert's rows share its products: their bits are those that each
-// has alone.
+// Rows are sorted by expert, and an expert's rows share its products. The bits of a row are the
+// same as if it were alone.
 
 #pragma once
 #include "product.h"
 
-#define GAP LANES  // floats behind a row, which keep rows out of the same cache sets
+#define GAP LANES  // floats after a row, which keep rows out of the same cache sets
 
 #define TAKE(to, count, type) \
     (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
 
-// Activation of `gate` and `up`, the halves of a row of gate_up: silu(gate) * up; gelu(gate) * up
-// with the tanh form; both clamped, gate * sigmoid(alpha * gate) * (up + 1); GIVEN, the caller's own;
-// relu(gate)^2 * up.
+// The activation of `gate` and `up`, the halves of a row of gate_up: silu(gate) * up; gelu(gate) *
+// up in the tanh form; with both clamped, gate * sigmoid(alpha * gate) * (up + 1); GIVEN, the
+// caller's own; relu(gate)^2 * up.
 enum gating { SILU, GELU_TANH, CLAMPED, GIVEN, RELU_SQUARED };
 
-// A layer's experts: gate_up and down [experts + shared], each of one shape and type, without a
-// scale. A row uses the `choices` experts that its router scores highest, weighted by the softmax
-// over all scores or, with `normalized`, over theirs. It also uses the `shared` ones, weighted by the
-// sigmoid of one more output of the router.
+// A layer's experts: gate_up and down [experts + shared], each of one shape and type, without
+// scale. A row uses the `choices` experts with the highest router scores, weighted by a softmax
+// over all scores or, with `normalized`, over the chosen ones. It also uses all `shared` experts,
+// weighted by the sigmoid of one more output of the router.
 typedef struct {
     const linear *gate_up, *down;
     long experts, choices, shared, normalized, gating;
     float limit, alpha;
 } mixture;
 
-// gate_up, down [experts], all of one shape and type, without scale; x [rows, gate_up->in], rows
-// x_stride floats apart; chosen and weights [rows, choices], of which a number that is `experts`
-// chooses none; between [rows * choices, between_stride] of floats, a multiple of 16 and at least 16
-// more than gate_up makes; y [rows, columns]. `memory` has `experts_bytes`. `parts`: 1 up to gate_up,
-// 2 from `inner` [pairs, down->in] on, in the order of `between`; 3 both, but for GIVEN.
+// gate_up, down [experts], each of one shape and type, without scale; x [rows, gate_up->in], rows
+// x_stride floats apart; chosen and weights [rows, choices], where the number `experts` means none;
+// between [rows * choices, between_stride] floats, a multiple of 16 and at least 16 more than
+// gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1 runs up to
+// gate_up, 2 runs the rest, with GIVEN from `inner` [pairs, down->in] in the order of `between`; 3
+// runs both.
 typedef struct {
     const linear *gate_up, *down;
     const float *x, *weights, *inner;
@@ -42,14 +43,14 @@ typedef struct {
     float limit, alpha;
 } expert_step;
 
-// Consecutive rows of one expert, as they are sorted.
+// Consecutive sorted rows of one expert.
 typedef struct {
     long expert, row, rows;
 } share;
 
-// Of [pairs]: the row of each, the number of its choice, what the products take it as and what comes
-// of it. Of [rows]: how many experts each has, and [rows, choices] where among the pairs. There are
-// `num_shares` at most; the last ones may have no rows.
+// For each of [pairs]: its row, the number of its choice, its input in the form products take, and
+// its output. For each of [rows]: its number of experts, and their places among the pairs [rows,
+// choices]. `num_shares` is an upper bound; the last shares may have no rows.
 typedef struct {
     member me;
     expert_step step;
@@ -86,8 +87,8 @@ static long carve_experts(expert_job *p) {
     return used;
 }
 
-// Sorts pairs by expert, and a row's pairs in that order. Returns the number of pairs, or -1 if a
-// chosen number is no expert.
+// Sorts pairs by expert; the pairs of a row get the same order. Returns the number of pairs, or -1
+// if a chosen number is no expert.
 static long sort_pairs(const expert_job *p) {
     const expert_step *s = &p->step;
     const long wanted = s->rows * s->choices;
@@ -118,7 +119,7 @@ static long sort_pairs(const expert_job *p) {
     return pairs;
 }
 
-// Each share by its expert, all of them one loop. The taken rows lie `stride` bytes apart.
+// Multiplies each share by its expert, in one loop for all.
 static void multiply_shares(expert_job *p, const linear *experts, float *y, long y_stride) {
     long panels = 0, bands = 0;
     for (long i = 0; i < experts->num_parts; i++) panels += panels_of(experts->parts + i);
@@ -197,7 +198,7 @@ static void experts_all(void *job) {
     }
 }
 
-// Chooses a row's experts and their weights by its router's scores; the first of equal scores wins.
+// Chooses a row's experts and their weights from its router scores; the first of equal scores wins.
 static void route(const mixture *m, const float *scores, int64_t *chosen, float *weights) {
     const float none = -__builtin_inff();
     float left[m->experts], sum = 0, top = 0;
@@ -219,7 +220,7 @@ static void route(const mixture *m, const float *scores, int64_t *chosen, float 
     }
 }
 
-// Lays out the experts of a pass over `rows` in `memory`; returns the bytes that takes.
+// Lays out the experts of a pass over `rows` in `memory`; returns the bytes that this takes.
 static long carve_mixture(expert_job *p, const mixture *m, long rows, long columns, char *memory) {
     const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + GAP;
     long used = 0;

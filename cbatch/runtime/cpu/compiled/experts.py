@@ -1,4 +1,4 @@
-"""A mixture of experts, by our own products."""
+"""Mixtures of experts with our own products."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cbatch.runtime.cpu.compiled.threads import num_threads
 from cbatch.runtime.model.config import Experts
 
 _ALIGNMENT_BYTES = 64
-_ALONE_BELOW = 1 << 18  # multiplications, as of one product
+_ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster, as for one product
 
 
 class Gating(enum.IntEnum):
-    """Activation of gate and up: silu(gate) * up; gelu(gate) * up with the tanh form; both
+    """Activations of gate and up: silu(gate) * up; gelu(gate) * up in the tanh form; with both
     clamped, gate * sigmoid(alpha * gate) * (up + 1); the caller's own; relu(gate)^2 * up."""
 
     SILU = 0
@@ -33,8 +33,8 @@ class Gating(enum.IntEnum):
 
 
 class Gate(NamedTuple):
-    """`limit` and `alpha` belong to CLAMPED. `function` belongs to GIVEN and maps [pairs, outputs
-    of gate_up] to [pairs, inputs of down]; it has to be row invariant by itself."""
+    """An activation. `limit` and `alpha` belong to CLAMPED. `function` belongs to GIVEN and maps
+    [pairs, outputs of gate_up] to [pairs, inputs of down]; it must be row-invariant."""
 
     gating: Gating
     limit: float = 0.0
@@ -65,19 +65,19 @@ class MixtureStruct(ctypes.Structure):
 
 
 class CompiledExperts:
-    """Of each row the sum, by weight and in the order of the experts, of what those chosen for it
-    make: down(gate(gate_up(x)))."""
+    """Experts down(gate(gate_up(x))). The outputs of a row's chosen experts are summed with their
+    weights, in the order of the experts."""
 
     def __init__(
         self, gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate
     ) -> None:
-        """One product each of every expert, all of one shape and type, none with an `in_scale`.
-        gate_up has gates, then ups; for GIVEN, what the function takes. Raises ValueError where
-        shapes do not go together."""
+        """Take one product of each expert, all of one shape and type, without `in_scale`. gate_up
+        has gates, then ups; for GIVEN, the function's inputs. Raises ValueError for shapes that do
+        not fit together."""
         _check(gate_up, down, gate)
         kernel = library()
-        assert kernel is not None  # it has made the products
-        self._held = [*gate_up], [*down]  # the structs below hold addresses
+        assert kernel is not None  # the products exist
+        self._products = [*gate_up], [*down]  # the structs below hold addresses
         self._gate_up = (LinearStruct * len(gate_up))(*(each.struct for each in gate_up))
         self._down = (LinearStruct * len(down))(*(each.struct for each in down))
         self.gate, self.num_experts = gate, len(gate_up)
@@ -96,8 +96,8 @@ class CompiledExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> CompiledExperts:
-        """Weights [outputs, inputs] of each expert, of fp32 or bf16, biases [experts, outputs].
-        Raises ValueError where there is no kernel for them."""
+        """Pack weights [outputs, inputs] of each expert, fp32 or bf16, and biases [experts,
+        outputs]. Raises ValueError if there is no kernel for them."""
         parts = [
             [
                 CompiledProduct(each.contiguous(), None if bias is None else bias[i], None)
@@ -109,19 +109,20 @@ class CompiledExperts:
 
     @property
     def products(self) -> list[CompiledProduct]:
-        gate_up, down = self._held
+        gate_up, down = self._products
         return [*gate_up, *down]
 
     def mixture(self, experts: Experts) -> MixtureStruct:
-        """Return the struct for a whole pass; those after the first `experts.count` are shared."""
+        """Return the struct for a whole pass. Experts after the first `experts.count` are
+        shared."""
         shared = self.num_experts - experts.count
         numbers = experts.count, experts.chosen, shared, experts.normalized
         return MixtureStruct(self._gate_up, self._down, *numbers, *self.gate[:3])
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """fp32 [T, outputs of down] of x fp32 [T, inputs of gate_up], chosen int64 [T, k] and
-        weights fp32 [T, k]. A number that is `num_experts` chooses none. Raises IndexError for one
-        that is no expert's, ValueError for shapes."""
+        """Return fp32 [T, outputs of down] for x fp32 [T, inputs of gate_up], chosen int64 [T, k]
+        and weights fp32 [T, k]. The number `num_experts` in `chosen` means no expert. Raises
+        IndexError for other invalid numbers, ValueError for shapes."""
         rows, choices = chosen.shape
         if x.shape != (rows, self._columns) or weights.shape != chosen.shape:
             shapes = [tuple(each.shape) for each in (x, chosen, weights)]
@@ -158,10 +159,10 @@ class CompiledExperts:
         if self.gate.function is None:
             self._call(step, 3)
             return y
-        found = self._call(step, 1)
-        inner = self.gate.function(between[:found, : self._between]).float().contiguous()
-        if inner.shape != (found, self._inner):
-            raise ValueError(f"gate: {tuple(inner.shape)}, not {(found, self._inner)}")
+        num_pairs = self._call(step, 1)
+        inner = self.gate.function(between[:num_pairs, : self._between]).float().contiguous()
+        if inner.shape != (num_pairs, self._inner):
+            raise ValueError(f"gate: {tuple(inner.shape)}, not {(num_pairs, self._inner)}")
         step.inner = inner.data_ptr()
         self._call(step, 2)
         return y
@@ -171,7 +172,7 @@ class CompiledExperts:
         return 1 if work < _ALONE_BELOW else num_threads()
 
     def _call(self, step: _Step, parts: int) -> int:
-        """How many pairs of a row and an expert there are."""
+        """Run the parts; return the number of (row, expert) pairs."""
         step.parts = parts
         pairs = int(self._run(step))
         if pairs < 0:
@@ -180,7 +181,7 @@ class CompiledExperts:
 
 
 def _check(gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless the products of all experts fit together."""
     for name, products in (("gate_up", gate_up), ("down", down)):
         kinds = {(each.shape, each.parts) for each in products}
         if len(kinds) != 1:

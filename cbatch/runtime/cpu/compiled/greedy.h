@@ -1,10 +1,10 @@
-// The most likely token of rows of logits.
+// The most likely token of each row of logits.
 
 #pragma once
 #include "team.h"
 #include "vectors.h"
 
-#define STRETCH 1024  // logits, of which the highest is found before it is looked for
+#define STRETCH 1024  // logits: first the highest of each stretch is computed, then its place
 #define ACCUMULATORS 4
 
 typedef struct {
@@ -15,7 +15,7 @@ typedef struct {
     long rows, vocab;
 } choosing;
 
-// The highest of some logits; `odd` gets to be NaN where one is not finite.
+// Returns the highest of some logits; `odd` becomes NaN if one of them is not finite.
 static float highest_of(const float *x, long count, float *odd) {
     vec top[ACCUMULATORS], zeros[ACCUMULATORS];
     UNROLLED for (int i = 0; i < ACCUMULATORS; i++)
@@ -39,7 +39,7 @@ static float highest_of(const float *x, long count, float *odd) {
     return found;
 }
 
-// The first of the highest; of a row that is not finite, its first NaN if there is one.
+// Returns the first place of the highest logit; or of the first NaN, if there is one.
 static long choice_of(const float *x, long vocab, uint8_t *finite) {
     float highest = -__builtin_inff(), odd = 0;
     long from = 0, token = 0;

@@ -1,16 +1,17 @@
-// Who drives a head that reads a model's states: what it has read of positions becomes K and V of its
-// own; and greedy drafts, several in a row.
+// A head: a drafter that reads hidden states of the target. `ingest` adds states to its KV, and
+// `draft` makes several greedy drafts in a row.
 
 #pragma once
 #include "decoder.h"
 #include "greedy.h"
 
-#define ALONE_CHOICES (1 << 17)  // logits that one thread looks at sooner than two get together
+#define ALONE_CHOICES (1 << 17)  // logits below which one thread is faster than several
 
-// What is read of a position is [layers, width]; `norm` [layers * width] (weights times the root of
-// what is normed at once: `normed` numbers, a layer or all) or null is before `fc`, which has no parts
-// where what is normed is taken as it is. `vocabulary` [choices] are ids of the choices, or null.
-// With `carries_normed` drafts go on from what is normed, by `carry_norm` or null.
+// The states of a position are [layers, width]. They are normed by `norm` [layers * width], unless
+// that is null, in groups of `normed` numbers: a layer's or all (weights times the root of
+// `normed`). Then `fc` maps them to the decoder's hidden size; without parts it is skipped.
+// `vocabulary` [choices] has the token ids of the logits, or is null. With `carries_normed`, the
+// next draft reads the last state normed by `carry_norm`, which may be null.
 typedef struct {
     const decoder *decoder;
     linear fc;
@@ -19,8 +20,9 @@ typedef struct {
     long layers, width, normed, carries_normed;
 } head;
 
-// By slot: tokens [slots, token_stride]; blocks [slots, block_stride]; the state of the last position
-// that was read [slots, hidden]. By block the state of its last position [blocks, hidden].
+// For each slot: tokens [slots, token_stride]; blocks [slots, block_stride]; of_slot [slots,
+// hidden], the fused state of the last position that was read. For each block: of_block [blocks,
+// hidden], the fused state of its last position.
 typedef struct {
     const int64_t *tokens;
     const int32_t *blocks;
@@ -28,8 +30,8 @@ typedef struct {
     long token_stride, block_stride;
 } slot_table;
 
-// What the calls below have in common: `like` has kv, memory for `rows` rows, blocks, block_size,
-// kv_half and threads. `work` is of `head_bytes`.
+// The common arguments of the functions below. `like` has kv, memory for `rows` rows, blocks,
+// block_size, kv_half and threads. `work` has `head_bytes` bytes.
 typedef struct {
     const head *head;
     const slot_table *table;
@@ -67,7 +69,8 @@ static long carve_work(head_work *w, char *memory, const head *h, long rows, lon
     return used;
 }
 
-// Bytes for so many rows of so many sequences, with tables of that width.
+// Returns the bytes of `work` for this number of rows and sequences, with block tables of this
+// width.
 long head_bytes(const head *h, long rows, long sequences, long width) {
     head_work w;
     return carve_work(&w, 0, h, rows, sequences, width);
@@ -82,7 +85,7 @@ typedef struct {
     long rows;
 } fusing;
 
-// x / sqrt(sum(x^2) + n eps) * scale, of n numbers.
+// Computes x / sqrt(sum(x^2) + n eps) * scale, of n numbers.
 static void norm_of(const float *x, long n, float eps, const float *scale, float *to) {
     const float by = 1 / __builtin_sqrtf(squares(x, n) + n * eps);
     for (long k = 0; k < n; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
@@ -114,7 +117,7 @@ static void fuse_rows(const setting *s, const head_work *w, const float *hidden,
     together(fuse_all, &f, sizeof f, s->like->threads, 2);
 }
 
-// Of states hidden [rows, layers, width] what the head takes of them, fused [rows, hidden].
+// Computes the head's inputs: fused [rows, hidden] of states hidden [rows, layers, width].
 void fuse(const setting *s, const float *hidden, long rows, float *fused) {
     head_work w;
     carve_work(&w, s->work, s->head, rows, 1, 1);
@@ -126,8 +129,8 @@ static void table_of(const setting *s, long slot, long width, int32_t *to) {
     memcpy(to, s->table->blocks + slot * s->table->block_stride, width * sizeof *to);
 }
 
-// Piece i has the states of positions [starts[i], starts[i] + lens[i]) of a slot; those of one slot
-// follow each other. Nonzero as `decode`.
+// Piece i has the states of positions [starts[i], starts[i] + lens[i]) of a slot; pieces of one
+// slot follow each other. Returns nonzero as `decode`.
 int ingest(const setting *s, const float *hidden, const int64_t *slots, const int64_t *starts,
            const int64_t *lens, long count, long rows, long width) {
     const decoder *m = s->head->decoder;
@@ -135,7 +138,7 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     const long size = s->like->block_size, bytes = m->hidden * sizeof(float);
     head_work w;
     carve_work(&w, s->work, s->head, rows, count, width);
-    expect_jobs(1);  // to fall asleep between the two takes longer than what is between them
+    expect_jobs(1);  // between the two jobs threads need not fall asleep
     fuse_rows(s, &w, hidden, rows, w.hidden);
     for (long i = 0, row = 0; i < count; i++) {
         float *last = t->of_slot + slots[i] * m->hidden;
@@ -160,7 +163,8 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     return wrong;
 }
 
-// Of the sequences number active[i] those that go deeper than `depth`, with what they go on with.
+// Keeps the active sequences that go deeper than `depth`, with their next inputs; returns their
+// number.
 static long go_on(const setting *s, head_work *w, long count, long width, const int64_t *depths,
                   const uint8_t *broken, long depth) {
     const head *h = s->head;
@@ -180,7 +184,7 @@ static long go_on(const setting *s, head_work *w, long count, long width, const 
     return kept;
 }
 
-// The likeliest choices of the active sequences: the tokens to go on with, and drafts.
+// Chooses the likeliest tokens of the active sequences, as next inputs and as drafts.
 static void choose_drafts(const setting *s, head_work *w, long count, int64_t *drafts, long deepest,
                           long depth, uint8_t *broken) {
     const head *h = s->head;
@@ -195,9 +199,9 @@ static void choose_drafts(const setting *s, head_work *w, long count, int64_t *d
     }
 }
 
-// Sequence i, in slots[i], has known[i] tokens, all but the last of which are read, and is drafted
-// for depths[i] >= 1 tokens ahead: drafts [count, deepest]. Where logits are not finite, broken[i]
-// is set, and depths[i] becomes what was before. Nonzero as `decode`.
+// Sequence i, in slots[i], has known[i] tokens, of which all but the last are in its KV. It gets
+// depths[i] >= 1 drafts in drafts [count, deepest]. If its logits are not finite, broken[i] is set
+// and depths[i] becomes the number of drafts before. Returns nonzero as `decode`.
 int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
           long deepest, long width, int64_t *drafts, uint8_t *broken) {
     const decoder *m = s->head->decoder;

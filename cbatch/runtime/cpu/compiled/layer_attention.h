@@ -1,14 +1,14 @@
-// One layer's attention over paged KV, for passes whose other operations are somebody else's.
+// One layer's attention over paged KV, for passes whose other operations run in other code.
 
 #pragma once
 #include "attention.h"
 #include "ragged.h"
 #include "team.h"
 
-#define ALONE_BELOW (1 << 16)  // multiplications that one thread does sooner than several
+#define ALONE_BELOW (1 << 16)  // multiplications below which one thread is faster than several
 
-// What the layers of a step share: sequences, positions and pieces [rows], filled by us; scratches
-// [threads, scratch_size] floats.
+// The data that the layers of a step share. The kernel fills sequences, positions and pieces
+// [rows]; scratches has [threads, scratch_size] floats.
 typedef struct {
     ragged rows;
     long *sequences, *positions;
@@ -17,10 +17,10 @@ typedef struct {
     long scratch_size, threads;
 } attention_step;
 
-// blocks [kv_heads, blocks] as paged.h has them, of bf16 with `half`; with `pairs` that is multiplied
-// as such where the processor can. Of row r head h of queries [rows, kv_heads * group, dim] begins at r
-// * query_row + h * query_head, and so of keys [rows, kv_heads, dim] and values [rows, kv_heads,
-// value_dim], which are null where their blocks hold them already. out [rows, kv_heads * group,
+// blocks [kv_heads, blocks] as in paged.h, of bf16 with `half`. With `pairs`, bf16 is multiplied by
+// pairs if the processor can. Head h of row r of queries [rows, kv_heads * group, dim] begins at r
+// * query_row + h * query_head; likewise for keys [rows, kv_heads, dim] and values [rows, kv_heads,
+// value_dim], which are null if the blocks hold them already. out [rows, kv_heads * group,
 // value_dim]; sinks [kv_heads * group] or null.
 typedef struct {
     char *blocks;
@@ -31,7 +31,7 @@ typedef struct {
     float scale, cap;
 } attention_layer;
 
-// Held whole by each thread: one that is late looks at nothing else.
+// Each thread has its own copy, so that a late thread reads nothing else.
 typedef struct {
     member me;
     attention_step step;
@@ -52,7 +52,7 @@ static enum scoring layer_scoring(const attention_layer *l) {
     return WIDENED;
 }
 
-// Of a KV head.
+// Returns the blocks of a sequence and KV head.
 static paged layer_blocks(const layer_job *p, long sequence, long head) {
     const attention_layer *l = &p->layer;
     const ragged *of = &p->step.rows;
@@ -97,7 +97,7 @@ static void attend_layer_all(void *job) {
         attend_piece(p, p->step.pieces + i / heads, i % heads);
 }
 
-// For little work it takes longer to get together.
+// Returns the number of threads: for little work, waking them takes longer than the work.
 static long threads_of(const layer_job *p) {
     const attention_layer *l = &p->layer;
     const ragged *of = &p->step.rows;

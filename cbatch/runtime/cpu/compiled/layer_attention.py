@@ -1,4 +1,4 @@
-"""Attention over paged KV, a layer at a time, for passes whose other operations are not ours."""
+"""Attention over paged KV, layer by layer, for passes whose other operations run in other code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cbatch.runtime.cpu.compiled.structs import fields
 from cbatch.runtime.cpu.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
-_NUMBERS_OF_A_ROW = 6  # its sequence and position, and a piece
-_NO_WINDOW = 1 << 40
+_NUMBERS_OF_A_ROW = 6  # int64 numbers per row: sequence, position, and a piece of 4
+_NO_WINDOW = 1 << 40  # tokens: longer than any context
 _WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
 
 
@@ -45,12 +45,13 @@ class LayerStruct(ctypes.Structure):
 
 
 class LayerShape(NamedTuple):
-    """What a layer attends as: softmax(scale * q K^T) V.
+    """The parameters of a layer's attention: softmax(scale * q K^T) V.
 
-    A row sees the last `window` positions, its own among them. Scores are bent to softcap *
-    tanh(score / softcap). `sinks` [heads]: a score more in the softmax of each head, whose value is
-    0. With `pairs` what is multiplied with K and V in bf16 is rounded to it where the processor
-    multiplies pairs of bf16; without, bits are those of every processor.
+    A row sees the last `window` positions, its own included. With `softcap`, scores become softcap
+    * tanh(score / softcap). `sinks` [heads] are further scores in the softmax of each head, for
+    * keys
+    whose value is 0. With `pairs` and bf16 KV, queries and weights are rounded to bf16 if the
+    processor multiplies pairs of bf16. Without `pairs`, bits are the same on every processor.
     """
 
     heads: int
@@ -65,10 +66,10 @@ class LayerShape(NamedTuple):
 
 
 class LayerAttention:
-    """A layer as the kernel takes it."""
+    """A layer in the form that the kernel takes."""
 
     def __init__(self, shape: LayerShape) -> None:
-        """Raises ValueError where the shape is none that the kernel has."""
+        """Raises ValueError for a shape that the kernel does not support."""
         _check(shape)
         kernel = library()
         if kernel is None:
@@ -92,7 +93,7 @@ class LayerAttention:
 
 
 def _check(shape: LayerShape) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for parameters that the kernel does not support."""
     heads, kv_heads, key_dim, value_dim, _, window, softcap, sinks, _ = shape
     if min(heads, kv_heads, key_dim, value_dim) < 1 or heads % kv_heads:
         raise ValueError(f"heads: {heads} queries of {key_dim} to {kv_heads} of {value_dim}")
@@ -107,7 +108,7 @@ def _check(shape: LayerShape) -> None:
 
 
 class CompiledAttention:
-    """Steps of one model, one after another: holds the memory they work in."""
+    """Attention of one model: creates its steps, and owns their working memory."""
 
     def __init__(self) -> None:
         """Raises ValueError without kernels."""
@@ -131,10 +132,10 @@ class CompiledAttention:
         num_blocks: int,
         block_size: int,
     ) -> AttentionStep:
-        """A ragged batch: `query_lens` [B] rows of each sequence, whose last stands at position
-        `context_lens` [B] - 1, and `block_tables` [B, W] of blocks below `num_blocks`, of
-        `block_size` positions. Raises IndexError where tables do not hold the
-        context."""
+        """Return a step of a ragged batch: `query_lens` [B] rows of each sequence, the last of
+        which has the position `context_lens` [B] - 1, and `block_tables` [B, W] of ids below
+        `num_blocks`, with `block_size` positions per block. Entering the step raises IndexError if
+        the tables do not hold the context."""
         rows, threads = int(query_lens.sum()), num_threads()
         arrays = [np.ascontiguousarray(x, np.int32) for x in (query_lens, context_lens)]
         tables = np.ascontiguousarray(block_tables, np.int32)
@@ -160,7 +161,7 @@ class CompiledAttention:
         return AttentionStep(self, struct, (*arrays, tables))
 
     def scratch(self, floats: int, threads: int) -> int:
-        """Address of so many for each thread."""
+        """Return the address of working memory: `floats` for each thread."""
         if self._scratch.numel() < floats * threads + _ALIGNMENT_BYTES:
             self._scratch = torch.empty(floats * threads + _ALIGNMENT_BYTES)
         address = self._scratch.data_ptr()
@@ -168,13 +169,13 @@ class CompiledAttention:
 
 
 class AttentionStep:
-    """One step: `attend` for each layer, inside the step's `with`. There threads stay awake between
-    calls, and afterwards sleep."""
+    """One step: call `attend` for each layer inside its `with`. Threads stay awake between these
+    calls and sleep afterwards."""
 
     def __init__(
-        self, of: CompiledAttention, struct: AttendedStepStruct, held: tuple[object, ...]
+        self, of: CompiledAttention, struct: AttendedStepStruct, kept_alive: tuple[object, ...]
     ) -> None:
-        self._of, self.struct, self._held = of, struct, held
+        self._of, self.struct, self._kept_alive = of, struct, kept_alive
 
     def __enter__(self) -> AttentionStep:
         if self._of.kernel.begin_attention(self.struct):
@@ -197,13 +198,13 @@ class AttentionStep:
         keys: Tensor | None,
         values: Tensor | None,
     ) -> Tensor:
-        """fp32 [T, heads, value_dim] of queries [..., heads, T, key_dim], once keys [..., kv_heads,
-        T, key_dim] and values [..., kv_heads, T, value_dim] are in `blocks`; None where they are
-        already. Leading dimensions are 1. Of fp32, what has dense rows is not copied.
+        """Write keys [..., kv_heads, T, key_dim] and values [..., kv_heads, T, value_dim] to
+        `blocks`, then attend for queries [..., heads, T, key_dim]: fp32 [T, heads, value_dim].
 
-        `blocks` of fp32 or bf16 are the layer's, contiguous: [kv_heads * num_blocks, block_size *
-        (key_dim + value_dim)], of a block and head first K, then V (see paged.h). Raises ValueError
-        where shapes differ.
+        Keys and values are None if the blocks hold them already. Leading dimensions are 1. fp32
+        inputs with dense rows are not copied. `blocks`, fp32 or bf16, are the layer's, contiguous:
+        [kv_heads * num_blocks, block_size * (key_dim + value_dim)], for each block and head K, then
+        V (see paged.h). Raises ValueError for other shapes.
         """
         shape, struct, step = layer.shape, layer.struct, self.struct
         self._point(layer, blocks)
@@ -223,7 +224,7 @@ class AttentionStep:
 
     def _point(self, layer: LayerAttention, blocks: Tensor) -> None:
         """Set the addresses of the layer's blocks and of the step's working memory. Raises
-        ValueError where blocks are others."""
+        ValueError for blocks of another size or type."""
         shape, step = layer.shape, self.struct
         width = shape.key_dim + shape.value_dim
         size = shape.kv_heads * step.blocks * step.block_size * width
@@ -236,7 +237,8 @@ class AttentionStep:
 
 
 def _rows(x: Tensor, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """fp32 of that shape, its last dimension dense. Raises ValueError if it has another."""
+    """Return `x` as fp32 of this shape with a dense last dimension. Raises ValueError for
+    others."""
     if x.shape[-3:] != shape or x.numel() != shape[0] * shape[1] * shape[2]:
         raise ValueError(f"{name}: {tuple(x.shape)}, of which the last should be {shape}")
     if x.dim() > 3:

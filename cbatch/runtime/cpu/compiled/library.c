@@ -1,4 +1,5 @@
-// What is called from outside: a decoder's whole pass; single products; the greedy choice; lookups.
+// Entry points: a decoder's whole pass; single products; greedy choice; lookups; experts;
+// attention.
 
 #include "decoder.h"
 #include "greedy.h"
@@ -6,8 +7,8 @@
 #include "layer_attention.h"
 #include "lookup.h"
 
-// Before the layers of a step: 2, as `decode`, where the step does not fit. Until `end_attention` the
-// threads stay awake between calls.
+// Begins a step's calls of `attend_layer`. Returns 2, as `decode`, if the step is invalid. Threads
+// stay awake between calls until `end_attention`.
 int begin_attention(const attention_step *of) {
     if (locate(&of->rows, of->sequences, of->positions)) return 2;
     expect_jobs(1);
@@ -22,7 +23,7 @@ void attend_layer(const attention_step *of, const attention_layer *layer) {
     together(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
 }
 
-// Working memory of a thread, in floats; a multiple of a cache line.
+// Returns a thread's working memory, in floats: a multiple of a cache line.
 long attention_floats(long group, long dim, long value_dim) {
     return rounded(scratch_floats(queries_of_piece(group), most(dim, value_dim)), LINE_BYTES / 4);
 }
@@ -33,8 +34,8 @@ long experts_bytes(const expert_step *of) {
     return carve_experts(&p);
 }
 
-// How many pairs there are; below 0, and nothing is computed, where an expert is chosen that there is
-// not.
+// Returns the number of pairs, or a negative number, with nothing computed, if a chosen expert does
+// not exist.
 long run_experts(const expert_step *of) {
     expert_job p = {.step = *of};
     carve_experts(&p);
@@ -45,7 +46,7 @@ long run_experts(const expert_step *of) {
 
 int lanes(void) { return LANES; }
 
-// Of a panel of `type`; 0 where it is none of ours.
+// Returns the bytes of a panel of `type`; 0 for a type that is not supported.
 long bytes_of_panel(int type, long in) {
     if (type != F32 && type != BF16 && !form_of(type).bits) return 0;
     const segment p = {.type = type};
@@ -67,7 +68,7 @@ static void pack_all(void *job) {
         repack(p->type, p->blocks, p->out, p->in, i, p->panels + i * panel_bytes(&of, p->in));
 }
 
-// Blocks [out, in] of a type, as a file has them, to panels.
+// Repacks blocks [out, in] of a type, as stored in a file, into panels.
 void pack(int type, const uint8_t *blocks, long out, long in, char *panels, long threads) {
     packing p = {.blocks = blocks, .panels = panels, .out = out, .in = in, .type = type};
     together(pack_all, &p, sizeof p, threads, 1);
@@ -85,7 +86,7 @@ static void multiply_all(void *job) {
     product_of(&p->of, p->rows, &p->me);
 }
 
-// x [rows, in], y [rows, columns]. Nonzero, and nothing is computed, where memory runs out.
+// x [rows, in], y [rows, columns]. Returns nonzero, with nothing computed, if memory runs out.
 int product(const linear *by, const float *x, float *y, long rows, long columns, long threads) {
     const long in = by->in, stride = taken_bytes(in);
     const enum takes as = takes_of(by);
@@ -110,7 +111,7 @@ int product(const linear *by, const float *x, float *y, long rows, long columns,
     return short_of;
 }
 
-// Of logits [rows, vocab] the most likely tokens, and which rows are finite.
+// Writes the most likely token of each row of logits [rows, vocab], and whether the row is finite.
 void choose(const float *logits, long rows, long vocab, int64_t *tokens, uint8_t *finite,
             long threads) {
     choosing p = {.logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};

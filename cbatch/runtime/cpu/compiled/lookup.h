@@ -1,11 +1,12 @@
-// Drafts from what a text repeats, as cbatch/runtime/drafting says them in Python. Nothing is kept
-// between calls: to read a row's tokens costs a thousandth of attending to them.
+// Lookup drafts, as cbatch/runtime/drafting defines them in Python. No state is kept between calls:
+// reading a row's tokens costs a thousandth of attention over them.
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-// Contexts of `shortest` to `longest` tokens. Not by frequency: what followed the latest one.
+// Contexts of `shortest` to `longest` tokens. Unless `by_frequency`, drafts follow the latest
+// match.
 typedef struct {
     long shortest, longest, by_frequency;
     double spec_factor, least_probability;
@@ -16,7 +17,8 @@ typedef struct {
     long times;
 } follower;
 
-// Memory of a call. `places` has `count` places whose tokens follow a context, the last first.
+// Memory of a call. `places` has `count` places whose tokens follow a context, the last place
+// first.
 typedef struct {
     const lookup *of;
     long count, *places, *overlaps;
@@ -26,7 +28,7 @@ typedef struct {
 
 enum { ABREAST = 16 };
 
-// Behind the last `token` of text [end]; 0 where it has none.
+// Returns the place after the last `token` in text [end], or 0 if there is none.
 static long behind(const int64_t *text, long end, int64_t token) {
     for (; end >= ABREAST; end -= ABREAST) {
         int64_t found = 0;
@@ -37,10 +39,11 @@ static long behind(const int64_t *text, long end, int64_t token) {
     return end;
 }
 
-// The longest end of the `size` tokens before `end` that a token of text [length] follows; leaves
-// those places (of one that is long as can be, the last alone unless `all`). As in the Z algorithm
-// (Gusfield 1997, 1.3) no token is read twice: text [low, high) is an end of the context, too, and
-// what stands in it is known from how that overlaps itself.
+// Finds the longest suffix of the `size` tokens before `end` that has a following token in text
+// [length]. Returns its length and leaves the places of the following tokens; only the last place
+// if the suffix has all `size` tokens, unless `all`. As in the Z algorithm (Gusfield 1997, 1.3) no
+// token is read twice: text [low, high) is a suffix of the context, too, so matches inside it are
+// known from the context's overlaps with itself.
 static long follow(search *s, const int64_t *text, long length, const int64_t *end, long size,
                    int all) {
     long best = 1, low = length, high = length, count = 0, *const places = s->places;
@@ -67,7 +70,7 @@ static long follow(search *s, const int64_t *text, long length, const int64_t *e
     return count ? best : 0;
 }
 
-// The most frequent token at the places, of several the latest.
+// Returns the most frequent token at the places; the latest, if several are.
 static follower likeliest(search *s, const int64_t *text) {
     uint64_t mask = 1;
     while (mask < 2 * (uint64_t)s->count) mask = 2 * mask + 1;
@@ -83,7 +86,7 @@ static follower likeliest(search *s, const int64_t *text) {
     return best;
 }
 
-// Drafts that go on with text [length]: how many of `depth`.
+// Drafts a continuation of text [length]; returns the number of drafts, at most `depth`.
 static long guess(search *s, const int64_t *text, long length, long depth, int64_t *drafts) {
     const lookup *of = s->of;
     long size = length < of->longest ? length : of->longest;
@@ -111,13 +114,13 @@ static long guess(search *s, const int64_t *text, long length, long depth, int64
     return depth;
 }
 
-// What is looked up in before position `end`: the last half a window to a window.
+// Returns the start of the window of a lookup before position `end`: half a window to a whole one.
 static long window_start(long end, long half) {
     const long start = (end + half - 1) / half - 2;
     return start > 0 ? start * half : 0;
 }
 
-// For rows [rows, width] as below, whose text ends at column `last`, or before.
+// Allocates memory for the rows [rows, width] described below. Column `last` has the end of a text.
 static int begin(search *s, const lookup *of, const int64_t *asked, long rows, long width, long last,
                  long half) {
     long tokens = 0;
@@ -133,8 +136,9 @@ static int begin(search *s, const lookup *of, const int64_t *asked, long rows, l
     return !memory;
 }
 
-// Each of `asked` [rows] is a slot, how many of its tokens are known, and how many drafts are wanted;
-// gets how many there are, and them. tokens [slots, stride]. Nonzero where memory runs out.
+// Each row of `asked` [rows] has a slot, its number of known tokens, and the number of drafts to
+// make; it gets the number of drafts made, then the drafts. tokens [slots, stride]. Returns nonzero
+// if memory runs out.
 int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
             long rows, long depth) {
     search s;
@@ -147,8 +151,8 @@ int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int
     return 0;
 }
 
-// Each of `asked` [rows] is a slot, and positions from and to; gets before how many of their tokens
-// there would have been a draft, and how many of these first drafts they are.
+// Each row of `asked` [rows] has a slot, and a first and an end position. It gets the number of
+// these positions with a draft before them, and how many of these first drafts are right.
 int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
                  long rows) {
     search s;

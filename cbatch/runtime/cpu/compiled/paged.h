@@ -1,5 +1,5 @@
-// What attention reads and works on: a sequence's K and V in blocks, chunk by chunk of KEYS
-// positions, and a thread's memory.
+// The data of attention: a sequence's K and V in blocks, read in chunks of KEYS positions, and a
+// thread's working memory.
 
 #pragma once
 #include "vectors.h"
@@ -7,15 +7,15 @@
 #define KEYS 64
 #define MASKED -1e30f
 
-// How K and V are multiplied: fp32; bf16, widened; pairs of bf16, where queries, and the weights of
-// V, are rounded, too, one after another or by tiles.
+// How K and V are multiplied: as fp32; as bf16 widened to fp32; as pairs of bf16, one after another
+// or by tiles, with queries and weights rounded to bf16, too.
 enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
 
-// A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]. In a block lie K,
-// transposed, and V, in cells of 4 bytes: of fp32 [dim, block_size] and [block_size, value_dim]; of
-// bf16 pairs of dimensions [dim / 2, block_size, 2] and of positions [block_size / 2, value_dim, 2].
-// Where a block's size is odd, V has no pairs: [block_size, value_dim]. Nobody sees positions before
-// `first`.
+// A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]. A block has K,
+// transposed, then V, in cells of 4 bytes. fp32: [dim, block_size] and [block_size, value_dim].
+// bf16: pairs of dimensions [dim / 2, block_size, 2] and pairs of positions [block_size / 2,
+// value_dim, 2]. If the block size is odd, V has no pairs: [block_size, value_dim]. Positions
+// before `first` are not seen.
 typedef struct {
     const char *blocks;
     const int32_t *table;
@@ -31,7 +31,7 @@ INLINE long bytes_of_block(const paged *kv) {
     return block_bytes_of(kv->block_size, kv->dim, kv->value_dim, kv->scoring);
 }
 
-// Where V of a place begins in its block, and from dimension to dimension, in bytes.
+// Where V of a place begins in its block, and the step from dimension to dimension, in bytes.
 typedef struct {
     long first, stride;
 } value_place;
@@ -42,7 +42,7 @@ INLINE value_place value_place_of(long at, long block_size, long dim, long value
                          paired || !half ? 4 : 2};
 }
 
-// K [dim] and V [value_dim] to place `at` of a block.
+// Stores K [dim] and V [value_dim] at place `at` of a block.
 static void store_kv(const float *key, const float *value, long dim, long value_dim, long block_size,
                      long at, char *block, int half) {
     const value_place to = value_place_of(at, block_size, dim, value_dim, half);
@@ -56,10 +56,10 @@ static void store_kv(const float *key, const float *value, long dim, long value_
         memcpy(block + to.first + d * to.stride, values + d, 2);
 }
 
-// `rows` rows, the first at `position`, of `group` heads each; query r, g at queries + r * stride +
-// g * head_stride, to be multiplied by `scale`, and what it attends to at out + r * out_stride + g *
-// value_dim. Scores are bent to cap * tanh(score / cap), unless that is 0. `sinks` [group], unless
-// null, are scores of a key more that each sees, whose value is 0.
+// `rows` rows, the first at `position`, of `group` heads each. Query (r, g) is at queries + r *
+// stride + g * head_stride and is multiplied by `scale`; its output goes to out + r * out_stride +
+// g * value_dim. Scores become cap * tanh(score / cap), unless `cap` is 0. `sinks` [group], unless
+// null, are the scores of one more key for each head, whose value is 0.
 typedef struct {
     const float *queries;
     float *out;
@@ -68,11 +68,11 @@ typedef struct {
     const float *sinks;
 } attending;
 
-// Of one thread, for up to `count` queries.
+// The working memory of one thread, for up to `count` queries.
 typedef struct {
     float *queries, *scores, *out, *sums, *top;
-    float *keys, *values;  // cells gathered of a chunk: K of fp32, or half as many of both
-    long width;            // of a query, and of what it attends to
+    float *keys, *values;  // gathered cells of a chunk: K of fp32, or K and V of bf16
+    long width;            // of a query, and of its output
 } scratch;
 
 INLINE long scratch_width(long dim) { return rounded(dim, LANES * SPAN); }
@@ -92,15 +92,15 @@ INLINE scratch scratch_at(float *at, long count, long dim) {
     return s;
 }
 
-// LANES keys after another, of a block or gathered: cells `stride` bytes apart from dimension to
-// dimension, or pair to pair.
+// Columns of K: groups of LANES keys, in a block or gathered. Cells of successive dimensions, or
+// pairs of them, are `stride` bytes apart.
 typedef struct {
     const char *at[KEYS / LANES];
     long stride;
 } columns;
 
-// K of the chunk's positions [0, to), those from `from` on in use. Blocks that do not hold whole
-// groups of LANES are gathered.
+// Returns K of the chunk's positions [0, to), of which those from `from` on are in use. If blocks
+// do not consist of whole groups of LANES, K is gathered.
 static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
     const long rows = kv->dim * kv_size(kv->scoring) / 4;
@@ -119,7 +119,7 @@ static columns columns_of(const paged *kv, const scratch *s, long chunk, long fr
     return found;
 }
 
-// V of two positions of which [from, to) is in use, as pairs; 0 for the other.
+// Gathers V of two positions as pairs; a position outside [from, to) is 0.
 static const char *gathered(const paged *kv, float *cells, long from, long to) {
     const long size = kv->block_size, dim = kv->value_dim, bytes = bytes_of_block(kv);
     memset(cells, 0, dim * 4);

@@ -1,35 +1,36 @@
-// What a product is given, and where its sums go.
+// The inputs of a product, and where its sums are written.
 
 #pragma once
 #include "vectors.h"
 
-#define FEW 2       // rows that wait for memory more than they compute
-#define AHEAD 2048  // bytes, into a second cache: of what a first one waits for there are few at once
+#define FEW 2       // up to this number of rows, a product waits for memory more than it computes
+#define AHEAD 2048  // bytes to prefetch ahead, into L2: L1 has few misses in flight
 #include "blocks.h"
 
 enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
 
-// What a product takes a row as: fp32; cells (see blocks.h); pairs of bf16.
+// The form in which a product takes a row: fp32; cells (see blocks.h); pairs of bf16.
 enum takes { FLOATS, CELLS, PAIRS };
 
-// Outputs [out] of one type in panels aligned to 64 bytes; an odd last column of bf16 has a pair all
-// the same. They come in runs of `run`, a multiple of LANES unless there is one: output o stands in
-// column `first` + o / run * pitch + o % run of y.
+// Outputs [out] of one type, in panels aligned to 64 bytes. With bf16 and an odd number of columns,
+// the last pair is padded. Outputs come in runs of `run`, a multiple of LANES unless there is only
+// one run: output o is column `first` + o / run * pitch + o % run of y.
 typedef struct {
     const char *panels;
     long out, run, pitch, first;
     int type;
 } segment;
 
-// `scale` [in] and `bias` [columns of y] may be null. All parts take rows as the same.
+// `scale` [in] and `bias` [columns of y] may be null. All parts take rows in the same form.
 typedef struct {
     const segment *parts;
     const float *scale, *bias;
     long num_parts, in;
 } linear;
 
-// Rows follow each other by strides, of x and `gated` in bytes; y is added to, or written. Where
-// there is a `gated`, outputs are gate | up, and silu(gate) * up goes there in place of y, in pairs.
+// Consecutive rows of x and `gated` are strides in bytes apart. The result is added to y or written
+// there. With a `gated`, outputs are gate | up, and silu(gate) * up is written there in bf16, not
+// y.
 typedef struct {
     const linear *by;
     const char *x;
@@ -48,7 +49,7 @@ INLINE enum takes takes_of(const linear *by) {
     return type == F32 || type == BF16 ? FLOATS : CELLS;
 }
 
-// A row as it is taken, in at most so many bytes, a multiple of 64.
+// The largest size of a row in the form it is taken, in bytes: a multiple of 64.
 INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
 _Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
 INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
@@ -63,7 +64,8 @@ INLINE long panel_bytes(const segment *p, long in) {
     return block_panel_bytes(form_of(p->type), in);
 }
 
-// Where the sums of a panel go: the column of its first output, and how many it has.
+// Where the sums of a panel go: the column of its first output, and the number of outputs from
+// there.
 typedef struct {
     long column, count;
 } outputs;
@@ -80,7 +82,7 @@ INLINE void put(const problem *of, outputs at, long row, vec sum) {
         if (bias) sum += load(bias + at.column);
         if (of->add) sum += load(to);
         store(to, sum);
-    } else  // the last panel is filled up
+    } else  // the last panel is padded
         for (long i = 0; i < at.count; i++) {
             const float found = sum[i] + (bias ? bias[at.column + i] : 0.0f);
             to[i] = of->add ? to[i] + found : found;

@@ -1,17 +1,18 @@
-// y = (x * scale) W^T + bias for rows of fp32, W of fp32, bf16 or block types (see blocks.h), in
-// panels of LANES outputs. Of fp32 and bf16: all columns of a panel one after another, bf16 ones in
-// pairs (the even column in the low half). Where the processor multiplies pairs of bf16, rows are
-// rounded to it first.
+// y = (x * scale) W^T + bias for rows of fp32. W has fp32, bf16 or block types (see blocks.h), in
+// panels of LANES outputs. Panels of fp32 and bf16 have all columns one after another, bf16 columns
+// in pairs (the even column in the low half). If the processor multiplies pairs of bf16, rows are
+// rounded to bf16 first.
 //
-// Each output is summed over the columns in their order: the bits of a row depend neither on how
-// many rows share the product nor on the number of threads.
+// Each output is summed over the columns in their order. So the bits of a row depend neither on the
+// number of rows in the product nor on the number of threads.
 
 #pragma once
 #include "problem.h"
 #include "team.h"
 #include "tiles.h"
 
-// Rows from `row` with panels from `panel` on. Inlined: the last three are constants.
+// Multiplies rows from `row` by panels from `panel` on. Inlined: the last three arguments are
+// constants.
 INLINE void tile(const problem *of, const segment *of_w, long row, long panel, int half, int rows,
                  int panels) {
     const long in = of->by->in, stride = of->x_stride / 4, bytes = panel_bytes(of_w, in);
@@ -53,9 +54,9 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
 }
 
 #if defined(__AVX512BF16__)
-// So for pairs: two columns of all outputs at a time. Many rows take turns with the same panels, and
-// bring those of the next band, so far ahead, nearer meanwhile: each every so many of their lines.
-// Who is alone brings its own.
+// The same for pairs: two columns of all outputs at a time. With many rows, each tile of rows also
+// prefetches its share of the lines of the next band (`next` panels ahead, one line in `turns`).
+// With few rows, a tile prefetches its own panels.
 INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, long next,
                       long turns, int rows, int panels) {
     const long steps = (of->by->in + 1) / 2, bytes = panel_bytes(of_w, of->by->in);
@@ -92,7 +93,7 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
 }
 #endif
 
-// `kind`: F32; BF16, widened; PAIRED, by pairs.
+// `kind`: F32; BF16, widened to fp32; PAIRED, multiplied by pairs.
 #define PAIRED -1
 INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, long next,
                      long turns, int kind, int rows, int panels) {
@@ -115,7 +116,7 @@ INLINE void any_tile(const problem *of, const segment *of_w, long row, long pane
         TILES(R, 1)    \
     }
 
-// All rows with the panels from `first` to before `last`, whose weights stay in a cache meanwhile.
+// All rows by the panels [first, last), whose weights stay in a cache meanwhile.
 INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int kind) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
@@ -134,7 +135,7 @@ INLINE void band(const problem *of, const segment *of_w, long rows, long first, 
     }
 }
 
-// So for block types: a panel with few rows at a time, which tells nothing of more or fewer.
+// The same for block types: one panel by a few rows. A row's result does not depend on `rows`.
 INLINE void block_tile(const problem *of, const segment *of_w, form f, long row, long panel, int rows) {
     vec found[ROWS];
     cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
@@ -179,9 +180,9 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
     }
 }
 
-#define CHUNK 256  // rows at a time, whose inputs and sums stay in a second cache
+#define CHUNK 256  // rows at a time, so that their inputs and sums stay in L2
 
-// Whether the product can give silu(gate) * up in pairs.
+// Whether the product can output silu(gate) * up in pairs of bf16.
 INLINE int gates(const linear *by) {
 #if defined(__AMX_TILE__)
     const segment *p = by->parts;
@@ -192,12 +193,13 @@ INLINE int gates(const linear *by) {
     return 0;
 }
 
-// How often so many of its panels are taken at once: of gates alone, with what goes up.
+// Returns the number of bands of `width` panels; with `gated`, of gate panels, each with its up
+// panel.
 INLINE long bands_of(const problem *of, const segment *p, long width) {
     return (panels_of(p) / (of->gated ? 2 : 1) + width - 1) / width;
 }
 
-// All rows, by every thread of the team.
+// Multiplies all rows; every thread of the team calls this.
 static void product_of(const problem *of, long rows, member *me) {
     const linear *by = of->by;
     const long chunks = (rows + CHUNK - 1) / CHUNK, halves = of->gated ? 2 : 1;

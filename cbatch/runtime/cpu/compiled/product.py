@@ -19,12 +19,12 @@ from cbatch.runtime.cpu.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
 _SLAB_BYTES = 1 << 25
-_slab: Tensor | None = None  # what is left of it
+_slab: Tensor | None = None  # the free rest of the current slab
 _slab_lock = threading.Lock()
 _PANELS_AT_ONCE = 256
-_ALONE_BELOW = 1 << 18  # multiplications that one thread does sooner than two get together
+_ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster than several
 MOST_LANES = 16
-# As ggml numbers them.
+# The numbers that ggml gives these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
 BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
 BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
@@ -41,7 +41,7 @@ class Segment(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """`linear` of problem.h: addresses, which whoever holds it keeps alive."""
+    """`linear` of problem.h: addresses; the owner keeps their memory alive."""
 
     _fields_ = [
         ("segments", POINTER(Segment)),
@@ -53,8 +53,8 @@ class LinearStruct(ctypes.Structure):
 
 
 class Blocks(NamedTuple):
-    """A matrix [out, columns] of blocks of a GGUF type, as a file has them: uint8 [out, bytes of a
-    row]. `type` is ggml's number."""
+    """A matrix [out, columns] in blocks of a GGUF type, as stored in a file: `rows` is uint8 [out,
+    bytes of a row]; `type` is the name of the type."""
 
     type: int
     columns: int
@@ -62,8 +62,8 @@ class Blocks(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Where a matrix's outputs stand among a product's: `length` at a time, `pitch` apart, from
-    `first` on."""
+    """Where the outputs of a matrix go among those of a product: `length` consecutive ones at a
+    time, `pitch` apart, from `first` on."""
 
     length: int
     pitch: int
@@ -73,20 +73,20 @@ class Run(NamedTuple):
 class CompiledProduct:
     """y = (x * in_scale) W^T + bias over fp32 rows [T, in], contiguous: fp32 [T, out].
 
-    Weights of fp32 or bf16; see `of_blocks` for others.
+    Weights are fp32 or bf16; see `of_blocks` for other types.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
-        """Raises ValueError where `compiles` says no."""
+        """Pack the weights. Raises ValueError if `compiles` is False for them."""
         kernel = library()
         if kernel is None or not compiles(weight.dtype):
             raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel here")
         if in_scale is not None and weight.dtype == torch.float32:
-            weight, in_scale = weight * in_scale, None  # bf16 would round it
+            weight, in_scale = weight * in_scale, None  # not for bf16, which would round it
         out, columns = weight.shape
         panels = _panels(weight, kernel.lanes())
         segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
-        self._hold((out, columns), [panels], [segment], bias, in_scale, block_types=())
+        self._set_up((out, columns), [panels], [segment], bias, in_scale, block_types=())
 
     @classmethod
     def of_blocks(
@@ -95,23 +95,23 @@ class CompiledProduct:
         bias: Tensor | None,
         in_scale: Tensor | None,
     ) -> CompiledProduct:
-        """Of matrices with the same columns, below one another or by turns. Rows are rounded to 8
-        bits, 32 columns at a time (see blocks.h). The kernels are there."""
+        """Return the product of several matrices with the same columns, stacked or interleaved.
+        Rows are rounded to 8 bits, 32 columns at a time (see blocks.h). There must be kernels."""
         kernel, product = library(), cls.__new__(cls)
         assert kernel is not None
         columns = parts[0][0].columns
-        held, segments = [], []
+        panel_list, segments = [], []
         for blocks, run in parts:
             panels = _packed(kernel, blocks)
-            held.append(panels)
+            panel_list.append(panels)
             number = BLOCK_TYPES[blocks.type]
             segments.append(Segment(panels.data_ptr(), len(blocks.rows), *run, number))
         out = sum(len(blocks.rows) for blocks, _ in parts)
         types = tuple(sorted({blocks.type for blocks, _ in parts}))
-        product._hold((out, columns), held, segments, bias, in_scale, block_types=types)
+        product._set_up((out, columns), panel_list, segments, bias, in_scale, block_types=types)
         return product
 
-    def _hold(
+    def _set_up(
         self,
         shape: tuple[int, int],
         panels: list[Tensor],
@@ -121,7 +121,7 @@ class CompiledProduct:
         *,
         block_types: tuple[str, ...],
     ) -> None:
-        """What the kernel is given addresses of."""
+        """Keep everything whose address the kernel gets, and fill the struct."""
         kernel = library()
         assert kernel is not None
         self.shape, self.panels, self.block_types = shape, panels, block_types
@@ -140,12 +140,12 @@ class CompiledProduct:
 
     @property
     def types(self) -> set[int]:
-        """Of its segments, by ggml's numbers."""
+        """Types of its segments, as ggml's numbers."""
         return {segment.type for segment in self._segments}
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Type and outputs of each segment."""
+        """Type and number of outputs of each segment."""
         return tuple((segment.type, segment.out) for segment in self._segments)
 
     @property
@@ -162,17 +162,17 @@ class CompiledProduct:
 
 
 def compiles(dtype: torch.dtype) -> bool:
-    """Whether the kernel is to be had here, for weights of that type."""
+    """Return whether there is a kernel here for weights of this type."""
     return dtype in TYPES and library() is not None
 
 
 def compiles_blocks(blocks: Blocks) -> bool:
-    """So for a matrix of blocks."""
+    """Return whether there is a kernel here for a matrix of these blocks."""
     return blocks.type in BLOCK_TYPES and library() is not None
 
 
 def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
-    """Blocks in panels, as blocks.h has them."""
+    """Repack blocks in panels (see blocks.h)."""
     out, columns, number = len(blocks.rows), blocks.columns, BLOCK_TYPES[blocks.type]
     kernel.bytes_of_panel.argtypes, kernel.bytes_of_panel.restype = [c_int, c_long], c_long
     panels = -(-out // kernel.lanes())
@@ -186,8 +186,8 @@ def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
 
 
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for panels. Small ones lie together: what is below some MiB gets no huge pages of its
-    own, and a product of few rows would wait for page tables."""
+    """Allocate memory for panels. Small ones share a slab: allocations below some MiB get no huge
+    pages, and page table lookups would slow products of few rows."""
     global _slab
     num_bytes = -(-count * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if num_bytes > _SLAB_BYTES // 4:
@@ -195,8 +195,8 @@ def _aligned(count: int, dtype: torch.dtype) -> Tensor:
     with _slab_lock:
         if _slab is None or len(_slab) < num_bytes:
             _slab = _fresh(_SLAB_BYTES)
-        found, _slab = _slab[:num_bytes], _slab[num_bytes:]
-    return found.view(dtype)[:count]
+        chunk, _slab = _slab[:num_bytes], _slab[num_bytes:]
+    return chunk.view(dtype)[:count]
 
 
 def _fresh(num_bytes: int) -> Tensor:
@@ -206,15 +206,15 @@ def _fresh(num_bytes: int) -> Tensor:
 
 
 def _panels(weight: Tensor, lanes: int) -> Tensor:
-    """Weights [out, in] as the kernel wants them: [panels, in, lanes]; of bf16 pairs of columns,
-    [panels, in / 2, lanes, 2]. The last panel and the last pair are filled up with zeros. Aligned.
+    """Pack weights [out, in] into aligned panels: [panels, in, lanes], or for bf16 pairs of
+    columns, [panels, in / 2, lanes, 2]. The last panel and the last pair are padded with zeros.
     """
     pair = 2 if weight.dtype == torch.bfloat16 else 1
     out, columns = weight.shape[0], weight.shape[1] + weight.shape[1] % pair
     count = -(-out // lanes)
     memory = _aligned(count * lanes * columns, weight.dtype)
     panels = memory.view(count, columns // pair, -1, pair)
-    for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all at once would need the room
+    for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all would need its memory twice
         some = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
         some = F.pad(some, (0, columns - weight.shape[1], 0, -len(some) % lanes))
         paired = some.view(-1, lanes, columns // pair, pair).transpose(1, 2)

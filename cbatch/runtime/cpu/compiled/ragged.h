@@ -1,25 +1,25 @@
-// A ragged batch: where each row stands, and the pieces of its rows that attend together.
+// A ragged batch: the position of each row, and the pieces of rows that attend together.
 
 #pragma once
 #include "paged.h"
 
-#define MOST_QUERIES 48  // of a tile of attention
+#define MOST_QUERIES 48  // queries in a tile of attention
 
-// query_lens and context_lens [sequences]; tables [sequences, table_width], of blocks below `blocks`.
+// query_lens and context_lens [sequences]; tables [sequences, table_width] of ids below `blocks`.
 typedef struct {
     const int32_t *query_lens, *context_lens, *tables;
     long rows, sequences, table_width, blocks, block_size;
 } ragged;
 
-// Consecutive rows of one sequence, the first of them at `position`.
+// Consecutive rows of one sequence; `position` is that of the first.
 typedef struct {
     long sequence, row, rows, position;
 } piece;
 
 INLINE long queries_of_piece(long group) { return most(MOST_QUERIES / group, 1) * group; }
 
-// Each row's sequence and position. Nonzero where tables do not hold the context, or name a block
-// that there is not, or rows are not so many.
+// Writes each row's sequence and position. Returns nonzero if the tables do not hold the context or
+// have an invalid block, or if the number of rows is wrong.
 static int locate(const ragged *of, long *sequences, long *positions) {
     long row = 0;
     for (long b = 0; b < of->sequences; b++) {
@@ -39,7 +39,7 @@ static int locate(const ragged *of, long *sequences, long *positions) {
     return row != of->rows;
 }
 
-// How many pieces there are, at most one a row.
+// Cuts the rows into pieces, and returns their number: at most one per row.
 static long cut(const ragged *of, long group, piece *pieces) {
     const long most_rows = queries_of_piece(group) / group;
     long row = 0, count = 0;

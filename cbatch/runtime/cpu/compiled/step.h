@@ -1,15 +1,16 @@
-// A decoder and a step of it, as they come from outside; and its working memory.
+// A decoder, a step of it, and the step's working memory.
 
 #pragma once
 #include "experts.h"
 #include "ragged.h"
 
-// qkv makes rows [kv_heads, group + 2, dim]: the queries of each KV head, then its K, then its V.
-// May be null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] where a row's heads are
-// normed together; `after_attention` and `after_forward`, norms of what each half of the layer adds
-// (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`, whose router `gate_up`
-// then is, without a `down`. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
-// The input of the layer is kept as state number `kept`, or not if that is below 0.
+// qkv gives rows [kv_heads, group + 2, dim]: for each KV head its queries, its K and its V. These
+// may be null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] if all heads of a row
+// are normed together; `after_attention` and `after_forward`, the norms of what each half of the
+// layer adds (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`. With experts,
+// `gate_up` is their router, and there is no `down`. cos_sin [positions, dim / 2, 2]. A row sees
+// the last `window` positions. The layer's input is kept as state number `kept`, unless that is
+// negative.
 typedef struct {
     linear qkv, out, gate_up, down;
     const float *qk_weight, *after_attention, *after_forward, *sinks, *cos_sin;
@@ -17,28 +18,29 @@ typedef struct {
     long window, kept;
 } layer;
 
-// How a drafter that reads states takes a row: [token | state], each normed by a weight times
-// sqrt(hidden), or as it is where that is null. `front`, if it has parts, makes of both what comes
-// into the first layer; else the first qkv takes both, and its residual is the state, or with
-// `normed_residual` the normed one. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
-// passes of which nothing is wanted. With `plain_in` the first layer norms nothing before its qkv,
-// with `plain_out` the head takes rows as they are.
+// How a drafter takes rows [token | state] of embeddings and hidden states. `token_norm` and
+// `state_norm` are weights times sqrt(hidden), or null: no norm. `front`, if it has parts, maps
+// both to the first layer's input. Otherwise the first qkv takes both; the residual is then the
+// state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
+// passes without logits. With `plain_in` the first layer has no norm before its qkv; with
+// `plain_out` the LM head has none.
 typedef struct {
     linear front, only_kv;
     const float *token_norm, *state_norm;
     long normed_residual, plain_in, plain_out;
 } reader;
 
-// embedding [vocab, hidden]: rows of fp32 or bf16, of block types panels. The head makes `choices`
-// logits. `reader` is null but for drafters. Positions before `first` are in no sequence. `kept` is
-// that of the last layer's output: for all rows, or for those wanted with a drafter.
+// embedding [vocab, hidden]: rows of fp32 or bf16, or panels of a block type. The LM head has
+// `choices` logits. `reader` is null except for drafters. Sequences have no positions before
+// `first`. `kept` is the state number of the last layer's output: of all rows, or with a drafter of
+// those with logits.
 //
-// `centred` norms subtract the mean. With `plain`, layers have no norms before their products; with
-// `parallel`, both halves of a layer have the same input; with `whole_heads`, all queries of a row are
-// normed together, and all its keys. Without `gated` there is a gate and no `up`. Scores are
-// multiplied by `scale` and become cap * tanh(score / cap), logits likewise with `logit_cap`, unless
-// the cap is 0. With `adds_later` what a half of a layer adds is normed or scaled first, or is a sum of
-// experts.
+// `centred` norms subtract the mean. With `plain`, layers have no norms before their products. With
+// `parallel`, both halves of a layer have the same input. With `whole_heads`, all queries of a row
+// are normed together, and all its keys. Without `gated` the feed-forward has no `up`, only an
+// activation. Scores are multiplied by `scale` and become cap * tanh(score / cap); logits likewise
+// with `logit_cap`. A cap of 0 has no effect. With `adds_later`, what half a layer adds is normed,
+// scaled or a sum of experts first.
 typedef struct {
     const layer *layers;
     linear head;
@@ -50,19 +52,20 @@ typedef struct {
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
-// [num_wanted]: flat rows; kv [layers, kv_heads, blocks] of blocks as paged.h has them; logits
-// [num_wanted, choices]. `states` [rows, hidden] are what a drafter reads. What is kept goes to hidden
-// [rows, num_kept, hidden]. `progress` is null, or a number that goes up during the pass, at least
-// once a layer. Where layers are split over ranks a call runs part `part` of the pass alone: what a
-// product leaves that must be added up goes to partial [rows, hidden], rows that were not wanted
-// being gone once the last layer has attended; the next part is given the sums. `partial` is null
-// where this is the only rank, and a call the whole pass.
+// [num_wanted]: the flat rows that need logits; kv [layers, kv_heads, blocks] of blocks as in
+// paged.h; logits [num_wanted, choices]. A drafter reads `states` [rows, hidden]. Kept states are
+// written to hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least once per
+// layer.
+//
+// `partial` is null if this is the only rank: then a call runs the whole pass. Otherwise a call
+// runs part `part` of the pass, and writes what the ranks must add up to partial [rows, hidden].
+// The next call gets the `sums`. Once the last layer has attended, only the wanted rows are left.
 typedef struct {
     const int64_t *tokens, *wanted;
     const int32_t *query_lens, *context_lens, *tables;
     char *kv;
     float *logits;
-    char *memory;  // of `memory_bytes`
+    char *memory;  // of `memory_bytes` bytes
     int64_t *progress;
     const float *states;
     float *hidden;
@@ -72,10 +75,11 @@ typedef struct {
     long part;
 } step;
 
-// A pass as each thread sees it. Working memory: rows of floats, a stride apart, and as the next
-// product takes them. `partial`, unless null, receives what half of a layer adds to the residual
-// stream. While the pass `owes`, the stream still lacks `sums` (of all ranks, or `partial` itself),
-// normed by `after` unless that is null. `split`: this is part `part` of a pass.
+// The state of a pass, one copy for each thread. Working memory consists of rows of floats a stride
+// apart, and of rows in the form that the next product takes. What half a layer adds to the
+// residual stream is written to `partial`, unless that is null. While `owes` is set, the stream
+// lacks `sums` (of all ranks, or `partial` itself), normed by `after` unless that is null. `split`:
+// this call runs part `part` of the pass.
 typedef struct {
     member me;
     const decoder *model;
@@ -115,7 +119,7 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     ROWS_OF(fused, fused_stride, width);
     ROWS_OF(attended, attended_stride, heads);
     ROWS_OF(some_attended, attended_stride, heads);
-    long gated = 0, apart = 0, scores = 0, bytes = 0;  // layers of each kind there are, and experts'
+    long gated = 0, apart = 0, scores = 0, bytes = 0;  // kinds of layers; sizes of experts
     for (long i = 0; i < m->num_layers; i++) {
         const mixture *e = m->layers[i].experts;
         expert_job job;
@@ -141,14 +145,14 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     return used;
 }
 
-// Bytes that `decode` needs for so many rows, or wanted ones, and threads; aligned to 64.
+// Returns the bytes that `decode` needs for this number of rows and threads; align them to 64.
 long memory_bytes(const decoder *model, long rows, long threads) {
     pass p = {.model = model};
     return carve(&p, 0, rows, threads);
 }
 
-// Which row is where. Nonzero where a number of the step does not fit: 1 a token, 2 a block, 3 a
-// wanted row.
+// Computes the place of each row. Returns nonzero for an invalid step: 1 for a token, 2 for a
+// block, 3 for a wanted row.
 static int plan(pass *p) {
     const decoder *m = p->model;
     const step *s = p->step;

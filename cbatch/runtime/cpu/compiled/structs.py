@@ -1,8 +1,8 @@
-"""Structs of the kernels, as ctypes declares them."""
+"""Helpers for ctypes structs."""
 
 from __future__ import annotations
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
-    """Of one type, one after another."""
+    """Return fields of one type with these names, in order."""
     return [(name, kind) for name in names.split()]

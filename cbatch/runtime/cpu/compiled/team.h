@@ -1,9 +1,9 @@
-// Threads that share the loops of a pass, and the machine with others.
+// Threads that share the loops of a pass, on a machine shared with other programs.
 //
-// A loop's iterations are claimed one by one; whoever finds none left waits until all are done. So
-// a thread that lost its core holds back what it has claimed, and nothing else: it finds the loops
-// it missed ended, and joins where the others are. Who waits spins for a moment and then sleeps,
-// which leaves its core to whom it waits for.
+// A loop's iterations are claimed one by one. A thread that finds none left waits until all are
+// done. So a thread that lost its core delays only what it has claimed: later it finds the missed
+// loops ended, and joins the current one. A waiting thread spins for a moment and then sleeps,
+// which frees its core for the threads it waits for.
 
 #pragma once
 #include <errno.h>
@@ -19,10 +19,10 @@
 
 #define MOST_THREADS 64
 #define MOST_JOB_BYTES 1024
-#define SPINS 400  // looks at a number before a thread sleeps: some 20 us
-#define PATIENT_SPINS 20000  // so before a job that is known to come soon: some 0.5 ms
+#define SPINS 400  // reads of a number before a thread sleeps: about 20 us
+#define PATIENT_SPINS 20000  // the same before a job that is known to come soon: about 0.5 ms
 #define LINE_BYTES 64
-#define RUNS 16  // of a thread, at least, where iterations are taken several at a time
+#define RUNS 16  // least number of stretches per thread, where iterations are claimed in stretches
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -32,18 +32,19 @@
 #define RELAX()
 #endif
 
-// A count of one job: below, the count; above, which job's. Of an earlier job's it is 0 for us; to
-// a thread that is late, a later job's says that its own has ended.
+// A count that belongs to one job: the low half is the count, the high half the job's `turn`. A
+// count of an earlier job reads as 0. A count of a later job tells a late thread that its own job
+// has ended.
 typedef struct {
     uint64_t count;
 } __attribute__((aligned(LINE_BYTES))) counter;
 
-// A loop: how much of each thread's share is taken, and how much of all is done.
+// A loop: how many iterations of each thread's share are claimed, and how many of all are done.
 typedef struct {
     counter done, taken[];
 } loop;
 
-// `turn` is even while there is a job to take part in, and goes up when it comes and when it goes.
+// `turn` is even while there is a job; it is counted up when a job begins and when it ends.
 typedef struct {
     int32_t turn __attribute__((aligned(LINE_BYTES)));
     int32_t bell __attribute__((aligned(LINE_BYTES)));
@@ -54,8 +55,8 @@ typedef struct {
     char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
 } team;
 
-// A thread's part in a job; the first member of every job. `team` is null for who works alone.
-// `progress` may be null; who watches it sees that work goes on.
+// A thread's part in a job; the first member of every job struct. `team` is null for a thread that
+// works alone. `progress` may be null; a watcher reads it to see that work goes on.
 typedef struct {
     team *team;
     char *loop;
@@ -79,8 +80,8 @@ static void ring(team *of) {
     futex(&of->bell, FUTEX_WAKE, MOST_THREADS);
 }
 
-// Until `until` holds. The bell is read before it is looked whether to sleep: who rings after the
-// look changes it.
+// Waits until `until` holds. The bell is read before `until` is checked for the last time. So a
+// ring after this check changes the bell, and the thread does not sleep.
 #define AWAIT(of, until) AWAIT_FOR(of, SPINS, until)
 #define AWAIT_FOR(of, spins, until)                                            \
     for (long spin = 0; !(until); spin++) {                                    \
@@ -94,13 +95,13 @@ static void ring(team *of) {
         __atomic_sub_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
     }
 
-// Of this job; -1 where a later one has begun.
+// Returns the count in `seen`, 0 if it is of an earlier job, or -1 if it is of a later one.
 static long count_of(uint64_t seen, int32_t turn) {
     const int32_t ahead = (int32_t)((uint32_t)(seen >> 32) - (uint32_t)turn);
     return ahead > 0 ? -1 : ahead < 0 ? 0 : (long)(uint32_t)seen;
 }
 
-// Adds `more` to a count below `limit`, which is found, else -1.
+// Adds `more` to a count below `limit` and returns the old count; else returns -1.
 static long count_up(counter *at, int32_t turn, long more, long limit) {
     uint64_t seen = __atomic_load_n(&at->count, __ATOMIC_RELAXED);
     for (;;) {
@@ -118,15 +119,15 @@ static int ended(const loop *at, int32_t turn, long count) {
     return done < 0 || done >= count;
 }
 
-// By one of them alone: together they would wait for the number.
+// Only thread 0 counts progress: several would contend for the number.
 static void advance(const member *me) {
     if (me->progress && !me->thread)
         __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
 }
 
-// The next iteration of a loop of `count`, or -1 once all of them have been done, whoever did them.
-// Each thread begins with its own share, the same at every pass, which a near cache may still hold.
-// Every member comes to every loop of a job in the same order, and asks until there is no more.
+// Returns the next iteration of a loop of `count`, or -1 once all are done, by any thread. Each
+// thread begins with its own share, the same in every pass, whose data its caches may still hold.
+// All members must call this for every loop of a job, in the same order, until it returns -1.
 static long take(member *me, long count) {
     if (!me->team) {
         if (me->mine < count) return advance(me), me->mine++;
@@ -151,7 +152,7 @@ static long take(member *me, long count) {
     return -1;
 }
 
-// Of iterations that are short, several at a time: [from, to).
+// Several short iterations that are claimed together: [from, to).
 typedef struct {
     long from, to;
 } stretch;
@@ -180,7 +181,7 @@ static void *help(void *number) {
         memcpy(job, of->job, sizeof job);
         void (*run)(void *) = of->run;
         member *me = (member *)job;
-        if (__atomic_load_n(&of->turn, __ATOMIC_SEQ_CST) == turn) {  // else it is gone
+        if (__atomic_load_n(&of->turn, __ATOMIC_SEQ_CST) == turn) {  // else the job has ended
             last = turn;
             me->thread = (long)number;
             if (me->thread < me->threads) run(job);
@@ -191,25 +192,27 @@ static void *help(void *number) {
     return 0;
 }
 
-// Whether the next job comes soon: threads wait for it longer before they sleep, yet not for ever.
+// Sets whether the next job comes soon. Then threads wait longer before they sleep, but not
+// forever.
 static void expect_jobs(int soon) {
     __atomic_store_n(&spins_between_jobs, soon ? PATIENT_SPINS : SPINS, __ATOMIC_RELAXED);
 }
 
-// Waits until nobody is in a job that has ended: what it was about may go then.
+// Waits until no thread is inside a job that has ended, so that the job's data may be freed.
 static void wait_until_all_rest(void) {
     team *of = the_team;
     if (of) AWAIT(of, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
 }
 
-static void forget_team(void) {  // in a child process, which has none of the threads
+static void forget_team(void) {  // in a forked child, which has none of the threads
     the_team = 0;
     pthread_mutex_init(&one_at_a_time, 0);
 }
 
 static long loop_bytes_of(long threads) { return sizeof(loop) + threads * (long)sizeof(counter); }
 
-// With room for so many; what there was of them is kept for threads that are late.
+// Returns a team with this number of threads and loops. Old loops are not freed: late threads may
+// read.
 static team *team_for(long threads, long loops) {
     static int watched;
     if (!the_team) {
@@ -225,7 +228,7 @@ static team *team_for(long threads, long loops) {
         memset(memory, 0, 2 * loops * the_team->loop_bytes);
         the_team->loops = memory, the_team->room = 2 * loops;
     }
-    sigset_t none, before;  // signals are for threads that are not ours
+    sigset_t none, before;  // block signals in our threads: the application handles them
     sigfillset(&none);
     pthread_sigmask(SIG_SETMASK, &none, &before);
     for (; the_team->threads < threads; the_team->threads++) {
@@ -237,8 +240,9 @@ static team *team_for(long threads, long loops) {
     return the_team;
 }
 
-// Calls `run` with a copy of `job` for each of at most so many threads, this one among them, whose
-// loops are at most so many; `job` begins with a member. Alone where another job is under way.
+// Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one among them.
+// `job` begins with a member and has at most `loops` loops. Runs alone while another job is under
+// way.
 static void together(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
     member *me = job;
     *me = (member){.progress = me->progress, .threads = 1};

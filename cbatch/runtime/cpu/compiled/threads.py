@@ -1,4 +1,4 @@
-"""How many threads our kernels compute with."""
+"""The number of threads of our kernels."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from contextlib import contextmanager
 
 import torch
 
-_ours: int | None = None
+_kernel_threads: int | None = None
 
 
 def num_threads() -> int:
-    """As many as torch has, or had before it was left with one."""
-    return torch.get_num_threads() if _ours is None else _ours
+    """Return torch's number of threads, or its number before `torch_alone`."""
+    return torch.get_num_threads() if _kernel_threads is None else _kernel_threads
 
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Torch's own operations have one thread, ours as many as before. On the few rows of a step its
-    threads would cost more than they do, and wait for processors on which ours wait for work; and
-    where it cuts an operation in two, vectors end elsewhere, and so do bits."""
-    global _ours
-    before, threads = _ours, torch.get_num_threads()
-    _ours = num_threads()
+    """Give torch's own operations one thread, and our kernels as many as before.
+
+    On the few rows of a step, several torch threads cost more than they save, and compete with ours
+    for processors. A torch operation that is split among threads may also change bits, because the
+    ends of its vectors move."""
+    global _kernel_threads
+    before, threads = _kernel_threads, torch.get_num_threads()
+    _kernel_threads = num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        _ours = before
+        _kernel_threads = before

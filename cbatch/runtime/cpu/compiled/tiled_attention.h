@@ -1,20 +1,20 @@
-// What attention multiplies, by tiles (AMX): 16 queries with 16 keys, 32 dimensions at a time, and
-// with 16 positions of V.
+// Products of attention by tiles (AMX): 16 queries by 16 keys, 32 dimensions at a time; and weights
+// of 16 queries by 16 positions of V.
 
 #pragma once
 #include "paged.h"
 #include "tiles.h"
 
 #if defined(__AMX_TILE__)
-#define PAIRS_OF_A_TILE (TILE / 2)  // of positions
+#define PAIRS_OF_A_TILE (TILE / 2)  // pairs of positions
 
-// Whether heads of so many dimensions are made of whole tiles.
+// Whether heads of these dimensions consist of whole tiles.
 INLINE int fits_tiles(long dim, long value_dim) {
     return dim % (2 * TILE) == 0 && value_dim % TILE == 0;
 }
 
-// Sums are tiles 0 to 3; queries 4, K 5, weights 6, V 7. Where there is more than one tile of
-// queries, all are whole.
+// Tiles 0 to 3 are sums, 4 queries, 5 K, 6 weights, 7 V. If queries need more than one tile, all of
+// their tiles are whole.
 static void shape_attention(long queries) {
     shapes all = {.palette = 1};
     queries = least(queries, TILE);
@@ -34,7 +34,7 @@ static void shape_attention(long queries) {
     }
 #define STORE_SCORES(T) _tile_stored(T, scores + T * TILE, KEYS * 4);
 
-// Scores of all queries with the chunk's first `to` keys.
+// Computes the scores of all queries with the chunk's first `to` keys.
 static void score_tiles(const scratch *s, const columns *of, long count, long to, long dim) {
     const long groups = (to + TILE - 1) / TILE;
     WRITTEN();
@@ -50,7 +50,7 @@ static void score_tiles(const scratch *s, const columns *of, long count, long to
     }
 }
 
-// V of a tile's positions of which [from, to) is in use, pairs below one another; 0 for the others.
+// Returns V of a tile's positions, pairs below one another; positions outside [from, to) are 0.
 static const char *value_tile(const paged *kv, const scratch *s, long chunk, long group, long from,
                               long to) {
     const long size = kv->block_size, dim = kv->value_dim, start = group * TILE;
@@ -79,7 +79,7 @@ static const char *value_tile(const paged *kv, const scratch *s, long chunk, lon
     }
 #define STORE_SUMS(T) _tile_stored(T, out + T * TILE, s->width * 4);
 
-// Adds V of positions [from, to) of the chunk, weighed, to what all queries attend to.
+// Adds V of the chunk's positions [from, to), weighted, to the outputs of all queries.
 static void weigh_tiles(const scratch *s, const char *const *values, long count, long from, long to,
                         long dim) {
     WRITTEN();

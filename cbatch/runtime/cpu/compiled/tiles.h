@@ -1,11 +1,11 @@
-// Products by tiles (AMX): 16 rows with 16 outputs, 32 columns at a time.
+// Products by tiles (AMX): 16 rows by 16 outputs, 32 columns at a time.
 
 #pragma once
 #include "problem.h"
 
 #if defined(__AMX_TILE__)
 
-#define TILE 16  // rows, outputs and pairs of columns
+#define TILE 16  // rows, outputs, or pairs of columns of a tile
 
 typedef struct {
     uint8_t palette, first_row, none[14];
@@ -13,19 +13,20 @@ typedef struct {
     uint8_t rows[16];
 } shapes;
 
-// Some compilers do not know that loading a tile reads memory: what was written is there after this.
+// Some compilers do not know that loading a tile reads memory: this makes earlier writes visible to
+// it.
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
 #define SHAPE(t, count, bytes) all.rows[t] = (count), all.row_bytes[t] = (count) ? (bytes) : 0
 
 // ---- bf16 ---------------------------------------------------------------------------------------
-// An instruction sums the even and the odd columns of its 32 apart, each in their order, and adds
-// both to what was there: a row's bits depend on nothing beside it.
+// An instruction sums the even and the odd columns of its 32 separately, each in their order, and
+// adds both sums to the old one. So a row's bits do not depend on other rows.
 
-#define TILE_BYTES 64  // of a tile's row
+#define TILE_BYTES 64  // bytes of a tile's row
 
-// Sums of two tiles of rows with a panel are tiles 0 and 1, with another 2 and 3; rows 4 and 5,
-// weights 6 and 7. A tile of no rows is not there.
+// Tiles 0 and 1 are sums of two tiles of rows with one panel, 2 and 3 with another panel; 4 and 5
+// are rows, 6 and 7 weights. Tiles without rows are not configured.
 static void shape_pairs(long upper, long lower) {
     shapes all = {.palette = 1};
     SHAPE(0, upper, TILE_BYTES), SHAPE(1, lower, TILE_BYTES);
@@ -35,7 +36,7 @@ static void shape_pairs(long upper, long lower) {
     _tile_loadconfig(&all);
 }
 
-// 32 columns more of the sums. Inlined: the last two are constants.
+// Adds 32 more columns to the sums. Inlined: the last two arguments are constants.
 INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_second, int lower,
                        int second) {
     _tile_loadd(6, w, TILE_BYTES);
@@ -52,7 +53,7 @@ INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_
     }
 }
 
-// The last columns, less than 32, filled up with zeros.
+// Copies the last columns, fewer than 32, padded with zeros.
 static __attribute__((noinline)) void filled(const char *x, long stride, long rows, long row_bytes,
                                              char (*to)[TILE_BYTES]) {
     memset(to, 0, rows * TILE_BYTES);
@@ -107,8 +108,8 @@ static void put_gated(const problem *of, long row, long column, vec gate, vec up
     memcpy(of->gated + row * of->gated_stride + column * 2, &found, sizeof found);
 }
 
-// Lines that a product writes, two panels of rows from `row` on, come while it is found.
-// Inlined: a call without another effect is left out.
+// Prefetches the lines that a product will write: two panels of rows from `row` on. Inlined:
+// compilers remove a call without other effects.
 INLINE void bring_outputs(const problem *of, const segment *of_w, long panel, long row, long rows,
                           int second) {
     const outputs at = outputs_of(of_w, panel), at_second = outputs_of(of_w, panel + 1);
@@ -120,8 +121,8 @@ INLINE void bring_outputs(const problem *of, const segment *of_w, long panel, lo
         }
 }
 
-// All rows with the panels from `first` to before `last`: two at a time, which lie side by side; or
-// gates, each with what goes up.
+// Multiplies all rows by the panels [first, last): two adjacent panels at a time, or with `gated` a
+// panel of gates with its panel of ups.
 static void tiled_band(const problem *of, const segment *of_w, long rows, long first, long last) {
     const long in = of->by->in, bytes = panel_bytes(of_w, in);
     const long apart = of->gated ? panels_of(of_w) / 2 : 1;
@@ -150,7 +151,7 @@ static void tiled_band(const problem *of, const segment *of_w, long rows, long f
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
-// Integers are summed by tiles, a cell at a time; the rest is as in `cells`, whose bits these are.
+// Tiles sum integers, one cell at a time. The rest is as in `cells`, with the same bits.
 
 static void shape_cells(void) {
     shapes all = {.palette = 1};
@@ -182,7 +183,7 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
     }
 }
 
-// Returns how many rows it has done: as many as fill tiles.
+// Returns how many rows it has computed: whole tiles only.
 INLINE long tiled_block_band(const problem *of, const segment *of_w, form f, long rows, long first,
                              long last) {
     const long bytes = block_panel_bytes(f, of->by->in);

@@ -1,7 +1,7 @@
-// Vectors of floats, and what both products and attention do with them.
+// Vectors of floats, with the functions that products and attention share.
 //
-// Sums and steps of a computation stand in one order everywhere, and `a * b + c` is contracted in
-// one way: bits depend on the values alone.
+// Sums and steps of a computation have one order everywhere, and `a * b + c` is always contracted
+// in the same way. So bits depend on the values only.
 
 #pragma once
 #include <stdint.h>
@@ -10,9 +10,9 @@
 #include <immintrin.h>
 #endif
 
-// LANES: a vector. ROWS: most rows of a product's tile. FULL: its panels then, and WIDE, a
-// multiple, with at most half as many rows. SPAN: vectors of a tile of QUERIES queries. The sums of
-// a tile, and the columns they take, fill the registers.
+// LANES: floats of a vector. ROWS: the most rows in a product's tile; FULL: its panels then. WIDE:
+// its panels with at most half as many rows, a multiple of FULL. SPAN: vectors in a tile of QUERIES
+// queries. The sums of a tile and the columns it reads fill the registers.
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS 8
@@ -33,7 +33,7 @@
 #define SPAN 4
 #endif
 #define QUERIES 6
-#ifndef INLINE  // who wants no speed but a short compilation, as a test does, has its own
+#ifndef INLINE  // tests that want a short compilation define their own
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 #endif
@@ -60,7 +60,7 @@ INLINE vec pick(ints mask, vec yes, vec no) {
 
 INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
-// The first `count` of the elements at x, fp32 or bf16, as fp32; what lacks is 0.
+// Returns the first `count` of the elements at x, fp32 or bf16, as fp32; the others are 0.
 static __attribute__((noinline)) vec part(const char *x, long count, int half) {
     uint32_t found[LANES] = {0};
     if (half)
@@ -74,10 +74,10 @@ INLINE vec widened(const char *x, long count, int half) {
                 : load((const float *)x);
 }
 
-// Cells of 4 bytes, the first `count`; what lacks is 0.
+// Returns the first `count` cells of 4 bytes; the others are 0.
 INLINE pairs cells_at(const char *x, long count) { return (pairs)widened(x, count, 0); }
 
-// Rounded to the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest bf16, ties to even; NaN stays NaN.
 INLINE uint16_t bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -96,7 +96,7 @@ static void round_row(const float *x, long count, uint16_t *to) {
     for (; i < count; i++) to[i] = bf16(x[i]);
 }
 
-// So for products of pairs; an odd last one gets a zero behind it.
+// Rounds a row for products of pairs; an odd count is padded with a zero.
 static void narrow(const float *x, long count, uint16_t *to) {
 #if defined(__AVX512BF16__)
     long i = 0;
@@ -116,7 +116,7 @@ static void narrow(const float *x, long count, uint16_t *to) {
 #endif
 }
 
-// fp16 to fp32, exact; infinities and NaNs are none in a scale.
+// Converts fp16 to fp32, exactly; for scales, which are neither infinite nor NaN.
 INLINE vec from_halves(const void *x) {
 #if LANES == 16
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(x));
@@ -136,12 +136,12 @@ INLINE float total(vec x) {
 
 #define LOG2_E 1.44269504f
 
-// e^x within 2 units in the last place for x in [-87, 88], which x is brought into. With n = x /
-// ln 2 rounded and r = x - n ln 2: 2^n times Taylor's polynomial of r, of degree 7.
+// Returns e^x within 2 units in the last place for x clamped to [-87, 88]. With n = x / ln 2
+// rounded and r = x - n ln 2: 2^n times Taylor's polynomial of r, of degree 7.
 INLINE vec exponential(vec x) {
     x = pick(x < all(-87.0f), all(-87.0f), x);
     x = pick(x > all(88.0f), all(88.0f), x);
-    const vec shift = all(12582912.0f);  // 1.5 * 2^23: behind it whole numbers follow one another
+    const vec shift = all(12582912.0f);  // 1.5 * 2^23: floats above it are the integers
     const vec shifted = x * LOG2_E + shift, n = shifted - shift;
     const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     vec p = r * (1.0f / 5040) + 1.0f / 720;
@@ -155,7 +155,7 @@ INLINE vec exponential(vec x) {
     return p * (vec)exponent;
 }
 
-// tanh x within 3 units in the last place: near 0 a polynomial (Cephes' tanhf).
+// Returns tanh x within 3 units in the last place; near 0 by a polynomial (Cephes' tanhf).
 INLINE vec tangent(vec x) {
     const vec size = pick(x < all(0), -x, x), square = x * x;
     const vec far = 1 - 2 / (exponential(size + size) + 1);
@@ -168,8 +168,8 @@ INLINE vec tangent(vec x) {
 }
 
 #if defined(__AVX512BF16__)
-// 2^x within 3e-6 of it, for what is rounded to bf16; 0 where `mask` has none: 2^floor(x) times a
-// polynomial of the rest, the best of degree 4.
+// Returns 2^x with a relative error of 3e-6, for results that are rounded to bf16; 0 where `mask`
+// is 0. Computes 2^floor(x) times the best polynomial of degree 4 of the rest.
 INLINE __m512 power_of_2(__mmask16 mask, __m512 x) {
     const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(0.01353417f);

@@ -1,1 +1,1 @@
-"""Any decoder that transformers knows: its modelling code, with our attention over paged KV."""
+"""Decoders of transformers' modelling code, with our attention over paged KV."""

@@ -1,4 +1,4 @@
-"""The function that transformers calls for attention, and what computes it."""
+"""The attention function that transformers calls, and the choice of what computes it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cbatch.runtime.cpu.compiled.layer_attention import (
 )
 from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.transformers_backend import torch_attention
-from cbatch.runtime.cpu.transformers_backend.step import HELD, AttentionLayer, Pass
+from cbatch.runtime.cpu.transformers_backend.step import LAYER, AttentionLayer, Pass
 from cbatch.runtime.model.config import KVShape, ModelError
 from cbatch.runtime.model.kv_cache import KVCache
 
-NAME = "cbatch"  # of the implementation, as transformers knows it
-# What models hand on that asks attention for nothing.
+NAME = "cbatch"  # the name of our implementation in transformers
+# Arguments that modelling code passes on and that do not affect attention.
 _NEUTRAL = {
     *("cache", "cache_position", "is_causal", "layer_idx", "logits_to_keep", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"),
@@ -41,12 +41,13 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Of a flat batch: query [1, H, T, Dk], key and value [1, Hkv, T, ...] -> [1, T, H, Dv]."""
-    layer: AttentionLayer | None = getattr(module, HELD, None)
-    if layer is None or layer.owner.found is not None:
-        return _enter(module, query, key, value, attention_mask, asked), None
+    """Attend for a flat batch: query [1, H, T, Dk], key and value [1, Hkv, T, ...] -> [1, T, H,
+    Dv]."""
+    layer: AttentionLayer | None = getattr(module, LAYER, None)
+    if layer is None or layer.owner.registered is not None:
+        return _enter(module, query, key, value, attention_mask, options), None
     step = layer.owner
     out = compute(layer, query[0], key[0], value[0])
     if step.progress is not None:
@@ -55,7 +56,7 @@ def attention(
 
 
 def compute(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+    """Write K [Hkv, T, Dk] and V, then return [T, H, Dv] for queries [H, T, Dk]."""
     if layer.owner.elsewhere is not None:
         return layer.owner.elsewhere.compute(layer, q, k, v)
     kv, step = layer.owner.kv, layer.owner.step
@@ -66,8 +67,8 @@ def compute(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def begin(step: Pass, batch: RaggedBatch, kv: KVCache) -> AbstractContextManager[object]:
-    """Whatever the layers of a pass over `batch` share; to be held open during it. Raises
-    IndexError where block tables do not hold the context."""
+    """Prepare what the layers of a pass over `batch` share; the pass runs inside the context.
+    Raises IndexError if block tables do not hold the context."""
     step.kv = kv
     lens, tables = (batch.query_lens, batch.context_lens), batch.block_tables
     compiled = step.compiled
@@ -80,7 +81,8 @@ def begin(step: Pass, batch: RaggedBatch, kv: KVCache) -> AbstractContextManager
 
 
 def prepare(step: Pass) -> None:
-    """Once its layers are known: by our kernels, where they can be compiled and take them all."""
+    """Choose our kernels if they can be compiled and support all layers; the layers must be
+    known."""
     try:
         for layer in step.layers:
             shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap, layer.sinks
@@ -94,18 +96,18 @@ _entering: list[Pass] = []
 
 
 class entering:
-    """While it is open, layers that a pass meets are entered into `step`."""
+    """A context in which a pass registers its attention layers with `step`."""
 
     def __init__(self, step: Pass) -> None:
         self._step = step
 
     def __enter__(self) -> None:
-        self._step.found = []
+        self._step.registered = []
         _entering.append(self._step)
 
     def __exit__(self, *_: object) -> None:
         _entering.remove(self._step)
-        self._step.found = None
+        self._step.registered = None
 
 
 def _enter(
@@ -114,33 +116,33 @@ def _enter(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    asked: dict[str, Any],
+    options: dict[str, Any],
 ) -> Tensor:
-    """Takes note of a layer; what it would give are zeros. Raises ModelError for what our attention
-    does not compute."""
+    """Register a layer and return zeros. Raises ModelError for options that our attention does not
+    have."""
     (step,) = _entering
-    assert step.found is not None
+    assert step.registered is not None
     name = type(module).__name__
-    if any(module is other for other in step.found):
+    if any(module is other for other in step.registered):
         raise ModelError(f"{name}: attends twice in a pass, with one module for two layers")
     if mask is not None:
         raise ModelError(f"{name}: gives attention a mask of its own")
     known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-    for field, given in asked.items():
+    for field, given in options.items():
         if field not in known | _NEUTRAL and given is not None:
             raise ModelError(f"{name}: asks attention for {field}, which ours does not know")
-    scale, sinks = asked.get("scaling"), asked.get("s_aux")
+    scale, sinks = options.get("scaling"), options.get("s_aux")
     layer = AttentionLayer(
         index=len(step.layers),
         owner=step,
         heads=query.shape[1],
         kv=KVShape(key.shape[1], key.shape[3], value.shape[3]),
         scale=float(query.shape[3] ** -0.5 if scale is None else scale),
-        window=asked.get("sliding_window") or None,
-        softcap=asked.get("softcap") or None,
+        window=options.get("sliding_window") or None,
+        softcap=options.get("softcap") or None,
         sinks=None if sinks is None else sinks.detach().float().reshape(-1).contiguous(),
     )
     step.layers.append(layer)
-    step.found.append(module)
-    object.__setattr__(module, HELD, layer)
+    step.registered.append(module)
+    object.__setattr__(module, LAYER, layer)
     return torch.zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]).to(query)

@@ -1,4 +1,4 @@
-"""What a transformers model is, in our spelling."""
+"""The config of a transformers model in our form."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer
 from cbatch.runtime.model.config import ModelConfig, ModelError, RopeConfig, eos_ids_of
 
-_CHANGING_ROPES = ("dynamic", "longrope")  # whose angles follow the longest sequence of a step
+_CHANGING_ROPES = ("dynamic", "longrope")  # angles depend on the longest sequence of a step
 
 
 def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: int) -> ModelConfig:
-    """`layers` are those that a probe has found. Raises ModelError for a config that says too
-    little."""
+    """Return the config of a model with the attention `layers` of a probe. Raises ModelError for a
+    config without a context length."""
     heads = layers[0].heads
     return ModelConfig(
         family=str(config.model_type),
@@ -40,8 +40,9 @@ def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: in
 
 
 def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> int:
-    """As far as what we compute is what the model means: no further than chunks of attention, or
-    windows that the modelling code builds into its masks, or angles that would change."""
+    """Return the longest context for which our results are those of the model. It ends with the
+    chunks of chunked attention, with windows that only the modelling code's masks have, and where
+    rotary angles would change."""
     tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(tokens, int) or tokens < 2:
         raise ModelError(f"{path}: max_position_embeddings: missing; the context is not known")
@@ -60,12 +61,12 @@ def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> in
 
 
 def changes_angles(config: Any) -> bool:
-    """Whether angles of rotary positions follow the longest sequence of a step."""
+    """Return whether rotary angles depend on the longest sequence of a step."""
     return any(rope.get("rope_type") in _CHANGING_ROPES for rope in _ropes(config))
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Of all kinds of layers, where these differ."""
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = [each for each in found.values() if isinstance(each, dict)]
-    return nested or [found]
+    """Return the rope of the model, or one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    return nested or [parameters]

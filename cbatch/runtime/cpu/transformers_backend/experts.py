@@ -1,4 +1,4 @@
-"""The function that transformers calls for experts, and how their weights become our products."""
+"""The experts function that transformers calls, and the conversion of experts to our products."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from cbatch.runtime.cpu.compiled import compiles
 from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
 
-NAME = "cbatch"  # of the implementation, as transformers knows it
-HELD = "_cbatch_experts"
+NAME = "cbatch"  # the name of our implementation in transformers
+PACKED_EXPERTS = "_cbatch_experts"  # the attribute of a module that holds its packed experts
 _WEIGHTS = ("gate_up_proj", "down_proj")
-# Gates are asked about these: so far out that clamps take part.
-_ASKED_ROWS, _ASKED_SIZE = 16, 12.0
+# Inputs for comparing gate functions: large enough for clamps to take effect.
+_PROBE_ROWS, _PROBE_STD = 16, 12.0
 
 
 def register() -> None:
@@ -24,35 +24,36 @@ def register() -> None:
 
 
 def experts(module: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """hidden_states [T, hidden], chosen and weights [T, k] -> [T, hidden]; by the module's own
-    code where `compile_experts` left it as it was."""
-    held: CompiledExperts | None = getattr(module, HELD, None)
-    if held is None:
+    """Compute experts: hidden_states [T, hidden], chosen and weights [T, k] -> [T, hidden]. A
+    module that `compile_experts` left as it was runs its own code."""
+    packed: CompiledExperts | None = getattr(module, PACKED_EXPERTS, None)
+    if packed is None:
         return type(module).forward.__wrapped__(module, hidden_states, chosen, weights)
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    return held(rows, chosen, weights).view(hidden_states.shape).to(hidden_states.dtype)
+    return packed(rows, chosen, weights).view(hidden_states.shape).to(hidden_states.dtype)
 
 
 def compile_experts(module: nn.Module) -> bool:
-    """Packs a module's experts for `experts`, and lets go of its own weights. False where they are
-    none that we multiply with: they are left as they are."""
-    if not _ours(module):
+    """Pack a module's experts for `experts` and free its own weights. Return False for a module
+    that our products do not support, which is left as it is."""
+    if not _is_supported(module):
         return False
-    made = _compiled(module)
+    packed = _compiled(module)
     for name in _WEIGHTS:
         setattr(module, name, None)
-    object.__setattr__(module, HELD, made)
+    object.__setattr__(module, PACKED_EXPERTS, packed)
     return True
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Of the experts of a module that has been compiled."""
-    held: CompiledExperts = getattr(module, HELD)
-    return sum(product.num_bytes for product in held.products)
+    """Return the bytes of a module's packed experts."""
+    packed: CompiledExperts = getattr(module, PACKED_EXPERTS)
+    return sum(product.num_bytes for product in packed.products)
 
 
-def _ours(module: Any) -> bool:
-    """Experts of transformers' interface, with gates and nothing behind them."""
+def _is_supported(module: Any) -> bool:
+    """Return whether a module has experts of transformers' interface with gates and no norm
+    after."""
     weights = [getattr(module, name, None) for name in _WEIGHTS]
     if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights):
         return False
@@ -70,24 +71,24 @@ def _compiled(module: Any) -> CompiledExperts:
     bias, down_bias = (None if each is None else each.detach() for each in biases)
     gate = gate_of(module)
     if gate.gating is not Gating.GIVEN and not module.is_concatenated:
-        gate_up = _apart(gate_up)
-        bias = None if bias is None else _apart(bias)
+        gate_up = _deinterleaved(gate_up)
+        bias = None if bias is None else _deinterleaved(bias)
     return CompiledExperts.of(gate_up, down, gate, bias, down_bias)
 
 
-def _apart(interleaved: Tensor) -> Tensor:
-    """[experts, 2 n, ...] of gates and ups by turns: first gates, then ups."""
+def _deinterleaved(interleaved: Tensor) -> Tensor:
+    """Reorder [experts, 2 n, ...] with gates and ups alternating: first all gates, then all ups."""
     return torch.cat([interleaved[:, ::2], interleaved[:, 1::2]], dim=1)
 
 
 @torch.inference_mode()
 def gate_of(module: Any) -> Gate:
-    """Ours that computes what the module's own does, as far as numbers tell; else the module's."""
+    """Return our gate that gives the same numbers as the module's own, or else the module's own."""
     gen = torch.Generator().manual_seed(0)
-    asked = torch.randn(_ASKED_ROWS, 64, generator=gen, dtype=torch.float64) * _ASKED_SIZE
-    together = asked if module.is_concatenated else _together(asked)
-    told = module._apply_gate(together)
-    gate, up = asked.chunk(2, dim=-1)
+    inputs = torch.randn(_PROBE_ROWS, 64, generator=gen, dtype=torch.float64) * _PROBE_STD
+    arranged = inputs if module.is_concatenated else _interleaved(inputs)
+    outputs = module._apply_gate(arranged)
+    gate, up = inputs.chunk(2, dim=-1)
     limit, alpha = (float(getattr(module, name, 0.0) or 0.0) for name in ("limit", "alpha"))
     low = gate.clamp(max=limit)
     candidates = {
@@ -98,11 +99,13 @@ def gate_of(module: Any) -> Gate:
         * (up.clamp(-limit, limit) + 1),
     }
     for candidate, expected in candidates.items():
-        if told.shape == expected.shape and torch.allclose(told.double(), expected, rtol=1e-5):
+        if outputs.shape == expected.shape and torch.allclose(
+            outputs.double(), expected, rtol=1e-5
+        ):
             return candidate
     return Gate(Gating.GIVEN, function=module._apply_gate)
 
 
-def _together(halves: Tensor) -> Tensor:
-    """Rows of gates, then ups: by turns."""
+def _interleaved(halves: Tensor) -> Tensor:
+    """Reorder rows with all gates before all ups: gates and ups alternate."""
     return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""A model of transformers, loaded by transformers and told to compute with our parts."""
+"""Loads a model by transformers and replaces its parts by ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbatch.runtime.cpu.transformers_backend.support import refuse_unknown_rope,
 from cbatch.runtime.model.checkpoint import UNTIED, resolve_directory, resolve_dtype, warn_unread
 from cbatch.runtime.model.config import ModelError
 
-_PACK_BYTES_SHARE = 0.5  # of the machine's memory, as for our own pass
+_PACK_BYTES_SHARE = 0.5  # limit of packed copies, as a share of the machine's memory
 
 
 def load_transformers_model(
@@ -30,9 +30,9 @@ def load_transformers_model(
     random_weights_seed: int | None = None,
     ranks: RankGroup | None = None,
 ) -> TransformersModel:
-    """From a Hugging Face directory or hub name; of several `ranks` the share of this one. Raises
-    ModelError for what cannot be served so, naming what it is and why, `FieldError` for what ranks
-    do not share out."""
+    """Load a Hugging Face directory or hub name; with `ranks`, this rank's shard. Raises ModelError
+    for a model that cannot be served, with the reason, and FieldError for one that cannot be
+    divided among ranks."""
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with _quiet():
         reference = reference_of(net, path)
@@ -44,8 +44,8 @@ def load_transformers_model(
 def load_net(
     path_or_name: str | Path, dtype: str | torch.dtype, seed: int | None
 ) -> tuple[nn.Module, Path, torch.dtype]:
-    """As transformers loads it, on the CPU; where from; and the type it is served in. Raises
-    ModelError as `load_transformers_model`."""
+    """Return the model as loaded by transformers, on the CPU; its directory; and the dtype to serve
+    it in. Raises ModelError as `load_transformers_model`."""
     path = resolve_directory(path_or_name, weights=seed is None)
     refuse_unsupported(path)
     with _quiet():
@@ -72,7 +72,7 @@ def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Mo
                     net = AutoModelForCausalLM.from_config(config, dtype=served, **how)
     except ModelError:
         raise
-    except Exception as error:  # of its own kinds there are many
+    except Exception as error:  # there are many kinds
         refuse_unknown_rope(path)
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{path}: transformers does not load it: {said:.300}") from error
@@ -80,8 +80,8 @@ def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Mo
 
 
 def _tell(path: Path, net: Any, report: dict[str, Any]) -> None:
-    """Log what a checkpoint has that config.json does not ask for. Raise ModelError for tensors
-    that it has not, which transformers would draw at random."""
+    """Log tensors of the checkpoint that no parameter uses. Raise ModelError for missing tensors,
+    which transformers would initialise at random."""
     for name in sorted(report["missing_keys"]):
         raise ModelError(f"{path}: tensor {name} is missing; is its config.json of this model?")
     warn_unread(path, report["unexpected_keys"])
@@ -90,27 +90,27 @@ def _tell(path: Path, net: Any, report: dict[str, Any]) -> None:
         logging.getLogger("cbatch").warning(UNTIED, path)
 
 
-def _numerics(asked: str, net: nn.Module, dtype: torch.dtype) -> Numerics:
+def _numerics(mode: str, net: nn.Module, dtype: torch.dtype) -> Numerics:
     count = sum(parameter.numel() for parameter in net.parameters())
     may_pack = 4 * count < _PACK_BYTES_SHARE * memory_bytes()
-    if asked == "auto":
+    if mode == "auto":
         from cbatch.runtime.cpu.compiled import compiles
 
-        asked = "invariant" if compiles(dtype) else "fast"
-    return Numerics(asked, may_pack)
+        mode = "invariant" if compiles(dtype) else "fast"
+    return Numerics(mode, may_pack)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and hints of a library that thinks it is the program."""
-    from transformers.utils import logging as told
+    """Switch off the progress bars and hints of transformers."""
+    from transformers.utils import logging as hf_logging
 
-    bars, level = told.is_progress_bar_enabled(), told.get_verbosity()
-    told.disable_progress_bar()
-    told.set_verbosity(logging.ERROR)
+    bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        told.set_verbosity(level)
+        hf_logging.set_verbosity(level)
         if bars:
-            told.enable_progress_bar()
+            hf_logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""A model of transformers with the interface of our own `Model`."""
+"""A transformers model with the interface of our own `Model`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from cbatch.runtime.model.kv_cache import KVCache
 
 
 class TransformersModel:
-    """Modelling code of transformers over a ragged flat batch and paged KV; as `decoder.Model`.
+    """A model computed by transformers' modelling code over a ragged flat batch and paged KV. It
+    has the interface of `decoder.Model`.
 
-    Weights are of `dtype`, what goes between layers is fp32.
+    Weights have the type `dtype`; activations between layers are fp32.
     """
 
     hidden_layers: tuple[int, ...] = ()
-    kv_dtype = torch.float32  # while it is compared with itself
+    kv_dtype = torch.float32  # during the self-test
 
     def __init__(
         self,
@@ -43,9 +44,9 @@ class TransformersModel:
         numerics: Numerics,
         ranks: RankGroup | None = None,
     ) -> None:
-        """`net` is a model for causal LM, and is changed; of several `ranks` each has all of it,
-        and keeps its share. Raises ModelError for one that does what we do not compute,
-        `FieldError` for one that they do not share out."""
+        """Take over `net`, a model for causal LM, and change it. With `ranks`, each rank passes the
+        whole model and keeps its shard. Raises ModelError for a model that we cannot compute,
+        FieldError for one that cannot be divided among the ranks."""
         self.ranks = ranks
         self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
         self.net, self.path = net, path
@@ -70,7 +71,7 @@ class TransformersModel:
 
     @property
     def code(self) -> str:
-        """Whose code computes it, in words."""
+        """The modelling code in use, in words."""
         from transformers import __version__
 
         name = type(self.net).__name__
@@ -86,12 +87,12 @@ class TransformersModel:
 
     @property
     def block_bytes(self) -> int:
-        """Of the matrices as they are held."""
+        """Bytes of all weights as they are in memory."""
         size = 0
         for linear in self.linears():
-            held = linear.compiled
+            product = linear.compiled
             out, columns = linear.shape
-            size += out * columns * self.dtype.itemsize if held is None else held.num_bytes
+            size += out * columns * self.dtype.itemsize if product is None else product.num_bytes
         size += sum(experts.num_bytes(each) for each in self._experts)
         return size + sum(p.nbytes for p in self.net.parameters())
 
@@ -110,7 +111,7 @@ class TransformersModel:
         return None
 
     def forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`, but nothing is kept of layers."""
+        """As `Model.forward`, but without hidden states."""
         last = int(batch.context_lens.max())
         if last > self.config.max_position_tokens:
             raise ValueError(
@@ -120,17 +121,17 @@ class TransformersModel:
         with torch.inference_mode(), torch_alone(), attention.begin(self._pass, batch, kv):
             return self._run(batch.tokens, batch.positions, batch.logits_index)
 
-    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        given = {"logits_to_keep": wanted} if self._keeps else {}
+    def _run(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        given = {"logits_to_keep": logit_rows} if self._keeps else {}
         out = self.net(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given
         )
         logits = out.logits[0]
-        return (logits if self._keeps else logits.index_select(0, wanted)).float()
+        return (logits if self._keeps else logits.index_select(0, logit_rows)).float()
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list, int]:
-        """The layers that a pass goes through, and how many logits it gives."""
+        """Return the attention layers that a pass calls, and the number of logits per row."""
         with attention.entering(self._pass):
             try:
                 row = torch.zeros(1, dtype=torch.int64)

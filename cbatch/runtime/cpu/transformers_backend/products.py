@@ -1,4 +1,4 @@
-"""The products of a transformers model, computed by ours."""
+"""Replaces the products of a transformers model by ours."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cbatch.runtime.cpu.numerics import Numerics
 
 
 class Product(nn.Module):
-    """In the place of an `nn.Linear`: fp32 rows of any shape [..., in] -> [..., out]."""
+    """Replaces an `nn.Linear`: fp32 rows of any shape [..., in] -> [..., out]."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.linear = linear
         self.out_features, self.in_features = linear.shape
-        # For who asks for its type or shape; there is nothing in it.
+        # For code that reads type or shape of the weight; it has no contents.
         self.weight = torch.zeros(1).expand(linear.shape)
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return _rows(self.linear, x)
 
-    __call__ = forward  # nobody hooks on to it
+    __call__ = forward  # skips the handling of hooks: there are none
 
 
 class ProductWeight(nn.Parameter):
-    """A matrix that modelling code multiplies with by itself: `F.linear` of it is our product."""
+    """A matrix that modelling code passes to `F.linear` itself: this calls our product."""
 
     linear: Linear
 
@@ -62,13 +62,12 @@ def _rows(linear: Linear, x: Tensor) -> Tensor:
 
 
 class Products:
-    """Replaces what a model multiplies with. Of weights that several modules share there is one
-    product."""
+    """Replaces the products of a model. Modules that share weights share one product."""
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
         self._made: dict[tuple[int, tuple[int, ...], int | None], Linear] = {}
-        self._kept: list[Tensor] = []  # those whose addresses are keys
+        self._kept: list[Tensor] = []  # tensors whose addresses are keys of `_made`
 
     def replace(self, net: nn.Module) -> None:
         from transformers.pytorch_utils import Conv1D
@@ -118,14 +117,14 @@ class Products:
 
 
 def widen(net: nn.Module) -> None:
-    """What is no matrix of a product becomes fp32, and so do embeddings, row by row."""
-    held = set()
+    """Convert all parameters but those of products to fp32; embeddings are converted row by row."""
+    embeddings = set()
     for module in net.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
             module.register_forward_hook(_to_float)
-            held.add(id(module.weight))
+            embeddings.add(id(module.weight))
     for tensor in (*net.parameters(), *net.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in held:
+        if tensor.is_floating_point() and id(tensor) not in embeddings:
             tensor.data = tensor.data.float()
 
 

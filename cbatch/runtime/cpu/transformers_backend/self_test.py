@@ -1,4 +1,4 @@
-"""Whether a model says with us what it says by itself: asked of it at every load, not believed."""
+"""Compares a transformers model on our parts with the model on its own, at every load."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_TOKENS = 4
 _LENGTHS = 23, 14
-_STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks beside decodes
-# Of the standard deviation of logits. Half precision rounds what our fp32 between layers does not,
-# and a router may then choose another expert for a token: there only the mean can be held to.
+_STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks together with decodes
+# Limits of differences, in standard deviations of the logits. Half precision rounds between layers,
+# where ours has fp32, and a router may then choose another expert: so its limit is for the mean.
 _MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
-_MOST_ALONE = 1e-3
+_MOST_ALONE = 1e-3  # between rows in a batch and rows alone
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
 
 
 class ComparedModel(Protocol):
-    """What is compared: `kv_dtype` is that of keys and values meanwhile."""
+    """A model under comparison; `kv_dtype` is the dtype of its KV during the comparison."""
 
     net: nn.Module
     path: Path
@@ -38,7 +38,7 @@ class ComparedModel(Protocol):
 
 
 class Reference(NamedTuple):
-    """Rows of tokens, int64 [n], and what the model by itself makes of each: fp32 [n, vocab]."""
+    """Rows of tokens, int64 [n], and the model's own logits of each: fp32 [n, vocab]."""
 
     tokens: list[Tensor]
     logits: list[Tensor]
@@ -46,8 +46,8 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def reference_of(net: nn.Module, path: Path) -> Reference:
-    """By the model as transformers has loaded it. Raises ModelError for one that keeps state which
-    is not attention, or does not run."""
+    """Run the model as loaded by transformers. Raises ModelError for a model that fails, or that
+    keeps other state than attention's."""
     for module in net.modules():
         name = type(module).__name__
         if _STATEFUL.search(name) or isinstance(module, nn.Conv1d):
@@ -57,8 +57,8 @@ def reference_of(net: nn.Module, path: Path) -> Reference:
     rows = [torch.from_numpy(rng.integers(0, vocab, n)) for n in _LENGTHS]
     device = net.get_input_embeddings().weight.device
     try:
-        found = [net(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
-        logits = [each.float().cpu() for each in found]
+        outputs = [net(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
+        logits = [each.float().cpu() for each in outputs]
     except Exception as error:  # whatever modelling code may raise
         said = f"{type(error).__name__}: {error!s:.200}"
         raise ModelError(f"{path}: {type(net).__name__} does not run: {said}") from error
@@ -72,16 +72,16 @@ def compare(
     block_tokens: int = _BLOCK_TOKENS,
     own_bits: bool = True,
 ) -> float:
-    """The largest difference, in standard deviations of the logits. Raises ModelError where two
-    rows side by side differ from each alone, or from what the model makes of them by itself.
-    Without `own_bits` a row is rounded otherwise in company than alone."""
+    """Return the largest difference, in standard deviations of the logits. Raises ModelError if two
+    rows in a batch differ from each row alone, or from the model's own logits. Without `own_bits`,
+    rounding may depend on the batch."""
     rows, name = reference.tokens, type(model.net).__name__
     mixed = _logits(model, rows, list(_STEPS), block_tokens)
     alone = [_logits(model, [row], [(len(row),)], block_tokens)[0] for row in rows]
-    wanted, found = torch.cat(reference.logits), torch.cat(mixed)
-    spread = wanted.std()
+    expected, actual = torch.cat(reference.logits), torch.cat(mixed)
+    spread = expected.std()
     whole = model.dtype == torch.float32
-    differences = (found - torch.cat(alone)).abs() / spread
+    differences = (actual - torch.cat(alone)).abs() / spread
     exact = whole or own_bits
     apart = (differences.max() if exact else differences.mean()).item()
     if not apart <= (_MOST_ALONE if exact else _MOST_OF_HALF):
@@ -89,7 +89,7 @@ def compare(
             f"{model.path}: {name} computes rows side by side otherwise than each alone: logits "
             f"are {apart:.2g} standard deviations apart; it cannot be served"
         )
-    differences = (found - wanted).abs() / spread
+    differences = (actual - expected).abs() / spread
     off = (differences.max() if whole else differences.mean()).item()
     if not off <= (_MOST_OF_FP32 if whole else _MOST_OF_HALF):
         raise ModelError(
@@ -102,11 +102,11 @@ def compare(
 def _logits(
     model: ComparedModel, rows: list[Tensor], steps: list[tuple[int, ...]], block_tokens: int
 ) -> list[Tensor]:
-    """Of all positions of each row, computed by steps of so many tokens of each."""
+    """Return the logits of all positions of each row, computed in `steps` (tokens of each row)."""
     width = -(-max(map(len, rows)) // block_tokens)
     tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)[::-1]
     kv = KVCache(model.config, tables.size, block_tokens, model.kv_dtype, model.device)
-    found: list[list[Tensor]] = [[] for _ in rows]
+    logits_of: list[list[Tensor]] = [[] for _ in rows]
     done = np.zeros(len(rows), dtype=np.int32)
     for lens in (np.array(step, dtype=np.int32) for step in steps):
         spans = [slice(at, at + n) for at, n in zip(done, lens, strict=True)]
@@ -120,6 +120,8 @@ def _logits(
             block_tables=tables,
             logits_index=torch.arange(int(lens.sum())),
         )
-        for parts, logits in zip(found, model.forward(batch, kv).split(lens.tolist()), strict=True):
+        for parts, logits in zip(
+            logits_of, model.forward(batch, kv).split(lens.tolist()), strict=True
+        ):
             parts.append(logits)
-    return [torch.cat(parts) for parts in found]
+    return [torch.cat(parts) for parts in logits_of]

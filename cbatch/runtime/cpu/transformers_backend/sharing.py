@@ -1,9 +1,8 @@
-"""A transformers model as one of several ranks holds it, by the plan that transformers has for it
-(`base_model_tp_plan`): rows of some products and columns of others, as in `sharding` for our own
-pass. What a plan leaves out, or has to be whole, every rank computes alike.
+"""The shard of a transformers model on one rank, by transformers' own plan (`base_model_tp_plan`).
 
-Plans are written for torch's own tensor parallelism. What they ask for is done by our products and
-`RankGroup`; whether the result is the model is seen by the self-test of every load.
+The plan splits some products by rows and others by columns, as `sharding` does for our own pass.
+Every rank computes everything else. Plans are written for torch's own tensor parallelism; here our
+products and `RankGroup` carry them out. The self-test at every load checks the result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from cbatch.runtime.model.sharding import FIELD, columns_per_rank
 _ROWS, _GATHERED = "colwise", "colwise_gather_output"
 _COLUMNS, _CUT = "rowwise", "rowwise_split_input"
 _HALVES, _EXPERTS = "packed_colwise", "moe_tp_experts"
-# Left as they are, on every rank: embeddings, norms of a head, and what MLA keeps for all heads.
+# Not split: embeddings, norms of a head, and what MLA has in common for all heads.
 _WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 _KNOWN = (_ROWS, _GATHERED, _COLUMNS, _CUT, _HALVES, _EXPERTS, *_WHOLE)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
@@ -32,14 +31,14 @@ _REMEDY = "leave it out"
 
 
 def check_shared(path: Path, size: int) -> None:
-    """By `config.json` alone. Raises `FieldError` where `size` ranks do not share the model out."""
+    """Check by `config.json` alone. Raises FieldError if `size` ranks cannot divide the model."""
     from transformers import AutoConfig
 
     _checked_plan(AutoConfig.from_pretrained(path), size)
 
 
 def _checked_plan(config: Any, size: int) -> dict[str, str]:
-    """Of the model below its head."""
+    """Return the plan of the model below its LM head, or raise FieldError."""
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     kind = config.model_type
     if not any(style not in _WHOLE for style in plan.values()):
@@ -59,19 +58,20 @@ def _checked_plan(config: Any, size: int) -> dict[str, str]:
 
 
 def _halved(plan: dict[str, str]) -> dict[str, str]:
-    """Gates and ups in one product are put side by side by plans, to be cut again before the next:
-    a rank that has its share of each half needs neither."""
-    found = {}
+    """Return replacements in a plan for fused gate and up projections. The plan gathers their
+    output and cuts it again for the next product. A rank with its share of each half needs
+    neither."""
+    halved = {}
     for name, style in plan.items():
         mlp, _, last = name.rpartition(".")
         down = f"{mlp}.down_proj"
         if last == "gate_up_proj" and style == _GATHERED and plan.get(down) == _CUT:
-            found |= {name: _HALVES, down: _COLUMNS}
-    return found
+            halved |= {name: _HALVES, down: _COLUMNS}
+    return halved
 
 
 class _Planned(NamedTuple):
-    """A module or parameter `name` of `owner`; `path` tells of it."""
+    """A module or parameter `name` of `owner`, with its full `path` and its style of splitting."""
 
     path: str
     owner: nn.Module
@@ -79,101 +79,106 @@ class _Planned(NamedTuple):
     style: str
 
     @property
-    def held(self) -> Any:
+    def target(self) -> Any:
         return getattr(self.owner, self.name)
 
 
 class Shares:
-    """Narrows the weights of `net`, a model as transformers has loaded it, to those of this rank.
-    Once its modules are ours, `complete` puts together what ranks compute of it."""
+    """Narrows the weights of `net`, a model as loaded by transformers, to those of this rank. After
+    its modules are replaced by ours, `complete` joins the partial results of the ranks."""
 
     def __init__(self, net: nn.Module, ranks: RankGroup) -> None:
-        """Raises `FieldError` for what cannot be shared out."""
+        """Raises FieldError if a weight cannot be divided."""
         self._ranks = ranks
         plan = _checked_plan(net.config, ranks.size)
-        found = list(_planned(net.base_model, net.base_model_prefix, plan))
-        if not found:
+        planned = list(_planned(net.base_model, net.base_model_prefix, plan))
+        if not planned:
             problem = f"the plan of {net.config.model_type} names nothing that is in it"
             raise FieldError(FIELD, problem, _REMEDY)
-        found += _planned(net, "", dict(type(net)._tp_plan or {}))
-        self._joins = [each for each in found if each.style in (_GATHERED, _COLUMNS, _CUT)]
-        self._joins = [each for each in self._joins if isinstance(each.held, nn.Linear)]
-        self._joins += [each for each in found if each.style == _EXPERTS]
-        self._outputs = {p.path: p.held.out_features for p in self._joins if p.style == _GATHERED}
-        for each in found:
-            self._narrow(each)
+        planned += _planned(net, "", dict(type(net)._tp_plan or {}))
+        self._joins = [entry for entry in planned if entry.style in (_GATHERED, _COLUMNS, _CUT)]
+        self._joins = [entry for entry in self._joins if isinstance(entry.target, nn.Linear)]
+        self._joins += [entry for entry in planned if entry.style == _EXPERTS]
+        self._outputs = {p.path: p.target.out_features for p in self._joins if p.style == _GATHERED}
+        for entry in planned:
+            self._narrow(entry)
 
     def _narrow(self, at: _Planned) -> None:
-        held = at.held
-        if isinstance(held, nn.Linear):
+        target = at.target
+        if isinstance(target, nn.Linear):
             if at.style in (_ROWS, _GATHERED):
-                _replace(held, "weight", self._part(at, held.weight, 0))
-                if held.bias is not None:
-                    _replace(held, "bias", self._part(at, held.bias, 0))
+                _replace(target, "weight", self._part(at, target.weight, 0))
+                if target.bias is not None:
+                    _replace(target, "bias", self._part(at, target.bias, 0))
             elif at.style == _HALVES:
                 for name in ("weight", "bias"):
-                    if getattr(held, name) is not None:
-                        _replace(held, name, self._half_parts(at, getattr(held, name), 0))
+                    if getattr(target, name) is not None:
+                        _replace(target, name, self._half_parts(at, getattr(target, name), 0))
             elif at.style in (_COLUMNS, _CUT):
-                _replace(held, "weight", self._part(at, held.weight, 1))
-                if held.bias is not None and self._ranks.rank:  # of sums, which one rank adds
-                    _replace(held, "bias", torch.zeros_like(held.bias))
+                _replace(target, "weight", self._part(at, target.weight, 1))
+                if target.bias is not None and self._ranks.rank:  # only rank 0 adds the bias
+                    _replace(target, "bias", torch.zeros_like(target.bias))
         elif at.style == _EXPERTS:
-            if getattr(held, "has_bias", False) or getattr(held, "is_transposed", False):
+            if getattr(target, "has_bias", False) or getattr(target, "is_transposed", False):
                 problem = f"{at.path}: experts with biases, or turned around, are not shared out"
                 raise FieldError(FIELD, problem, _REMEDY)
-        elif isinstance(held, nn.Parameter) and at.style == _HALVES:
-            _replace(at.owner, at.name, self._half_parts(at, held, 1))
-        elif isinstance(held, nn.Parameter) and at.style == _COLUMNS:
-            _replace(at.owner, at.name, self._part(at, held, held.dim() - 1))
+        elif isinstance(target, nn.Parameter) and at.style == _HALVES:
+            _replace(at.owner, at.name, self._half_parts(at, target, 1))
+        elif isinstance(target, nn.Parameter) and at.style == _COLUMNS:
+            _replace(at.owner, at.name, self._part(at, target, target.dim() - 1))
         else:
-            problem = f"{at.path}: the plan asks for {at.style} of a {type(held).__name__}"
+            problem = f"{at.path}: the plan asks for {at.style} of a {type(target).__name__}"
             raise FieldError(FIELD, problem, _REMEDY)
 
     def _half_parts(self, at: _Planned, whole: Tensor, along: int) -> Tensor:
-        """Of gates, then ups, its share of each."""
+        """Return this rank's share of the gates and of the ups, which are concatenated."""
         return torch.cat([self._part(at, half, along) for half in whole.chunk(2, along)], along)
 
     def _part(self, at: _Planned, whole: Tensor, along: int) -> Tensor:
-        """A copy: a view would hold all of it. Rows of a head that are too many are 0."""
+        """Return a copy of this rank's part: a view would keep the whole tensor. An LM head is
+        padded with zero rows if it cannot be divided evenly."""
         size, count = self._ranks.size, whole.shape[along]
         if count % size and not (at.style == _GATHERED and at.path in _HEAD_NAMES):
             problem = f"{size} does not divide the {count} of {at.path}"
             raise FieldError(FIELD, problem, _REMEDY)
-        each = columns_per_rank(count, size)
-        part = whole.detach().narrow(along, *_span(self._ranks.rank * each, each, count)).clone()
-        if part.shape[along] == each:
+        count_per_rank = columns_per_rank(count, size)
+        part = (
+            whole.detach()
+            .narrow(along, *_span(self._ranks.rank * count_per_rank, count_per_rank, count))
+            .clone()
+        )
+        if part.shape[along] == count_per_rank:
             return part
         missing = list(part.shape)
-        missing[along] = each - part.shape[along]
+        missing[along] = count_per_rank - part.shape[along]
         return torch.cat([part, part.new_zeros(missing)], dim=along)
 
     def complete(self, net: nn.Module) -> None:
-        """Once products, experts and feed-forwards are ours. Raises ModelError where a module that
-        takes part was replaced by one that is not known here."""
+        """Join partial results, after products, experts and feed-forwards are ours. Raises
+        ModelError if one of the modules was replaced by an unknown one."""
         modules = dict(net.named_modules())
         for at in self._joins:
             parent, _, name = at.path.rpartition(".")
             owner = modules[parent]
-            held = getattr(owner, name, None)
-            if isinstance(held, Joined):
+            module = getattr(owner, name, None)
+            if isinstance(module, Joined):
                 continue
-            if not isinstance(held, nn.Module):
+            if not isinstance(module, nn.Module):
                 raise ModelError(f"{at.path}: it cannot be shared out as it is computed here")
-            setattr(owner, name, Joined(held, self._join_of(at)))
+            setattr(owner, name, Joined(module, self._join_of(at)))
 
     def _join_of(self, at: _Planned) -> Join:
         ranks = self._ranks
         if at.style == _GATHERED:
-            return Join(None, lambda y: _beside(ranks, y, self._outputs[at.path]))
+            return Join(None, lambda y: _gathered(ranks, y, self._outputs[at.path]))
         if at.style == _CUT:
             return Join(lambda x: x.chunk(ranks.size, -1)[ranks.rank], ranks.sum)
         return Join(None, ranks.sum)
 
 
 class Join(NamedTuple):
-    """What a rank takes of an input that is whole, None: all; and what it makes of its output with
-    the others'."""
+    """How a rank's part of a module joins: `take` cuts its input (None: the whole input), and `put`
+    combines its output with those of the other ranks."""
 
     take: Callable[[Tensor], Tensor] | None
     put: Callable[[Tensor], Tensor]
@@ -185,7 +190,7 @@ class Joined(nn.Module):
     def __init__(self, part: nn.Module, join: Join) -> None:
         super().__init__()
         self.part, self._join = part, join
-        # For who asks for its type: of a product there is nothing in it.
+        # For code that reads the type of the weight; a product's weight has no contents.
         self.weight, self.bias = getattr(part, "weight", None), None
 
     def forward(self, x: Tensor, *given: Any, **more: Any) -> Tensor:
@@ -197,7 +202,7 @@ _HEAD_NAMES = ("lm_head",)
 
 
 def _planned(root: nn.Module, prefix: str, plan: dict[str, str]) -> Iterator[_Planned]:
-    """What of `root` its plan names; below modules are parameters of theirs."""
+    """Yield the modules and parameters of `root` that the plan names."""
     before = f"{prefix}." if prefix else ""
     for name, module in root.named_modules():
         inside = f"{name}." if name else ""
@@ -213,12 +218,12 @@ def _replace(owner: nn.Module, name: str, part: Tensor) -> None:
 
 
 def _span(start: int, count: int, end: int) -> tuple[int, int]:
-    """Of `count` from `start` on what is there."""
+    """Return start and length of the part of [start, start + count) that lies before `end`."""
     first = min(start, end)
     return first, min(count, end - first)
 
 
-def _beside(ranks: RankGroup, mine: Tensor, count: int) -> Tensor:
-    """[..., count] of [..., some] of each rank."""
+def _gathered(ranks: RankGroup, mine: Tensor, count: int) -> Tensor:
+    """Concatenate [..., n] of each rank; return the first `count` columns."""
     rows = mine.reshape(-1, mine.shape[-1])
     return ranks.columns(rows, count).view(*mine.shape[:-1], count)

@@ -1,8 +1,8 @@
-"""The step that a pass computes, and the layers of attention that it goes through.
+"""The state that a model's attention layers share: the current step, and the layers themselves.
 
-transformers calls one function for every layer of every model (see `attention`), and not all of its
-modules hand on what a caller passes them: so each attention module holds its `AttentionLayer`, and
-that the `Pass` which all of a model share.
+transformers calls one function for every attention layer (see `attention`), and some of its modules
+drop extra arguments. So each attention module has its `AttentionLayer` as an attribute. All layers
+of a model refer to one `Pass`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cbatch.runtime.cpu.compiled.layer_attention import CompiledAttention, Layer
 from cbatch.runtime.model.config import KVShape
 from cbatch.runtime.model.kv_cache import KVCache
 
-HELD = "_cbatch_layer"  # the attribute of an attention module that holds its layer
+LAYER = "_cbatch_layer"  # the attribute of an attention module that holds its layer
 
 
 @dataclass(eq=False)
 class AttentionLayer:
-    """One call of attention in a pass: number `index`, and what the modelling code asks for.
+    """One attention layer: its `index` in a pass, and its parameters in the modelling code.
 
-    `window` is in tokens, the token itself included; `softcap` is where scores are bent by
-    cap * tanh(score / cap); `sinks` fp32 [heads] join the sum under the softmax.
+    `window` is in tokens, the token itself included. With `softcap`, scores become
+    softcap * tanh(score / softcap). `sinks` fp32 [heads] are further scores in the softmax.
     """
 
     index: int
@@ -37,26 +37,26 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prepared: LayerAttention | None = None  # for our kernels
+    prepared: LayerAttention | None = None  # the layer for our kernels
 
 
 class LayerStep(Protocol):
-    """A step whose attention is neither our kernels' for CPUs nor torch's."""
+    """A step whose attention runs neither in our CPU kernels nor in torch."""
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[T, H, Dv] of queries [H, T, Dk], once K [Hkv, T, Dk] and V are in the cache."""
+        """Write K [Hkv, T, Dk] and V, then return [T, H, Dv] for queries [H, T, Dk]."""
         ...
 
 
 @dataclass(eq=False)
 class Pass:
-    """What a model's attention layers read of the step under way. While `found` is a list, nothing
-    is attended to: layers are entered there as they are met."""
+    """The current step, as a model's attention layers read it. While `registered` is a list,
+    attention is not computed: each call registers its layer there."""
 
     layers: list[AttentionLayer] = field(default_factory=list)
-    found: list[nn.Module] | None = None
+    registered: list[nn.Module] | None = None
     progress: NDArray[np.int64] | None = None
     kv: KVCache | None = None
-    compiled: CompiledAttention | None = None  # where our kernels compute
-    step: Any = None  # the one under way, as what computes attention has it
-    elsewhere: LayerStep | None = None  # on another device
+    compiled: CompiledAttention | None = None  # set if our kernels compute attention
+    step: Any = None  # the current step, in the form of the implementation in use
+    elsewhere: LayerStep | None = None  # the current step on another device

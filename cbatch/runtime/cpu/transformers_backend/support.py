@@ -1,4 +1,4 @@
-"""What the transformers backend cannot serve, told by `config.json` alone: quickly, by name."""
+"""Models that the transformers backend cannot serve, recognised by `config.json` alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STATEFUL = {
     "zamba": "Mamba layers",
     "zamba2": "Mamba layers",
 }
-_BY_LAYER_TYPES = ("lfm2", "lfm2_moe")  # some of them have attention alone
+_BY_LAYER_TYPES = ("lfm2", "lfm2_moe")  # some checkpoints of these have attention layers only
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")
 _OTHER_MODES = ("vision_config", "audio_config", "vision_tower", "image_token_id")
 _ENCODERS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
@@ -40,15 +40,14 @@ _DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 def refuse_unsupported(path: Path) -> None:
-    """Raises ModelError for a directory whose model is no decoder of text, or keeps state that is
-    not keys and values."""
+    """Raises ModelError if a directory's model is no text decoder, or keeps other state than KV."""
     problem = problem_of(read_json_object(path / "config.json"))
     if problem is not None:
         raise ModelError(f"{path / 'config.json'}: {problem}")
 
 
 def problem_of(values: dict[str, Any]) -> str | None:
-    """Why a model of this configuration is not served, if it is not."""
+    """Return why a model of this configuration is not served, or None."""
     kind = values.get("model_type")
     if not isinstance(kind, str):
         return "model_type: missing; without it nobody knows the architecture"
@@ -86,15 +85,17 @@ def _state_of(values: dict[str, Any], kind: str, name: str) -> str | None:
 
 
 def refuse_unknown_rope(path: Path) -> None:
-    """Raise ModelError for a type of rotary embedding that transformers has not: it fails for want
-    of a key."""
+    """Raise ModelError for a rope type that transformers does not know; its own error is a bare
+    KeyError."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     file, known = path / "config.json", ["default", *ROPE_INIT_FUNCTIONS]
     for field in ("rope_scaling", "rope_parameters"):
         rope = read_json_object(file).get(field)
         ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-        for each in [each for each in ropes if isinstance(each, dict)]:
-            if (kind := each.get("rope_type", each.get("type", "default"))) not in known:
-                told = f"{kind!r:.40} is not supported; supported: {', '.join(known)}"
-                raise ModelError(f"{file}: {field}.rope_type: {told}")
+        for rope_config in [rope_config for rope_config in ropes if isinstance(rope_config, dict)]:
+            if (
+                kind := rope_config.get("rope_type", rope_config.get("type", "default"))
+            ) not in known:
+                problem = f"{kind!r:.40} is not supported; supported: {', '.join(known)}"
+                raise ModelError(f"{file}: {field}.rope_type: {problem}")

@@ -1,4 +1,4 @@
-"""Attention over paged KV by torch: where our kernels cannot be compiled, and to compare them with.
+"""Attention over paged KV by torch: used if our kernels cannot be compiled, and to test them.
 
 The bits of a row depend on how many rows of its sequence share the step.
 """
@@ -17,8 +17,8 @@ from cbatch.runtime.model.kv_cache import KVCache
 
 
 class TorchStep(NamedTuple):
-    """`blocks` and `places` [T] say where K and V of each row go; `tables` and `positions` are
-    those of each sequence."""
+    """A planned step. `blocks` and `places` [T] say where K and V of each row are written; `lens`,
+    `contexts` and `tables` belong to the sequences."""
 
     lens: list[int]
     contexts: list[int]
@@ -44,7 +44,7 @@ def plan_step(
 def attend(
     layer: AttentionLayer, step: TorchStep, kv: KVCache, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Writes K [Hkv, T, Dk] and V [Hkv, T, Dv]; what queries [H, T, Dk] see: fp32 [T, H, Dv]."""
+    """Write K [Hkv, T, Dk] and V [Hkv, T, Dv]; return fp32 [T, H, Dv] for queries [H, T, Dk]."""
     keys, values = _views(kv, layer.index, layer.kv)
     keys[:, step.blocks, step.places] = k.to(keys.dtype)
     values[:, step.blocks, step.places] = v.to(values.dtype)
@@ -59,7 +59,7 @@ def attend(
 
 
 def _views(kv: KVCache, layer: int, shape: KVShape) -> tuple[Tensor, Tensor]:
-    """[heads, blocks, block_size, dim] of keys and of values."""
+    """Return views of K and of V: [heads, blocks, block_size, dim]."""
     rows = kv.block_rows[layer].view(shape.heads, kv.num_blocks + 1, -1)
     split = kv.block_size * shape.key_dim
     keys = rows[..., :split].unflatten(-1, (kv.block_size, shape.key_dim))
@@ -67,7 +67,7 @@ def _views(kv: KVCache, layer: int, shape: KVShape) -> tuple[Tensor, Tensor]:
 
 
 def _sequence(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[H, n, Dv] of the last n positions of a sequence."""
+    """Attend for the last n positions of one sequence: [H, n, Dv]."""
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.matmul(q, k.transpose(1, 2)) * layer.scale
