@@ -1,2 +1,2 @@
-"""What building and testing kernels needs: cases of the compile check, checks of arguments, and the
-interpreter's repair."""
+"""Tools for building and testing kernels: cases of the compile check, argument checks, and repairs
+of Triton's interpreter."""

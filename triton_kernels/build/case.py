@@ -1,4 +1,4 @@
-"""A kernel in one shipped configuration, as the compile check builds it."""
+"""A kernel in one shipped configuration, for the compile check."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 class CaseLimits(NamedTuple):
-    """The most that a configuration may take on one target."""
+    """The most resources that a configuration may use on one target."""
 
-    registers: int  # a thread
-    shared_bytes: int  # a program
+    registers: int  # per thread
+    shared_bytes: int  # per program
 
 
 class KernelCase(NamedTuple):
-    """`limits` names the targets ("sm_80", "sm_90", "sm_100", "gfx942") that it is shipped for."""
+    """A kernel in one configuration. `limits` has the targets ("sm_80", "sm_90", "sm_100",
+    "gfx942") that it is shipped for."""
 
     name: str
-    config: str  # what distinguishes it from other cases of the name
+    config: str  # distinguishes it from other cases with the same name
     kernel: Any  # triton's JITFunction
     signature: Mapping[str, Any]  # argument -> "*bf16", "i32", .. or a named tuple of these
     constexprs: Mapping[str, Any]
@@ -27,14 +28,14 @@ class KernelCase(NamedTuple):
     num_warps: int
     num_stages: int
     limits: Mapping[str, CaseLimits]
-    wgmma: bool = False  # sm_90 must multiply with it: products of 64 rows and more
-    wide_loads: bool = False  # memory must be read 128 bits at a time
-    most_narrow: int = 0  # but for so many loads
-    tma: bool = False  # sm_90 and later must load through descriptors
-    # So many tiles at least, of so many rows and columns, must be in flight in shared memory.
+    wgmma: bool = False  # sm_90 must multiply by wgmma: for products of 64 rows and more.
+    wide_loads: bool = False  # Memory must be read 128 bits at a time,
+    most_narrow: int = 0  # except for this number of loads.
+    tma: bool = False  # sm_90 and later must load through descriptors.
+    # At least (number, rows, columns) tiles must be in flight in shared memory.
     buffers: tuple[int, int, int] | None = None
     fp_fusion: bool = True
-    maxnreg: int | None = None  # from sm_90 on: registers a thread that the assembler may use
+    maxnreg: int | None = None  # from sm_90 on: the most registers per thread for the assembler
 
 
 def case_of(
@@ -51,8 +52,8 @@ def case_of(
     targets: Iterable[str] = TARGETS,
     **more: Any,
 ) -> KernelCase:
-    """`types` are those of arguments that are neither int32 nor pointers (`_ptr`) to it. Pointers
-    and tuples of them are `divisible`, and what is named."""
+    """Return a case. `types` has the arguments that are neither int32 nor pointers (`_ptr`) to
+    int32. Pointers, tuples of pointers and the names in `divisible` are multiples of 16."""
     given = [n for n in kernel.arg_names if n not in constexprs]
     signature = {n: "*i32" if n.endswith("_ptr") else "i32" for n in given}
     signature |= {n: kind for n, kind in (types or {}).items() if n in given}

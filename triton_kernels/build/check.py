@@ -1,4 +1,4 @@
-"""Whether a launcher was given what its kernel takes."""
+"""Checks of a launcher's arguments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def check_fields(group: str, fields: Any, shapes: dict[str, tuple[torch.dtype, S
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: Shape) -> None:
-    """Raises ValueError if `tensor` is not contiguous, or another; a length None may be any."""
-    fits = tensor.shape == shape or (  # the first is the usual case, and a tenth of the time
+    """Raises ValueError unless `tensor` is contiguous with this dtype and shape; None: any
+    length."""
+    fits = tensor.shape == shape or (  # the usual case first: it takes a tenth of the time
         tensor.dim() == len(shape)
         and all(want in (None, have) for have, want in zip(tensor.shape, shape, strict=True))
     )
     if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
-        wanted = ["any" if length is None else length for length in shape]
+        lengths = ["any" if length is None else length for length in shape]
         raise ValueError(
-            f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; give {dtype} {wanted}, "
+            f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; give {dtype} {lengths}, "
             "contiguous"
         )

@@ -1,8 +1,8 @@
-"""What NVIDIA's devices can since compute capability 9: descriptors (TMA) and early launches.
+"""Features of NVIDIA devices since compute capability 9: descriptors (TMA) and early launches.
 
-A kernel that is launched early begins before the kernel before it has ended (programmatic dependent
-launch), and waits (`gdc_wait`) before it reads or writes what others do in between. What it reads
-before that must be older: written before the start of a kernel that was itself launched plainly.
+A kernel with an early launch begins before the previous kernel has ended (programmatic dependent
+launch). It waits (`gdc_wait`) before it reads or writes data that other kernels use meanwhile. What
+it reads earlier must have been written before the start of a kernel that was launched normally.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LEAST_ARCH = 90
 
 
 def is_hopper() -> bool:
-    """Return whether the device is of that kind, or a later one. Without a device it is not."""
+    """Return whether the device has compute capability 9 or later; False without a device."""
     if knobs.runtime.interpret:
         return False
     try:
@@ -27,5 +27,5 @@ def is_hopper() -> bool:
 
 
 def launch_options(early: bool) -> dict[str, Any]:
-    """Options of a launch that is `early`, or is not."""
+    """Return the options of an `early` launch, or of a normal one."""
     return {"launch_pdl": True} if early else {}

@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter truthful about the floats that numpy lacks: bf16 and fp8.
+"""Repairs Triton's interpreter for the floats that numpy lacks: bf16 and fp8.
 
-The interpreter keeps them as integers of their width. Loads, stores and selections are right; but
-arithmetic and `tl.dot` work on those integers, and narrowing casts truncate or carry wrongly. After
-`repair()` casts round to nearest even, a dot has exact products and an fp32 sum, and any other
+The interpreter stores them as integers of their width. Loads, stores and selections are right. But
+arithmetic and `tl.dot` work on these integers, and narrowing casts truncate or carry wrongly. After
+`repair()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Any other
 arithmetic raises: kernels convert to fp32 first, which costs nothing on a GPU. A value beyond the
 range of an fp8 type becomes NaN, as in torch, so that a missing clamp shows.
 
@@ -34,7 +34,8 @@ _ELEMENTWISE = ("create_fma", "create_rsqrt", "create_erf", "create_fabs")
 
 
 def repair() -> None:
-    """Patch the interpreter, once; the kernels of this process are affected, compiled ones not."""
+    """Patch the interpreter, once. Affects interpreted kernels of this process, not compiled
+    ones."""
     builder = InterpreterBuilder
     if getattr(builder, "_repaired", False):
         return
@@ -53,8 +54,8 @@ def repair() -> None:
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a kernel from another. Triton patches its language again at each call, which takes half
-    of the time; here it does so once for each launch."""
+    """Call a kernel from another. Triton would patch its language again at each call, which takes
+    half of the time; this does so once for each launch."""
     if any(tl.core.is_builtin(each.load) for each in _languages(function.fn)):
         interpreter._patch_lang(function.fn)
     try:
@@ -65,7 +66,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _languages(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the modules of the language that a function sees."""
+    """Return the modules of Triton's language that a function uses."""
     seen = [value for value in function.__globals__.values() if inspect.ismodule(value)]
     return tuple(value for value in seen if value in (tl, tl.core))
 
@@ -75,7 +76,7 @@ def _is_odd(dtype: Any) -> bool:
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
-    """The same values in fp32, if they are of an odd type."""
+    """Return the same values in fp32, if they have an odd type."""
     if not _is_odd(handle.dtype):
         return handle
     bits = torch.from_numpy(np.ascontiguousarray(handle.data))
@@ -84,7 +85,7 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 
 def _narrowed(handle: TensorHandle, dtype: Any) -> TensorHandle:
-    """The nearest values of an odd type, ties to even."""
+    """Return the nearest values of an odd type, ties to even."""
     values = torch.from_numpy(np.ascontiguousarray(handle.data).astype(np.float32))
     rounded = values.to(_TORCH_DTYPES[dtype.name])
     unsigned = torch.uint16 if rounded.itemsize == 2 else torch.uint8
@@ -113,8 +114,8 @@ def _convert(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandl
 def _create_dot(
     _: Any, a: TensorHandle, b: TensorHandle, added: TensorHandle, *__: Any
 ) -> TensorHandle:
-    """Each element is one sum over the inner dimension in one order, as matrix units have it. In a
-    library's product its bits may depend on where in the tile its row stands."""
+    """Multiply matrices. Each element is one sum over the inner dimension in one order, as in
+    matrix units. In a library's product its bits may depend on the place of its row in the tile."""
     dtype = added.data.dtype
     factors = (_widened(each).data.astype(dtype) for each in (a, b))
     product = np.einsum("...ik,...kj->...ij", *factors, optimize=False)
@@ -124,7 +125,8 @@ def _create_dot(
 def _refusing(
     original: Callable[..., TensorHandle], allowed: tuple[object, ...]
 ) -> Callable[..., TensorHandle]:
-    """`original`, but on odd types only with one of the `allowed` operations as last argument."""
+    """Return `original`, restricted: odd types only with an `allowed` operation as last
+    argument."""
 
     def operation(self: Any, *args: Any) -> TensorHandle:
         for arg in args:

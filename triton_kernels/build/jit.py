@@ -1,9 +1,9 @@
 """`jit`: Triton's decorator, for kernels whose cache keys are equal in every process.
 
 Before Triton 3.9 the constants of a callee enter a caller's key only if the callee's key was
-computed earlier in the process (triton-lang/triton#10494). A process that compiles ahead and the
-process that launches compute keys in different orders, so the launch would compile again. Here the
-key of a callee is computed before it is merged, as Triton does from 3.9 on.
+computed earlier in the process (triton-lang/triton#10494). A process that compiles ahead computes
+keys in another order than the process that launches, which would then compile again. Here a
+callee's key is computed before it is merged, as Triton does from 3.9 on.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The gated activation of the MLP: silu(gate) * up (Shazeer 2020, "GLU variants improve
-transformer", arXiv 2002.05202, equation 6). Elementwise: no bit depends on another row."""
+transformer", arXiv 2002.05202, equation 6). Elementwise: bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, E
 
 
 def silu_mul(gate_up: Tensor, *, early: bool = False) -> Tensor:
-    """silu(gate) * up of [T, gate | up] fp32, bf16 or fp16: [T, n], computed in fp32 and rounded
-    once. Rows may lie apart. `early` (see `build.hopper`): nothing is read early. Raises ValueError
-    naming the argument."""
+    """Return silu(gate) * up [T, n] of [T, gate | up] in fp32, bf16 or fp16, computed in fp32 and
+    rounded once. Rows may be strided. `early` (see `build.hopper`): nothing is read early. Raises
+    ValueError naming the argument."""
     known = gate_up.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1 or not known:
         raise ValueError(

@@ -1,9 +1,9 @@
 """From a fused projection to the KV pool in one kernel: norm of queries and keys, RoPE, write.
 
 A row of the projection is [kv_heads, group + 2, head_dim]: for each KV head its query heads, then
-its K, then its V, with the pairs that RoPE cos_sin side by side (`interleave_halves`). Queries are
-rotated where they stand; K and V go to their slot. Arithmetic is fp32 and elementwise but for the
-norm's sum over one head, so a row's bits depend on nothing but the row.
+its K, then its V. The two dimensions of a rotary pair are adjacent (`interleave_halves`). Queries
+are rotated in place; K and V are written to their slot. Arithmetic is fp32, and elementwise except
+for the norm's sum over one head. So a row's bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kv_write_kernel(
     ROLES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
     MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a (token, KV head); `ROLES` is group + 2 rounded up to a power of two."""
+    """Handle one (token, KV head). `ROLES` is group + 2 rounded up to a power of two."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     roles, dims = tl.arange(0, ROLES)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
     inside, rotated = dims < HEAD_DIM, roles <= GROUP
@@ -59,7 +59,7 @@ def kv_write_kernel(
     x = tl.where(rotated, tl.reshape(tl.join(real, imaginary), [ROLES, BLOCK_DIM]), x)
 
     narrow = x.to(fused_ptr.dtype.element_ty)
-    inside = inside & (slot >= 0)  # a token of the padding goes nowhere
+    inside = inside & (slot >= 0)  # padding tokens are not written
     tl.store(row_ptr + roles * HEAD_DIM + dims, narrow, mask=inside & (roles < GROUP))
     if MOST is not None:
         x = tl.where(roles == GROUP, x / k_scale, x / v_scale)
@@ -87,14 +87,14 @@ def kv_write(
 ) -> None:
     """Rotate the queries of `fused` in place; write its K and V to the pool.
 
-    fused [T, kv_heads, group + 2, head_dim], contiguous rows; positions and slots int32 [T]: slot
-    `page * page_tokens + offset`, -1 for a row of padding, which is left alone; cos_sin fp32
-    [positions, head_dim / 2, 2] by position (`RotaryTable.cos_sin`); k_pages and v_pages
-    [pages, page_tokens, kv_heads, head_dim] of the same strides, in the type of `fused` or fp8,
-    which holds K / `k_scale` and V / `v_scale`, bounded by its largest number. qk_weight fp32
-    [group + 1, head_dim]: RMSNorm of each query head and K before they are rotated. `early` (see
-    `build.hopper`): all but `fused` is read early, and the next kernel may begin. Raises ValueError
-    naming the argument that does not fit.
+    fused [T, kv_heads, group + 2, head_dim], contiguous rows; positions and slots int32 [T]. A slot
+    is `page * page_tokens + offset`, or -1 for a row of padding, which is not changed. cos_sin fp32
+    [positions, head_dim / 2, 2] by position (`RotaryTable.cos_sin`). k_pages and v_pages [pages,
+    page_tokens, kv_heads, head_dim] have the same strides. Their type is that of `fused` or fp8,
+    which stores K / `k_scale` and V / `v_scale`, clamped to its range. qk_weight fp32 [group + 1,
+    head_dim]: RMSNorm of each query head and K before the rotation. `early` (see `build.hopper`):
+    all inputs but `fused` are read early, and the next kernel may begin. Raises ValueError naming
+    the argument that does not fit.
     """
     early = early and is_hopper()
     _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
@@ -123,20 +123,20 @@ def kv_write_reference(
     v_scale: float = 1.0,
 ) -> None:
     """`kv_write` in plain torch."""
-    held = slots >= 0
+    real = slots >= 0
     group, head_dim = fused.shape[2] - 2, fused.shape[3]
-    x = fused[held, :, : group + 1].float()
+    x = fused[real, :, : group + 1].float()
     if qk_weight is not None:
         x = F.rms_norm(x, (head_dim,), eps=eps) * qk_weight
-    rotation = torch.view_as_complex(cos_sin)[positions[held].long()][:, None, None]
+    rotation = torch.view_as_complex(cos_sin)[positions[real].long()][:, None, None]
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     x = torch.view_as_real(pairs * rotation).flatten(-2)
-    fused[held, :, :group] = x[:, :, :group].to(fused.dtype)
-    slot, page_tokens = slots[held].long(), k_pages.shape[1]
-    values = fused[held, :, group + 1].float()
+    fused[real, :, :group] = x[:, :, :group].to(fused.dtype)
+    slot, page_tokens = slots[real].long(), k_pages.shape[1]
+    values = fused[real, :, group + 1].float()
     for pages, rows, scale in ((k_pages, x[:, :, group], k_scale), (v_pages, values, v_scale)):
-        most = _MOST_FP8.get(pages.dtype)
-        rows = rows if most is None else (rows / scale).clamp(-most, most)
+        largest = _MOST_FP8.get(pages.dtype)
+        rows = rows if largest is None else (rows / scale).clamp(-largest, largest)
         pages[slot // page_tokens, slot % page_tokens] = rows.to(pages.dtype)
 
 
@@ -172,7 +172,7 @@ def _check(
 
 
 def cases() -> list[KernelCase]:
-    """Llama-3.1-8B and Qwen3-8B (norms), and a pool in fp8."""
+    """Return cases for Llama-3.1-8B and Qwen3-8B (norms), and for a pool in fp8."""
     return [
         _case("bf16", None, False, TARGETS),
         _case("bf16", None, True, TARGETS),

@@ -1,5 +1,5 @@
-"""RMSNorm, alone and with the addition that goes before it (Zhang, Sennrich 2019, "Root mean square
-layer normalization", equation 4). One program a row: its bits do not depend on the other rows."""
+"""RMSNorm, alone or after a residual addition (Zhang, Sennrich 2019, "Root mean square layer
+normalization", equation 4). One program per row: its bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _norm_kernel(
     if ADDS:
         residual = residual_ptr + row * residual_stride + at
         x += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-        # What is kept is what is normed.
+        # The norm reads the residual as it is stored.
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -43,11 +43,12 @@ def _norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, early: bool = False
 ) -> Tensor:
-    """x / rms(x) * weight of [T, n]; with a `residual` [T, n], x is added to it in place first.
+    """Return x / rms(x) * weight of x [T, n]. With `residual` [T, n], x is first added to it in
+    place.
 
-    fp32, bf16 or fp16, each tensor its own; computed in fp32 and rounded once, to the type of `x`.
-    Rows may lie apart, their elements may not. `early` (see `build.hopper`): the weight is read
-    early. Raises ValueError naming the argument.
+    Tensors may be fp32, bf16 or fp16, each its own. Computed in fp32 and rounded once, to the type
+    of `x`. Rows may be strided, elements must be adjacent. `early` (see `build.hopper`): the weight
+    is read early. Raises ValueError naming the argument.
     """
     _check(x, weight, residual)
     rows, width = x.shape
@@ -76,7 +77,7 @@ def rms_norm_reference(
 
 
 def num_warps(block: int) -> int:
-    """About 16 elements a thread."""
+    """Return the number of warps for about 16 elements per thread."""
     return min(max(block // 512, 1), 16)
 
 
@@ -99,7 +100,7 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 
 
 def cases() -> list[KernelCase]:
-    """The widths of the models that are shipped for; the residual is kept in the same type."""
+    """Return cases for the widths of supported models; the residual has the same type."""
     return [_case(width, adds) for width in (1024, 4096, 8192) for adds in (False, True)]
 
 

@@ -1,1 +1,1 @@
-"""Counter-based noise, the same bits on either side: `host` and `device`."""
+"""Counter-based noise with the same bits everywhere: `host` in torch, `device` in Triton."""

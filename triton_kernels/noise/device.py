@@ -1,8 +1,8 @@
 """The noise of `cbatch/core/request/noise.py` as Triton device functions, bit for bit.
 
-Kernels that call these are compiled with `enable_fp_fusion=False`: the specification rounds after
-every operation, and a fused multiply-add would not. The caller broadcasts the arguments of a draw
-against its tokens.
+Kernels that call these functions are compiled with `enable_fp_fusion=False`: the specification
+rounds after every operation, a fused multiply-add does not. The caller broadcasts the arguments of
+a draw against its tokens.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ DEGREE = tl.constexpr(len(noise.LOG1P_COEFFICIENT_BITS) - 1)
 
 @jit
 def load_seeds(keys_ptr, requests):
-    """The 64-bit seeds of `requests` from their two words, int64 [B, 2]."""
+    """Return the 64-bit seeds of `requests` from their two words, int64 [B, 2]."""
     low = tl.load(keys_ptr + 2 * requests)
     return low | (tl.load(keys_ptr + 2 * requests + 1) << 32)
 
 
 @jit
 def run_words(seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return words of runs of tokens, uint32 [ROWS, WIDTH], for `groups` int32 [ROWS, WIDTH / 4] of
-    four tokens each. All four words of a counter are used."""
+    """Return the words of consecutive tokens, uint32 [ROWS, WIDTH], for `groups` int32 [ROWS, WIDTH
+    / 4] of four tokens each. All four words of a counter are used."""
     a, b, c, d = _four_words(seed, groups, position, choice, purpose)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, WIDTH])
 
 
 @jit
 def words_of(seed, ids, position, choice, purpose):
-    """Return words of the tokens `ids`, int32 of any shape."""
+    """Return the words of the tokens `ids`, int32 of any shape."""
     a, b, c, d = _four_words(seed, ids // 4, position, choice, purpose)
     lane = ids % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
@@ -45,7 +45,7 @@ def words_of(seed, ids, position, choice, purpose):
 
 @jit
 def scalar_words(seeds, positions, choices, purposes):
-    """One word a draw (that of token 0): uint32 [R]."""
+    """Return one word for each draw (that of token 0): uint32 [R]."""
     return _four_words(seeds, positions * 0, positions, choices, purposes)[0]
 
 
@@ -65,15 +65,15 @@ def _four_words(seed, groups, position, choice, purpose):
 
 @jit
 def uniform(words):
-    """u in (0, 1], fp32. The one word whose successor wraps stands for 2**32 itself."""
+    """Return u in (0, 1], fp32. The word 2**32 - 1, whose successor wraps, gives u = 1."""
     successor = (words + 1).to(tl.float32)
     return tl.where(words == 0xFFFFFFFF, 4294967296.0, successor) * 2.3283064365386963e-10
 
 
 @jit
 def exponential(words):
-    """E = -ln(1 - u) > 0, fp32; see the specification for the form. The exponent of a small draw is
-    0 without a case of its own."""
+    """Return E = -ln(1 - u) > 0, fp32, in the form of the specification. The exponent of a small
+    draw is 0 without a special case."""
     rest = tl.maximum(0xFFFFFFFF - words, 1).to(tl.float32)
     bits = rest.to(tl.int32, bitcast=True)
     exponent = (bits - THREE_QUARTERS_BITS) >> 23

@@ -1,8 +1,8 @@
 """The noise of `cbatch/core/request/noise.py` in torch, bit for bit, on any device.
 
-int64 arithmetic stands in for unsigned words: a product of two 32-bit values wraps modulo 2**64,
-and masking after the shift recovers its high word exactly. The logarithm is the stated fp32
-polynomial, each operation a torch op of its own, so that nothing is fused.
+int64 arithmetic replaces unsigned words: a product of two 32-bit values wraps modulo 2**64, and
+masking after the shift gives its high word exactly. The logarithm is the specified fp32 polynomial.
+Each operation is a separate torch operation, so that nothing is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACCEPT: Final = 1
 RESIDUAL: Final = 2
 BONUS: Final = 3
 COUPLED: Final = 4
-DEPTH_STEP: Final = 8  # a draft's depth in its block, above the purpose: `noise.at_depth`
+DEPTH_STEP: Final = 8  # a draft's depth in its block is added times this: `noise.at_depth`
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -36,15 +36,15 @@ LOG1P_COEFFICIENT_BITS = (
 
 @functools.cache
 def constants() -> tuple[float, tuple[float, ...]]:
-    """ln 2 and the polynomial, as Python floats that are exact in fp32."""
+    """Return ln 2 and the polynomial's coefficients, as Python floats that are exact in fp32."""
     bits = [b - (1 << 32) if b >> 31 else b for b in (LN2_BITS, *LOG1P_COEFFICIENT_BITS)]
     values = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
     return values[0], tuple(values[1:])
 
 
 def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Philox4x32-10 on int64 words below 2**32, lane first: `even` holds counter words (c0, c2),
-    `odd` (c1, c3), `keys` the two key words, each [2, ...]. Returns the same lanes."""
+    """Apply Philox4x32-10 to int64 words below 2**32, lane first: `even` has counter words (c0,
+    c2), `odd` (c1, c3), `keys` the two key words, each [2, ...]. Return `even` and `odd`."""
     device = even.device
     lanes_first = (2, *(1,) * (even.dim() - 1))
     multiplier = torch.tensor((PHILOX_M0, PHILOX_M1), device=device).view(lanes_first)
@@ -53,7 +53,7 @@ def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
     round_keys = (keys + rounds * weyl) & MASK32
     for round_key in round_keys.unbind():
         # High and low word of each product go to the other lane. Only the low 32 bits of `odd`
-        # count: it enters by xor, and what xor leaves is masked.
+        # matter: it enters by xor, and the result is masked.
         crossed = (even * multiplier).flip(0)
         even = (crossed >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
         odd = crossed
@@ -63,7 +63,7 @@ def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
 def token_words(
     keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, vocab_size: int
 ) -> Tensor:
-    """The word of every token id: int64 [N, vocab_size], each in [0, 2**32).
+    """Return the word of every token id: int64 [N, vocab_size], each in [0, 2**32).
 
     `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
     """
@@ -74,7 +74,7 @@ def token_words(
 def words_of(
     keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """The words of the tokens `token_ids` int64 [N, W] only: int64 [N, W]."""
+    """Return the words of the tokens `token_ids` int64 [N, W]: int64 [N, W]."""
     blocks = _blocks(keys, positions, choices, purposes, token_ids >> 2)
     return blocks.gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
 
@@ -82,7 +82,7 @@ def words_of(
 def _blocks(
     keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, groups: Tensor
 ) -> Tensor:
-    """All four words of the counters with first word `groups` ([N or 1, G]): [N, G, 4]."""
+    """Return all four words of the counters with first word `groups` ([N or 1, G]): [N, G, 4]."""
     even = torch.stack(torch.broadcast_tensors(groups, choices[:, None]))
     odd = torch.stack((positions, purposes))[:, :, None]
     even, odd = philox4x32(even, odd, keys.t()[:, :, None])
@@ -90,17 +90,17 @@ def _blocks(
 
 
 def scalar_words(keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor) -> Tensor:
-    """One word a draw (that of token 0): int64 [N]."""
+    """Return one word for each draw (that of token 0): int64 [N]."""
     return token_words(keys, positions, choices, purposes, vocab_size=1)[:, 0]
 
 
 def uniform(words: Tensor) -> Tensor:
-    """u in (0, 1], fp32."""
+    """Return u in (0, 1], fp32."""
     return (words + 1).to(torch.float32) * 2.0**-32
 
 
 def exponential(words: Tensor) -> Tensor:
-    """E = -ln(1 - u) > 0, fp32; see the specification for the form."""
+    """Return E = -ln(1 - u) > 0, fp32, in the form of the specification."""
     ln2, coefficients = constants()
     bits = (MASK32 - words).clamp_(min=1).to(torch.float32).view(torch.int32)
     exponent = (bits - THREE_QUARTERS_BITS) >> 23

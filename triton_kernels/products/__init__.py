@@ -1,1 +1,1 @@
-"""Products with weights whose rows keep their bits, whoever shares the step."""
+"""Products with weights in which the bits of a row do not depend on other rows."""

@@ -1,13 +1,13 @@
-"""x @ weight.T by one tile for every number of rows: a row's bits are its own.
+"""x @ weight.T with one tile size for every number of rows: a row's bits do not depend on others.
 
-What a row becomes is a sum over the columns of x. Here its order follows from the shape of the
-weight alone: no part of it goes to another program (split-K), and a block of columns is multiplied
-by the same instruction on the same tile, full or not, whether the step has one row or thousands. In
-a tile a row of the result reads its own row of x and the weight, nothing else; where in the tile it
-lies changes which threads do that, not what they do. That the hardware's instruction treats all
-rows of a tile alike is taken for granted here, and looked at where it runs (`keeps_bits`).
+An element of the result is a sum over the columns of x. Its order follows from the shape of the
+weight alone: no part of the sum goes to another program (split-K). A block of columns is multiplied
+by the same instruction on the same tile, full or not, whether the step has one row or thousands. A
+row of the result reads only its own row of x and the weight; its place in the tile changes which
+threads compute it, not what they compute. This assumes that the hardware's instruction treats all
+rows of a tile in the same way. `keeps_bits` tests it on the device.
 
-The price: few rows work in tiles of 64, and a product too narrow to fill the device stays so.
+The cost: a few rows still use tiles of 64, and a product too narrow to fill the device stays so.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from triton_kernels.build.jit import jit
 class ProductTile(NamedTuple):
     rows: int
     outs: int
-    columns: int  # of x, a step of the sum
+    columns: int  # of x, per step of the sum
     num_warps: int
     num_stages: int
-    programs: int = 0  # share a multiprocessor and read through descriptors; 0: through pointers
-    flatten: bool = True  # programs load for the next tile while they end one
+    programs: int = 0  # per multiprocessor, reading through descriptors; 0: reading by pointers
+    flatten: bool = True  # programs load for the next tile while they finish one
 
 
 MANY_ROWS = 256
@@ -47,7 +47,7 @@ def dense_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outs, num_columns, stride_x, stride_out,
     ROWS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of the result; those of one block of the weight follow one another."""
+    """Compute a tile of the result. Tiles of one block of the weight are consecutive."""
     blocks = tl.cdiv(num_rows, ROWS)
     rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
     outs = (tl.program_id(0) // blocks) * OUTS + tl.arange(0, OUTS)
@@ -78,8 +78,8 @@ def described_kernel(
     x, weight, bias_ptr, out_ptr, num_rows, num_outs, num_columns, stride_out, ROWS: tl.constexpr,
     OUTS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Programs that take tile after tile, in bands of BAND blocks of rows, whose weights are then
-    found in the cache; `x` and `weight` are descriptors, which read zeros beyond the edges."""
+    """Compute tile after tile, in bands of BAND blocks of rows, whose weights then stay in the
+    cache. `x` and `weight` are descriptors, which read zeros beyond the edges."""
     row_blocks, out_blocks = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outs, OUTS)
     for tile in tl.range(
         tl.program_id(0), row_blocks * out_blocks, tl.num_programs(0), flatten=FLATTEN
@@ -102,8 +102,8 @@ def described_kernel(
 
 
 def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int) -> ProductTile:
-    """By the weight, and with descriptors by the number of rows. Narrow weights have narrow tiles:
-    as many programs as may be read them."""
+    """Return the tile for a weight, and with descriptors for the number of rows. Narrow weights
+    have narrow tiles, so that as many programs as possible read them."""
     if dtype == torch.float32:
         return ProductTile(32, 32, 32, 4, 2)
     if described and num_rows >= MANY_ROWS:
@@ -118,9 +118,9 @@ def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int
 def dense(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile | None = None
 ) -> None:
-    """`out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded once; all of
-    one type. Rows of `x` and of `out` may lie apart. `tile` is chosen unless it is given. Raises
-    ValueError naming the argument that does not fit."""
+    """Compute `out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded
+    once. All have one type. Rows of `x` and of `out` may be strided. `tile` is chosen if not given.
+    Raises ValueError naming the argument that does not fit."""
     num_rows, num_columns = x.shape
     num_outs = weight.shape[0]
     if not weight.is_contiguous() or tuple(weight.shape) != (num_outs, num_columns):
@@ -160,30 +160,31 @@ def dense(
 
 
 def dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`dense` in plain torch, but for the order of its sums."""
-    found = x.double() @ weight.double().t()
-    return (found if bias is None else found + bias.double()).to(x.dtype)
+    """Return `dense` in plain torch, with another order of its sums."""
+    product = x.double() @ weight.double().t()
+    return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
 def keeps_bits(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Whether rows of a product keep their bits on this device: alone, among others, elsewhere in a
-    tile, in another one, and by the tile of many rows. `x` has more than these."""
+    """Return whether rows of a product keep their bits on this device: alone, with others,
+    elsewhere in a tile, in another tile, and with the tile for many rows. `x` needs more rows than
+    these."""
     whole = product(x)
     parts = [slice(0, 1), slice(0, 17), slice(0, 64), slice(5, 6), slice(61, 70), slice(3, None)]
     return all(torch.equal(product(x[part]), whole[part]) for part in parts)
 
 
 def cases() -> list[KernelCase]:
-    """What the table has of 16 bits, with and without bias; fp32 has no use for tensor cores."""
-    found = []
+    """Return 16-bit cases with and without bias, for all tiles; fp32 does not use tensor cores."""
+    cases_found = []
     for num_outs, biased in itertools.product((4096, 8192, 32768), (False, True)):
         for targets, stages in ((TARGETS[:3], _STAGES), (TARGETS[3:], _STAGES_OF_AMD)):
             tile = tile_of(torch.bfloat16, num_outs, described=False, num_rows=1)
-            found.append(_case(tile._replace(num_stages=stages), biased, targets))
+            cases_found.append(_case(tile._replace(num_stages=stages), biased, targets))
         for num_rows in (1, MANY_ROWS):
             tile = tile_of(torch.bfloat16, num_outs, described=True, num_rows=num_rows)
-            found.append(_case(tile, biased, ("sm_90", "sm_100")))
-    return list({(case.config, *case.limits): case for case in found}.values())
+            cases_found.append(_case(tile, biased, ("sm_90", "sm_100")))
+    return list({(case.config, *case.limits): case for case in cases_found}.values())
 
 
 def _case(tile: ProductTile, biased: bool, targets: tuple[str, ...]) -> KernelCase:

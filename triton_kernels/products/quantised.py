@@ -1,8 +1,8 @@
-"""x @ weight.T with weights of 4 or 8 bits, restored where they are multiplied.
+"""x @ weight.T with weights of 4 or 8 bits, dequantised inside the kernel.
 
-A weight is code * scale + offset, scale and offset in fp16 for 32 columns each: what GGUF's Q4_0,
-Q4_1 and Q8_0 hold, and with them compressed-tensors, GPTQ and AWQ. It is rounded to the type of x
-and multiplied as `dense` does: one tile for any number of rows, one order of columns.
+A weight is code * scale + offset, with an fp16 scale and offset for 32 columns each: the form of
+GGUF's Q4_0, Q4_1 and Q8_0, and so of compressed-tensors, GPTQ and AWQ. It is rounded to the type of
+x and multiplied as in `dense`: one tile size for any number of rows, one order of columns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ROWS, _OUTS, _COLUMNS, _NUM_WARPS = 64, 64, 64, 4
 
 
 class Packed(NamedTuple):
-    """A matrix [N, K]. Of 4 bits two columns share a byte, the first in its low half."""
+    """A matrix [N, K]. With 4 bits, two columns share a byte, the first in its low half."""
 
     codes: Tensor  # uint8 [N, K / 2], or int8 [N, K]
     scales: Tensor  # fp16 [N, K / 32]
-    offsets: Tensor | None  # fp16 [N, K / 32]; None: of 4 bits -8 scales, of 8 bits none
+    offsets: Tensor | None  # fp16 [N, K / 32]; None: -8 scales with 4 bits, 0 with 8 bits
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 @jit
 def _restored(codes_ptr, at, held, PAIRS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes of a tile, fp32 [OUTS, COLUMNS]."""
+    """Return the codes of a tile, fp32 [OUTS, COLUMNS]."""
     if PAIRS:
         columns = tl.arange(0, COLUMNS // 2)[None, :]
         pairs = tl.load(codes_ptr + at // 2 + columns, mask=held, other=0)
@@ -57,7 +57,7 @@ def quantised_kernel(
     stride_x, stride_out, PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of the result; those of one block of the weight follow one another."""
+    """Compute a tile of the result. Tiles of one block of the weight are consecutive."""
     blocks = tl.cdiv(num_rows, ROWS)
     rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
     outs = (tl.program_id(0) // blocks) * OUTS + tl.arange(0, OUTS)
@@ -91,9 +91,9 @@ def quantised_kernel(
 
 
 def quantised(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> None:
-    """`out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded once. Rows
-    of `x` and `out`, of one type, may lie apart. Raises ValueError naming the argument that does
-    not fit."""
+    """Compute `out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded
+    once. `x` and `out` have one type, and their rows may be strided. Raises ValueError naming the
+    argument that does not fit."""
     num_outs, num_columns = weight.shape
     pairs = weight.codes.dtype == torch.uint8
     if weight.codes.numel() * (2 if pairs else 1) != num_outs * num_columns:
@@ -119,7 +119,7 @@ def _num_stages() -> int:
 
 
 def restored(weight: Packed) -> Tensor:
-    """fp32 [N, K]."""
+    """Return the dequantised matrix, fp32 [N, K]."""
     codes = weight.codes
     if codes.dtype == torch.uint8:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
@@ -130,13 +130,14 @@ def restored(weight: Packed) -> Tensor:
 
 
 def quantised_reference(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """`quantised` in plain torch, but for the order of its sums."""
-    found = x.double() @ restored(weight).to(x.dtype).double().t()
-    return (found if bias is None else found + bias.double()).to(x.dtype)
+    """Return `quantised` in plain torch, with another order of its sums."""
+    product = x.double() @ restored(weight).to(x.dtype).double().t()
+    return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
 def pack(kind: str, rows: Tensor) -> Packed | None:
-    """Of blocks of a GGUF type, uint8 [N, bytes of a row]; None for a type that has none."""
+    """Pack blocks of a GGUF type, uint8 [N, bytes of a row]; None if the type or width has no
+    kernel."""
     sizes = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
     if kind not in sizes or (rows.shape[1] // sizes[kind][1]) * GROUP % _COLUMNS:
         return None
@@ -146,7 +147,7 @@ def pack(kind: str, rows: Tensor) -> Packed | None:
     body = blocks[..., head:]
     if kind == "Q8_0":
         codes = body.contiguous().view(torch.int8).flatten(1)
-    else:  # the low halves are the first 16 columns, the high ones the others
+    else:  # the low halves are the first 16 columns, the high halves the others
         every = torch.cat([body & 15, body >> 4], dim=-1)
         codes = (every[..., 0::2] | every[..., 1::2] << 4).flatten(1)
     offsets = halves[..., 1].contiguous() if kind == "Q4_1" else None
@@ -154,7 +155,7 @@ def pack(kind: str, rows: Tensor) -> Packed | None:
 
 
 def cases() -> list[KernelCase]:
-    found = []
+    cases_found = []
     for config, codes, offsets in (
         ("4 bits", "u8", True),
         ("4 bits", "u8", False),
@@ -179,5 +180,5 @@ def cases() -> list[KernelCase]:
                 wgmma=True,
                 fp_fusion=False,
             )
-            found.append(case)
-    return found
+            cases_found.append(case)
+    return cases_found

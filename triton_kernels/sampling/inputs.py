@@ -1,4 +1,4 @@
-"""Inputs and outputs of the sampling kernels: requests, rows of logits, shaping, laws."""
+"""Inputs and outputs of the sampling kernels: requests, rows of logits, shaping, distributions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# How a request's tokens are decided: see `rejection_sampler.py` and, for blocks,
-# `block_verification.py` in `cbatch/runtime/sampling`.
+# How a request's tokens are sampled and its drafts verified: see `rejection_sampler.py` and, for
+# blocks, `block_verification.py` in `cbatch/runtime/sampling`.
 GREEDY: Final = 0
 COUPLED: Final = 1
 REJECTION: Final = 2
 BLOCK: Final = 3
 
-# In place of a purpose: each row of a verification has the purpose of what it decides.
+# Replaces a purpose: each row of a verification uses the purpose of the token that it gives.
 VERIFY: Final = -1
 
 # Marks of a listed token.
@@ -33,16 +33,16 @@ class Requests(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Counters of the noise of B requests; as `NoiseRows` of `rejection_sampler.py`."""
+    """Noise coordinates of B requests, as `NoiseRows` of `rejection_sampler.py`."""
 
     keys: Tensor  # int64 [B, 2]
     choices: Tensor  # int64 [B]
-    positions: Tensor  # int64 [B]: of the first token that the step decides
+    positions: Tensor  # int64 [B]: position of the first token of the step
 
 
 class Rows(NamedTuple):
     """N rows of logits. Row i follows the known tokens of its request and `depths[i]` drafts.
-    Rows of padding name any request, with depth 0."""
+    Rows of padding may have any request, with depth 0."""
 
     requests: Tensor  # int32 [N]
     depths: Tensor  # int32 [N]
@@ -78,7 +78,7 @@ class LogitsShaping(NamedTuple):
 class LogitsBatch(NamedTuple):
     """Common inputs of the kernels that read logits."""
 
-    logits: Tensor  # bf16, fp16 or fp32 [N, V]; rows may lie apart
+    logits: Tensor  # bf16, fp16 or fp32 [N, V]; rows may be strided
     rows: Rows
     requests: Requests
     noise: Noise
@@ -107,7 +107,7 @@ class Overlay(NamedTuple):
     """Shaped logits of the listed tokens of N rows (see `shape`)."""
 
     ids: Tensor  # int32 [N, L]
-    logits: Tensor  # fp32 [N, L]; rows may lie apart
+    logits: Tensor  # fp32 [N, L]; rows may be strided
 
     @classmethod
     def allocate(cls, num_rows: int, width: int, device: torch.device) -> Overlay:
@@ -120,15 +120,16 @@ class Proposals(NamedTuple):
     """Distributions that drafts were drawn from. Row `drafts.starts[b] + j` belongs to draft j of
     request b."""
 
-    logits: Tensor  # bf16, fp16 or fp32 [M, V], as `draw` left them; rows may lie apart
-    listed: Tensor | None  # fp32 [M, L]: logits of their overlays, where logits are shaped
+    logits: Tensor  # bf16, fp16 or fp32 [M, V], as `draw` left them; rows may be strided
+    listed: Tensor | None  # fp32 [M, L]: logits of the overlays; None if logits are not shaped
     laws: Laws  # [M]
-    certain: Tensor  # int32 [B]: 1 where drafts were chosen with certainty; its rows are not read
+    certain: Tensor  # int32 [B]: 1: drafts were chosen with certainty, and q is not read
 
 
 def rows_of(num_drafts: Tensor, num_rows: int) -> tuple[Rows, Tensor]:
-    """Rows of B requests with 1 + num_drafts[b] each, one after the other, and where each begins,
-    int32 [B]. `num_rows` may exceed their sum: the rest is padding. No synchronisation."""
+    """Return the rows of B requests, 1 + num_drafts[b] for request b, one after the other, and the
+    first row of each request, int32 [B]. `num_rows` may exceed the sum: the rest is padding. Does
+    not synchronise."""
     ends = (num_drafts + 1).cumsum(0)
     starts = ends - num_drafts - 1
     row = torch.arange(num_rows, device=num_drafts.device)

@@ -1,4 +1,4 @@
-"""Launches of the sampling kernels, with checks of their inputs."""
+"""Launchers of the sampling kernels, with checks of their inputs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from triton_kernels.sampling.scan import scan_kernel
 from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-_SPARE = 8  # kernels are compiled for tiles of the vocabulary and an eighth more, of listed tokens
+_SPARE = 8  # kernels are compiled for the vocabulary's tiles plus 1/8 of them for listed tokens
 
 
 class CompileOptions(NamedTuple):
-    """Options of a kernel's compilation. A limit of registers, from sm_90 on, lets more programs
-    share a multiprocessor; on sm_80 the code would spill."""
+    """Compile options of a kernel. A limit of registers, from sm_90 on, lets more programs share a
+    multiprocessor; on sm_80 the code would spill."""
 
     num_warps: int
     registers: int | None = None
 
 
 class Tiling(NamedTuple):
-    """Sizes of the parts of a row, powers of two. Tokens depend on them by rounding only."""
+    """Sizes of the parts of a row, powers of two. They affect the drawn tokens only by rounding."""
 
-    pieces: int = 32  # of a tile
+    pieces: int = 32  # per tile
     piece: int = 128  # tokens
     chunk: int = 16  # pieces that `laws` reads at once
-    list_tokens: int = 4096  # more than `laws` lists, and at most 4096
+    list_tokens: int = 4096  # one more than `laws` can list; at most 4096
     scan: CompileOptions = CompileOptions(8, 64)
     shape: CompileOptions = CompileOptions(16)
     laws: CompileOptions = CompileOptions(16)
@@ -59,7 +59,7 @@ class Scanned(NamedTuple):
 
     tiles: Tensor  # fp32 [N, T, 4]: fields, see `scan`
     winners: Tensor  # int64 [N, T]: race keys, see `order.race_key`
-    piece_tops: Tensor  # fp32 [N, T, pieces]: maxima, of filtered rows
+    piece_tops: Tensor  # fp32 [N, T, pieces]: maxima; only of filtered rows, as the next field
     piece_masses: Tensor  # fp32 [N, T, pieces]: relative to the maximum of the tile
 
 
@@ -80,15 +80,16 @@ def draw(
     step: int = 1,
     listed: Tensor | None = None,
 ) -> Laws:
-    """Draw a token of each row, and return the laws that they come from.
+    """Draw a token of each row, and return the distributions that they come from.
 
-    Greedy requests get the likeliest token; others a draw from the law, with COUPLED noise for
-    coupled requests and that of `purpose` for the rest. Ties go to the lowest id. Masses and cuts
-    are exact where the purpose is DRAFT and the request's drafts are weighed.
+    Greedy requests get the likeliest token. Others get a draw, with COUPLED noise for coupled
+    requests and that of `purpose` for the rest. Ties go to the lowest id. Masses and cuts are exact
+    if the purpose is DRAFT and the request is verified by rejection.
 
-    The law of row i is stored at place `first + i * step` of `laws` if they are given, and the
-    shaped logits of listed tokens in `listed` fp32 [N, L]. Where logits are shaped, forbidden
-    tokens are marked in `batch.logits`. Raises ValueError naming the argument that does not fit."""
+    If `laws` is given, the distribution of row i is stored at its place `first + i * step`. If
+    `listed` fp32 [N, L] is given, it gets the shaped logits of listed tokens. If logits are shaped,
+    forbidden tokens are marked in `batch.logits`. Raises ValueError naming the argument that does
+    not fit."""
     values = scan_rows(batch, purpose, None, tiling, listed)
     laws = Laws.allocate(len(batch.logits), batch.logits.device) if laws is None else laws
     find_laws(values, laws, first, step)
@@ -107,7 +108,7 @@ def scan_rows(
     tiling: Tiling = TILING,
     listed: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Read all logits. Return arguments of the kernels that follow, by name."""
+    """Scan all logits. Return the arguments of the kernels that follow, by name."""
     check(batch)
     values = _arguments(batch, purpose, certain, tiling, listed)
     num_rows, dense = len(batch.logits), values["num_dense"]
@@ -120,7 +121,7 @@ def scan_rows(
 
 
 def find_laws(values: dict[str, Any], laws: Laws, first: int = 0, step: int = 1) -> None:
-    """Find the law of each row from the `values` of `scan_rows`; see `draw` for their places."""
+    """Find the distribution of each row from the `values` of `scan_rows`; see `draw` for places."""
     scanned, tiling = values["scanned"], values["tiling"]
     num_rows, num_pieces = len(scanned.tiles), values["num_tiles"] * tiling.pieces
     if num_rows:
@@ -129,15 +130,15 @@ def find_laws(values: dict[str, Any], laws: Laws, first: int = 0, step: int = 1)
             torch.empty(pieces, dtype=torch.int32, device=scanned.tiles.device),
             torch.empty(codes, dtype=torch.int64, device=scanned.tiles.device),
         )
-        given = {"scratch": scratch, "laws": laws, "first_out": first, "out_step": step}
-        launch(laws_kernel, (num_rows,), values | given, tiling.laws)
+        own_arguments = {"scratch": scratch, "laws": laws, "first_out": first, "out_step": step}
+        launch(laws_kernel, (num_rows,), values | own_arguments, tiling.laws)
 
 
 def _arguments(
     batch: LogitsBatch, purpose: int, certain: Tensor | None, tiling: Tiling, listed: Tensor | None
 ) -> dict[str, Any]:
-    """Return arguments of all kernels. An absent tensor is replaced by another of its type, so that
-    nothing is compiled for its absence."""
+    """Return arguments of all kernels. An absent tensor is replaced by another one of its type, so
+    that kernels need not be compiled for its absence."""
     (num_rows, vocab), shaping = batch.logits.shape, batch.shaping
     width = 0 if shaping is None else shaping.listed.shape[1]
     dense = tiling.num_tiles(vocab)
@@ -189,12 +190,12 @@ def launch(
     given = {name: value for name, value in values.items() if name in kernel.arg_names}
     if build.registers is not None and is_hopper():
         given["maxnreg"] = build.registers
-    # Fused operations would not compute the specified noise.
+    # Fused operations would not give the specified noise.
     kernel[grid](**given, num_warps=build.num_warps, num_stages=1, enable_fp_fusion=False)
 
 
 def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
-    """Return the most that is allocated for each row of logits that is drawn from or verified."""
+    """Return the most bytes that are allocated for each row of logits to draw from or verify."""
     tiles = tiling.num_tiles(vocab) + tiling.num_tiles(listed)
     return tiles * (12 * tiling.pieces + 40) + 8 * (listed + tiling.list_tokens) + 64
 
@@ -228,7 +229,7 @@ def check(batch: LogitsBatch) -> None:
 
 
 def cases() -> list[KernelCase]:
-    """bf16 logits."""
+    """Return the cases for bf16 logits."""
     tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}
     row = tile | {"TILES": 64, "ALL_PIECES": 64 * TILING.pieces}
     row |= {"CHUNK": TILING.chunk, "LIST": TILING.list_tokens}
@@ -247,7 +248,7 @@ def case_of(
     build: CompileOptions,
     **types: Any,
 ) -> KernelCase:
-    """Return a case of a kernel. `types`: of arguments that are not part of a batch."""
+    """Return a case of a kernel. `types` has the arguments that are not part of a batch."""
     return build_case.case_of(
         name,
         config,

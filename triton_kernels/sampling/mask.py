@@ -1,7 +1,7 @@
-"""Logits of tokens that may not follow, by bits that come from the host with the rows' places.
+"""Forbids tokens by bit masks, which the host sends together with the places of their rows.
 
-A forbidden token gets the least finite number of its type. Values that are not finite stay as they
-are, and are found by the scan.
+A forbidden token gets the least finite number of its type. Non-finite values stay as they are, so
+that the scan finds them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def mask_kernel(
 
 
 def words_of(vocab: int) -> int:
-    """Of a row of bits, with its head."""
+    """Return the number of words of a row of bits, with its head."""
     return HEAD_WORDS + triton.cdiv(vocab, 32)
 
 
 def mask_logits(logits: Tensor, rows: Tensor, starts: Tensor, counts: Tensor) -> None:
-    """Forbid tokens in `logits` [N, V] by `rows` int32 [M, 2 + words]: of slot s = rows[i, 0] the
-    row behind rows[i, 1] drafts, and bit j % 32 of word j // 32 says that token j may follow. The
-    rows of slot s begin at starts[s], int32 [S], and are counts[s], int32 [S]; what lies beyond
-    them is passed over. Raises ValueError naming the argument that does not fit."""
+    """Forbid tokens in `logits` [N, V] by `rows` int32 [M, 2 + words]. A mask belongs to the row of
+    slot s = rows[i, 0] that follows rows[i, 1] drafts; bit j % 32 of word j // 32 allows token j.
+    Slot s has counts[s] rows of logits, from starts[s] on, both int32 [S]; masks of later rows are
+    ignored. Raises ValueError naming the argument that does not fit."""
     vocab = logits.shape[1]
     if rows.dtype != torch.int32 or rows.dim() != 2 or not rows.is_contiguous():
         raise ValueError(f"rows: {rows.dtype} {list(rows.shape)}; give int32 [M, 2 + words]")

@@ -1,10 +1,11 @@
 """Device functions that the sampling kernels share: weights and order of tokens, and races.
 
 Tokens of a row are ordered by their distance y = (maximum - logit) / temperature >= 0, ties by id.
-The *code* of a token is one integer that sorts this way: the bits of y above the id. Filters keep a
-prefix of that order; its end, the *cut*, is a code too.
+The *code* of a token is one integer with this order: the bits of y above the id. Filters keep a
+prefix of that order; its end, the *cut*, is a code, too.
 
-A *race* draws a token (Gumbel-max): each gets an exponential over its weight, and the least wins.
+A *race* draws a token (Gumbel-max): each token gets an exponential divided by its weight, and the
+least wins.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ def race_of(batch, certain_ptr, request, depth, purpose, drawn):
     """Return whether a row races, the purpose of its noise, and the token that must not win (-1:
     none).
 
-    Coupled rows have a purpose of their own, others `purpose`. With VERIFY a row races if its
-    winner may be the next token: after all drafts, and in place of a draft chosen with certainty.
-    `drawn` is 0 if all drafts were; else `certain_ptr` int32 [B] is 1 for requests whose were."""
+    Coupled rows have a purpose of their own, others `purpose`. With VERIFY, a row races if its
+    winner may be the next token: after all drafts, or as the replacement of a draft chosen with
+    certainty. `drawn` is 0 if all drafts were chosen with certainty. Otherwise `certain_ptr` int32
+    [B] is 1 for the requests whose drafts were."""
     mode = tl.load(batch.requests.modes + request)
     drafted = (mode >= REJECTION) & (depth < tl.load(batch.drafts.counts + request))
     drafted = drafted & (purpose == VERIFY)

@@ -1,8 +1,8 @@
 """The kernel that reads every logit once, with a program for each tile of a row.
 
 A tile is [PIECES, PIECE] tokens. A program stores the maximum and the mass of its tile, and the
-winner of its race. Of filtered rows it also stores the maximum and mass of each piece, from which
-`laws` tells the pieces that it must read again.
+winner of its race. For filtered rows it also stores the maximum and mass of each piece. From these
+`laws` chooses the pieces that it must read again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from triton_kernels.sampling import order
 from triton_kernels.sampling.order import LOWEST
 
 # Fields of a tile.
-TILE_TOP = tl.constexpr(0)  # its maximum
-TILE_MASS = tl.constexpr(1)  # relative to it; NaN if some logit is not finite
+TILE_TOP = tl.constexpr(0)  # the maximum
+TILE_MASS = tl.constexpr(1)  # relative to the maximum; NaN if some logit is not finite
 TILE_WINNER_LOGIT = tl.constexpr(2)
-TILE_DRAFT_LOGIT = tl.constexpr(3)  # of listed tokens: that of the row's draft
+TILE_DRAFT_LOGIT = tl.constexpr(3)  # in a tile of listed tokens: the logit of the row's draft
 TILE_FIELDS = tl.constexpr(4)
 
 

@@ -1,8 +1,8 @@
 """The kernel that shapes logits, before the scan.
 
-The *overlay* of a row holds the shaped logits of its request's listed tokens. With penalties it
-also holds the drafts before the row that are neither listed nor forbidden. These tokens make tiles
-of their own, after the dense ones of the row. In the row itself they are forbidden: drafts by this
+The *overlay* of a row has the shaped logits of its request's listed tokens. With penalties it also
+has the drafts before the row that are neither listed nor forbidden. These tokens form tiles of
+their own, after the dense tiles of the row. In the row itself they are forbidden: drafts by this
 kernel, the others by the scan.
 """
 
@@ -78,8 +78,8 @@ def _drafts_before(penalties, depth):
 
 @jit
 def _shaped(batch, shaping, row, request, depth, penalties, entry, ends, vocab, stride, list_width):
-    """Return ids and shaped logits of the entries of a row; the logit of no entry is LOWEST.
-    `ends`: the number of listed tokens, and with drafts."""
+    """Return ids and shaped logits of the entries of a row; places without an entry have LOWEST.
+    `ends`: the number of listed tokens, and that number plus the drafts."""
     listed, used = ends
     repetition, presence, frequency = penalties
     inside, drafted = entry < listed, (entry >= listed) & (entry < used)

@@ -1,9 +1,9 @@
-"""The state of running sequences on the device, and how a step reads and moves it.
+"""The state of running sequences on the device, and the kernels that read and update it.
 
-`state` holds it and takes in what changed; `draft_batch` and `target_batch` turn what a plan asks
-into the passes of draft and target, `guesses` takes drafts that the host looked up; `advance` moves
-the slots on. The references of these are the slot table and the bookkeeping of
-`cbatch.runtime.cpu.executor`, with which whole steps are compared.
+`state` holds it and applies changes. `draft_batch` and `target_batch` lay out the passes of draft
+and target for a plan. `guesses` takes drafts from lookups on the host. `advance` applies the
+results of a step. The reference is the bookkeeping of `cbatch.runtime.cpu.executor`: tests compare
+whole steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""After the verdict: slots move on by what they emitted, and a step's result is packed."""
+"""Applies a step's results to the slots, and packs the result for the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES
 from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TARGET_TYPES, TargetLayout
 from triton_kernels.verification.kernel import VerifyOutput
 
-# Fields of a slot's row of the result; behind them are the tokens that it emitted.
+# Fields of a slot's row of the result; the tokens that it emitted follow.
 STATUS, DRAFTED, ACCEPTED, EMITTED, DRAFT_KV, NUM_FIELDS = range(6)
 # Statuses.
 OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
@@ -51,7 +51,7 @@ def advance_kernel(
         finite = tl.load(decision.finite + slot, mask=decides, other=1) != 0
         emits = tl.where(decides & finite, accepted + 1, 0)
         failed = failed | (finite == 0)
-        # Accepted drafts lie in place already.
+        # Accepted drafts are stored already.
         end_ptr = state.tokens + slot.to(tl.int64) * token_width + known
         for i in range(tl.max(emits, 0)):
             draft = tl.load(end_ptr + i, mask=i < accepted, other=0)
@@ -85,7 +85,7 @@ def advance_kernel(
 def count_kernel(
     shaping, result_ptr, list_width, plain_words, result_width, LANES: tl.constexpr
 ):  # fmt: skip
-    """What a slot emitted counts in the lists that shape its logits; a program a slot."""
+    """Count a slot's emitted tokens in the lists that shape its logits; one program per slot."""
     slot = tl.program_id(0).to(tl.int64)
     row_ptr = result_ptr + slot * result_width
     emitted = tl.load(row_ptr + _AT_EMITTED)
@@ -114,7 +114,7 @@ def _has_penalties(penalties_ptr):
 def _count_token(
     plain_ptr, listed_ptr, bias_ptr, counts_ptr, marks_ptr, token, used, LANES: tl.constexpr
 ):
-    """One more of `token` in the output; returns the length of the list."""
+    """Count one more `token` in the output; return the length of the list."""
     place = used * 0 - 1
     for start in range(0, used, LANES):
         lane = start + tl.arange(0, LANES)
@@ -129,7 +129,7 @@ def _count_token(
     tl.store(counts_ptr + place, count + 1)
     word = tl.load(plain_ptr + token // 32)
     tl.store(plain_ptr + token // 32, word & ~(1 << (token % 32)), mask=is_new)
-    tl.debug_barrier()  # the next token looks through the list
+    tl.debug_barrier()  # the next token reads the list
     return used + is_new.to(tl.int32)
 
 
@@ -143,10 +143,10 @@ def advance(
     *,
     shaped: bool,
 ) -> None:
-    """Move the slots of `state` on. `decision` None: no logits were wanted. `broken` and
-    `next_draft_kv` int32 [S] are those of the draft's pass; `shaped`: some row shapes its logits.
-    `result` int32 [S, fields, then the most tokens that a row emits]. Raises ValueError naming the
-    argument that does not fit."""
+    """Apply a step's results to `state`. `decision` is None if no logits were computed. `broken`
+    and `next_draft_kv` int32 [S] come from the draft's passes. `shaped`: some row shapes its
+    logits. `result` is int32 [S, fields, then the most tokens that a row emits]. Raises ValueError
+    naming the argument that does not fit."""
     slots = len(state.num_tokens)
     if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS:
         raise ValueError(f"result: {list(result.shape)}; give [{slots}, more than {NUM_FIELDS}]")

@@ -1,5 +1,5 @@
-"""The draft model's passes of a step, laid out on the device: first a ragged one over what its KV
-lacks, then one token a row while any row goes deeper."""
+"""The draft model's passes of a step, laid out on the device: first a ragged pass over the tokens
+missing in its KV, then passes of one token per row while any row goes deeper."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _TAKE_WARPS = 2
 
 
 class DraftLayout(NamedTuple):
-    """Of S slots; up to R rows draft up to K tokens each. Row r of slot s: its drafts, and what
-    they were drawn from, lie from `starts[s]` = r K on. Rows of padding belong to the last slot.
-    Behind all of these there is room for K tokens of every slot, which were looked up."""
+    """Passes of S slots, in which up to R rows draft up to K tokens each. The drafts of slot s, and
+    their distributions, begin at `starts[s]`: r K for its row r. Rows of padding belong to the last
+    slot. After all rows, `drafts` has room for K lookup drafts of every slot."""
 
-    tokens: Tensor  # int32 [T]: ids, positions and KV slots of a pass; of all but the first, R
+    tokens: Tensor  # int32 [T]: ids, positions and KV slots of a pass; later passes have R.
     positions: Tensor  # int32 [T]
     kv_slots: Tensor  # int32 [T]
-    query_starts: Tensor  # int32 [S + 1], of the first pass
+    query_starts: Tensor  # int32 [S + 1], of the first pass.
     contexts: Tensor  # int32 [S]
-    row_starts: Tensor  # int32 [S + 1], of the passes behind it
+    row_starts: Tensor  # int32 [S + 1], of the later passes.
     row_contexts: Tensor  # int32 [S]
     row_slots: Tensor  # int32 [R]
-    row_tokens: Tensor  # int32 [R]: which of the T tokens is its last
-    depths: Tensor  # int32 [S]: how many tokens a slot drafts, fewer where its logits broke
+    row_tokens: Tensor  # int32 [R]: index of the row's last token, below T.
+    depths: Tensor  # int32 [S]: drafts of the slot; fewer if its logits become non-finite
     starts: Tensor  # int32 [S]
-    broken: Tensor  # int32 [S]: 1 once its logits were not finite: its KV does not count
-    next_kv: Tensor  # int32 [S]: valid positions in the draft's KV afterwards
+    broken: Tensor  # int32 [S]: 1 if its logits became non-finite: its draft KV is invalid
+    next_kv: Tensor  # int32 [S]: valid positions in the draft's KV after the step
     noise_positions: Tensor  # int64 [S]: number of known tokens
     drafts: Tensor  # int32 [R K + S K]
 
@@ -90,11 +90,11 @@ def draft_batch_kernel(
     total = tl.load(state.max_total + every, mask=some, other=0)
     failed = tl.load(state.failed + every, mask=some, other=0) != 0
     works = (new_tokens > 0) & (failed == 0) & ((known < total) | (wants == 0))
-    # A sequence never passes `max_total`; where that leaves nothing of a plan, its catch-up goes.
+    # A sequence never exceeds `max_total`; a row without drafts left must not catch up either.
     allowed = tl.minimum(planned, tl.maximum(total - known - 1, 0))
     catch_up = tl.where((planned > 0) & (allowed == 0), 0, catch_up)
     missing = known - kv
-    # The last draft stands at position known + k - 1; its predecessor must fit the context.
+    # The last draft has position known + k - 1; the token before it must fit the context.
     depths = tl.minimum(allowed, context_tokens + 1 - known)
     able = works & (missing <= catch_up + 1)
     depths = tl.where(able, tl.maximum(depths, 0), 0)
@@ -142,12 +142,12 @@ def make_draft_batch(
     context_tokens: int,
 ) -> None:
     """Fill `layout` for the first pass. `most_drafts` is K of the layout, `most_token` the last id
-    that the draft model knows, `context_tokens` its context."""
+    in the draft model's vocabulary, `context_tokens` its context length."""
     slots = len(state.num_tokens)
     if tuple(layout.query_starts.shape) != (slots + 1,):
         raise ValueError(f"layout: allocate it for {slots} slots")
-    most = max(len(layout.tokens), len(layout.row_slots))
-    draft_batch_kernel[(triton.cdiv(most, LANES),)](
+    longest = max(len(layout.tokens), len(layout.row_slots))
+    draft_batch_kernel[(triton.cdiv(longest, LANES),)](
         state, layout, slots, state.tokens.shape[1], state.blocks.shape[1], len(layout.tokens),
         len(layout.row_slots), most_drafts, most_token, context_tokens,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
@@ -170,7 +170,7 @@ def take_drafts_kernel(
     sound = tl.load(drawn_ptr + 2 * draft + 1, mask=live, other=1) != 0
     decides = depth < deep
     breaks = decides & (sound == 0)
-    # What was drawn before stands: dropped for what it led to, it would move the law.
+    # Earlier drafts still count: dropping them for a later result would change the distribution.
     tl.store(layout.broken + slot, row * 0 + 1, mask=breaks)
     tl.store(layout.depths + slot, row * 0 + depth, mask=breaks)
     stands = decides & sound
@@ -178,7 +178,7 @@ def take_drafts_kernel(
     position = known + depth
     slot = slot.to(tl.int64)
     tl.store(state.tokens + slot * token_width + position, token, mask=stands)
-    # The next pass; a row that goes no deeper looks at its first key and writes nothing.
+    # The next pass. A row that goes no deeper attends to its first key only, and writes no KV.
     goes = stands & (depth + 1 < deep)
     block = tl.load(state.blocks + slot * block_width + position // PAGE, mask=goes, other=0)
     kv_slot = tl.where(goes, block * PAGE + position % PAGE, -1)
@@ -200,9 +200,9 @@ def take_drafts(
     most_drafts: int,
     most_token: int,
 ) -> None:
-    """Draft number `depth` (from 0) of the first `num_rows` rows. `drawn` int32 [R * K, 2] holds at
-    `row * K + depth` the token, and whether its logits were finite. Lays out the next pass. Raises
-    ValueError if the layout is for fewer rows."""
+    """Take draft number `depth` (from 0) of the first `num_rows` rows, and lay out the next pass.
+    `drawn` int32 [R * K, 2] has at `row * K + depth` the token, and whether its logits were finite.
+    Raises ValueError if the layout is for fewer rows."""
     slots = len(state.num_tokens)
     check_tensor("drawn", drawn, torch.int32, (len(layout.row_slots) * most_drafts, 2))
     if num_rows > len(layout.row_slots):
@@ -216,9 +216,9 @@ def take_drafts(
 
 def cases() -> list[KernelCase]:
     types = {"state": STATE_TYPES, "layout": LAYOUT_TYPES}
-    found = batch_cases("slots_draft_batch", draft_batch_kernel, types)
+    batches = batch_cases("slots_draft_batch", draft_batch_kernel, types)
     made, config = {"PAGE": 16, "ROWS": _ROWS}, f"{_ROWS} rows"
     taken = case_of(
         "slots_take", config, take_drafts_kernel, made, LIMITS, num_warps=_TAKE_WARPS, types=types
     )
-    return [*found, taken]
+    return [*batches, taken]

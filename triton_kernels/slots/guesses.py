@@ -1,7 +1,8 @@
-"""Drafts that the host looked up, put where the drafts of a model would be.
+"""Drafts from lookups on the host, stored where the drafts of a model would be.
 
-The host may be a step behind: a guess goes on from the tokens that it knew. Where what was emitted
-since is how the guess begins, the rest of it is drafted; elsewhere nothing is.
+The host may know one step less than the device. So a guess continues the tokens that the host knew.
+If the tokens emitted since then are how the guess begins, its rest is drafted. Otherwise the slot
+has no drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton_kernels.build.jit import jit
 from triton_kernels.slots.draft_batch import LAYOUT_TYPES, DraftLayout
 from triton_kernels.slots.state import LIMITS, LOOKED_UP, STATE_TYPES, SlotState
 
-# Of a slot's field `guess`: how many tokens, how many were known before the first, and then they.
+# The head of a slot's field `guess`: number of tokens, and tokens known before them.
 HEAD_WORDS = 2
 _HEAD = tl.constexpr(HEAD_WORDS)
 _SLOTS = 64
@@ -46,10 +47,10 @@ def guess_kernel(
         guessed = tl.load(guess_ptr + _HEAD + i, mask=inside, other=0)
         emitted = tl.load(text_ptr + start + i, mask=inside, other=0)
         agrees = agrees & (guessed == emitted)
-    # A sequence never passes `max_total`.
+    # A sequence never exceeds `max_total`.
     depths = tl.minimum(planned, tl.maximum(total - known - 1, 0))
     depths = tl.where(agrees, tl.minimum(depths, count - passed), 0)
-    first = (num_slots - 1 + slot) * most_drafts  # behind those of a model's rows
+    first = (num_slots - 1 + slot) * most_drafts  # after the drafts of a model's rows
     for j in range(tl.max(depths)):
         deep = j < depths
         token = tl.load(guess_ptr + _HEAD + passed + j, mask=deep, other=0)
@@ -65,9 +66,9 @@ def guess_kernel(
 
 
 def take_guesses(state: SlotState, layout: DraftLayout, *, most_drafts: int, alone: bool) -> None:
-    """Drafts of the slots of which `state.asked` asks that lookups draft, from `state.guess`.
-    `alone`: no model drafts in this step, so `layout` is filled for the others too. `most_drafts`
-    is K of the layout."""
+    """Take drafts from `state.guess` for the slots that the plan wants lookup drafts for. `alone`:
+    no model drafts in this step, so this fills `layout` for all other slots, too. `most_drafts` is
+    K of the layout."""
     slots = len(state.num_tokens)
     if len(layout.drafts) < (2 * slots - 1) * most_drafts:
         raise ValueError(f"layout: allocate it for {slots} slots of {most_drafts} drafts")

@@ -1,8 +1,8 @@
-"""What a device knows of every sequence, by slot, in one piece of memory.
+"""The device's state of every sequence, by slot, in one piece of memory.
 
-All fields lie in one arena of 32-bit words, so that whatever changed since the last step comes as
-one message of runs: words, and where they go. The last slot is never filled. It stands for rows of
-padding: greedy, nothing to compute.
+All fields lie in one arena of 32-bit words. So all changes since the last step come as one message
+of runs: words, and their destination. The last slot is never filled. Rows of padding use it: it is
+greedy and has nothing to compute.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from triton_kernels.sampling.inputs import GREEDY, LogitsShaping
 _ALIGN_WORDS = 32
 _BLOCK = 1024
 _NUM_WARPS = 4
-RUN_WORDS = 4096  # the longest run: one program copies it
+RUN_WORDS = 4096  # the longest run; one program copies it
 LIMITS = CaseLimits(registers=128, shared_bytes=4 << 10)
 
 
 class ArenaSizes(NamedTuple):
-    """`slots` with the one for padding; the others per slot."""
+    """Sizes: `slots` counts the padding slot, too; the others are per slot."""
 
     slots: int
     tokens: int
     blocks: int
     vocab: int
-    listed: int  # entries of the list that shapes logits
-    drafts: int = 0  # and room behind them for the drafts of a step
-    guess: int = 0  # words of what the host looked up for the slot
+    listed: int  # entries in the list of tokens whose logits are shaped
+    drafts: int = 0  # further entries for the drafts of a step
+    guess: int = 0  # words of a lookup's drafts from the host
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type of every field, and its shape for one slot."""
+        """The dtype of each field, and its shape for one slot."""
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
         scalars = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
         entries = (self.listed + self.drafts,)
@@ -59,29 +59,30 @@ class ArenaSizes(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        """Of all fields, and of what a plan asks; without what aligns them."""
+        """The words of all fields and of a plan's requests, without padding for alignment."""
         words = sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in self.fields.values())
         return self.slots * (words + len(Asked._fields))
 
 
 class Asked(NamedTuple):
-    """What the plan of a step asks of a slot. Where they lie in the field `asked`, which is
-    [6, slots], and zero for slots without a row."""
+    """A plan's requests for a slot. The values are the row numbers in the field `asked`, which is
+    [6, slots] and zero for slots without a row."""
 
-    num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0: no row
+    num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0 means no row
     num_drafts: int = 1
     catch_up: int = 2  # tokens for the draft model beyond the last known one
     wants_logits: int = 3
-    drafting: int = 4  # for all slots alike: whether anybody drafts or catches up in this step
-    looked_up: int = 5  # drafts that the host looked up, in place of those of the model
+    drafting: int = 4  # the same for all slots: whether any slot drafts or catches up in this step
+    looked_up: int = 5  # drafts from a lookup on the host, instead of the model's
 
 
 NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING, LOOKED_UP = map(tl.constexpr, Asked())
 
 
 class SlotState(NamedTuple):
-    """Views of the arena, [slots] or [slots, n]. A slot knows `num_tokens` tokens; drafts of the
-    step in progress lie behind them. `kv_len` and `draft_kv_len` count valid KV positions."""
+    """Views of the arena, [slots] or [slots, n]. A slot has `num_tokens` known tokens; the drafts
+    of the current step are stored after them. `kv_len` and `draft_kv_len` count valid KV
+    positions."""
 
     tokens: Tensor  # int32 [slots, n]
     blocks: Tensor  # int32 [slots, n], block ids by absolute block index
@@ -90,7 +91,7 @@ class SlotState(NamedTuple):
     draft_kv_len: Tensor
     max_total: Tensor
     failed: Tensor  # 1: its logits were not finite; it computes nothing more
-    modes: Tensor  # the others: see `sample.rows`
+    modes: Tensor  # this and the next fields: see `sampling.inputs`
     temperatures: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -120,7 +121,7 @@ STATE_TYPES = SlotState(*["*i32"] * len(SlotState._fields))._replace(
 
 
 class FieldPlace(NamedTuple):
-    """Where a field lies, in words: that of slot s from `offset + s * stride` on."""
+    """The place of a field, in words: that of slot s begins at `offset + s * stride`."""
 
     offset: int
     stride: int
@@ -133,19 +134,19 @@ class Arena(NamedTuple):
 
     @classmethod
     def allocate(cls, sizes: ArenaSizes, device: torch.device | str) -> Arena:
-        """Zeros, and nothing shapes any logits."""
+        """Allocate zeros, with parameters that shape no logits."""
         places, shapes, used = {}, {}, 0
-        asked = len(Asked._fields)
+        num_requested = len(Asked._fields)
         for name, (dtype, shape) in sizes.fields.items():
             width = math.prod(shape) * dtype.itemsize // 4
             places[name], shapes[name] = FieldPlace(used, width), (dtype, (sizes.slots, *shape))
             used += _aligned(sizes.slots * width)
-        # By field, then by slot: it comes as a whole with every plan.
+        # Rows of slots, unlike the other fields: a plan sends this field as a whole.
         places["asked"], shapes["asked"] = (
-            FieldPlace(used, asked),
-            (torch.int32, (asked, sizes.slots)),
+            FieldPlace(used, num_requested),
+            (torch.int32, (num_requested, sizes.slots)),
         )
-        used += _aligned(sizes.slots * asked)
+        used += _aligned(sizes.slots * num_requested)
         words = torch.zeros(used, dtype=torch.int32, device=device)
         views = {
             name: words[place.offset : place.offset + sizes.slots * place.stride]
@@ -167,7 +168,7 @@ def _aligned(words: int) -> int:
 
 @jit(do_not_specialize=["first_run"])
 def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
-    """A run is (where it goes, where it lies in the inbox, length)."""
+    """Copy a run, which is (destination, place in the inbox, length)."""
     run_ptr = inbox_ptr + 3 * (first_run + tl.program_id(0))
     to, source, length = tl.load(run_ptr), tl.load(run_ptr + 1), tl.load(run_ptr + 2)
     for start in range(0, length, BLOCK):
@@ -177,8 +178,8 @@ def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
 
 
 def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
-    """Copy the runs `first_run` .. of `inbox` int32 [n] to `words` int32 [m]; no two of them may
-    overlap. Raises ValueError naming the argument that does not fit."""
+    """Copy the runs from number `first_run` on, in `inbox` int32 [n], to `words` int32 [m]. No two
+    of them may overlap. Raises ValueError naming the argument that does not fit."""
     for name, tensor in (("inbox", inbox), ("words", words)):
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; give int32 [n]")

@@ -1,8 +1,8 @@
 """The target's pass of a step, laid out on the device from true positions.
 
-What a plan asks are bounds while an earlier step is under way. Here it is learnt how many tokens a
-row really computes, where its K and V go and which logits it needs. A program writes some of the
-tokens; whose they are, each counts for itself.
+While an earlier step is running, a plan has only upper bounds. The kernel here computes how many
+tokens each row really has, where their K and V go, and which logits are needed. Each program writes
+some of the tokens, and computes for itself which rows they belong to.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ NUM_WARPS = 4
 
 
 class TargetLayout(NamedTuple):
-    """One pass over up to T tokens with up to N rows of logits, of S slots. Tokens of padding are
-    0 with KV slot -1; rows of padding belong to the last slot."""
+    """A pass of S slots with up to T tokens and up to N rows of logits. Tokens of padding are 0
+    with KV slot -1; rows of padding belong to the last slot."""
 
     tokens: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     kv_slots: Tensor  # int32 [T]
     query_starts: Tensor  # int32 [S + 1]
     contexts: Tensor  # int32 [S]
-    logit_tokens: Tensor  # int32 [N]: which of the T tokens
-    logit_slots: Tensor  # int32 [N]: whose they are
-    logit_depths: Tensor  # int32 [N]: drafts before them
-    logit_starts: Tensor  # int32 [S]: first row of logits; 0 without
+    logit_tokens: Tensor  # int32 [N]: index of the token, below T
+    logit_slots: Tensor  # int32 [N]: slot of the row
+    logit_depths: Tensor  # int32 [N]: number of drafts before the row
+    logit_starts: Tensor  # int32 [S]: first row of logits, or 0
     states: Tensor  # int32 [S]: IDLE, RUNS or MISFIT
     num_drafted: Tensor  # int32 [S]
-    modes: Tensor  # int32 [S]: GREEDY where no logits are wanted
+    modes: Tensor  # int32 [S]: GREEDY for slots without logits
     noise_positions: Tensor  # int64 [S]: number of known tokens
 
     @classmethod
@@ -68,8 +68,8 @@ TARGET_TYPES = TargetLayout(*["*i32"] * (len(TargetLayout._fields) - 1), "*i64")
 
 @jit
 def owners_of(ends, items, BLOCK: tl.constexpr):
-    """The slot of each of `items` [LANES]: how many of `ends` [BLOCK], ascending, it has behind it;
-    BLOCK - 1 for what is beyond the last. By bisection."""
+    """Return the slot of each of `items` [LANES]: the number of `ends` [BLOCK], ascending, that are
+    not above it; BLOCK - 1 for items after the last slot. By bisection."""
     low = items * 0
     for i in tl.static_range(1, 32):
         if (BLOCK >> i) > 0:
@@ -83,7 +83,7 @@ def store_tokens(
     state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
     most_token, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Ids, positions and KV slots of flat tokens; of padding, where they are not `held`."""
+    """Store ids, positions and KV slots of flat tokens; tokens not `held` are padding."""
     owners = owners.to(tl.int64)
     token = tl.load(state.tokens + owners * token_width + positions, mask=held, other=0)
     block = tl.load(state.blocks + owners * block_width + positions // PAGE, mask=held, other=0)
@@ -150,15 +150,16 @@ def target_batch_kernel(
 def make_target_batch(
     state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, most_token: int
 ) -> None:
-    """Fill `layout` for what `state.asked` asks, token ids cut to `most_token`. `depths` int32 [S]:
-    drafts that lie behind the known tokens, read only in a step that drafts."""
+    """Fill `layout` for the requests in `state.asked`. Token ids above `most_token` become it.
+    `depths` int32 [S] counts the drafts after the known tokens; it is read only in drafting
+    steps."""
     slots = len(state.num_tokens)
     if depths.dtype != torch.int32 or tuple(depths.shape) != (slots,):
         raise ValueError(f"depths: {depths.dtype} {list(depths.shape)}; give int32 {[slots]}")
     if tuple(layout.query_starts.shape) != (slots + 1,):
         raise ValueError(f"layout: allocate it for {slots} slots")
-    most = max(len(layout.tokens), len(layout.logit_tokens))
-    target_batch_kernel[(triton.cdiv(most, LANES),)](
+    longest = max(len(layout.tokens), len(layout.logit_tokens))
+    target_batch_kernel[(triton.cdiv(longest, LANES),)](
         state, depths, layout, slots, state.tokens.shape[1], state.blocks.shape[1],
         len(layout.tokens), len(layout.logit_tokens), most_token,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,

@@ -1,1 +1,1 @@
-"""Verification of drafts against logits: the kernel, and its reference, by which a CPU verifies."""
+"""Verification of drafts against logits on a GPU."""

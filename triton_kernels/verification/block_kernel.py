@@ -1,9 +1,9 @@
-"""Verification in blocks from logits, defined on probabilities in
-`cbatch/runtime/sampling/block_verification.py`.
+"""Block verification from logits. `cbatch/runtime/sampling/block_verification.py` defines the same
+on probabilities.
 
-`decide` has stored the probabilities of the drafts and the joint ratios c along them. Where drafts
-were drawn, `residual` has stored the mass R of max(0, c p - q) after each draft but the last. This
-kernel draws the coins.
+`decide_kernel` has stored the target's probabilities of the drafts, and the joint ratios c along
+them. For sampled drafts, `residual_kernel` has stored the mass R of max(0, c p - q) after each
+draft but the last. The kernel here draws the coins.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
 
 @jit
 def joint_ratio(weight, q):
-    """Return min(1, c p / q) for `weight` c p; 0 where the target forbids the draft."""
+    """Return min(1, c p / q) for `weight` = c p; 0 if the target forbids the draft."""
     ratio = tl.where(weight >= q, 1.0, weight / tl.where(q > 0.0, q, 1.0))
     return tl.where(weight > 0.0, ratio, 0.0)
 
 
 @jit
 def _says_so(u, mass, ratio):
-    """u <= h = R / (R + 1 - c), with u in (0, 1]."""
+    """Return whether u <= h = R / (R + 1 - c), with u in (0, 1]."""
     return u * (mass + (1.0 - ratio)) <= mass
 
 
@@ -43,8 +43,8 @@ def coins_kernel(
     batch, starts_ptr, certain_ptr, laws, q_laws, decision, chances_ptr, ratios_ptr, masses_ptr,
     num_tiles, drawn, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Accept the drafts of a block up to the last one whose coin accepts it. The next token is the
-    row's own; `residual` replaces it where a drawn draft is rejected."""
+    """Accept the drafts of a block up to the last one whose coin succeeds. The next token is the
+    one drawn by the scan; `finish_kernel` replaces it if a sampled draft is rejected."""
     request = tl.program_id(0)
     if tl.load(batch.requests.modes + request) == order.BLOCK_MODE:
         count = tl.load(batch.drafts.counts + request)
@@ -68,7 +68,7 @@ def coins_kernel(
             masses = masses_ptr + (row + 1).to(tl.int64) * num_tiles + tile
             there = unsure & ~last & (tile < num_tiles)
             mass = tl.sum(tl.load(masses, mask=there, other=0.0), axis=0)
-            # The residual of a certain draft is all but the draft itself.
+            # The residual after a certain draft is all of p but the next draft.
             chance = tl.load(chances_ptr + row + 1, mask=~last, other=0.0)
             mass = tl.where(unsure, mass, ratio * (1.0 - chance))
             passes = tl.where(last, u * q <= weight, _says_so(u, mass, ratio))
@@ -77,7 +77,7 @@ def coins_kernel(
         tl.store(decision.next_tokens + request, tl.load(laws.tokens + 2 * (start + accepted)))
 
 
-def judge(values: dict[str, Any], num_requests: int) -> None:
-    """Decide about blocks; `values` are those of `kernel.verify_logits`."""
-    given = {"masses_ptr": values["scanned"].tiles} | values
-    launch.launch(coins_kernel, (num_requests,), given, launch.CompileOptions(1))
+def verify_blocks(values: dict[str, Any], num_requests: int) -> None:
+    """Verify the requests of mode BLOCK; `values` are those of `kernel.verify_logits`."""
+    arguments = {"masses_ptr": values["scanned"].tiles} | values
+    launch.launch(coins_kernel, (num_requests,), arguments, launch.CompileOptions(1))

@@ -1,10 +1,10 @@
-"""Batched verification from logits without a tensor of probabilities. `rejection_sampler.py` and
+"""Batched verification from logits, without a tensor of probabilities. `rejection_sampler.py` and
 `block_verification.py` in `cbatch/runtime/sampling` define the same on probabilities.
 Greedy, coupled, rejection and block requests of any k share one batch.
 
-`decide` accepts drafts of a request up to the first rejection. The scan has drawn the next token
-already, unless a drawn draft is rejected: then the next token is drawn from the residual, for which
-that one row is read again.
+`decide_kernel` accepts the drafts of a request up to the first rejection. The scan has already
+drawn the next token, except after the rejection of a sampled draft. That token is drawn from the
+residual, for which this one row of logits is read again.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification.block_kernel import joint_ratio
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
-ROWS = 8  # of a request, handled together
+ROWS = 8  # rows of a request that a program handles together
 _DECIDE, _ONE_WARP = CompileOptions(4), CompileOptions(1)
 
 
 class VerifyOutput(NamedTuple):
-    """Verdicts: request b emits its first `num_accepted` drafts and the next token."""
+    """The result: request b emits its first `num_accepted` drafts and the next token."""
 
     num_accepted: Tensor  # int32 [B]
-    next_tokens: Tensor  # int32 [B]: the target's own, the replacement, or the bonus
-    finite: Tensor  # int32 [B]: 1 if every logit of its rows was finite; else the verdict is void
+    next_tokens: Tensor  # int32 [B]: the target's own, the replacement, or the bonus token
+    finite: Tensor  # int32 [B]: 1 if all logits of its rows were finite; else the result is invalid
 
 
 @jit
 def _accepts(threshold, p):
-    """u * q <= p with u in (0, 1]; p > 0 keeps a token that the target forbids out for good."""
+    """Return whether u * q <= p with u in (0, 1]; p > 0 rejects a token that the target forbids."""
     return (p > 0.0) & (threshold <= p)
 
 
@@ -54,10 +54,11 @@ def decide_kernel(
     batch, starts_ptr, certain_ptr, scanned, laws, q_laws, decision, chances_ptr, ratios_ptr,
     vocab, stride, num_tiles, num_dense, drawn, found, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Decide about the drafts of a request, but for blocks, which `block_kernel` decides.
+    """Verify the drafts of a request; `block_kernel` verifies those of mode BLOCK.
 
-    `found`: the laws have been found; else those of weighed rows are stored. Of rows of blocks the
-    probabilities of their drafts are stored, fp32 [N], and the joint ratios before them."""
+    `found`: `find_laws` has stored the distributions of the rows; otherwise those needed later are
+    stored here. Rows of mode BLOCK get the probabilities of their drafts, fp32 [N], and the joint
+    ratios before them."""
     request = tl.program_id(0)
     mode = tl.load(batch.requests.modes + request)
     count = tl.load(batch.drafts.counts + request)
@@ -107,7 +108,7 @@ def decide_kernel(
 
 @jit
 def _logits_of(logits_ptr, scanned, row, mask, num_tiles, num_dense, TILES: tl.constexpr):
-    """Return the logits of tokens [ROWS], one in each row, from the row or from its overlay."""
+    """Return the logits of tokens [ROWS], one of each row, from the row or from its overlay."""
     lowest = order.lowest_of(logits_ptr.dtype.element_ty)
     x, _ = order.cleaned(tl.load(logits_ptr, mask=mask, other=lowest))
     tile = tl.arange(0, TILES)[None, :]
@@ -139,11 +140,13 @@ def verify_logits(
     filtered: bool,
     blocks: bool,
 ) -> VerifyOutput:
-    """Verify the drafts of B requests, 1 + drafts.counts[b] rows of logits each, the first of them
-    `starts[b]` int32 [B] (see `rows_of`). Without `proposals` every draft was chosen with certainty
-    (greedy or n-gram drafts: q is one-hot). Not `filtered`: no request that is not greedy has a
-    filter. Not `blocks`: none of mode BLOCK has drafts. Where logits are shaped, forbidden tokens
-    are marked in `batch.logits`. Raises ValueError naming the argument that is wrong.
+    """Verify the drafts of B requests. Request b has 1 + drafts.counts[b] rows of logits, the first
+    of them `starts[b]`, int32 (see `rows_of`).
+
+    Without `proposals` all drafts were chosen with certainty (greedy or n-gram drafts: q is
+    one-hot). `filtered` may be False if no sampled request has a filter, and `blocks` if no request
+    of mode BLOCK has drafts. If logits are shaped, forbidden tokens are marked in `batch.logits`.
+    Raises ValueError naming the invalid argument.
     """
     count, device = len(batch.requests.modes), batch.logits.device
     check_tensor("starts", starts, torch.int32, (count,))
@@ -177,7 +180,7 @@ def verify_logits(
     if blocks:
         if proposals is not None:
             residual.measure(values)
-        block_kernel.judge(values, count)
+        block_kernel.verify_blocks(values, count)
     if proposals is not None:
         residual.race(values)
         launch.launch(finish_kernel, (count,), values, _ONE_WARP)
@@ -199,7 +202,7 @@ def _check_proposals(batch: LogitsBatch, proposals: Proposals | None) -> None:
 
 
 def cases() -> list[KernelCase]:
-    """bf16 logits."""
+    """Return the cases for bf16 logits."""
     tiles = {"TILES": 64}
     types = {"decision": VerifyOutput(*["*i32"] * 3), "q_laws": launch.LAWS, "keys_ptr": "*i64"}
     types |= dict.fromkeys(("chances_ptr", "ratios_ptr", "masses_ptr", "q_listed_ptr"), "*fp32")

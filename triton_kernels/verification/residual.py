@@ -1,4 +1,4 @@
-"""The residual of the target's distribution where a drawn draft is rejected: max(0, c p - q).
+"""The residual max(0, c p - q), from which the token that replaces a sampled draft is drawn.
 
 c is the joint ratio of the drafts before it in a block, else 1. A program handles a tile of a row.
 """
@@ -19,7 +19,7 @@ from triton_kernels.sampling import laws as law
 from triton_kernels.sampling.inputs import Proposals
 
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
-SCORE = tl.constexpr(1 << 31)  # of a key: above the id, and below the mark of a residual
+SCORE = tl.constexpr(1 << 31)  # factor of the score in a key: above the id, below MARK
 ALL_IDS = tl.constexpr((1 << 31) - 1)
 MARK = tl.constexpr(1 << 62)
 
@@ -44,9 +44,9 @@ def residual_kernel(
     decision, ratios_ptr, masses_ptr, keys_ptr, vocab, stride, q_stride, list_width, logits_step,
     q_step, num_tiles, num_dense, races, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Store, of a tile of the residual, either its mass, fp32 [N, tiles], for rows of blocks; or,
-    if it `races`, the key of its winner, int64 [B, tiles], for the first rejected row of each
-    request."""
+    """Store one value for a tile of the residual. For rows of blocks, it is the mass, fp32 [N,
+    tiles]. With `races`, it is the key of the winner, int64 [B, tiles], for the first rejected row
+    of each request."""
     place, tile, by_row = tl.program_id(0), tl.program_id(1), races == 0
     request = tl.load(batch.rows.requests + place, mask=by_row, other=place)
     depth = tl.load(batch.rows.depths + place, mask=by_row, other=0)
@@ -84,8 +84,8 @@ def residual_kernel(
             total = tl.sum(tl.sum(rest, axis=1), axis=0)
             tl.store(masses_ptr + row.to(tl.int64) * num_tiles + tile, total)
         else:
-            # Where p and q are nearly equal round-off may leave no residual anywhere. Then p itself
-            # is the law.
+            # Where p and q are nearly equal, rounding may leave no residual at all. Then the token
+            # is drawn from p.
             some = tl.max(tl.max(rest, axis=1), axis=0) > 0.0
             score = tl.where(some, rest, p)
             seed, position, choice = order.draw_of(batch.noise, request, depth)
@@ -112,7 +112,7 @@ def _dense(logits_ptr, inside):
 
 
 def arguments(values: dict[str, Any], proposals: Proposals, num_requests: int) -> dict[str, Any]:
-    """Return arguments of the kernel; `values` are those of `kernel.verify_logits`."""
+    """Return the kernel's own arguments; `values` are those of `kernel.verify_logits`."""
     num_rows, num_tiles = values["scanned"].winners.shape
     new = values["scanned"].winners.new_empty
     listed = proposals.listed
@@ -127,7 +127,7 @@ def arguments(values: dict[str, Any], proposals: Proposals, num_requests: int) -
 
 
 def measure(values: dict[str, Any]) -> None:
-    """Find the masses of the residuals of blocks."""
+    """Compute the masses of the residuals of blocks."""
     _launch(values | {"races": 0}, values["masses_ptr"])
 
 
@@ -137,5 +137,5 @@ def race(values: dict[str, Any]) -> None:
 
 
 def _launch(values: dict[str, Any], out: Tensor) -> None:
-    """Launch a program for each place of `out`."""
+    """Launch a program for each element of `out`."""
     launch.launch(residual_kernel, tuple(out.shape), values, values["tiling"].residual)
