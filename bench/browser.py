@@ -1,4 +1,4 @@
-"""A headless Chromium, by playwright: for the tests of the live page, and for its picture."""
+"""A headless Chromium, run by playwright, for the tests and the picture of the live page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# Why there is no browser here; None: there is one.
+# The reason why no browser can run here; None: one can.
 MISSING = "there is no `chromium` on this machine" if CHROMIUM is None else None
 if importlib.util.find_spec("playwright") is None:
     MISSING = "there is no playwright: pip install -e '.[dev]'"
@@ -21,15 +21,18 @@ if importlib.util.find_spec("playwright") is None:
 
 @contextmanager
 def browsing(scale: float = 1.0) -> Iterator[tuple[Page, list[str]]]:
-    """Start a browser without a profile; yields a tab, and what its console says and its scripts
-    throw. `scale` is the pixels of the screen to one of CSS."""
+    """Start a browser without a profile. Yields a tab, and a list that collects console messages
+    and script errors. `scale` is screen pixels per CSS pixel."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Chromium has no sandbox for root, and loads nothing but our page.
+        # Chromium's sandbox does not work for root; only our own page is loaded.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page, log = browser.new_page(device_scale_factor=scale), list[str]()
-        page.on("console", lambda said: log.append(f"{said.text} {said.location.get('url', '')}"))
+        page.on(
+            "console",
+            lambda message: log.append(f"{message.text} {message.location.get('url', '')}"),
+        )
         page.on("pageerror", lambda error: log.append(str(error)))
         yield page, log
         browser.close()

@@ -1,10 +1,11 @@
-"""Every micro-benchmark beside a stored baseline: `python -m bench.micro` (part of `make bench`).
+"""Every micro-benchmark compared with a stored baseline: `python -m bench.micro` (part of `make
+bench`).
 
-Runs `pytest bench --benchmark-enable` on one thread and prints the ratio of each lower quartile
-(what disturbs a round only adds to it) to the baseline's (`bench/baseline.json`, or `--baseline
-FILE`). Machines differ, and one machine's speed drifts: a yardstick, a fixed piece of Python and
-numpy, is timed before and after, and `ratio` is divided by how the yardstick changed; `raw` is
-not. `--save` makes what was measured the baseline.
+Runs `pytest bench --benchmark-enable` on one thread. Prints the ratio of each lower quartile to the
+baseline's (`bench/baseline.json`, or `--baseline FILE`); disturbances only lengthen a round.
+Machines differ, and the speed of one machine drifts. So a yardstick, a fixed piece of Python and
+numpy, is timed before and after. `ratio` is divided by the change of the yardstick, `raw` is not.
+`--save` makes the measurements the baseline.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from bench.report import print_report, rounded
 from cbatch.system.machine import describe_machine, describe_versions
 
 BASELINE = Path(__file__).parent / "baseline.json"
-SLOWER = 1.3  # beyond it a benchmark is named as slower
+SLOWER = 1.3  # ratio beyond which a benchmark is reported as slower
 YARDSTICK_ROUNDS = 200
 
 
 def yardstick_us() -> float:
-    """The median of a loop, a sort and a product: what these benchmarks are made of."""
+    """Return the median microseconds of a loop, a sort and a product, typical of the benchmarks."""
     rng = np.random.default_rng(0)
     values, matrix = rng.random(4096), rng.random((64, 64)).astype(np.float32)
     spent_us = []
@@ -47,28 +48,30 @@ def yardstick_us() -> float:
 
 
 def run(options: Sequence[str]) -> dict[str, Any]:
-    """`options` go to pytest. Raises RuntimeError with its output if a benchmark fails."""
+    """Run the micro-benchmarks; `options` go to pytest. Raises RuntimeError with pytest's
+    output."""
     before_us = yardstick_us()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x"]
         command += ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={out}"]
-        # On a busy machine two threads of one product wait for each other: a hundred times slower.
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *options], capture_output=True, text=True, env=alone)
+        # On a busy machine two threads of one product wait for each other, up to a hundred times
+        # longer.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"pytest failed ({done.returncode}):\n{done.stdout}{done.stderr}")
-        found = json.loads(out.read_bytes())["benchmarks"]
+        benchmarks = json.loads(out.read_bytes())["benchmarks"]
     return {
         "machine": describe_machine(),
         "versions": describe_versions(),
         "yardstick_us": round((before_us + yardstick_us()) / 2, 2),
-        "quartile_us": {_name(each): round(each["stats"]["q1"] * 1e6, 3) for each in found},
+        "quartile_us": {_name(each): round(each["stats"]["q1"] * 1e6, 3) for each in benchmarks},
     }
 
 
 def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """In the order in which they ran; one that the baseline lacks has no ratio."""
+    """Return a row for each benchmark, in order of running. It has no ratio without a baseline."""
     past = {} if baseline is None else baseline["quartile_us"]
     speed = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
     rows = []
@@ -120,10 +123,10 @@ def _notes(
 
 
 def _name(benchmark: dict[str, Any]) -> str:
-    """Its file without what all of them share, and the test."""
+    """Return a benchmark's short name: its file without the common parts, and its test."""
     path, _, test = benchmark["fullname"].rpartition("::")
     kind = Path(path).stem.removeprefix("test_").removesuffix("_micro")
-    # Brackets would be markup of the table.
+    # rich would read brackets as markup.
     return f"{kind}: {test.removeprefix('test_').replace('[', ' ').rstrip(']')}"
 
 

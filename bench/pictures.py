@@ -1,7 +1,7 @@
-"""The pictures of README and docs: `python -m bench.pictures`, or `make pictures`.
+"""The pictures of the README and the docs: `python -m bench.pictures`, or `make pictures`.
 
 `policies.png` is simulated, so it is the same on every machine. `live-page.png` is the page of the
-demo server under load, as a headless Chromium shows it; without that browser it is left out.
+demo server under load in a headless Chromium; it is left out without that browser.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from sim.workload.generate import generate
 
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REQUESTS = 300  # and six for each client: so many that the last ones count for little
-ACCEPTANCE = "beta:0.6,3"  # requests differ much: some drafters do well, some never
+REQUESTS = 300  # plus six per client, so that the last requests have little weight.
+ACCEPTANCE = "beta:0.6,3"  # requests differ widely: some drafts do well, others never.
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "goodput": "#d4622a"}
 SERVER = "--max-slots 8 --num-blocks 480 --max-model-tokens 1024"
-PHASES = ((2, 1_500), (8, 15_000))  # clients, and tokens until there are others
-LONGEST_S = 90.0  # of a phase, on a machine with more to do
+PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
+LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
 WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
 
 
 def simulated(policy: str, clients: int) -> float:
-    """Return output tokens a second of Llama-3.1-8B with a 1B draft on an H100, for requests of
-    some 200 tokens in and out, each client waiting for its answers."""
+    """Return simulated output tokens a second of Llama-3.1-8B with a 1B draft on an H100. Requests
+    have about 200 tokens in and out; each client waits for its answer."""
     length, count = lognormal(200, 0.5), REQUESTS + 6 * clients
     requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,13 +58,13 @@ def simulated(policy: str, clients: int) -> float:
             acceptance=ACCEPTANCE,
             max_slots=max(CLIENTS),
         )
-        found = build(scenario).run().output_tokens_per_s
-    assert found is not None
-    return found
+        tokens_per_s = build(scenario).run().output_tokens_per_s
+    assert tokens_per_s is not None
+    return tokens_per_s
 
 
 def save_policies(path: Path) -> list[dict[str, Any]]:
-    """Draws them; returns the figures."""
+    """Draw the picture and return its figures."""
     off = {clients: simulated("off", clients) for clients in CLIENTS}
     lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
     figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
@@ -75,7 +75,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
         axis.plot(
             CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
         )
-    # Names stand at the ends of their lines, pushed apart where these are near.
+    # Names are at the ends of their lines, moved apart where they would overlap.
     ends = {"no drafts": 1.0} | {policy: ratios[-1] for policy, ratios in lines.items()}
     height = 0.0
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
@@ -110,7 +110,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
 
 
 def save_live_page(path: Path) -> None:
-    # One thread: others wait by spinning, and browser and load want a core, too.
+    # One thread: idle threads spin, while the browser and the load need a core.
     with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing(SCALE) as (page, _):
         url = f"http://127.0.0.1:{port}"
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
@@ -139,7 +139,7 @@ def _loaded(url: str, clients: int) -> Iterator[None]:
 
 
 def _wait_for(url: str, tokens: int) -> None:
-    """Until the server has made so many more."""
+    """Wait until the server has generated `tokens` more tokens, at most `LONGEST_S`."""
     first, deadline_s = _generated(url), time.monotonic() + LONGEST_S
     while _generated(url) < first + tokens and time.monotonic() < deadline_s:
         time.sleep(0.2)
@@ -147,10 +147,10 @@ def _wait_for(url: str, tokens: int) -> None:
 
 def _generated(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        found = re.search(
+        match = re.search(
             r"^vllm:generation_tokens_total\{.*\} (.*)$", response.read().decode(), re.M
         )
-    return float(found[1]) if found else 0.0
+    return float(match[1]) if match else 0.0
 
 
 def _shoot(page: Any, path: Path) -> None:
@@ -162,7 +162,7 @@ def _shoot(page: Any, path: Path) -> None:
 
 
 def _shrink(path: Path) -> None:
-    """A page has few colours: as many are kept as nobody misses."""
+    """Reduce the image to 96 colours; a page has few, so the difference is invisible."""
     from PIL import Image
 
     with Image.open(path) as image:

@@ -1,4 +1,4 @@
-"""Plots of benchmark figures: lines over load, one panel a workload."""
+"""Plots of benchmark figures: lines over load, one panel per workload."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def save_lines(
     y_label: str,
     highlight: str | None = None,
 ) -> None:
-    """A PNG with a panel for each entry of `panels`: named lines of (x, y), x on a log scale.
+    """Save a PNG with a panel for each entry of `panels`: named lines of (x, y), x on a log scale.
 
-    The line named `highlight` is drawn strong, the others thin; a grey line marks 1.
+    The line named `highlight` is emphasised; a grey line marks y = 1.
     """
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4.2), sharey=True, squeeze=False

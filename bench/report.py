@@ -1,5 +1,4 @@
-"""What every benchmark prints: a table for people, then, unless it is a terminal, one JSON line for
-programs, last."""
+"""Output of every benchmark: a table, and one JSON line at the end unless it goes to a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def print_report(
 ) -> None:
     """Print `rows` as a table and `{"results": rows, "machine", "versions", **extra}` as JSON.
 
-    All rows have the keys of the first. `notes` are lines under the table.
+    All rows have the keys of the first. `notes` are lines below the table.
     """
     print_document(print_table(title, rows, notes=notes), rows, extra)
 
@@ -31,7 +30,7 @@ def print_report(
 def print_document(
     console: Console, rows: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
 ) -> None:
-    """The last of `print_report`, below tables of one's own."""
+    """Print the JSON document of `print_report` alone, below tables of the caller's own."""
     machine = describe_machine()
     load, cores = machine["load_1min"], machine["cores"]
     if load is not None and cores and load > cores:
@@ -48,7 +47,7 @@ def print_document(
 def print_table(
     title: str, rows: Sequence[Mapping[str, Any]], *, notes: Sequence[str] = ()
 ) -> Console:
-    """Print `rows` as a table, `notes` under it; returns where it went."""
+    """Print `rows` as a table with `notes` below it. Return the console."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="right")
@@ -63,11 +62,11 @@ def print_table(
 
 
 def rounded(value: float | None) -> float | None:
-    """To three decimals, as figures are reported."""
+    """Round to three decimals, as figures are reported."""
     return None if value is None else round(value, 3)
 
 
-# 97.5 % points of Student's t for 1, 2, ... degrees of freedom; with more the last, up to 6 % wide.
+# 97.5 % points of Student's t for 1 to 20 degrees of freedom. More use the last, up to 6 % wide.
 _STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -75,7 +74,7 @@ _STUDENT = (
 
 
 def student95(degrees: int) -> float:
-    """Half the width of a 95 % interval, in standard errors."""
+    """Return half the width of a 95 % interval, in standard errors."""
     return _STUDENT[min(degrees, len(_STUDENT)) - 1]
 
 

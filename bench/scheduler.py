@@ -1,7 +1,8 @@
-"""Microseconds per step that the scheduler itself costs: `python -m bench.scheduler`.
+"""Microseconds per step that the scheduler itself takes: `python -m bench.scheduler`.
 
-Steady-state decode: every request has its prompt in KV and drafts `k` tokens a step (`fixed`), each
-accepted with probability 0.7. Timed are `plan` and `commit`; results are built outside the timer.
+Steady-state decode: every prompt is in KV, and every request drafts `k` tokens a step (`fixed`),
+each accepted with probability 0.7. `plan` and `commit` are timed; results are built outside the
+timer.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 32_000
 ACCEPTANCE = 0.7
 WARM_UP_STEPS = 50
-# (running, k, prefix cache): most microseconds a step, from the issue that this answers.
+# (running, k, prefix cache), or a prefix of it: the limit in microseconds a step.
 LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
 PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"
 
 
 def limit_us(*cell: Any) -> float | None:
-    """The stated limit for a cell; None where none is stated."""
+    """Return the limit of a cell, or None."""
     return next((LIMITS_US[key] for key in (cell[0], cell[:2], cell) if key in LIMITS_US), None)
 
 
 def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
-    """A scheduler with `running` waiting requests whose prompts share no block."""
+    """Return a scheduler with `running` waiting requests whose prompts share no block."""
     lookahead = LookaheadConfig(policy="fixed", k=k) if k else LookaheadConfig()
     config = SchedulerConfig(
         num_blocks=running * CONTEXT_TOKENS // BLOCK_SIZE_TOKENS,
@@ -46,7 +47,7 @@ def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
         max_slots=running,
         max_model_tokens=CONTEXT_TOKENS,
         step_budget_tokens=max(2048, 8 * running),
-        prompt_share=1.0,  # so that all rows have read their prompts in step
+        prompt_share=1.0,  # so that all rows finish their prompts at the same time
         vocab_size=VOCAB_SIZE,
         prefix_cache=prefix_cache,
         draft_context_tokens=CONTEXT_TOKENS if k else None,
@@ -62,7 +63,7 @@ def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
 
 
 def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
-    """What an executor could answer: runs of accepted drafts, random tokens."""
+    """Return a possible result of an executor: runs of accepted drafts, random tokens."""
     drafted = plan.num_drafts
     deepest = int(drafted.max(initial=0))
     accept = rng.random((plan.num_rows, deepest)) < ACCEPTANCE
@@ -85,7 +86,7 @@ def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
 
 
 def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]:
-    """One turn: nanoseconds in `plan` and `commit`, and the plan."""
+    """Run one step. Return the nanoseconds of `plan` and `commit`, and the plan."""
     started_ns = time.perf_counter_ns()
     plan = scheduler.plan(0.0)
     planned_ns = time.perf_counter_ns()
@@ -98,7 +99,7 @@ def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]
 
 
 def steady_state(running: int, k: int, prefix_cache: bool) -> tuple[Scheduler, np.random.Generator]:
-    """A scheduler in which every request decodes, k drafts in every row, and its result noise."""
+    """Return a scheduler whose requests all decode with k drafts each, and the noise of results."""
     scheduler = build_scheduler(running, k, prefix_cache)
     rng = np.random.default_rng(1)
     warm_steps = 0
@@ -110,7 +111,7 @@ def steady_state(running: int, k: int, prefix_cache: bool) -> tuple[Scheduler, n
 
 
 def sample_us(running: int, k: int, prefix_cache: bool, steps: int) -> np.ndarray:
-    """Microseconds of each of `steps` steps of a fresh scheduler, float64."""
+    """Return the microseconds of each of `steps` steps of a new scheduler, float64."""
     scheduler, rng = steady_state(running, k, prefix_cache)
     gc.collect()
     gc.freeze()
@@ -120,7 +121,7 @@ def sample_us(running: int, k: int, prefix_cache: bool, steps: int) -> np.ndarra
 
 
 def measure(running: int, k: int, prefix_cache: bool, steps: int, repeats: int) -> dict[str, Any]:
-    """One row of the report: the repeat with the best median."""
+    """Return a row of the report, from the repeat with the best median."""
     samples = [sample_us(running, k, prefix_cache, steps) for _ in range(repeats)]
     best = min(samples, key=lambda us: float(np.median(us)))
     median_us = float(np.median(best))

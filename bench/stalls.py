@@ -3,15 +3,18 @@
     python -m bench.stalls cbatch='cbatch serve smollm2 --port {port}' \\
         vllm='VENV/bin/vllm serve DIR --port {port}' other=http://127.0.0.1:8000
 
-Each system is a command that serves the OpenAI API on `{port}`, or a URL. `--streams` answers
-run; once each has 100 tokens, `--prompts` prompts of random tokens, new in every repeat, arrive
-`--every` seconds apart. Systems take turns within a repeat. Figures are medians over the repeats:
-percentiles of the gaps between two tokens of a stream, in ms, before the prompts (`calm`) and while
-they are read; seconds until all prompts have a token; tokens of prompts and streams a second
-meanwhile. `longest_to_first` is the ratio of the longest gap to the first system's.
+Each system is a command that serves the OpenAI API on `{port}`, or a URL. `--streams` answers run;
+once each has 100 tokens, `--prompts` prompts of random tokens, new in every repeat, arrive
+`--every` seconds apart. Systems run in turns within a repeat. Figures are medians over the repeats:
 
-`--plot FILE`: the 99th percentile of the gaps over the speed at which prompts are read, a point for
-each system: with commands that differ in `--itl-target`, what a target costs.
+- percentiles of the gaps between two tokens of a stream, in ms, before the prompts (`calm`) and
+  while they are read;
+- seconds until all prompts have a token;
+- tokens of prompts and streams a second in that time;
+- `longest_to_first`, the ratio of the longest gap to the first system's.
+
+`--plot FILE` draws the 99th percentile of the gaps over the speed of reading prompts, a point per
+system. With commands that differ in `--itl-target` it shows the cost of a target.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ from rich.progress import track
 
 from bench.report import print_report
 
-_FIRST_TOKENS, _CALM_TOKENS = 50, 100  # of each stream before gaps count, and before prompts come
+_FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts come.
 _START_S, _CALL_S = 300.0, 600.0
-_IDS = range(1000, 40_000)  # of the prompts' tokens
+_IDS = range(1000, 40_000)  # token ids of the prompts
 
 
 class Load(NamedTuple):
@@ -55,8 +58,8 @@ class Server(NamedTuple):
     model: str
 
     def post(self, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, Iterator[bytes]]:
-        """Return the connection and the events of a streamed completion. Raises RuntimeError for
-        an answer that is an error."""
+        """Return the connection and the events of a streamed completion. Raises RuntimeError if the
+        server answers with an error."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_CALL_S)
         common = {"model": self.model, "temperature": 0, "ignore_eos": True, "stream": True}
         headers = {"content-type": "application/json"}
@@ -68,7 +71,7 @@ class Server(NamedTuple):
 
 
 class Gaps:
-    """Gaps between tokens of all streams, each with the time of its end."""
+    """Gaps between tokens of all streams, each with the time at which it ended."""
 
     def __init__(self, streams: int) -> None:
         self.counts = [0] * streams
@@ -90,7 +93,7 @@ class Gaps:
         connection.close()
 
     def wait_for(self, tokens: int) -> None:
-        """Raises RuntimeError if the streams do not get so many in time."""
+        """Wait until every stream has `tokens` tokens. Raises RuntimeError after `_START_S`."""
         end_s = time.perf_counter() + _START_S
         while min(self.counts) < tokens:
             if time.perf_counter() > end_s:
@@ -153,7 +156,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def served(system: str) -> Iterator[Server]:
-    """A system's server; its process, if it is a command, ends with the context."""
+    """Yield a system's server. A process started here ends with the context."""
     if system.startswith(("http://", "https://")):
         address = urlsplit(system)
         assert address.hostname is not None
@@ -176,7 +179,8 @@ def served(system: str) -> Iterator[Server]:
 
 
 def _answering(host: str, port: int, process: subprocess.Popen[bytes] | None = None) -> Server:
-    """Wait until it lists its model. Raises ChildProcessError, RuntimeError."""
+    """Wait until the server lists its model. Raises ChildProcessError if its process ends, and
+    RuntimeError after `_START_S`."""
     end_s = time.perf_counter() + _START_S
     while time.perf_counter() < end_s:
         if process is not None and process.poll() is not None:
@@ -238,7 +242,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             figures[name].append(measure(server, load, seed=repeat))
     rows: list[dict[str, Any]] = []
     for name, repeats in figures.items():
-        row = {key: statistics.median(each[key] for each in repeats) for key in repeats[0]}
+        row = {
+            key: statistics.median(figures_of_repeat[key] for figures_of_repeat in repeats)
+            for key in repeats[0]
+        }
         first = rows[0] if rows else row
         rows.append({"system": name, **row, "longest_to_first": row["longest_ms"]})
         rows[-1]["longest_to_first"] /= first["longest_ms"]

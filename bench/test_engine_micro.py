@@ -1,4 +1,4 @@
-"""`pytest bench --benchmark-enable`: a batch through the whole engine under pytest-benchmark."""
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of a batch through the whole engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4", "ema"])
 def test_generate(benchmark, model, batch, lookahead):
-    """The model drafts for itself: every draft is accepted, so steps with drafts are certain."""
+    """Use the model as its own draft: every draft is accepted, so the policy keeps drafting."""
     args = parse(["--batch", str(batch), "--output-tokens", str(OUTPUT_TOKENS)])
     system, _ = build_cbatch(model, model, lookahead, args)
     prompts = make_prompts(model, args.prompt_tokens, batch, real=False)

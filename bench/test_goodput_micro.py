@@ -1,4 +1,5 @@
-"""`pytest bench --benchmark-enable`: the `goodput` decision at 256 rows and 8 depths.
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of the `goodput` decision at 256 rows and 8
+depths.
 
 `flat` is memory-bound at this load, `steep` compute-bound, `stairs` rises in steps of 64 tokens.
 """
@@ -38,14 +39,14 @@ PROFILES = {
 
 
 def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """N and D of rows whose acceptance is spread about 2/3, and caps."""
+    """Return N and D of rows whose acceptance is spread around 2/3, and their largest depths."""
     rng = np.random.default_rng(0)
     trials = rng.uniform(8, 25, rows)
     return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
 
 
 class Drafted(NamedTuple):
-    """A `policy.DraftedStep`."""
+    """Implements `policy.DraftedStep`."""
 
     rows: slice
     num_drafted: np.ndarray
@@ -65,7 +66,7 @@ class Drafted(NamedTuple):
 
 
 class ToPlan(NamedTuple):
-    """A `policy.PlannedRows`."""
+    """Implements `policy.PlannedRows`."""
 
     rows: slice
     caps: np.ndarray
@@ -85,14 +86,14 @@ def to_plan(rows: int) -> ToPlan:
 
 
 def policy_of(kind: str, rows: int) -> GoodputPolicy:
-    """A policy that knows these rows."""
+    """Return a policy with estimates for these rows."""
     policy = GoodputPolicy(
         LookaheadConfig(policy="goodput", k=DEPTH),
         PolicyLimits(rows, TOKENS, PROFILES[kind]),
     )
     policy.estimate[:] = inputs(rows)[:2]
     work = StepWork(rows=rows, target_tokens=rows, logit_tokens=rows)
-    for _ in range(2):  # else it would try out what the profile says
+    for _ in range(2):  # otherwise it would first test the profile's prices
         policy.costs.observe(StepSample(work, 0.0, float(PROFILES[kind].table(TOKENS)[rows])))
     return policy
 
@@ -111,7 +112,7 @@ def test_decide(benchmark, kind):
 
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_whole_choice(benchmark, rows):
-    """As a plan calls it, again and again: mostly a decision that stands."""
+    """Time `choose` called repeatedly, as by a planner: the decision is mostly kept."""
     k = benchmark(policy_of("flat", rows).choose, to_plan(rows))
     assert k is not None and k.any()
 
@@ -123,7 +124,7 @@ def test_survival(benchmark):
 
 
 def test_a_step_while_off(benchmark):
-    """What k = 0 for everyone costs, drafts that are no good: all calls, decisions and probes
+    """Time a step with useless drafts, where k = 0 for all rows: all calls, decisions and probes
     included."""
     policy, planned = policy_of("steep", ROWS), to_plan(ROWS)
     policy.estimate[0] *= 0.1

@@ -1,5 +1,5 @@
-"""`pytest bench --benchmark-enable`: calls through the HTTP server over a stub that has an output
-ready whenever it is asked. The reader of raw sockets shares the process."""
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of calls through the HTTP server. A stub of
+the engine always has an output ready. The reader of raw sockets shares the process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHUNKS = 20
 @pytest.mark.parametrize("streams", [1, 16])
 @pytest.mark.parametrize("path", BODIES, ids=["completions", "chat"])
 def test_streams(benchmark, path, streams):
-    """Streams of 20 chunks of two tokens, opened, read and closed."""
+    """Open, read and close streams of 20 chunks of two tokens."""
     with serving(CHUNKS, 2, tick_s=0.0) as (port, _):
         read(port, path, 1)  # the first call imports and compiles
-        found = benchmark(read, port, path, streams)
-    assert found.chunks >= streams * CHUNKS
+        chunks_read = benchmark(read, port, path, streams)
+    assert chunks_read.chunks >= streams * CHUNKS

@@ -1,4 +1,4 @@
-"""`pytest bench --benchmark-enable`: the block pool. Each round leaves it as it found it."""
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of the block pool. Each round restores it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
 
 @pytest.mark.parametrize("count", [1, 256])
 def test_allocate_and_release(benchmark, count):
-    """Private blocks: what a step reserves and a finished request gives back."""
+    """Allocate and release private blocks: a step reserves them, a finished request frees them."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
     benchmark(lambda: pool.release(pool.allocate(count)))
     assert pool.num_free == NUM_BLOCKS
@@ -20,7 +20,7 @@ def test_allocate_and_release(benchmark, count):
 
 @pytest.mark.parametrize("prompt_tokens", [512, 8192])
 def test_prefix_hit(benchmark, prompt_tokens):
-    """A prompt that is cached whole: found, held and let go."""
+    """Match, acquire and release a prompt that is cached whole."""
     pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS)
     tokens = np.random.default_rng(0).integers(0, 32_000, prompt_tokens).astype(np.int32)
     blocks = _cache(pool, tokens)
@@ -36,7 +36,7 @@ def test_prefix_hit(benchmark, prompt_tokens):
 
 
 def test_a_full_cache_gives_way(benchmark):
-    """Every block of a prompt of 512 tokens is taken from another's, least recently used first."""
+    """Take every block of a prompt of 512 tokens from another prompt, least recently used first."""
     pool = BlockPool(1024, BLOCK_TOKENS)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 32_000, 512).astype(np.int32) for _ in range(64)]
@@ -56,7 +56,7 @@ def test_a_full_cache_gives_way(benchmark):
 
 
 def _cache(pool: BlockPool, tokens: np.ndarray) -> np.ndarray:
-    """Allocates, names, completes and lets go the blocks of a sequence."""
+    """Allocate, name, mark ready and release the blocks of a sequence. Return them."""
     blocks = pool.allocate(len(tokens) // BLOCK_TOKENS)
     pool.add_nodes(blocks, ROOT, tokens, 0)
     pool.mark_ready(blocks)

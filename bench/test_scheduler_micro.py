@@ -1,7 +1,7 @@
-"""`pytest bench --benchmark-enable`: plan + commit under pytest-benchmark.
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of plan + commit.
 
-The result of a step is built before the timer from the plan of the step before: in steady state
-both have the same rows.
+The result of a step is built before the timer starts, from the plan of the step before: in steady
+state both have the same rows.
 """
 
 from __future__ import annotations

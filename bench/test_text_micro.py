@@ -1,4 +1,5 @@
-"""`pytest bench --benchmark-enable`: from token ids to text, one sequence of 256 tokens."""
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of detokenising one sequence of 256
+tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +25,6 @@ def test_detokenise(benchmark, tokenizer, tokens_per_push, stop):
 
     def decode():
         stream = TextStream(tokenizer, SamplingParams(stop=stop))
-        return "".join(stream.push(each).text for each in pushes) + stream.finish()
+        return "".join(stream.push(ids_pushed).text for ids_pushed in pushes) + stream.finish()
 
     assert len(ids) == NUM_TOKENS and benchmark(decode) == tokenizer.decode(ids)

@@ -1,5 +1,5 @@
-"""`pytest bench --benchmark-enable`: the verdict on a step's drafts, torch on the CPU, with the
-demo's vocabulary. Logits are made before the timer."""
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of the rejection sampler, torch on the CPU,
+with the demo's vocabulary. Logits are made before the timer starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejects"])
 def test_verify(benchmark, mode, rows, k):
-    """Every draft but the last of each row is the target's own choice, the last seldom."""
+    """Verify drafts of which all but the last of each row are the target's likeliest tokens."""
     table = _table(mode, rows)
     generator = torch.Generator().manual_seed(0)
     drafts = torch.randint(0, VOCAB_SIZE, (rows, max(k, 1)), generator=generator)
@@ -28,14 +28,14 @@ def test_verify(benchmark, mode, rows, k):
     )
     logits = logits.flatten(0, 1)
     probs = torch.softmax(torch.randn(rows * k, VOCAB_SIZE, generator=generator), dim=-1)
-    wanted = Wanted(
+    rows_to_verify = Wanted(
         slots=np.arange(rows),
         known=np.full(rows, 64),
         num_drafted=np.full(rows, k),
         drafts=drafts.numpy() if k else None,
         probs=probs if k and mode == "rejects" else None,
     )
-    verified = benchmark(verify, logits, wanted, table)
+    verified = benchmark(verify, logits, rows_to_verify, table)
     assert not verified.status.any()
     assert (verified.num_accepted >= agreed).all()
 

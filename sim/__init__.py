@@ -1,1 +1,1 @@
-"""The simulator: cbatch's own scheduler over a clock of costs. Imports `cbatch`, never `bench`."""
+"""The simulator: cbatch's own scheduler on a virtual clock. It imports `cbatch`, never `bench`."""

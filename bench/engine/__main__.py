@@ -1,11 +1,12 @@
-"""Output tokens a second of the whole engine beside Hugging Face `generate`, on the same weights in
-the same run: `python -m bench.engine [MODEL] [--draft MODEL]`.
+"""Output tokens a second of the whole engine compared with Hugging Face `generate`, on the same
+weights in the same run: `python -m bench.engine [MODEL] [--draft MODEL]`.
 
-Without a model it measures the demo pair on its own prompts; `--shape llama-100m` writes a model
-of that shape with random weights and prompts it with random tokens (without a draft: the acceptance
-of a random one means nothing). `--model-impl own transformers` compares the engine's own modelling
-code with transformers'. Every system gets the same prompts, greedy, and generates exactly the same
-number of tokens for each; systems take turns within a repeat, and ratios are taken within it.
+Without a model it measures the demo pair on its own prompts. `--shape llama-100m` writes a model of
+that shape with random weights and prompts it with random tokens, without a draft: the acceptance of
+a random draft model means nothing. `--model-impl own transformers` compares the engine's own
+modelling code with transformers'. Every system gets the same prompts, decodes greedily and
+generates the same number of tokens. Systems run in alternating order within a repeat, and ratios
+are computed within a repeat.
 """
 
 from __future__ import annotations
@@ -33,22 +34,24 @@ from cbatch.demo import demo_paths
 def rows_of(
     systems: Sequence[System], runs: list[list[EngineRun]], batch: int, dtype: str
 ) -> list[Any]:
-    """A row a system: medians, and medians of the ratios taken within a repeat."""
-    by_name = {(s.name, s.lookahead): found for s, found in zip(systems, runs, strict=True)}
+    """Return a row for each system: medians, and medians of the ratios within a repeat."""
+    by_name = {
+        (s.name, s.lookahead): system_runs for s, system_runs in zip(systems, runs, strict=True)
+    }
     return [
         {
             "system": name,
             "lookahead": lookahead,
             "batch": batch,
             "dtype": dtype,
-            "output_tokens_per_s": median_speed(found),
-            "mean_accepted_tokens": rounded(ours and ours.mean_accepted_tokens),
-            "steps_with_drafts": rounded(ours and ours.drafting_share),
-            "ratio_to_transformers": ratio(found, by_name.get(("transformers", "off"))),
-            "ratio_to_off": ratio(found, by_name.get(("cbatch", "off"))),
+            "output_tokens_per_s": median_speed(system_runs),
+            "mean_accepted_tokens": rounded(speculation and speculation.mean_accepted_tokens),
+            "steps_with_drafts": rounded(speculation and speculation.drafting_share),
+            "ratio_to_transformers": ratio(system_runs, by_name.get(("transformers", "off"))),
+            "ratio_to_off": ratio(system_runs, by_name.get(("cbatch", "off"))),
         }
-        for (name, lookahead), found in by_name.items()
-        for ours in [found[-1].speculation]
+        for (name, lookahead), system_runs in by_name.items()
+        for speculation in [system_runs[-1].speculation]
     ]
 
 

@@ -1,12 +1,12 @@
-"""Models of a given shape with random weights, written as Hugging Face directories, so that ours
-and a peer load the same files."""
+"""Models of a given shape with random weights, written as Hugging Face directories, so that cbatch
+and its peers load the same files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-# Fields of config.json, of a Llama unless `model_type` says otherwise.
+# Fields of config.json; `model_type` is llama unless given.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": {
         "hidden_size": 768,
@@ -87,15 +87,15 @@ FLAGGED: dict[str, dict[str, Any]] = {
 }
 
 
-# Values that are drawn, of which weights are made by repeating them: a billion take a minute each
-# time. It is prime, so that no two rows of a matrix are the same.
-_DRAWN = 16_777_259
+# Number of random values; weights repeat them, since drawing a billion takes a minute. The number
+# is prime, so that no two rows of a matrix are equal.
+_NUM_DRAWN = 16_777_259
 
 
 def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
-    """Save a model of that shape with seeded random weights; returns its directory.
+    """Save a model of that shape with seeded random weights. Return its directory.
 
-    The end-of-sequence id is the last of the vocabulary, which benchmarks ignore.
+    The end-of-sequence id is the last of the vocabulary; benchmarks ignore it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,24 +107,28 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
         eos_token_id=fields["vocab_size"] - 1,
         pad_token_id=0,
     )
-    served = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=served)
-    # Products keep the size of what they take. With the usual 0.02 layers hardly count beside the
-    # embeddings, and tokens are the same whatever attention does.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    # With this scale matrix products keep the size of their inputs. With the usual 0.02 the layers
+    # would hardly change the embeddings, and the tokens would not depend on attention.
     scale = fields["hidden_size"] ** -0.5
-    drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0)).mul_(scale).to(served)
+    values = (
+        torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(0))
+        .mul_(scale)
+        .to(torch_dtype)
+    )
     weights, start = {}, 0
     for name, parameter in model.named_parameters():
         count = parameter.numel()
         if parameter.ndim == 1:
-            weights[name] = torch.ones(count, dtype=served)  # of a norm
+            weights[name] = torch.ones(count, dtype=torch_dtype)  # a norm
             continue
-        repeated = drawn.repeat(-(-(start + count) // _DRAWN))[start : start + count]
+        repeated = values.repeat(-(-(start + count) // _NUM_DRAWN))[start : start + count]
         weights[name] = repeated.clone().view(parameter.shape)
-        start = (start + count) % _DRAWN
+        start = (start + count) % _NUM_DRAWN
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     path = folder / shape
-    model.save_pretrained(path)  # with tensors named as published checkpoints have them
+    model.save_pretrained(path)  # tensors get the names of published checkpoints
     return path

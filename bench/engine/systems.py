@@ -1,4 +1,4 @@
-"""Engines under one face, the prompts they are given, and what a run of one measures."""
+"""Engines with a common interface, their prompts, and the measurements of their runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Prompts = list[list[int]]
 
 
 class EngineRun(msgspec.Struct):
-    """Timed batches, and how their lookahead went."""
+    """Outputs and times of batches, and statistics of their speculation."""
 
     seconds: float
     outputs: list[list[int]]  # token ids, in order of the prompts
     speculation: Speculation | None = None
-    steps_s: list[float] = []  # of decoding, where they are told
+    steps_s: list[float] = []  # durations of decoding steps, if the system reports them
 
     @property
     def tokens(self) -> int:
@@ -41,7 +41,7 @@ class EngineRun(msgspec.Struct):
 
 
 class System(msgspec.Struct):
-    """Something that completes a batch of prompts of equal length, greedily."""
+    """An engine that completes a batch of prompts of equal length, greedily."""
 
     name: str
     lookahead: str
@@ -51,19 +51,19 @@ class System(msgspec.Struct):
 def build_cbatch(
     model: Path, draft: Path | None, lookahead: str, args: Any, model_impl: str = "auto"
 ) -> tuple[System, LLM]:
-    most = max(args.batch)
+    max_batch = max(args.batch)
     llm = LLM(
         model,
         draft if lookahead != "off" else None,
         dtype=args.dtype,
         numerics=args.numerics,
         lookahead=lookahead,
-        max_slots=most,
+        max_slots=max_batch,
         max_model_tokens=args.prompt_tokens + args.output_tokens,
-        step_budget_tokens=max(1024, most * args.prompt_tokens),
+        step_budget_tokens=max(1024, max_batch * args.prompt_tokens),
         overlap=args.overlap,
         model_impl=model_impl,
-        prefix_cache=False,  # the same prompts come again in every repeat
+        prefix_cache=False,  # every repeat has the same prompts
         tokenizer="none",
     )
 
@@ -86,7 +86,8 @@ def build_transformers(model: Path, dtype: str) -> System:
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    # As ours with `ignore_eos`: a minimum of tokens would forbid that id, which changes the text.
+    # Like `ignore_eos`. A minimum number of tokens would forbid the end token, which changes the
+    # text.
     peer.generation_config.eos_token_id = None
 
     def run(prompts: Prompts, output_tokens: int) -> EngineRun:
@@ -108,7 +109,8 @@ def build_transformers(model: Path, dtype: str) -> System:
 
 
 def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
-    """`count` prompts of one length: the demo's (the last `tokens` of each), or random ids."""
+    """Return `count` prompts of one length: the last `tokens` of each demo prompt, or random
+    ids."""
     if not real:
         rng = np.random.default_rng(0)
         vocab_size = min(shape["vocab_size"] for shape in SHAPES.values())
@@ -121,24 +123,25 @@ def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
 
 
 def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int) -> EngineRun:
-    """One batch after the other; small batches take several, since prompts differ."""
+    """Complete all prompts in batches, one after another. A small batch is run several times
+    because prompts differ in speed."""
     runs = [
         system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
     ]
     outputs = [ids for run in runs for ids in run.outputs]
     steps_s = [step for run in runs for step in run.steps_s]
-    whole = EngineRun(sum(run.seconds for run in runs), outputs, steps_s=steps_s)
+    total = EngineRun(sum(run.seconds for run in runs), outputs, steps_s=steps_s)
     for run in runs:
         if run.speculation is not None:
-            whole.speculation = whole.speculation or Speculation()
-            whole.speculation.merge(run.speculation)
-    return whole
+            total.speculation = total.speculation or Speculation()
+            total.speculation.merge(run.speculation)
+    return total
 
 
 def measure(
     systems: Sequence[System], model: Path, batch: int, args: Any, *, real: bool
 ) -> list[list[EngineRun]]:
-    """Runs by system, in repeats; the order turns round from one repeat to the next."""
+    """Return the runs of each system, one per repeat. Every other repeat has the reverse order."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count, real)
     for system in systems:
@@ -154,7 +157,8 @@ def measure(
 
 
 def ratio(of: Sequence[EngineRun], to: Sequence[EngineRun] | None) -> float | None:
-    """Of speeds, the median of those within a repeat; None without the other."""
+    """Return the median ratio of speeds within a repeat; None if there is nothing to compare
+    with."""
     if to is None:
         return None
     pairs = zip(of, to, strict=True)

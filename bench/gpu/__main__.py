@@ -23,12 +23,12 @@ from bench.gpu.turns import DeviceTurns
 
 _TILES = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
 _MINUTES = 5.0
-_LAST_S, _PACKING_S = 3.0, 12.0  # of the whole run, for the tables and for Triton's cache
+_LAST_S, _PACKING_S = 3.0, 12.0  # time reserved for the tables and for packing Triton's cache
 CACHE = "triton_cache.txz"
 
 
-def parts(out: Path, peers: Path | None, asked: Sequence[str]) -> list[RunPart]:
-    """Return the parts of a run. The engine, vLLM and the ceilings begin at once; vLLM's turn comes
+def parts(out: Path, peers: Path | None, sections: Sequence[str]) -> list[RunPart]:
+    """Return the parts of a run. The engine, vLLM and the ceilings start at once; vLLM measures
     after the engine's steps."""
 
     def part(
@@ -38,7 +38,7 @@ def parts(out: Path, peers: Path | None, asked: Sequence[str]) -> list[RunPart]:
         words += ("--peers", str(peers)) if peers is not None else ()
         return RunPart(name, (sys.executable, *words), least_s, most_s, after, needed)
 
-    found = [
+    parts = [
         part("ceilings", 8, 40),
         part("engine", 25, 240),
         part("vllm", 45, 300),
@@ -48,7 +48,7 @@ def parts(out: Path, peers: Path | None, asked: Sequence[str]) -> list[RunPart]:
         part("engine-1b", 25, 150, "demo"),
         part("sweep", 40, 600, "engine-1b"),
     ]
-    return [p for p in found if p.name in asked and (p.name != "vllm" or peers is not None)]
+    return [p for p in parts if p.name in sections and (p.name != "vllm" or peers is not None)]
 
 
 SECTIONS = (
@@ -85,11 +85,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cells_of(section: str) -> Callable[..., Iterable[Cell]]:
-    """`cells(bench)` of the section's module."""
+    """Return the function `cells(bench)` of the section's module."""
     module, _, model = section.partition("-")
     name = {"demo": "demo_pair", "vllm": "vllm_engine"}.get(module, module)
-    found: Callable[..., Iterable[Cell]] = importlib.import_module(f"bench.gpu.{name}").cells
-    return functools.partial(found, model=SMALLER) if model else found
+    cells: Callable[..., Iterable[Cell]] = importlib.import_module(f"bench.gpu.{name}").cells
+    return functools.partial(cells, model=SMALLER) if model else cells
 
 
 def run_child(section: str, out: Path, peers: Path | None) -> int:
@@ -109,7 +109,8 @@ def run_child(section: str, out: Path, peers: Path | None) -> int:
 
 
 def run(args: argparse.Namespace) -> Rows:
-    """The rows of all parts, by cell. A signal that ends the run leaves what was measured."""
+    """Run all parts and return their rows by cell. A signal ends the run; measured rows are
+    kept."""
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
     cache = _cache_folder()
@@ -121,23 +122,23 @@ def run(args: argparse.Namespace) -> Rows:
     with tempfile.TemporaryDirectory(prefix="cbatch-gpu-") as folder, clocks.recorded() as samples:
 
         def write(rows: Rows, about: Row) -> None:
-            known = about | ({"commit": args.commit} if args.commit else {})
+            complete_about = about | ({"commit": args.commit} if args.commit else {})
             flat = [
                 {"section": name, **row, **clocks.during(samples, *row.get("at_s", (0, 0)))}
                 for name, of_section in rows.items()
                 for row in of_section.values()
             ]
-            report.write(out, known | {"minutes": args.minutes}, flat)
+            report.write(out, complete_about | {"minutes": args.minutes}, flat)
 
-        made = GpuRun(Path(folder), 60 * args.minutes - spare_s, write)
+        gpu_run = GpuRun(Path(folder), 60 * args.minutes - spare_s, write)
         try:
-            made.go(parts(Path(folder), args.peers, args.section or SECTIONS))
+            gpu_run.go(parts(Path(folder), args.peers, args.section or SECTIONS))
         finally:
-            (out / "log.txt").write_text(made.log, encoding="utf-8")
-            _write_tiles(made, out)
+            (out / "log.txt").write_text(gpu_run.log, encoding="utf-8")
+            _write_tiles(gpu_run, out)
     if args.triton_cache is not None:
         _pack(cache, out / CACHE)
-    return made.rows
+    return gpu_run.rows
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -154,13 +155,13 @@ def _pack(cache: Path, to: Path) -> None:
             packed.add(path, path.name)
 
 
-def _write_tiles(made: GpuRun, out: Path) -> None:
-    """Write the table that a sweep leads to."""
-    if made.rows.get("sweep"):
-        device, date, commit = (made.about.get(name) for name in ("device", "date", "commit"))
+def _write_tiles(gpu_run: GpuRun, out: Path) -> None:
+    """Write the tile table that follows from a sweep."""
+    if gpu_run.rows.get("sweep"):
+        device, date, commit = (gpu_run.about.get(name) for name in ("device", "date", "commit"))
         source = f"swept on {device}, {date}, commit {commit}"
         sweep = importlib.import_module("bench.gpu.sweep")
-        sweep.write_table(made.rows["sweep"], _TILES, source, out)
+        sweep.write_table(gpu_run.rows["sweep"], _TILES, source, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ _TOP_P = {False: torch.inf, True: 0.9}
 
 
 class VerifyCase(NamedTuple):
-    """A step to verify. `starts` int32 [B]: the first row of logits of each request."""
+    """A step to verify. `starts` int32 [B] is the first logits row of each request."""
 
     batch: LogitsBatch
     starts: Tensor
@@ -43,9 +43,9 @@ def make_case(
     logits: str = "random",
     seed: int = 0,
 ) -> VerifyCase:
-    """Requests of one mode with so many drafts each, at temperature 0.8, with `filters` top_p 0.9.
-    Logits are random or recorded, bf16, drafts likely; with `proposed` they are drawn from logits
-    near the target's."""
+    """Make requests of one mode with `num_drafts[i]` drafts each, at temperature 0.8, with
+    `filters` also top_p 0.9. Logits are bf16, random or recorded. Drafts are mostly the argmax;
+    with `proposed` they are drawn from logits near the target's."""
     generator = torch.Generator(device).manual_seed(seed)
     counts = torch.tensor(num_drafts, device=device)
     size, num_rows = len(counts), int((counts + 1).sum())
@@ -54,8 +54,8 @@ def make_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def integers(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, shape, generator=generator, device=device)
+    def integers(limit: int, *shape: int) -> Tensor:
+        return torch.randint(limit, shape, generator=generator, device=device)
 
     if logits == "recorded":
         values = recorded_logits(num_rows, vocab, device=device, seed=seed)
@@ -78,7 +78,10 @@ def make_case(
     if proposed:
         near = values[drafted] + normal(len(tokens), vocab).bfloat16()
         of_drafts = Rows(*(field[drafted].contiguous() for field in rows))
-        laws = draw(batch._replace(logits=near, rows=of_drafts), noise.DRAFT)
-        drawn = batch.drafts._replace(tokens=laws.tokens[:, 0].contiguous())
-        batch, proposals = batch._replace(drafts=drawn), Proposals(near, None, laws, whole * 0)
+        draft_sample = draw(batch._replace(logits=near, rows=of_drafts), noise.DRAFT)
+        drafts = batch.drafts._replace(tokens=draft_sample.tokens[:, 0].contiguous())
+        batch, proposals = (
+            batch._replace(drafts=drafts),
+            Proposals(near, None, draft_sample, whole * 0),
+        )
     return VerifyCase(batch, starts, proposals)

@@ -1,4 +1,4 @@
-"""Rates of the device, measured in the run that uses them: reading, copying, multiplying.
+"""Peak rates of the device, measured in the run that uses them: reading, copying, multiplying.
 
 A ceiling is the best of several kernels over buffers far larger than any cache.
 """
@@ -21,15 +21,15 @@ from bench.gpu.world import Bench
 from triton_kernels.build.jit import jit
 
 SECTION = "ceilings"
-_BYTES, _EDGE = 4 << 30, 8192  # of a buffer; of the square matrices
-_WARM_S = 0.5  # of work before the first sample: an idle device has low clocks
-_TILES = ((4096, 4), (8192, 8), (16384, 8))  # words at a time, warps
+_BYTES, _EDGE = 4 << 30, 8192  # size of a buffer; edge of the square matrices.
+_WARM_S = 0.5  # seconds of work before the first sample: an idle device has low clocks.
+_TILES = ((4096, 4), (8192, 8), (16384, 8))  # (words per load, warps).
 _PROGRAMS = 132 * 8
 
 
 @jit
 def read_kernel(source_ptr, sums_ptr, num_words, TILE: tl.constexpr):
-    """A word for each program, of tiles as far apart as there are programs."""
+    """Read all words. Each program xors every `num_programs`-th tile and stores one word."""
     lanes = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.int32)
     for first in range(tl.program_id(0) * TILE, num_words, tl.num_programs(0) * TILE):
@@ -57,13 +57,13 @@ def load_ceilings(out: Path) -> Ceilings | None:
 
 
 def _words(bench: Bench) -> Tensor:
-    """Random, int32; a multiple of the largest tile."""
+    """Return a buffer of random int32; its length is a multiple of the largest tile."""
     count = _BYTES // 4 if bench.full else 1 << 14
     return torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int32, device=bench.device)
 
 
 def _tiled(bench: Bench, function: Any, source: Tensor, target: Tensor) -> dict[str, Call]:
-    """The kernel with tiles of several sizes, where kernels run."""
+    """Return launches of the kernel with several tile sizes; none if kernels do not run here."""
     launch = functools.partial(
         function[(_PROGRAMS if bench.full else 2,)], source, target, len(source)
     )
@@ -77,36 +77,36 @@ def _tiled(bench: Bench, function: Any, source: Tensor, target: Tensor) -> dict[
 def _read(bench: Bench) -> Row:
     source = _words(bench)
     sums = source.new_empty(_PROGRAMS if bench.full else 2)
-    ways: dict[str, Call] = {"torch sum": lambda: torch.sum(source.view(torch.float32))}
+    calls: dict[str, Call] = {"torch sum": lambda: torch.sum(source.view(torch.float32))}
     return _best(
-        bench, "bytes read", source.nbytes, ways | _tiled(bench, read_kernel, source, sums)
+        bench, "bytes read", source.nbytes, calls | _tiled(bench, read_kernel, source, sums)
     )
 
 
 def _copy(bench: Bench) -> Row:
     source = _words(bench)
     target = torch.empty_like(source)
-    ways: dict[str, Call] = {"memcpy": lambda: target.copy_(source)}
-    ways |= _tiled(bench, copy_kernel, source, target)
-    return _best(bench, "bytes, read and written", 2 * source.nbytes, ways)
+    calls: dict[str, Call] = {"memcpy": lambda: target.copy_(source)}
+    calls |= _tiled(bench, copy_kernel, source, target)
+    return _best(bench, "bytes, read and written", 2 * source.nbytes, calls)
 
 
 def _matmul(bench: Bench) -> Row:
     edge = _EDGE if bench.full else 16
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    ways: dict[str, Call] = {
+    calls: dict[str, Call] = {
         "rows by columns": lambda: torch.mm(a, b, out=out),
         "rows by rows": lambda: torch.mm(a, b.t(), out=out),
     }
-    return _best(bench, f"flop, bf16 {_EDGE}^3, random data", 2 * edge**3, ways)
+    return _best(bench, f"flop, bf16 {_EDGE}^3, random data", 2 * edge**3, calls)
 
 
-def _best(bench: Bench, unit: str, work: int, ways: dict[str, Call]) -> Row:
-    """The highest rate, and that of every way."""
+def _best(bench: Bench, unit: str, work: int, calls: dict[str, Call]) -> Row:
+    """Return a row with the highest rate and the rate of every call."""
     if bench.full:
-        time_calls(bench, list(ways.values()), _WARM_S)
-    timings = {name: time_calls(bench, [call]) for name, call in ways.items()}
+        time_calls(bench, list(calls.values()), _WARM_S)
+    timings = {name: time_calls(bench, [call]) for name, call in calls.items()}
     rates = {name: work / t.median_s for name, t in timings.items() if t is not None}
     if not rates:
         return {"unit": unit, "per_s": None, "status": "unmeasured"}

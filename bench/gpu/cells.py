@@ -1,4 +1,4 @@
-"""Cells: measurements that follow one another, each with a row on disk before the next begins."""
+"""Cells: measurements in sequence, each with a row on disk before the next begins."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 from bench.gpu.turns import DeviceTurns
 
 Row = dict[str, Any]
-FAULT_EXIT = 70  # the device is lost to this process; another one may go on
+FAULT_EXIT = 70  # exit status of a process that lost the device; another process can continue
 NOT_REACHED, NOT_FINISHED = "not reached", "not finished: its process ended"
 _FAULTS = ("CUDA error", "Triton Error [CUDA]", "misaligned address", "AcceleratorError")
 
 
-class Absent(Exception):  # noqa: N818 - a fact, not a fault
+class Absent(Exception):  # noqa: N818 - it reports a fact, not an error
     """The subject of a cell is not available here, or not for its inputs."""
 
 
 class Cell(NamedTuple):
-    """`labels` say what is measured; `run` measures and returns the figures. `timed` cells have the
-    device to themselves."""
+    """A measurement. `labels` describe it; `run` measures and returns the figures. A `timed` cell
+    has the device to itself."""
 
     key: str
     labels: Row
@@ -31,8 +31,8 @@ class Cell(NamedTuple):
 
 
 class Journal:
-    """Rows of a section by cell, in a file of JSON lines. A later row of a cell replaces an earlier
-    one: every cell has one from the beginning, which says that it was not reached."""
+    """Rows of a section by cell, in a file of JSON lines. A later row replaces an earlier one of
+    the same cell. Initially every cell has a row with status "not reached"."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Journal:
         self.read()
 
     def read(self) -> None:
-        """Take in what was written since, by whichever process."""
+        """Read the lines that any process has appended since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -52,7 +52,7 @@ class Journal:
         for line in whole.splitlines():
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:  # cut off when its process was killed
+            except json.JSONDecodeError:  # incomplete: its process was killed
                 continue
             self.about |= entry.get("about", {})
             self.rows |= entry.get("rows", {})
@@ -60,12 +60,12 @@ class Journal:
     def write(self, *, rows: dict[str, Row] | None = None, about: Row | None = None) -> None:
         entry = json.dumps({"rows": rows or {}, "about": about or {}}, default=str)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"\n{entry}\n")  # what was cut off stays a line of its own
+            file.write(f"\n{entry}\n")  # an incomplete last line stays separate
         self.read()
 
 
 def run_cells(cells: Iterable[Cell], journal: Journal, turns: DeviceTurns) -> None:
-    """Run the cells that no process has begun. A cell that fails says so in its row. Raises
+    """Run the cells that no process has begun. A failed cell has the error in its row. Raises
     SystemExit(FAULT_EXIT) once the device is lost."""
     cells = list(cells)
     new = {c.key: c.labels | {"status": NOT_REACHED} for c in cells if c.key not in journal.rows}

@@ -1,4 +1,4 @@
-"""Clocks of the device while it is measured, and what slowed it: `nvidia-smi` writes a line five
+"""Clocks of the device during measurements, and the reasons for slowdowns, from `nvidia-smi` five
 times a second."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 _EVERY_MS = 200
 _QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
-# Bits of the last column that slow a device that has work.
+# Bits of the last column that mean a slowdown of a busy device.
 _REASONS = {
     0x2: "clocks set by an application",
     0x4: "power cap",
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 def parse(line: str, at_s: float) -> Sample | None:
-    """A line of `nvidia-smi`; None for one that is not whole, or that lacks a figure."""
+    """Parse a line of `nvidia-smi`; return None if it is incomplete or lacks a figure."""
     *figures, reasons = (field.strip() for field in line.split(","))
     try:
         return Sample(at_s, *map(float, figures), int(reasons, 16))
@@ -42,7 +42,7 @@ def parse(line: str, at_s: float) -> Sample | None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Sample]]:
-    """Samples, added as they come; none where there is no `nvidia-smi`."""
+    """Yield a list to which samples are appended; it stays empty without `nvidia-smi`."""
     samples: list[Sample] = []
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -72,8 +72,8 @@ def recorded() -> Iterator[list[Sample]]:
 
 
 def during(samples: list[Sample], begin_s: float, end_s: float) -> dict[str, Any]:
-    """Return the lowest clock and the most power between two times, and the reasons that slowed the
-    device; {} where nothing was sampled."""
+    """Return the lowest clock and the highest power between two times, and the reasons for
+    slowdowns; {} without samples."""
     margin_s = _EVERY_MS * 1e-3
     inside = [s for s in samples if begin_s - margin_s <= s.at_s <= end_s + margin_s]
     if not inside:

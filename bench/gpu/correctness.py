@@ -1,7 +1,8 @@
-"""The suite's own tests of kernels, on the device: rows of a journal, one for each test.
+"""The project's kernel tests on the device; each test is a row of a journal.
 
-This module is a plugin of the pytest that it runs. Tests run in processes of pytest-xdist where it
-is installed. A fault of the device costs the test that made it: its process ends, another goes on.
+This module is a plugin of the pytest that it runs. Tests run in processes of pytest-xdist if it is
+installed. A device fault loses only the test that caused it: its process ends, and another
+continues.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ SECTION = "correctness"
 TESTS = "tests/triton_kernels/interpreter"
 _ROOT = Path(__file__).parents[2]
 _LOST = pytest.StashKey[bool]()
-_JOURNAL = "CBATCH_TEST_JOURNAL"  # in the environment: a file for the rows
-_TEST_S = 90  # of a test, compilation included
+_JOURNAL = "CBATCH_TEST_JOURNAL"  # environment variable with the path of the journal
+_TEST_S = 90  # time limit of a test, compilation included
 _MOST_PROCESSES = 14
 
 
 def command(*more: str, processes: int = _MOST_PROCESSES) -> list[str]:
-    """Pytest over the tests that a device can run; with 0 `processes` in one."""
+    """Return a pytest command over the tests for a device. 0 `processes` means no pytest-xdist."""
     words = [sys.executable, "-m", "pytest", TESTS, "-q", "-W", "default", "-p", __name__]
     words += ["-p", "no:cacheprovider", *more]
     if processes and importlib.util.find_spec("xdist") is not None:
@@ -42,7 +43,7 @@ def command(*more: str, processes: int = _MOST_PROCESSES) -> list[str]:
 
 
 def _journal() -> Journal | None:
-    """In the process that reports."""
+    """Return the journal in the process that reports; None in workers."""
     path = os.environ.get(_JOURNAL)
     return Journal(Path(path)) if path and "PYTEST_XDIST_WORKER" not in os.environ else None
 
@@ -65,12 +66,12 @@ def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A row once a test has been called, or as soon as it fails."""
+    """Write a row after a test's call, or as soon as a phase of it fails."""
     journal, test = _journal(), report.nodeid
     if journal is None or (report.when != "call" and not report.failed):
         return
     if report.failed and journal.rows[test]["status"].startswith("failed"):
-        return  # its process ended because of what the row says
+        return  # the row has the error that ended its process
     lines = report.longreprtext.splitlines()
     errors = [line[2:].strip() for line in lines if line.startswith("E ")] or lines[:1]
     status = "ok" if report.passed else f"{report.outcome}: {' '.join(errors)[:300]}"
@@ -85,16 +86,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """The device is lost to this process; pytest-xdist starts another."""
+    """End this process if it lost the device; pytest-xdist starts another."""
     if item.stash.get(_LOST, False) and "PYTEST_XDIST_WORKER" in os.environ:
         os._exit(FAULT_EXIT)
 
 
 def run(out: Path) -> int:
-    """The exit status of pytest, but 0 for tests that failed, as their rows say."""
+    """Run the tests. Return pytest's exit status, or 0 for failed tests, which their rows show."""
     environment = os.environ | {_JOURNAL: str(out / f"{SECTION}.jsonl")}
     words = command("--device=cuda")
-    if not torch.cuda.is_available():  # what would run
+    if not torch.cuda.is_available():  # only list the tests
         words, environment["TRITON_INTERPRET"] = command("--collect-only", processes=0), "1"
     done = subprocess.run(words, cwd=_ROOT, env=environment, stdout=sys.stderr, check=False)
     return done.returncode if done.returncode > 1 else 0

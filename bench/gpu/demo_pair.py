@@ -1,5 +1,5 @@
-"""The shipped pair with 28 streams, through `LLM` as a user calls it: tokens a second of wall time
-with speculation and without. A small model waits for the host, which no kernel shows."""
+"""The demo pair with 28 streams, through the public `LLM`: tokens a second of wall time with and
+without speculation. A small model waits for the host, which kernel times do not show."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def cells(bench: Bench) -> Iterator[Cell]:
         pair = _Pair(bench, lookahead)
         yield Cell(f"{lookahead}, start", labels | {"what": "start"}, pair.start, timed=False)
         for streams in (_STREAMS, 1):
-            named = labels | {"what": "streams", "batch": streams}
-            yield Cell(f"{lookahead}, {streams}", named, functools.partial(pair.measure, streams))
+            stream_labels = labels | {"what": "streams", "batch": streams}
+            yield Cell(
+                f"{lookahead}, {streams}", stream_labels, functools.partial(pair.measure, streams)
+            )
 
 
 class _Pair:
@@ -43,7 +45,7 @@ class _Pair:
         return {"seconds": time.perf_counter() - began_s}
 
     def measure(self, streams: int) -> Row:
-        """The median of some runs after one that is not counted."""
+        """Return the median speed of several runs, after one warm-up run."""
         if self._llm is None:
             return {"tokens_per_s": None, "status": "unmeasured"}
         prompts = (demo_prompts() * _STREAMS)[:streams]
@@ -51,9 +53,11 @@ class _Pair:
         rates = []
         for _ in range(1 + _RUNS):
             began_s = time.perf_counter()
-            found = self._llm.generate(prompts, params)
+            completions = self._llm.generate(prompts, params)
             seconds = time.perf_counter() - began_s
-            rates.append(sum(len(c.token_ids) for each in found for c in each.choices) / seconds)
+            rates.append(
+                sum(len(c.token_ids) for each in completions for c in each.choices) / seconds
+            )
         low, *_, high = sorted(rates[1:])
         return {
             "tokens_per_s": statistics.median(rates[1:]),

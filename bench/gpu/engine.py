@@ -1,8 +1,9 @@
 """The engine on random weights of real shapes: its start, the time of a step and tokens a second,
-compared with what reading weights and KV takes.
+compared with the time to read weights and KV.
 
-Acceptance is scripted: after the verdict, which costs what it costs, the number of accepted drafts
-is drawn on the device, each draft with a chance of `ACCEPTANCE`. The text is nonsense either way.
+Acceptance is simulated. After the verification kernels have run at their usual cost, the number of
+accepted drafts is drawn on the device, each draft with probability `ACCEPTANCE`. The text is
+meaningless in any case.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from sim.cost.roofline import ModelShape
 
 OURS = "cbatch"
 ACCEPTANCE = 0.7
-# In this order; what the time does not hold is the end of it.
+# (lookahead, sampling) in order of measurement; the time limit cuts off the end.
 _WAYS = (
     ("off", "greedy"), ("off", "top_p"), ("fixed:4", "greedy"), ("goodput", "greedy"),
     ("fixed:4", "top_p"), ("goodput", "top_p"),
 )  # fmt: skip
-# Batches whose kernels are listed.
+# Batch sizes for which the kernels of a step are listed.
 _PROFILED = {("off", "greedy"): (64, 1), ("off", "top_p"): (64, 1), ("fixed:4", "greedy"): (64,)}
 _PROFILED_STEPS = 6
 _PAGE_TOKENS = 64  # the default on a GPU
 _MOST_DRAFTS = 8
 _PROFILE_S = 2.0
-_TOKENS_A_STEP = 4  # of a sequence, more than its drafts' chances give on average
+_TOKENS_A_STEP = 4  # upper estimate of tokens per sequence and step, above the mean with drafts
 _WEIGHT_STD = 0.02
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 
@@ -66,8 +67,8 @@ class EngineSizes(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the sequence that decodes first: during the prompts of the others, the warm-up
-        and the windows."""
+        """Return the tokens of the sequence that decodes first: while the others' prompts are
+        computed, during the warm-up and during the windows."""
         free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MOST_DRAFTS), 1)
         prompts = -(-max(self.batches) * self.prompt_tokens // free_tokens)
         steps = prompts + self.warm_steps + self.windows * self.window_steps
@@ -95,7 +96,7 @@ TINY = EngineSizes((2,), 48, warm_steps=1, window_steps=2, windows=1, budget_tok
 
 
 class Way(NamedTuple):
-    """Settings that a batch is served with."""
+    """The settings under which a batch is served."""
 
     batch: int
     lookahead: str
@@ -103,7 +104,8 @@ class Way(NamedTuple):
 
 
 class DeviceWeights(WeightSource):
-    """Random weights, drawn where they are used: a device draws eight billion numbers quickly."""
+    """Random weights, drawn on the device that uses them: it draws eight billion numbers
+    quickly."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.generator = torch.Generator(device).manual_seed(0)
@@ -114,12 +116,12 @@ class DeviceWeights(WeightSource):
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype, device=device)
         std = limits.LOGIT_STD / shape[1] ** 0.5 if name in _HEADS else _WEIGHT_STD
-        drawn = torch.empty(shape, dtype=self.dtype, device=device)
-        return drawn.normal_(0.0, std, generator=self.generator)
+        weight = torch.empty(shape, dtype=self.dtype, device=device)
+        return weight.normal_(0.0, std, generator=self.generator)
 
 
 def cells(bench: Bench, model: str = MODEL) -> Iterator[Cell]:
-    """The start, then steps without drafts and what they consist of, then those with drafts."""
+    """Yield the start, then for each setting the steps and their kernels, first without drafts."""
     subject, labels = ModelBench(bench, model), {"model": model, "implementation": OURS}
     yield Cell("start", labels | {"what": "start"}, subject.start, timed=False)
     for lookahead, sampling in _WAYS:
@@ -130,12 +132,12 @@ def cells(bench: Bench, model: str = MODEL) -> Iterator[Cell]:
         ):
             for way in (Way(batch, lookahead, sampling) for batch in batches):
                 key = f"{what}, {lookahead} {sampling} {way.batch}"
-                named = labels | way._asdict() | {"what": what}
-                yield Cell(key, named, functools.partial(function, way))
+                way_labels = labels | way._asdict() | {"what": what}
+                yield Cell(key, way_labels, functools.partial(function, way))
 
 
 class ModelBench:
-    """One model, with a draft of two of its layers; an engine for each batch."""
+    """One model and a draft model with two of its layers, with an engine for each setting."""
 
     def __init__(self, bench: Bench, model: str) -> None:
         self.bench, self.model = bench, model
@@ -143,10 +145,10 @@ class ModelBench:
         self.shape = limits.MODELS[model] if bench.full else TINY_MODEL
         self.draft = structs.replace(self.shape, num_hidden_layers=2 if bench.full else 1)
         self._executor: GpuExecutor | None = None
-        self._prices: CostProfile | None = None  # of its steps, once `goodput` asked
+        self._prices: CostProfile | None = None  # step prices, measured once for `goodput`
 
     def start(self) -> Row:
-        """Weights, compilation and capture."""
+        """Load weights, compile and capture graphs. Return the seconds."""
         if not self.bench.world.runs:
             return {"status": "unmeasured"}
         script_verdicts()
@@ -167,7 +169,7 @@ class ModelBench:
             draft=draft,
             max_drafts=_MOST_DRAFTS,
         )
-        executor.capture()  # else the first step of each shape would be priced with it
+        executor.capture()  # otherwise the first step of each shape would include its capture
         self._executor = executor
         if not self.bench.full:
             return {"status": "unmeasured"}
@@ -175,7 +177,7 @@ class ModelBench:
         return {"seconds": seconds, "device_mib": torch.cuda.max_memory_allocated() >> 20}
 
     def measure(self, way: Way) -> Row:
-        """Windows of decoding steps."""
+        """Time windows of decoding steps."""
         if not self.bench.world.runs:
             return {"step_ms": None, "status": "unmeasured"}
         engine = self._decoding(way)
@@ -232,10 +234,10 @@ class ModelBench:
         return Engine(Scheduler(config), self._executor, depth=1, seed=0, drafters=("model",))
 
     def _decoding(self, way: Way) -> Engine:
-        """An engine whose sequences are all past their prompts, warm."""
+        """Return a warm engine in which all sequences decode."""
         engine, rng = self._engine(way.lookahead), np.random.default_rng(0)
-        most = self.sizes.most_tokens - self.sizes.prompt_tokens
-        params = SamplingParams(max_tokens=most, ignore_eos=True, **SAMPLING[way.sampling])
+        max_tokens = self.sizes.most_tokens - self.sizes.prompt_tokens
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **SAMPLING[way.sampling])
         for _ in range(way.batch):
             prompt = rng.integers(1, self.shape.vocab_size - 1, self.sizes.prompt_tokens)
             engine.add(prompt.tolist(), params)
@@ -263,11 +265,11 @@ class TimedWindow(NamedTuple):
     steps: int
     tokens: int
     drafts: int
-    context_tokens: float  # of a sequence, on average over the window
+    context_tokens: float  # of a sequence, averaged over the window
 
 
 def _advance(engine: Engine) -> list[Output]:
-    """One step. Raises RuntimeError when a sequence has ended: windows are of full batches."""
+    """Run one step. Raises RuntimeError if a sequence ends, since windows need full batches."""
     outputs = engine.step()
     for output in outputs:
         if output.finished is not None:
@@ -277,15 +279,15 @@ def _advance(engine: Engine) -> list[Output]:
 
 @functools.cache
 def script_verdicts() -> None:
-    """Accept each draft with a probability of `ACCEPTANCE` from here on. Graphs hold the verdict
-    that was set when they were captured, so call this before the first capture."""
+    """Accept each draft with probability `ACCEPTANCE` from now on. CUDA graphs keep the
+    verification function of their capture, so call this before the first capture."""
     decide = target_pass.verify_logits
 
     def scripted_verdict(batch: Any, *rest: Any, **more: Any) -> Any:
         decision = decide(batch, *rest, **more)
         counts = batch.drafts.counts
-        lucky = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < ACCEPTANCE
-        run = lucky.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
+        drawn = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < ACCEPTANCE
+        run = drawn.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
         decision.num_accepted.copy_(torch.minimum(counts, run))
         return decision
 

@@ -1,4 +1,4 @@
-"""Every kernel as a fraction of its own limit, and the peers that can be had."""
+"""Every kernel's time as a fraction of its own limit, and the peer kernels that are available."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
 OURS = "cbatch"
-PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # by default; the least
-_TOKENS = (1, 64, 512, 2048)  # of products
+PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # the default and the smallest page.
+_TOKENS = (1, 64, 512, 2048)  # rows of the products.
 _MOST_ERROR = 2e-2
 _MOST_VERIFIED = 8
 _FIRST = 6
-_SHORT_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # of which short ones are read, too
-_WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B
+_SHORT_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # workloads also measured with short pages.
+_WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B.
 
 
 class Subject(NamedTuple):
-    """One implementation of a workload. `build(n)` makes launches over n sets of inputs, no two of
-    which share any; peers raise `Absent` where they cannot be had."""
+    """One implementation of a workload. `build(n)` returns launches over n separate sets of inputs.
+    It raises `Absent` if a peer is not available."""
 
     kernel: str
     workload: str
@@ -64,7 +64,7 @@ class Subject(NamedTuple):
 
 
 def subjects(bench: Bench) -> Iterator[Subject]:
-    """Attention as it is most, sampling, the other kernels, and then the rest of attention."""
+    """Yield the most important attention, sampling, products, and then the rest of attention."""
     names = ATTENTION if bench.full else TINY_ATTENTION
     return chain(
         attention(bench, names[:_FIRST]),
@@ -85,15 +85,15 @@ def cells(bench: Bench) -> Iterator[Cell]:
 def _compile(bench: Bench) -> Row:
     if not bench.full:
         return {"status": "unmeasured"}
-    with ahead.listed() as found:
+    with ahead.listed() as kernels:
         for subject in subjects(bench._replace(warming=True)):
             if subject.implementation.startswith(OURS):
                 for call in subject.build(1):
                     call()
-    ahead.compile_all(found)
+    ahead.compile_all(kernels)
     with suppress(Absent):
         peers.load_vllm(bench)
-    return {"kernels": len(found)}
+    return {"kernels": len(kernels)}
 
 
 def measure(bench: Bench, subject: Subject) -> Row:
@@ -115,7 +115,7 @@ def _heads(bench: Bench) -> GridHeads:
 
 def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
     shape = _heads(bench)
-    builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: ours} | peers.ATTENTION
+    builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: own_attention} | peers.ATTENTION
     for name in names:
         cost = attention_cost(workload(name), shape)
         subject = partial(Subject, "attention", name)
@@ -127,15 +127,15 @@ def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
                 yield subject(f"{OURS}, pages of {_SHORT_PAGE_TOKENS}", cost, short)
 
 
-def ours(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
+def own_attention(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
     step, shipped = steps[0], TINY_TUNING
-    if bench.full:  # as an executor would have it that drafts so many tokens, or none
-        few = max(
+    if bench.full:  # the tuning of an executor that drafts as many tokens as these queries, or none
+        query_tokens = max(
             (q.query_tokens for q in step.queries if q.query_tokens <= _MOST_VERIFIED), default=1
         )
         page_tokens = step.pool.page_tokens
         shipped = tuning_of(
-            step.shape, page_tokens, bench.device, numerics="fast", query_tokens=few
+            step.shape, page_tokens, bench.device, numerics="fast", query_tokens=query_tokens
         )
     return launches(bench, steps, shipped)
 
@@ -147,9 +147,9 @@ def _checked(
     count: int,
     page_tokens: int = PAGE_TOKENS,
 ) -> Sequence[Call]:
-    """Launches over `count` steps. What computes something else is not timed: raises
-    ArithmeticError. Held against the reference are calls over the pages of a step, which name their
-    output; others have inputs of their own."""
+    """Return launches over `count` steps. If the first call has an `out` keyword, its result is
+    compared with the reference; other calls have inputs of their own. Raises ArithmeticError for a
+    wrong result, so that it is not timed."""
     shape = _heads(bench)
     steps = make_steps(workload(name), shape, page_tokens, bench.device, count)
     calls = build(bench, steps)
@@ -168,8 +168,8 @@ def _checked(
 
 
 def sampling(bench: Bench) -> Iterator[Subject]:
-    """Verification of k + 1 rows a request over a whole vocabulary, and plain draws; of recorded
-    logits and of random ones."""
+    """Yield verification of k + 1 rows per request over a whole vocabulary, and plain sampling;
+    both with recorded and with random logits."""
     vocab = VOCAB if bench.full else 2048
     for logits, (requests, k) in product(("recorded", "random"), _STEPS if bench.full else _TINY):
         for kernel, mode, proposed, filters in _VERDICTS if k else _DRAWS:
@@ -179,12 +179,12 @@ def sampling(bench: Bench) -> Iterator[Subject]:
             builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: verify if k else draws}
             builds |= peers.VERIFICATION if proposed and not filters else {}
             for implementation, build in builds.items():
-                given = bench, build, [k] * requests, vocab, kinds
+                arguments = bench, build, [k] * requests, vocab, kinds
                 label = f"{requests} requests k {k}, {logits} logits"
-                yield Subject(kernel, label, implementation, cost, partial(_over_cases, *given))
+                yield Subject(kernel, label, implementation, cost, partial(_over_cases, *arguments))
 
 
-_STEPS = ((64, 4), (8, 4), (1, 4), (64, 0), (64, 7), (13, 4))  # requests, drafts of each
+_STEPS = ((64, 4), (8, 4), (1, 4), (64, 0), (64, 7), (13, 4))  # (requests, drafts of each)
 _TINY = ((2, 1), (2, 0))
 _VERDICTS = (
     ("verify rejection", REJECTION, True, False),
@@ -205,7 +205,7 @@ def _over_cases(
 ) -> Sequence[Call]:
     seeds = range(count)
     if not bench.world.runs:
-        kinds = kinds | {"proposed": False}  # drafts are drawn by a kernel
+        kinds = kinds | {"proposed": False}  # a kernel would have to draw the drafts
     cases = [make_case(drafts, vocab, device=bench.device, seed=seed, **kinds) for seed in seeds]
     return build(bench, cases)
 
@@ -222,15 +222,16 @@ def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
 
 
 def products(bench: Bench) -> Iterator[Subject]:
-    """Yield products by fixed tiles and by the library: the cost of invariant numerics."""
+    """Yield products by fixed tiles and by the library; their ratio is the cost of invariant
+    numerics."""
     width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
     for tokens in _TOKENS if bench.full else (3,):
         for outs, columns in ((2 * inner, width), (width, inner)):
             cost = product_cost(tokens, outs, columns)
             for implementation, function in _PRODUCTS.items():
-                made = partial(_over_matrices, bench, function, (tokens, columns), (outs, columns))
+                build = partial(_over_matrices, bench, function, (tokens, columns), (outs, columns))
                 label = f"{tokens} tokens, {outs} x {columns}"
-                yield Subject("product", label, implementation, cost, made)
+                yield Subject("product", label, implementation, cost, build)
 
 
 def _dense(x: Tensor, weight: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Subjects of the measurements, and lower limits of their time: bytes that must move and products
-that must be made, each counted once, over the measured rates of the device. Pure arithmetic.
+"""Workloads of the measurements, and lower limits of their time: the bytes that must move and the
+arithmetic, each counted once, divided by the device's measured rates. Pure arithmetic.
 
-Names of workloads follow vLLM's grammar of batches: `2q2k_32q1s4k` is 2 prefills of 2048 tokens and
-32 decodes over 4096."""
+Names of workloads follow vLLM's batch grammar: `2q2k_32q1s4k` is 2 prefills of 2048 tokens and 32
+decodes over 4096."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
 
 
 class Query(NamedTuple):
-    """`query_tokens` new tokens, the last at position `context_tokens` - 1."""
+    """A query of `query_tokens` new tokens, the last at position `context_tokens` - 1."""
 
     query_tokens: int
     context_tokens: int
 
 
 class GridHeads(NamedTuple):
-    """Attention heads; the fields of `triton_kernels.attention.Heads`."""
+    """Attention heads, with the fields of `triton_kernels.attention.Heads`."""
 
     kv_heads: int
     group: int
@@ -38,35 +38,35 @@ def heads_of(shape: ModelShape) -> GridHeads:
 
 
 def workload(name: str) -> list[Query]:
-    """The sequences of a batch: parts joined by `_`, each `[count]q<tokens>[k][s<context>[k]]`.
-
-    Without `s` the context is the query. Raises ValueError for anything else."""
+    """Return the sequences of a batch. Its name consists of parts joined by `_`, each
+    `[count]q<tokens>[k][s<context>[k]]`. Without `s` the context is the query itself. Raises
+    ValueError for any other name."""
     queries = []
     for part in name.split("_"):
-        found = _PART.fullmatch(part)
-        if found is None:
+        match = _PART.fullmatch(part)
+        if match is None:
             raise ValueError(f"workload: {part!r} is not [count]q<tokens>[k][s<context>[k]]")
-        count, query, query_k, context, context_k = found.groups()
+        count, query, query_k, context, context_k = match.groups()
         tokens = int(query) << (10 if query_k else 0)
-        seen = tokens if context is None else int(context) << (10 if context_k else 0)
-        if not 0 < tokens <= seen:
+        context_tokens = tokens if context is None else int(context) << (10 if context_k else 0)
+        if not 0 < tokens <= context_tokens:
             raise ValueError(f"workload: {part!r} has a query longer than its context, or none")
-        queries += [Query(tokens, seen)] * int(count or 1)
+        queries += [Query(tokens, context_tokens)] * int(count or 1)
     return queries
 
 
 DECODE, VERIFY = "64q1s4k", "64q8s4k"
 FEW_LONG, CHUNK = "q8s32k", "q2k"
-# The lengths of ThunderMLA's benchmark, 4 new tokens each.
+# The context lengths of ThunderMLA's benchmark, with 4 new tokens each.
 UNEVEN = "q4s4641_q4s45118_q4s1730_q4s1696"
 RAGGED = "_".join(f"8q{1 + k}s4k" for k in range(8))
 MIXED = "2q2k_32q1s4k"
-# The most telling first: what a budget cuts off is the tail.
+# The most informative workloads first: a time limit cuts off the last ones.
 ATTENTION = (
     DECODE, VERIFY, CHUNK, FEW_LONG, MIXED, RAGGED, UNEVEN, "q2ks8k",
     "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
 )  # fmt: skip
-TINY = ("3q1s20", "q5_2q1s33")  # where kernels are interpreted
+TINY = ("3q1s20", "q5_2q1s33")  # for interpreted kernels
 
 LLAMA_8B_HEADS = GridHeads(kv_heads=8, group=4, head_dim=128)
 HEADS = {
@@ -78,17 +78,17 @@ HEADS = {
 TINY_HEADS = GridHeads(kv_heads=1, group=2, head_dim=16)
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
-MODEL, SMALLER = MODELS  # the one that is measured first; if there is time
+MODEL, SMALLER = MODELS  # the model that is measured first, and the one for which time may be left
 BATCHES = (64, 8, 1, 128)
 PROMPT_TOKENS = 512
-# Of logits that random weights give: a nucleus of top_p holds 1 to some 300 tokens.
+# Standard deviation of logits from random weights: a nucleus of top_p holds 1 to some 300 tokens.
 LOGIT_STD = 4.0
 SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.9}}
 VOCAB = 128_256
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """The fields of a config.json."""
+    """Return the fields of a config.json."""
     return asdict(shape) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -104,20 +104,21 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
 
 
 class Ceilings(NamedTuple):
-    """Rates measured in the same run as the figures that are compared with them."""
+    """Peak rates, measured in the same run as the figures that are compared with them."""
 
     read_bytes_per_s: float
     matmul_flop_per_s: float  # of an 8192^3 product in bf16
 
 
 class Cost(NamedTuple):
-    """`num_bytes` of device memory traffic and `flop` on matrix units, both at the least."""
+    """Lower bounds: `num_bytes` of device memory traffic, and `flop` on matrix units."""
 
     num_bytes: int
     flop: int = 0
 
     def limit_s(self, ceilings: Ceilings) -> float:
-        """The longer of the two times, all bytes at the rate of reading; no version is faster."""
+        """Return the longer of the two times, with all bytes at the read rate. No kernel is
+        faster."""
         return max(
             self.num_bytes / ceilings.read_bytes_per_s, self.flop / ceilings.matmul_flop_per_s
         )
@@ -130,7 +131,8 @@ class Cost(NamedTuple):
 def attention_cost(
     queries: Sequence[Query], shape: GridHeads, *, element_bytes: int = 2, kv_bytes: int = 2
 ) -> Cost:
-    """K and V of every context once, queries read and results written; causal products only."""
+    """Return the cost of reading K and V of every context once, reading queries and writing
+    results; only causal products count."""
     contexts = sum(q.context_tokens for q in queries)
     tokens = sum(q.query_tokens for q in queries)
     heads = shape.kv_heads * shape.group
@@ -142,7 +144,7 @@ def attention_cost(
 
 
 def visible_pairs(queries: Sequence[Query]) -> int:
-    """(token, key) pairs that a causal mask leaves."""
+    """Return the number of (token, key) pairs under a causal mask."""
     return sum(
         q.query_tokens * (q.context_tokens - q.query_tokens)
         + q.query_tokens * (q.query_tokens + 1) // 2
@@ -151,7 +153,7 @@ def visible_pairs(queries: Sequence[Query]) -> int:
 
 
 def product_cost(tokens: int, outs: int, columns: int, *, element_bytes: int = 2) -> Cost:
-    """The weight read once, rows read and written."""
+    """Return the cost of reading the weight once, and of reading and writing the rows."""
     num_bytes = (outs * columns + tokens * (outs + columns)) * element_bytes
     return Cost(num_bytes, 2 * tokens * outs * columns)
 
@@ -164,9 +166,9 @@ def sampling_cost(rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
 def step_cost(
     queries: Sequence[Query], shape: ModelShape, *, logits_rows: int, element_bytes: int = 2
 ) -> Cost:
-    """A forward pass: the weights once (of the embedding only some rows are looked up), K and V of
-    every context in every layer, and the products of both. The head multiplies only the rows whose
-    logits are wanted."""
+    """Return the cost of a forward pass: all weights read once (but few rows of the embedding), K
+    and V of every context in every layer, and the arithmetic of both. The LM head multiplies
+    `logits_rows` rows."""
     tokens = sum(q.query_tokens for q in queries)
     inner, head, layers = shape.layer_weights, shape.head_weights, shape.num_hidden_layers
     attention = attention_cost(queries, heads_of(shape), element_bytes=0, kv_bytes=element_bytes)

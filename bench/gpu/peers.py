@@ -1,5 +1,5 @@
-"""Other kernels over the same inputs, each called as its own users call it: torch's, and vLLM's
-Triton kernels where `--peers` holds vLLM. What cannot be had says why."""
+"""Peer kernels over the same inputs, called as their own users call them: torch's, and vLLM's
+Triton kernels if `--peers` holds vLLM. A peer that is not available says why."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 
 @functools.cache
 def load_vllm(bench: Bench) -> Callable[..., Any]:
-    """vLLM's rejection sampler. Importing it takes seconds; raises `Absent` where it is not."""
+    """Return vLLM's rejection sampler. Importing it takes seconds; raises `Absent` without vLLM."""
     if bench.peers is None:
         raise Absent("vLLM is not supplied (--peers)")
     sys.path.append(str(unpack(bench.peers, bench.out / "peers")))
-    found: Callable[..., Any] = importlib.import_module(_REJECTION).rejection_sample
-    return found
+    sampler: Callable[..., Any] = importlib.import_module(_REJECTION).rejection_sample
+    return sampler
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -44,7 +44,8 @@ def _equal_lengths(step: StepQueries) -> tuple[int, int]:
 
 
 def _dense(step: StepQueries) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, heads, Q, D]; k and v [B, kv_heads, L, D]: random, contiguous, no pages."""
+    """Return random contiguous tensors without pages: q [B, heads, Q, D]; k, v [B, kv_heads, L,
+    D]."""
     query, context = _equal_lengths(step)
     shape, batch = step.shape, len(step.queries)
     q = step.q.reshape(batch, query, shape.kv_heads * shape.group, shape.head_dim)
@@ -70,7 +71,8 @@ def sdpa(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
 
 
 def vllm_verification(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
-    """The rejection sampler of vLLM's second model runner: from logits, no probabilities."""
+    """Return launches of the rejection sampler of vLLM's second model runner, which takes
+    logits."""
     reject = load_vllm(bench)
     return [functools.partial(reject, **_of_verification(case)) for case in cases]
 
@@ -105,5 +107,5 @@ def _of_verification(case: VerifyCase) -> dict[str, Any]:
 Build = Callable[..., Any]
 ATTENTION: dict[str, Build] = {"torch sdpa, no pages": sdpa}
 VERIFICATION: dict[str, Build] = {"vllm": vllm_verification}
-# What also runs without a GPU.
+# Implementations that also run without a GPU.
 ANYWHERE = frozenset(ATTENTION)

@@ -1,4 +1,4 @@
-"""Kernels that a step launches and the time of each, by torch.profiler."""
+"""The kernels that a step launches and the time of each, from torch.profiler."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-STEPS, STEP_KERNELS = "steps", "kernels of a step"  # what rows of an engine say
-_MOST, _NAME_CHARS = 40, 90
+STEPS, STEP_KERNELS = "steps", "kernels of a step"  # values of `what` in rows of an engine.
+_MOST, _NAME_CHARS = 40, 90  # kernels kept, and characters of their names.
 
 
 def step_kernels(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
-    """Kernels by the time that they take, longest first: calls and microseconds a step."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    """Return kernels by total time, longest first, with calls and microseconds per step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
     totals: dict[str, tuple[int, float]] = {}
-    for event in found.events():
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = event.name[:_NAME_CHARS]
             calls, us = totals.get(name, (0, 0.0))

@@ -1,10 +1,10 @@
-"""Logits as a model makes them: recorded of SmolLM2-135M over a text, scaled to any vocabulary.
+"""Realistic logits: recorded from SmolLM2-135M over a text, and stretched to any vocabulary.
 
-Random logits are nearly flat, so that a nucleus holds half of the vocabulary. Those of a model are
+Random logits are nearly flat, so a nucleus holds half of the vocabulary. A model's logits are
 peaked: with temperature 0.8 and top_p 0.9 the nuclei of the recorded rows hold 1 to 874 tokens,
-half of them at most 9. Time both.
+half of them at most 9. Benchmarks time both.
 
-    python -m bench.gpu.recorded_logits FILE      # records them again, of the text in FILE
+    python -m bench.gpu.recorded_logits FILE      # records again, from the text in FILE
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 DATA = Path(__file__).parent / "data" / "recorded_logits.npz"
 ROWS, VOCAB = 64, 49_152  # as recorded
-_EVERY = 15  # tokens of the text from one row to the next
-_HEAD = 1024  # ranks that keep their logits in every vocabulary
-_EXACT, _KNOTS = 64, 200  # ranks stored one by one, and in all
+_EVERY = 15  # tokens of the text between two recorded rows.
+_HEAD = 1024  # the first ranks, whose logits are the same for every vocabulary.
+_EXACT, _KNOTS = 64, 200  # the first ranks, stored one by one; ranks stored in total.
 
 
 class LogitProfiles(NamedTuple):
-    """Sorted logits of some rows, at some of their ranks."""
+    """Sorted logits of recorded rows, at some of their ranks."""
 
     ranks: NDArray[np.int64]  # [K], ascending from 0 to VOCAB - 1
     logits: NDArray[np.float32]  # [ROWS, K], descending
@@ -41,9 +41,9 @@ def load() -> LogitProfiles:
 
 @functools.cache
 def profiles(vocab: int) -> NDArray[np.float32]:
-    """Sorted logits of every recorded row, [ROWS, vocab], descending.
+    """Return the sorted logits of every recorded row, [ROWS, vocab], descending.
 
-    The first 1,024 ranks keep their logits; the rest is stretched to the vocabulary. Raises
+    The first 1,024 ranks keep their logits; the others are stretched to the vocabulary. Raises
     ValueError for a vocabulary of fewer than 2,048 tokens.
     """
     if vocab < 2 * _HEAD:
@@ -63,19 +63,19 @@ def recorded_logits(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Tensor:
-    """Logits [rows, vocab]. Row i has the recorded profile i modulo 64, its tokens in random
-    order."""
+    """Return logits [rows, vocab]. Row i has the recorded profile i modulo 64, with its tokens in
+    random order."""
     generator = torch.Generator(device).manual_seed(seed)
     sorted_logits = torch.from_numpy(profiles(vocab)).to(device, dtype)
-    found = torch.empty((rows, vocab), dtype=dtype, device=device)
+    logits = torch.empty((rows, vocab), dtype=dtype, device=device)
     for at in range(rows):
         order = torch.randperm(vocab, generator=generator, device=device)
-        found[at, order] = sorted_logits[at % ROWS]
-    return found
+        logits[at, order] = sorted_logits[at % ROWS]
+    return logits
 
 
 def record(text: str) -> LogitProfiles:
-    """Logits of SmolLM2 after every 15th of the last 960 of the first 1,024 tokens."""
+    """Record SmolLM2's logits after every 15th of the last 960 of the text's first 1,024 tokens."""
     from cbatch.engine.model_files import find_model, tokenizer_of
     from cbatch.runtime.cpu.decoder import RaggedBatch, load_model
     from cbatch.runtime.model.kv_cache import KVCache
@@ -87,9 +87,9 @@ def record(text: str) -> LogitProfiles:
         raise ValueError(f"text: {len(ids)} tokens, {count} are needed")
     model, lens = load_model(path), np.array([count], dtype=np.int32)
     kv = KVCache(model.config, 1, count, model.dtype, model.device)
-    where = torch.arange(count - ROWS * _EVERY, count, _EVERY)
+    logit_rows = torch.arange(count - ROWS * _EVERY, count, _EVERY)
     one_block = np.zeros((1, 1), dtype=np.int32)
-    batch = RaggedBatch(ids, torch.arange(count), lens, lens, one_block, where)
+    batch = RaggedBatch(ids, torch.arange(count), lens, lens, one_block, logit_rows)
     logits = model.forward(batch, kv).float().sort(dim=-1, descending=True).values.numpy()
     spaced = np.geomspace(_EXACT, VOCAB - 1, _KNOTS - _EXACT).round()
     ranks = np.unique(np.concatenate((np.arange(_EXACT), spaced))).astype(np.int64)
@@ -97,10 +97,10 @@ def record(text: str) -> LogitProfiles:
 
 
 def main() -> None:
-    found = record(Path(sys.argv[1]).read_text())
+    recorded = record(Path(sys.argv[1]).read_text())
     DATA.parent.mkdir(exist_ok=True)
     np.savez_compressed(
-        DATA, ranks=found.ranks.astype(np.int32), logits=found.logits.astype(np.float16)
+        DATA, ranks=recorded.ranks.astype(np.int32), logits=recorded.logits.astype(np.float16)
     )
 
 

@@ -1,4 +1,4 @@
-"""One JSON document of all rows, and tables for people."""
+"""The results of a run: one JSON document of all rows, and tables of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.gpu.profiled import STEP_KERNELS, STEPS
 RESULTS, TABLE = "results.json", "table.txt"
 OURS, VLLM = "cbatch", "vllm"
 _MOST_KERNELS = 12
-_WIDTH = 56  # of a column, at most
+_WIDTH = 56  # largest width of a column, in characters
 _COLUMNS = {
     "start": ("model", "lookahead", "implementation", "seconds", "device_mib", "note", "status"),
     "ceilings": ("ceiling", "per_s", "unit", "best", "slowed_by"),
@@ -27,7 +27,8 @@ _COLUMNS = {
 
 
 def write(out: Path, about: Row, rows: Sequence[Row]) -> None:
-    """Write both files. Each is replaced as a whole, so that a reader never sees half of one."""
+    """Write both files. Each is replaced in one operation, so a reader never sees an incomplete
+    one."""
     document = json.dumps({"about": about, "rows": rows}, indent=0, default=str)
     for name, text in ((RESULTS, document), (TABLE, tables(about, rows))):
         part = out / f".{name}"
@@ -39,19 +40,19 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
     """Return the tables as text, the most important first."""
     device = about.get("device") or "no GPU: a dry run, every figure is null"
     named = {"commit": about.get("commit"), **about.get("versions", {})}
-    said = [f"{name} {named[name]}" for name in ("torch", "triton", "commit") if name in named]
+    versions = [f"{name} {named[name]}" for name in ("torch", "triton", "commit") if name in named]
     measured = [r for r in rows if r["status"] == "ok"]
     parts = [
-        ", ".join((device, *said, str(about.get("date")))),
+        ", ".join((device, *versions, str(about.get("date")))),
         _table("steps of an engine", _steps(measured)),
         _table("starts", [r for r in rows if r.get("what") == "start"], _COLUMNS["start"]),
         _table("streams of the demo pair", _streams(measured)),
         _table("correctness: tests by outcome", _outcomes(rows)),
-        *(_table(f"kernels of a step: {way}", found) for way, found in _step_kernels(measured)),
+        *(_table(f"kernels of a step: {way}", lines) for way, lines in _step_kernels(measured)),
         *(
-            _table(name, found, _COLUMNS[name])
+            _table(name, compared, _COLUMNS[name])
             for name in ("ceilings", "kernels")
-            if (found := _compared([r for r in measured if r["section"] == name]))
+            if (compared := _compared([r for r in measured if r["section"] == name]))
         ),
         _table("not measured", _missing(rows)),
     ]
@@ -59,7 +60,8 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
-    """A line for each model, sampling and batch: ours without drafts, vLLM, ours with drafts."""
+    """Return a line for each model, sampling and batch: cbatch without drafts, vLLM, with
+    drafts."""
     lines: dict[tuple[Any, ...], Row] = {}
     for r in (r for r in rows if r.get("what") == STEPS):
         where = {"model": r["model"], "sampling": r["sampling"], "rows": r["batch"]}
@@ -94,37 +96,38 @@ def _outcomes(rows: Sequence[Row]) -> list[Row]:
     """Return a count for each outcome, and a line for each test that failed."""
     tests = [r for r in rows if r["section"] == "correctness"]
     states = Counter(r["status"].partition(":")[0] for r in tests)
-    found: list[Row] = [{"outcome": state, "tests": n} for state, n in states.items()]
+    outcomes: list[Row] = [{"outcome": state, "tests": n} for state, n in states.items()]
     bad = [r for r in tests if r["status"].startswith(("failed", "not finished"))]
-    return found + [{"outcome": r["status"], "tests": r.get("test")} for r in bad]
+    return outcomes + [{"outcome": r["status"], "tests": r.get("test")} for r in bad]
 
 
 def _step_kernels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Ours and vLLM's side by side, longest first, after their sums."""
-    ways: dict[str, list[Row]] = {}
+    """Yield, by setting, the kernels of cbatch and vLLM in columns, longest first, below their
+    sums."""
+    settings: dict[str, list[Row]] = {}
     for r in (r for r in rows if r.get("what") == STEP_KERNELS):
-        way = " ".join(str(r[name]) for name in ("model", "lookahead", "sampling", "batch"))
-        lines = ways.setdefault(way, [{} for _ in range(_MOST_KERNELS + 1)])
+        setting = " ".join(str(r[name]) for name in ("model", "lookahead", "sampling", "batch"))
+        lines = settings.setdefault(setting, [{} for _ in range(_MOST_KERNELS + 1)])
         us, who = f"{r['implementation']} us", r["implementation"]
         lines[0] |= {us: sum(k["us"] for k in r["kernels"]), who: "all"}
         for line, k in zip(lines[1:], r["kernels"], strict=False):
             line |= {us: k["us"], who: f"{k['calls']:g} x {k['kernel']}"}
-    yield from ((way, [line for line in lines if line]) for way, lines in ways.items())
+    yield from ((setting, [line for line in lines if line]) for setting, lines in settings.items())
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """With how many times ours a peer takes for the same."""
+    """Add to each row its time divided by cbatch's time for the same workload."""
     names = "kernel", "workload"
-    ours = {
+    own_us = {
         tuple(r[n] for n in names): r["median_us"] for r in rows if r.get("implementation") == OURS
     }
-    same = [ours.get(tuple(r.get(n) for n in names)) for r in rows]
+    same = [own_us.get(tuple(r.get(n) for n in names)) for r in rows]
     pairs = zip(rows, same, strict=True)
     return [r | {"over_ours": _ratio(r.get("median_us"), us)} for r, us in pairs]
 
 
 def _missing(rows: Sequence[Row]) -> list[Row]:
-    """Why, and how many cells of a section."""
+    """Return the reasons for missing cells, with their number, by section."""
     states = Counter(
         (r["section"], r["status"][:120])
         for r in rows
@@ -138,7 +141,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
-    """Aligned columns, those of any row; '' without rows."""
+    """Return aligned columns, by default those of any row; '' without rows."""
     if not rows:
         return ""
     names = columns or list(dict.fromkeys(name for row in rows for name in row))

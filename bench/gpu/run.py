@@ -1,7 +1,7 @@
-"""The parts of a run as processes: each with its own time limit, rows on disk as they come.
+"""The parts of a run as processes, each with its own time limit; rows are on disk at once.
 
-A part starts when the parts it follows have ended. Parts run concurrently, and `turns` keeps their
-measurements apart. A process that dies costs its current cell: another continues after that cell.
+A part starts when the parts it follows have ended. Parts run concurrently, and `turns` separates
+their measurements. A process that dies loses its current cell; another continues after that cell.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from bench.gpu.cells import NOT_REACHED, Journal, Row
 from bench.gpu.turns import DeviceTurns
 
 _POLL_S, _WRITE_S = 0.2, 2.0
-_SLACK_S = 2.0  # between a part and the next
+_SLACK_S = 2.0  # between two parts.
 _MOST_RESTARTS = 4
-_TAIL_BYTES = 20_000  # of a log that is kept
+_TAIL_BYTES = 20_000  # the last bytes of a log, which are kept.
 
 Rows = dict[str, dict[str, Row]]  # by part and cell
-Write = Callable[[Rows, Row], None]  # of all rows, and what is known of the machine
+Write = Callable[[Rows, Row], None]  # takes all rows, and facts about the machine
 
 
 class RunPart(NamedTuple):
-    """Cells of one process. It is not begun with less than `least_s` left; earlier parts leave that
-    much for a `needed` one."""
+    """The cells of one process. It does not start with less than `least_s` left. Earlier parts
+    leave that much time for a `needed` part."""
 
     name: str
     command: tuple[str, ...]
@@ -56,8 +56,8 @@ class _Running:
         return process
 
     def goes_on(self) -> bool:
-        """Return True while the part runs. A part past its time is ended; a process that died is
-        started again if it made progress."""
+        """Return True while the part runs. A part over its time limit is killed; a process that
+        died is restarted if it made progress."""
         self.journal.read()
         code = self.process.poll()
         if code is None and time.monotonic() < self.until_s:
@@ -73,13 +73,15 @@ class _Running:
             self.process = self._start()
             return True
         if not states:
-            said = " ".join(self.tail().splitlines()[-1:])[:200]
-            self.journal.write(rows={self.part.name: {"status": f"failed: exit {code}: {said}"}})
+            last_line = " ".join(self.tail().splitlines()[-1:])[:200]
+            self.journal.write(
+                rows={self.part.name: {"status": f"failed: exit {code}: {last_line}"}}
+            )
         return False
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
+            os.killpg(self.process.pid, signal.SIGKILL)  # including its children
         self.process.wait()
         self.turns.end(self.process.pid)
         self.journal.read()
@@ -89,7 +91,7 @@ class _Running:
 
 
 class GpuRun:
-    """Runs parts. `write` is called with all rows every two seconds, and at the end."""
+    """Runs parts. `write` is called with all rows every two seconds and at the end."""
 
     def __init__(self, folder: Path, seconds: float, write: Write) -> None:
         self.folder, self.turns, self._write = folder, DeviceTurns(folder), write
@@ -106,11 +108,11 @@ class GpuRun:
 
     @property
     def about(self) -> Row:
-        """The machine, as the parts know it."""
-        found: Row = {}
+        """Return facts about the machine, collected from all parts."""
+        about: Row = {}
         for ran in self._ran.values():
-            found = ran.journal.about | found
-        return found
+            about = ran.journal.about | about
+        return about
 
     @property
     def log(self) -> str:
@@ -122,7 +124,7 @@ class GpuRun:
         try:
             while waiting or running:
                 for part in list(waiting.values()):
-                    # What begins while another part measures would not be stopped for it.
+                    # A part that starts while another measures would not be stopped by that one.
                     if not {*part.after} & (waiting.keys() | running) and self.turns.is_free():
                         del waiting[part.name]
                         self._begin(part, waiting, running)

@@ -1,4 +1,4 @@
-"""Ragged attention steps on the device: scattered pages of a random pool, and planned work."""
+"""Ragged attention steps on the device: scattered pages of a random pool, and work lists."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from triton_kernels.attention import (
     plan,
 )
 
-TABLE_MULTIPLE = 16  # entries of a row: a stride that kernels know to be aligned
+TABLE_MULTIPLE = 16  # table rows have a multiple of 16 entries, an alignment that kernels rely on
 
 
 class Pool(NamedTuple):
-    """K and V of one layer, [pages, page_tokens, kv_heads, head_dim] each, side by side."""
+    """K and V of one layer, interleaved in memory, [pages, page_tokens, kv_heads, head_dim]
+    each."""
 
     k_pages: Tensor
     v_pages: Tensor
@@ -43,7 +44,7 @@ class Pool(NamedTuple):
         device: torch.device,
         seed: int = 0,
     ) -> Pool:
-        """Laid out as the engine's: a page of a head is one run of memory."""
+        """Make a random pool laid out like the engine's: a page of a head is contiguous memory."""
         generator = torch.Generator(device).manual_seed(seed)
         pages = (shape.kv_heads, num_pages, page_tokens, 2, shape.head_dim)
         wide = dtype if dtype.itemsize > 1 else torch.bfloat16
@@ -57,12 +58,12 @@ class Pool(NamedTuple):
 
 
 class StepQueries(NamedTuple):
-    """The queries of a step, and where their keys lie."""
+    """The queries of a step, and the location of their keys."""
 
     shape: GridHeads
     queries: tuple[Query, ...]
     pool: Pool
-    q: Tensor  # [T, kv_heads, group, head_dim], as it stands in a fused projection
+    q: Tensor  # [T, kv_heads, group, head_dim], a view into a fused QKV projection
     tables: Tensor
     starts: Tensor
     contexts: Tensor
@@ -78,7 +79,8 @@ class StepQueries(NamedTuple):
         most_partials: int | None = None,
         window: int | None = None,
     ) -> WorkList:
-        """Planned; memory for partial results holds NaN until it is written."""
+        """Return the planned work list. Memory for partial results holds NaN until a kernel writes
+        it."""
         heads, device = Heads(*self.shape), self.q.device
         count = most_partials or tuning.most_partials
         partials = Partials.allocate(count, heads, tuning.tile, device)
@@ -107,7 +109,8 @@ class StepQueries(NamedTuple):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Tensor:
-        """[T, heads * head_dim]; poisoned first unless `out` is given."""
+        """Run attention; return [T, heads * head_dim]. A new `out` holds NaN until the kernel
+        writes it."""
         if out is None:
             out = self.q.new_full((len(self.q), self.q[0].numel()), torch.nan)
         attention(
@@ -125,20 +128,20 @@ class StepQueries(NamedTuple):
         return out
 
     def reference(self, **options: float | int | None) -> Tensor:
-        """fp32 [T, heads * head_dim]."""
+        """Return the reference result, fp32 [T, heads * head_dim]."""
         wide = (pages.float() for pages in self.pool)
-        found = attention_reference(
+        result = attention_reference(
             self.q, *wide, self.tables, self.starts, self.contexts, scale=self.scale, **options
         )
-        return found.flatten(1)
+        return result.flatten(1)
 
 
 def make_step(
     queries: Sequence[Query], shape: GridHeads, pool: Pool, dtype: torch.dtype, seed: int = 0
 ) -> StepQueries:
-    """Pages of each sequence lie scattered over the pool; no two sequences share one. What is left
-    over is NaN, and where the unused entries of tables lead. Raises ValueError if the pool has too
-    few."""
+    """Make a step. Each sequence has pages of its own, scattered over the pool. Remaining pages
+    hold NaN, and unused table entries point to one of them. Raises ValueError if the pool is too
+    small."""
     device, page_tokens = pool.k_pages.device, pool.page_tokens
     counts = [-(-q.context_tokens // page_tokens) for q in queries]
     pages = list(range(len(pool.k_pages)))
@@ -149,7 +152,7 @@ def make_step(
     tables = torch.zeros(len(counts), width, dtype=torch.int32)
     for table, count in zip(tables, counts, strict=True):
         table[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
-    if pages and pool.k_pages.itemsize > 1:  # of fp8 not every device assigns
+    if pages and pool.k_pages.itemsize > 1:  # not every device can assign fp8 values
         for half in pool:
             half[pages] = torch.nan
         for table, count in zip(tables, counts, strict=True):
@@ -190,10 +193,10 @@ def pages_of(queries: Sequence[Query], page_tokens: int) -> int:
     return sum(-(-q.context_tokens // page_tokens) for q in queries)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of the reference; NaN where anything is."""
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the reference; NaN if any value is NaN."""
     wide = expected.float()
-    return float((found.float() - wide).norm() / wide.norm())
+    return float((result.float() - wide).norm() / wide.norm())
 
 
 TINY = Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=64, split_tokens=32)
@@ -221,17 +224,18 @@ def tuning_of(
 
 
 def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list[Call]:
-    """Return a launch for each of the steps, which have the same lengths and one plan: a plan is
-    made once a step for all layers, so its cost is not the kernel's. Empty where no kernel runs."""
+    """Return a launch for each step; empty if kernels do not run here. The steps have equal lengths
+    and share one work list. It is planned outside the launch, as in an engine once for all
+    layers."""
     if not bench.world.runs:
         return []
     step = steps[0]
-    found = tuning.work_lists(
+    work_lists = tuning.work_lists(
         Heads(*step.shape), step.q.device, most_tokens=len(step.q), most_sequences=len(step.queries)
     )
     works = [
         (work, programs)
-        for work, programs in found[None]
+        for work, programs in work_lists[None]
         if any(work.queries[0] <= q.query_tokens <= work.queries[1] for q in step.queries)
     ]
     for work, _ in works:

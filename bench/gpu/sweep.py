@@ -1,9 +1,9 @@
-"""The search for the tiles of attention: candidates for each kind of query, and the table that
-follows, in the format of `triton_kernels/attention/tiles.json`.
+"""The search for attention tiles: candidates for each kind of query, and the resulting table in the
+format of `triton_kernels/attention/tiles.json`.
 
-For comparison: torch's SDPA, which has no pages, and the least time of each step's bytes and
-products. A tile of 16 or 32 rows is for decodes and verifications, one of 128 for chunks of
-prompts; one of 64 rows serves queries of every length where a row's bits must be its own.
+Candidates are compared with torch's SDPA, which has no pages, and with the lower limit of each
+step. Tiles of 16 or 32 rows are for decodes and verifications, tiles of 128 for chunks of prompts.
+Tiles of 64 rows serve queries of every length under batch-invariant numerics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from triton_kernels.build import ahead
 
 TABLE = "tiles.json"
 SDPA = "torch SDPA, no pages"
-# Of the time of each, in the geometric mean that is made least.
+# Weights of the workloads in the geometric mean that the search minimises.
 DECODES = {"64q1s540": 3.0, "q1s540": 2.0, "64q1s4k": 2.0, "8q1s4k": 1.0, "128q1s540": 1.0}
 VERIFIES = {"64q5s540": 3.0, "64q1s540": 2.0, "q1s540": 1.0, "64q1s4k": 1.0}
 CHUNKS = {"q2k": 2.0, "q2ks8k": 1.0}
@@ -39,7 +39,7 @@ EVERY = {"64q1s4k": 3.0, "64q5s540": 2.0, "64q1s540": 2.0, "q2k": 1.0, "q2ks8k":
 _SAMPLE_S = 0.04
 _MOST_ERROR = 2e-2
 
-# rows, keys, num_warps, num_stages, programs; the width of heads that they are for, or any
+# rows, keys, num_warps, num_stages, programs; the head size that they are for (None: any)
 _BY_DESCRIPTORS = (
     (16, 64, 4, 3, 3, None),
     (16, 32, 4, 4, 4, None),
@@ -70,11 +70,11 @@ _SMALL_BY_DESCRIPTORS = ((16, 16, 1, 6, 6, None), (16, 16, 2, 6, 4, None), (16, 
 
 
 def tunings(shape: GridHeads, page_tokens: int, device: torch.device) -> Iterator[Tuning]:
-    """Candidates. Of the first some are tried with other lengths of parts, too."""
+    """Yield candidates; the first candidate also with other lengths of KV parts."""
     described = _BY_DESCRIPTORS if page_tokens >= 64 else _SMALL_BY_DESCRIPTORS
-    listed = [(*each, True) for each in described]
-    listed += [(*each, False) for each in _BY_POINTERS[: None if page_tokens < 64 else 1]]
-    for at, (*fields, head_dim, descriptors) in enumerate(listed):
+    candidates = [(*fields, True) for fields in described]
+    candidates += [(*fields, False) for fields in _BY_POINTERS[: None if page_tokens < 64 else 1]]
+    for at, (*fields, head_dim, descriptors) in enumerate(candidates):
         if head_dim in (None, shape.head_dim):
             tile = Tile(*fields, descriptors)
             parts = (1, 2, 4) if at == 0 and page_tokens >= 64 else (1,)
@@ -89,12 +89,13 @@ def _tuning(shape: GridHeads, tile: Tile, part_tokens: int, device: torch.device
 
 
 def workloads_of(rows: int) -> Mapping[str, float]:
-    """Return the workloads, with weights, that tiles of so many rows are compared by."""
+    """Return the workloads, with weights, by which tiles of `rows` rows are compared."""
     return {16: DECODES, 32: VERIFIES, 64: EVERY, 128: CHUNKS}[rows]
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    """Candidates in turn over all heads and pages, so that none goes without when time is short."""
+    """Yield candidates in turn over all heads and pages, so that a time limit affects all
+    equally."""
     if not bench.full:
         run = functools.partial(_measure, bench, TINY_HEADS, 16, TINY, {"3q1s20": 1.0})
         yield Cell("tiny", {"heads": "tiny", "page_tokens": 16, "tile": TINY.tile._asdict()}, run)
@@ -103,17 +104,17 @@ def cells(bench: Bench) -> Iterator[Cell]:
     for name, page in (("llama-8b", 64), ("llama-1b", 64), ("llama-8b", 16)):
         shape = HEADS[name]
         labels = {"heads": name, **shape._asdict(), "page_tokens": page}
-        found = list(tunings(shape, page, bench.device))
-        lists.append((labels, shape, page, found))
+        candidates = list(tunings(shape, page, bench.device))
+        lists.append((labels, shape, page, candidates))
         if page == 64:
             run = functools.partial(_measure_sdpa, bench, shape)
             yield Cell(f"{name} {SDPA}", labels | {"tile": SDPA}, run)
     compiled = functools.partial(_compile, bench, lists)
     yield Cell("compiled", {"heads": "every"}, compiled, timed=False)
-    for at in range(max(len(found) for *_, found in lists)):
-        for labels, shape, page, found in lists:
-            if at < len(found):
-                yield _cell(bench, labels, shape, page, found[at])
+    for at in range(max(len(candidates) for *_, candidates in lists)):
+        for labels, shape, page, candidates in lists:
+            if at < len(candidates):
+                yield _cell(bench, labels, shape, page, candidates[at])
 
 
 def _cell(bench: Bench, labels: Row, shape: GridHeads, page: int, tuning: Tuning) -> Cell:
@@ -133,7 +134,7 @@ def _cell(bench: Bench, labels: Row, shape: GridHeads, page: int, tuning: Tuning
 def _steps(
     shape: GridHeads, page: int, name: str, device: torch.device
 ) -> tuple[list[StepQueries], Tensor]:
-    """Sets of inputs, and what comes of the first."""
+    """Return sets of inputs, and the reference result of the first."""
     queries = workload(name)
     count = input_sets(attention_cost(queries, shape).num_bytes, device)
     steps = make_steps(queries, shape, page, device, count)
@@ -141,22 +142,22 @@ def _steps(
 
 
 def _compile(bench: Bench, lists: list[tuple[Row, GridHeads, int, list[Tuning]]]) -> Row:
-    """Compile all that the other cells launch, by many processes."""
-    with ahead.listed() as found:
+    """Compile all kernels that the other cells launch, in many processes."""
+    with ahead.listed() as kernels:
         for _, shape, page, candidates in lists:
             for tuning in candidates:
                 steps, _ = _steps(shape, page, "q1s540", bench.device)
                 for call in launches(bench, steps[:1], tuning):
                     call()
-    ahead.compile_all(found)
-    return {"kernels": len(found)}
+    ahead.compile_all(kernels)
+    return {"kernels": len(kernels)}
 
 
 def _measure(
     bench: Bench, shape: GridHeads, page: int, tuning: Tuning, names: Mapping[str, float]
 ) -> Row:
-    """Median microseconds of each workload, by its name."""
-    found = {}
+    """Return the median microseconds of each workload, by its name."""
+    median_us = {}
     for name in names:
         steps, expected = _steps(shape, page, name, bench.device)
         calls = launches(bench, steps, tuning)
@@ -166,16 +167,16 @@ def _measure(
             error = relative_error(out, expected)
             if not error < _MOST_ERROR:
                 raise ArithmeticError(f"{name}: relative error {error:.1e}")
-        found[name] = _median_us(bench, calls)
-    return _compared(bench, shape, found)
+        median_us[name] = _median_us(bench, calls)
+    return _compared(bench, shape, median_us)
 
 
 def _measure_sdpa(bench: Bench, shape: GridHeads) -> Row:
     names = dict.fromkeys((*DECODES, *VERIFIES, *CHUNKS))
     every = {name: _steps(shape, 64, name, bench.device)[0] for name in names}
-    found = {name: _median_us(bench, peers.sdpa(bench, steps)) for name, steps in every.items()}
-    _SDPA_US[shape] = found
-    return _compared(bench, shape, found)
+    median_us = {name: _median_us(bench, peers.sdpa(bench, steps)) for name, steps in every.items()}
+    _SDPA_US[shape] = median_us
+    return _compared(bench, shape, median_us)
 
 
 _SDPA_US: dict[GridHeads, dict[str, float | None]] = {}
@@ -202,15 +203,16 @@ def _compared(bench: Bench, shape: GridHeads, median_us: Mapping[str, float | No
 
 
 def score(median_us: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Weighted geometric mean of the times of `weights`; infinite if one is missing."""
+    """Return the weighted geometric mean of the times; infinity if one of `weights` is missing."""
     times = {name: median_us.get(name) or math.inf for name in weights}
     total = sum(weights.values()) or 1.0
     return math.exp(sum(w * math.log(times[name]) for name, w in weights.items()) / total)
 
 
 def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
-    """The best candidate by (heads, page, rows of the tile), parts of the usual length. Left out is
-    a tile that decodes slower than one of more rows, or takes prompts slower than one of fewer."""
+    """Return the best candidate by (heads, page, tile rows) with KV parts of the usual length. A
+    tile is dropped if it decodes slower than a taller one, or reads prompts slower than a shorter
+    one."""
     best: dict[tuple[str, int, int], Row] = {}
     for row in rows.values():
         if row.get("split_tokens") != LEAST_PART_TOKENS or "median_us" not in row:
@@ -234,8 +236,8 @@ def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
 
 
 def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`shipped` with the best tiles in place of those for bf16 and fp16 of the same arch, width of
-    heads, page and rows, for every group. An entry that nothing was measured for stays."""
+    """Return the shipped table with the best tiles. They replace its bf16 and fp16 entries of the
+    same arch, head size, page and rows, for every group. Entries without a measurement stay."""
 
     def key_of(entry: Mapping[str, Any]) -> dict[str, Any]:
         names = ("arch", "head_dim", "page_tokens")
@@ -254,7 +256,8 @@ def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -
 
 
 def write_table(rows: Mapping[str, Row], shipped: Path, source: str, out: Path) -> Path | None:
-    """The table into the folder of results; None if nothing was measured, or none is shipped."""
+    """Write the table into the results folder; None if nothing was measured or no table is
+    shipped."""
     if not best_tiles(rows) or not shipped.exists():
         return None
     table = table_of(rows, json.loads(shipped.read_text()), source)

@@ -1,4 +1,4 @@
-"""Times of launches: replays of a CUDA graph over inputs that do not fit the cache."""
+"""Times of launches: replays of a CUDA graph over inputs that exceed the cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from bench.gpu.world import Bench, World, l2_bytes
 
 Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
-_SAMPLE_S = 4e-3  # a sample lasts at least about this long
-CELL_S = 0.2  # of sampling
-_MOST_SETS = 256  # of a small kernel, 0.5 MB each or more
+_SAMPLE_S = 4e-3  # approximate duration of a sample.
+CELL_S = 0.2  # sampling time of a cell.
+_MOST_SETS = 256  # input sets of a small kernel.
 
 
 class Timing(NamedTuple):
-    """Seconds of one launch. `low_s` and `high_s` are the 10th and 90th percentile of samples."""
+    """Seconds of one launch; `low_s` and `high_s` are the 10th and 90th percentiles of the
+    samples."""
 
     median_s: float
     low_s: float
@@ -28,15 +29,15 @@ class Timing(NamedTuple):
 
 
 def input_sets(num_bytes: int, device: torch.device) -> int:
-    """Return the number of input sets of that size that keeps each out of the cache in turn."""
+    """Return how many input sets of that size must alternate so that none stays in the cache."""
     return max(1, min(_MOST_SETS, -(-4 * l2_bytes(device) // max(num_bytes, 1))))
 
 
 def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> Timing | None:
-    """Time one call on average, `calls` following one another; None where nothing is timed.
+    """Return the mean time of one of `calls`, run in sequence; None if calls are not timed here.
 
-    Everything is called once before, which compiles. Interpreted, that is all. Samples are taken
-    for `seconds`, fewer of what is slow.
+    Every call runs once before, which compiles it; interpreted kernels run only then. Samples are
+    taken for `seconds`; slow calls get fewer samples.
     """
     if bench.world.runs:
         for call in calls if bench.full else calls[:1]:
@@ -52,7 +53,7 @@ def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> 
 
 
 def _captured(calls: Sequence[Call]) -> Call:
-    """The calls as one graph, each of the first two done before on another stream."""
+    """Capture the calls as one graph. The first two run before on another stream, as a warm-up."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -85,7 +86,7 @@ def summarize(seconds: Sequence[float]) -> Timing:
 
 
 def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The columns of a timed kernel; None where it was not measured, or no ceiling was."""
+    """Return the columns of a timed kernel; None in them if it, or the ceilings, are unmeasured."""
     row: dict[str, Any] = dict.fromkeys(FIGURES)
     row |= {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
     if timing is None:

@@ -1,6 +1,6 @@
-"""Turns at the device: while a process measures, the processes of all other parts are stopped.
+"""Exclusive use of the device: while a process measures, the processes of all other parts stop.
 
-Parts of a run start side by side, because starting takes processors and measuring takes the device.
+Parts of a run start concurrently, because starting needs processors and measuring needs the device.
 Each part is a process group; a file in `groups` names it while it runs.
 """
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-_SETTLE_S = 0.05  # until what stopped processes had queued is done
+_SETTLE_S = 0.05  # after this time the queued work of stopped processes is done
 _POLL_S = 0.1
 
 
@@ -43,7 +43,7 @@ class DeviceTurns:
             self._file = None
 
     def wait_for(self, part: str) -> dict[str, float]:
-        """Wait until a part has ended. Returns the seconds waited."""
+        """Wait until a part has ended. Return the seconds waited."""
         began_s = time.monotonic()
         while not (self.folder / f"{part}.ended").exists():
             time.sleep(_POLL_S)

@@ -1,9 +1,9 @@
 """Whole vLLM on the same shape with random weights, in a process of its own.
 
-The folder of peers holds its package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of what
-it needs that is not installed (`wheels/`). A step's time is the time of 128 more tokens of each
-sequence over 128, so that prompts cancel. The engine runs in the calling process, as ours does
-here: only then can its kernels be listed.
+The folder of peers holds its package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
+requirements that are not installed (`wheels/`). The time of a step is the time of 128 more tokens
+per sequence divided by 128, which cancels the prompts. The engine runs in the calling process, as
+cbatch's does here: otherwise its kernels could not be listed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from bench.gpu.world import Bench
 THEIRS = "vllm"
 _ROOT = Path(__file__).parents[2]
 _PROFILED, _PROFILED_STEPS = (64, 1), 6
-_SHORT_TOKENS, _LONG_TOKENS = 8, 136  # of output
+_SHORT_TOKENS, _LONG_TOKENS = 8, 136  # output tokens of the two timed runs
 _KV_BYTES, _MEMORY_SHARE, _CONTEXT_TOKENS = 13 << 30, 0.40, 2048
 _ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # its processes do not look into the checkout
+    "PYTHONSAFEPATH": "1",  # its processes do not import from the checkout
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -44,12 +44,12 @@ _ENVIRONMENT = {
 
 
 def unpack(peers: Path, to: Path) -> Path:
-    """The folder with the package `vllm` and what it needs; unpacked into `to` unless `peers` has
-    it so."""
+    """Return the folder with the package `vllm` and its requirements: `peers`, or `to` after
+    unpacking into it."""
     if (peers / "vllm").is_dir():
         return peers
     with to.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several parts of a run ask for it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several parts of a run may unpack at once
         if (to / "vllm").is_dir():
             return to
         part = to.with_suffix(".part")
@@ -63,7 +63,7 @@ def unpack(peers: Path, to: Path) -> Path:
 
 
 class Peer:
-    """vLLM, once it has started."""
+    """vLLM; `start` must run before the measurements."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -75,7 +75,7 @@ class Peer:
             raise Absent("no GPU, or no --peers")
         began_s, out = time.perf_counter(), self.bench.out
         folder = unpack(self.bench.peers, out / "peers")
-        # Without the checkout: vLLM looks for a package `triton_kernels`, too.
+        # Exclude the checkout: vLLM also imports a package named `triton_kernels`.
         sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != _ROOT)]
         os.environ |= _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if importlib.util.find_spec("flashinfer") is None:
@@ -119,9 +119,12 @@ class Peer:
     def _seconds(self, batch: int, sampling: str, tokens: int) -> float:
         requests = self._requests(batch, sampling, tokens)
         began_s = time.perf_counter()
-        found = self.llm.generate(*requests, use_tqdm=False)
+        completions = self.llm.generate(*requests, use_tqdm=False)
         seconds = time.perf_counter() - began_s
-        if sum(len(each.outputs[0].token_ids) for each in found) != batch * tokens:
+        if (
+            sum(len(completion.outputs[0].token_ids) for completion in completions)
+            != batch * tokens
+        ):
             raise RuntimeError("not every token came")
         return seconds
 
@@ -139,21 +142,22 @@ class Peer:
         decoding: set[str] = set()
         while len(decoding) < batch:
             decoding |= {output.request_id for output in engine.step()}
-        found = step_kernels(engine.step, _PROFILED_STEPS)
+        kernels = step_kernels(engine.step, _PROFILED_STEPS)
         while engine.has_unfinished_requests():
             engine.step()
-        return {"kernels": found}
+        return {"kernels": kernels}
 
 
 def _peaked(model: Any) -> None:
-    """Logits as those of our random weights, in place of equal ones."""
+    """Set random weights that give logits like those of our random weights, instead of equal
+    ones."""
     model.model.norm.weight.data.fill_(1.0)
     weight = model.lm_head.weight.data
     weight.normal_(0.0, LOGIT_STD / weight.shape[1] ** 0.5)
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    """Yield the start, which overlaps that of our engine, and measurements after our engine's."""
+    """Yield the start, which overlaps with our engine's, then measurements after our engine's."""
     peer, labels = Peer(bench), {"model": MODEL, "implementation": THEIRS}
     yield Cell("start", labels | {"what": "start"}, peer.start, timed=False)
     turns = DeviceTurns(bench.out)

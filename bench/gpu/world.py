@@ -1,4 +1,4 @@
-"""The place of a run: a GPU, the interpreter on a CPU, or none (inputs are only made)."""
+"""The environment of a run: a GPU, the interpreter on a CPU, or neither."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 
 class World(enum.Enum):
-    DEVICE = "device"  # compiled, full size, timed
-    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny, run once, not timed
-    LISTED = "listed"  # neither: tiny inputs are made, no kernel of Triton's is launched
+    DEVICE = "device"  # compiled, full size, timed.
+    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny, run once, not timed.
+    LISTED = "listed"  # neither: tiny inputs are made, but no Triton kernel is launched.
 
     @property
     def runs(self) -> bool:
-        """True where kernels run, timed or not."""
+        """True if kernels run, timed or not."""
         return self is not World.LISTED
 
 
 class Bench(NamedTuple):
-    """The context that every section is given."""
+    """The common context of all sections."""
 
     world: World
     device: torch.device
     out: Path  # folder with the journals of all parts
     peers: Path | None = None  # folder with the package vllm, unpacked
-    warming: bool = False  # launches are only listed, to be compiled
+    warming: bool = False  # launches are only listed, for compilation
 
     @property
     def full(self) -> bool:
@@ -40,7 +40,7 @@ class Bench(NamedTuple):
 
 
 def find_world() -> World:
-    """Interpreted where that was asked for, else the GPU if there is one."""
+    """Return INTERPRETED if the environment selects it, else DEVICE if there is a GPU."""
     if knobs.runtime.interpret:
         from triton_kernels.build import interpreter
 
@@ -54,9 +54,9 @@ def device_of(world: World) -> torch.device:
 
 
 def describe(world: World) -> dict[str, Any]:
-    """Device, driver, versions, date and commit: what every figure must be quoted with."""
+    """Return device, driver, versions, date and commit, which must be quoted with every figure."""
     changes = _output("git", "status", "--porcelain")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "world": world.value,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _output("git", "rev-parse", "HEAD"),
@@ -69,14 +69,14 @@ def describe(world: World) -> dict[str, Any]:
     }
     if world is World.DEVICE:
         properties = torch.cuda.get_device_properties(0)
-        found["device"] = properties.name
-        found["driver"] = _output(
+        facts["device"] = properties.name
+        facts["driver"] = _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
-        found["multiprocessors"] = properties.multi_processor_count
-        found["l2_bytes"] = properties.L2_cache_size
-        found["memory_bytes"] = properties.total_memory
-    return found
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["l2_bytes"] = properties.L2_cache_size
+        facts["memory_bytes"] = properties.total_memory
+    return facts
 
 
 def l2_bytes(device: torch.device) -> int:

@@ -1,1 +1,1 @@
-"""This engine beside others on the same weights, in turns, each in a process of its own."""
+"""cbatch and other engines on the same weights, in turns, each in a process of its own."""

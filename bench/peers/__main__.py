@@ -1,27 +1,29 @@
-"""Speed beside other engines, on the same weights: `python -m bench.peers`.
+"""Speed compared with other engines, on the same weights: `python -m bench.peers`.
 
-Ours with lookahead off and `goodput`, llama.cpp, vLLM, Hugging Face's `generate` and continuous
-batching; each in a process of its own, all on the same number of threads. A model is one of the
-names, a Hugging Face directory or a GGUF file; with `--type` it is quantised first, by llama.cpp,
-be it quantised already. A GGUF file is read by us and by llama.cpp; the others get its weights
-dequantised to bf16. Otherwise llama.cpp has the weights in the type it likes best: f16 beside our
-bf16, f32 beside f32.
+The systems are cbatch with lookahead off and `goodput`, llama.cpp, vLLM, Hugging Face's `generate`
+and continuous batching. Each has a process of its own and the same number of threads. A model is
+one of the names, a Hugging Face directory or a GGUF file. With `--type` llama.cpp first quantises
+it, even if it is quantised already. cbatch and llama.cpp read a GGUF file; the others get its
+weights dequantised to bf16. Otherwise llama.cpp gets the type that suits it best: f16 if cbatch has
+bf16, f32 if cbatch has f32.
 
-All get the same prompts of one length, greedy, and generate exactly as many tokens; systems take
-turns within a repeat, in an order that turns round, and ratios are taken within it. Before anything
-is timed all complete a few prompts, and their tokens are compared.
+All get the same prompts of one length, decode greedily and generate the same number of tokens.
+Systems run in turns within a repeat, in alternating order, and ratios are computed within a repeat.
+Before any timing all complete a few prompts, and their tokens are compared.
 
-`value` is the median over repeats of tokens of output a second, of those after the first of each
-prompt alone (decode, of systems that tell their steps), of tokens of 8 prompts of 1024 read a
-second (`--prefill`), or of seconds until a constructor returns (`--startup`), between the `least`
-and the `most` of them; `to_peer` is its ratio to the first peer, `ours_to_it` that of ours with
-lookahead off. `step_p99_to_median` is of decoding steps, with `--busy` of those beside the loops.
+`value` is a median over the repeats, between their `least` and `most`. It is output tokens a
+second; output tokens a second after each prompt's first token (decode, for systems that report
+steps); tokens a second of reading 8 prompts of 1024 (`--prefill`); or seconds until a constructor
+returns (`--startup`). `to_peer` is its ratio to the first peer, `ours_to_it` the ratio of cbatch
+with lookahead off to it. `step_p99_to_median` is of decoding steps, with `--busy` of those that
+share the processors with busy loops.
 
-`--limits` is one more system, which does nothing but multiply with weights, and read them from
-memory once a step where that takes longer, as fast as torch reads a GiB and multiplies matrices of
-2048 (bf16 or fp32) on as many threads in the same turn. `of_limit` is the ratio to it. Neither
-attention nor KV is counted, and the head for the last token of a prompt alone. Products of integers
-may be faster: of quantised models decoding is held to reading alone, which in a batch is no limit.
+`--limits` adds a system that only multiplies with the weights, or reads them from memory once a
+step if that takes longer. Its speed is that of torch reading a GiB and multiplying matrices of 2048
+(bf16 or fp32) with as many threads in the same turn. `of_limit` is the ratio to it. It counts
+neither attention nor KV, and the LM head only for a prompt's last token. Integer products may be
+faster, so decoding of quantised models is compared with reading alone, which is no limit in a
+batch.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.perplexity is not None and not args.perplexity.is_file():
         parser.error(f"--perplexity: {args.perplexity} is no file")
     if args.cpus and not set(args.cpus) <= os.sched_getaffinity(0):
-        given = " ".join(map(str, sorted(os.sched_getaffinity(0))))
-        parser.error(f"--cpus: name some of {given}, which this process may run on")
+        allowed = " ".join(map(str, sorted(os.sched_getaffinity(0))))
+        parser.error(f"--cpus: name some of {allowed}, which this process may run on")
     if args.threads is None:
         args.threads = len(set(args.cpus)) if args.cpus else os.cpu_count()
     return args
@@ -126,34 +128,34 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     tokens = args.prompt_tokens + args.output_tokens
     if args.prefill:
         tokens = max(tokens, PREFILL_TOKENS + 1)
-    most = max(*args.batch, PREFILL_PROMPTS if args.prefill else 1, 1)
-    return Sizes(most, tokens, max(1024, most * args.prompt_tokens))
+    max_sequences = max(*args.batch, PREFILL_PROMPTS if args.prefill else 1, 1)
+    return Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
 
 
 def compare(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of `bench.peers.agree`, in float32."""
+    """Return the rows of `bench.peers.agree`; systems that can choose compute in float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
-    found = choices(model, args, sizes, exact=True)
-    if len(found) == 1:
+    entrants = choices(model, args, sizes, exact=True)
+    if len(entrants) == 1:
         return []
     real = model.tokenizer is not None
     prompts = make_prompts(model.source, args.prompt_tokens, COMPARED_SEQUENCES, real)
     tie = NEARLY_TIED_QUANTISED if model.quantised else NEARLY_TIED
     logits = reference_logits(model.directory)
-    return agreement(model.name, one_by_one(found), prompts, args.output_tokens, logits, tie)
+    return agreement(model.name, one_by_one(entrants), prompts, args.output_tokens, logits, tie)
 
 
 def time_them(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
-    found, rows = choices(model, args, sizes_of(args)), []
+    entrants, rows = choices(model, args, sizes_of(args)), []
     if args.startup:
         with on_cpus(args.cpus), busy(args.busy):
-            rows += startups(model, found, args.repeats)
+            rows += startups(model, entrants, args.repeats)
     if not args.batch and not args.prefill:
         return rows
     if args.limits:
-        found.append(limits(model, args.threads))
-    with on_cpus(args.cpus), started(found) as systems, busy(args.busy):
+        entrants.append(limits(model, args.threads))
+    with on_cpus(args.cpus), started(entrants) as systems, busy(args.busy):
         for batch in args.batch:
             rows += outputs(model, systems, batch, args)
             print(f"{model.name}, batch {batch} measured", flush=True)
@@ -183,23 +185,26 @@ def main(argv: Sequence[str] | None = None) -> None:
                 accuracy += measure_perplexity(model, args)
     if args.plot is not None:
         _plot(args.plot, rows)
-    told = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
+    title_start = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
     tables = [("greedy tokens beside cbatch, lookahead off", compared), ("perplexity", accuracy)]
-    tables += [(told + figure, of_figure(figure, rows)) for figure in FIGURES]
+    tables += [(title_start + figure, of_figure(figure, rows)) for figure in FIGURES]
     for title, table in tables:
         if table:
             console = print_table(title, table)
     for note in _notes(args, compared):
         console.print(note, markup=False)
-    said = {key: getattr(args, key) for key in ("repeats", "threads", "cpus", "busy")}
-    print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | said)
+    settings = {key: getattr(args, key) for key in ("repeats", "threads", "cpus", "busy")}
+    print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | settings)
 
 
 def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what is said above the table, or is of no row."""
-    found = [row for row in rows if row["figure"] == figure]
-    said = {key for row in found for key, value in row.items() if value is not None} - {"figure"}
-    return [{key: value for key, value in row.items() if key in said} for row in found]
+    """Return the rows of one figure, without the figure's name and without columns that are
+    empty."""
+    chosen = [row for row in rows if row["figure"] == figure]
+    columns = {key for row in chosen for key, value in row.items() if value is not None} - {
+        "figure"
+    }
+    return [{key: value for key, value in row.items() if key in columns} for row in chosen]
 
 
 def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str]:

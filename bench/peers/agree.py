@@ -1,10 +1,10 @@
-"""Whether the systems compute the same model: greedy tokens, beside ours.
+"""Comparison of greedy tokens: do the systems compute the same model as cbatch?
 
-Two right implementations differ where two tokens are nearly tied, and from there on they write
-different texts. So what counts is the first difference: by how much the reference's logits (those
-of transformers) tell the two tokens apart. A wrong conversion (rotary pairs in the other order, a
-norm left out) differs at once, by whole units. Quantised weights are multiplied by activations that
-are rounded too, by each in its own way, which moves logits by tenths.
+Two correct implementations differ where two tokens are nearly tied, and then write different texts.
+So the first difference counts: the gap between the two tokens in the reference logits, which are
+transformers'. A wrong conversion (rotary pairs in another order, a missing norm) differs at once,
+by whole units. With quantised weights each system rounds the activations in its own way, which
+moves logits by tenths.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 from bench.engine.systems import Prompts, System
 from bench.report import rounded
 
-NEARLY_TIED = 1e-2  # logits; rounding of float32 moves them by 1e-5 or so
+NEARLY_TIED = 1e-2  # difference of logits; rounding of float32 changes them by about 1e-5
 NEARLY_TIED_QUANTISED = 0.5
 Logits = Callable[[list[int]], np.ndarray]
 
 
 def reference_logits(model: Path) -> Logits:
-    """Of transformers in float32: token ids to the logits [V] of the next. Loads it when asked."""
+    """Return a function from token ids to the logits [V] of the next token, by transformers in
+    float32. It loads the model at its first call."""
     import torch
 
     @cache
@@ -36,8 +37,8 @@ def reference_logits(model: Path) -> Logits:
 
     def logits(ids: list[int]) -> np.ndarray:
         with torch.inference_mode():
-            found: np.ndarray = peer()(torch.tensor([ids])).logits[0, -1].numpy()
-        return found
+            next_logits: np.ndarray = peer()(torch.tensor([ids])).logits[0, -1].numpy()
+        return next_logits
 
     return logits
 
@@ -50,15 +51,17 @@ def agreement(
     logits: Logits,
     tie: float = NEARLY_TIED,
 ) -> list[dict[str, Any]]:
-    """A row for each system after the first, which they are compared with. `logit_gap` is the
-    largest of all sequences at their first difference, None where there is none; up to `tie` two
-    tokens count as nearly tied."""
-    (_, ours), *others = [(each, each.run(prompts, output_tokens).outputs) for each in systems]
+    """Return a row for each system after the first, comparing it with the first. `logit_gap` is the
+    largest gap of all sequences at their first difference, None if all are equal. Two tokens with a
+    gap up to `tie` count as nearly tied."""
+    (_, first_outputs), *others = [
+        (system, system.run(prompts, output_tokens).outputs) for system in systems
+    ]
     rows = []
-    for system, theirs in others:
+    for system, outputs in others:
         gaps = [
             gap
-            for each in zip(prompts, ours, theirs, strict=True)
+            for each in zip(prompts, first_outputs, outputs, strict=True)
             if (gap := first_gap(*each, logits)) is not None
         ]
         rows.append(
@@ -76,12 +79,12 @@ def agreement(
 
 
 def first_gap(
-    prompt: list[int], ours: list[int], theirs: list[int], logits: Logits
+    prompt: list[int], tokens: list[int], other_tokens: list[int], logits: Logits
 ) -> float | None:
-    """How far apart the two tokens' logits are where the sequences first differ; None where they
-    do not. Raises ValueError if one has more tokens."""
-    for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one != other:
-            found = logits(prompt + ours[:at])
-            return abs(float(found[one]) - float(found[other]))
+    """Return the gap between the two tokens' logits where the sequences first differ; None if they
+    are equal. Raises ValueError for sequences of unequal length."""
+    for at, (token, other_token) in enumerate(zip(tokens, other_tokens, strict=True)):
+        if token != other_token:
+            next_logits = logits(prompt + tokens[:at])
+            return abs(float(next_logits[token]) - float(next_logits[other_token]))
     return None

@@ -1,4 +1,4 @@
-"""What is measured of systems in turns, and the rows that tell it."""
+"""The figures measured of the systems, in turns, and their rows."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ def outputs(
 ) -> list[dict[str, Any]]:
     real = model.tokenizer is not None
     runs = measure(systems, model.source, batch, args, real=real)
-    values = [[run.tokens_per_s for run in found] for found in runs]
+    values = [[run.tokens_per_s for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, OUTPUT, batch, systems, values)
-    for row, found in zip(rows, runs, strict=True):
-        row["step_p99_to_median"] = None if row["system"] == LIMITS else _tail(found)
+    for row, system_runs in zip(rows, runs, strict=True):
+        row["step_p99_to_median"] = None if row["system"] == LIMITS else _tail(system_runs)
     return rows + _decoding(model, systems, batch, runs)
 
 
 def _decoding(
     model: ModelFiles, systems: Sequence[System], batch: int, runs: Sequence[Sequence[EngineRun]]
 ) -> list[dict[str, Any]]:
-    """What came after each prompt's first token, of those that tell their steps."""
-    telling = [i for i, found in enumerate(runs) if all(run.steps_s for run in found)]
+    """Return rows for the tokens after each prompt's first one, of systems that report their
+    steps."""
+    reporting = [i for i, system_runs in enumerate(runs) if all(run.steps_s for run in system_runs)]
     values = [
-        [(run.tokens - len(run.outputs)) / sum(run.steps_s) for run in runs[i]] for i in telling
+        [(run.tokens - len(run.outputs)) / sum(run.steps_s) for run in runs[i]] for i in reporting
     ]
-    rows = rows_of(model.name, DECODE, batch, [systems[i] for i in telling], values)
-    for row, i in zip(rows, telling, strict=True):
+    rows = rows_of(model.name, DECODE, batch, [systems[i] for i in reporting], values)
+    for row, i in zip(rows, reporting, strict=True):
         steps_per_s = [len(run.steps_s) / sum(run.steps_s) for run in runs[i]]
         row["read_gb_per_s"] = rounded(statistics.median(steps_per_s) * model.weight_bytes / 1e9)
     return rows
@@ -50,7 +51,7 @@ def _decoding(
 def prefill(
     model: ModelFiles, systems: Sequence[System], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Of random tokens, up to the first of each prompt's output."""
+    """Return rows for random prompts: the time until the first output token of each."""
     changed = {
         "prompt_tokens": PREFILL_TOKENS,
         "prompts": PREFILL_PROMPTS,
@@ -59,7 +60,7 @@ def prefill(
     changed_args = argparse.Namespace(**vars(args) | changed)
     runs = measure(systems, model.source, PREFILL_PROMPTS, changed_args, real=False)
     tokens = PREFILL_PROMPTS * PREFILL_TOKENS
-    values = [[tokens / run.seconds for run in found] for found in runs]
+    values = [[tokens / run.seconds for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, values)
     token_flop = model.token_flop + model.prompt_flop / PREFILL_TOKENS
     for row in rows:
@@ -68,13 +69,13 @@ def prefill(
 
 
 def startups(model: ModelFiles, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
-    """From the call of a constructor until it returns, in a new process that has imported all. The
-    files, and what a system keeps of an earlier start, are where the first turn left them."""
+    """Return rows for the seconds of a constructor, in a new process with all imports done. An
+    untimed first turn creates files and caches that a system keeps from an earlier start."""
     values: list[list[float]] = [[] for _ in choices]
     for repeat in range(-1, repeats):
         order = range(len(choices))
         for index in order if repeat % 2 == 0 else reversed(order):
-            with choices[index].worker_of_it() as worker:
+            with choices[index].new_worker() as worker:
                 seconds = worker.start(**choices[index].settings)
             if repeat >= 0:
                 values[index].append(seconds)
@@ -88,12 +89,15 @@ def rows_of(
     systems: Sequence[System | Entrant],
     values: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """A row a system of its values by turn: the median, and that of the ratio within a turn to the
-    first peer, each between the least and the most of all turns; and the medians of ours with
-    lookahead off to it, and of it to the limits where these are there."""
+    """Return a row for each system from its values by turn: the median; the median ratio, within a
+    turn, to the first peer; each between the smallest and largest of all turns. Also the median
+    ratio of cbatch with lookahead off to the system, and of the system to the limits, if
+    measured."""
     named = list(zip((system.name for system in systems), values, strict=True))
-    peer = next((found for name, found in named if name not in (OURS, LIMITS)), None)
-    limits = next((found for name, found in named if name == LIMITS), None)
+    peer = next(
+        (system_values for name, system_values in named if name not in (OURS, LIMITS)), None
+    )
+    limits = next((system_values for name, system_values in named if name == LIMITS), None)
     return [
         {
             "model": model,
@@ -101,17 +105,20 @@ def rows_of(
             "batch": batch,
             "system": system.name,
             "lookahead": system.lookahead,
-            **_told("value", "least", "most", found),
-            **_told(
-                "to_peer", "to_least", "to_most", None if peer is None else _ratios(found, peer)
+            **_range("value", "least", "most", system_values),
+            **_range(
+                "to_peer",
+                "to_least",
+                "to_most",
+                None if peer is None else _ratios(system_values, peer),
             ),
-            "ours_to_it": rounded(statistics.median(_ratios(values[0], found))),
+            "ours_to_it": rounded(statistics.median(_ratios(values[0], system_values))),
             "of_limit": None
             if limits is None
-            else rounded(statistics.median(_ratios(found, limits))),
+            else rounded(statistics.median(_ratios(system_values, limits))),
             "step_p99_to_median": None,
         }
-        for system, found in zip(systems, values, strict=True)
+        for system, system_values in zip(systems, values, strict=True)
     ]
 
 
@@ -119,16 +126,16 @@ def _ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(of, to, strict=True)]
 
 
-def _told(
-    name: str, least: str, most: str, values: Sequence[float] | None
+def _range(
+    name: str, smallest: str, largest: str, values: Sequence[float] | None
 ) -> dict[str, float | None]:
     if values is None:
-        return dict.fromkeys((name, least, most))
-    found = {least: min(values), most: max(values), name: statistics.median(values)}
-    return {each: rounded(found[each]) for each in (name, least, most)}
+        return dict.fromkeys((name, smallest, largest))
+    rates = {smallest: min(values), largest: max(values), name: statistics.median(values)}
+    return {key: rounded(rates[key]) for key in (name, smallest, largest)}
 
 
 def _tail(runs: Sequence[EngineRun]) -> float | None:
-    """Of steps that decode, over all turns; of ours alone."""
+    """Return p99 over median of decoding steps, over all turns; None without step times."""
     steps = [step for run in runs for step in run.steps_s]
     return rounded(float(np.quantile(steps, 0.99) / np.median(steps))) if steps else None

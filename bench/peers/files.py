@@ -1,5 +1,5 @@
-"""A model as every system wants to read it: a directory of Hugging Face's, or a GGUF file. What is
-not there is written, once, from the same weights."""
+"""A model in the formats that systems read: a Hugging Face directory or a GGUF file. A missing
+format is written once, from the same weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEMO = "demo"
 NAMES = (*SHAPES, DEMO, *PACKAGED)
 PLAIN = {"F32": gguf_writer.F32, "F16": gguf_writer.F16, "BF16": gguf_writer.BF16}
 TYPES = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
-TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # of llama.cpp's names those that ours reads
+TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
 _DTYPE_OF_DEMO = {DEMO: "float32", "llama-1m": "float32"}
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -38,13 +38,13 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow"),
 }
-_LLAMA3_TOKENS = 8192  # that Llama 3 was first trained with
+_LLAMA3_TOKENS = 8192  # context length of Llama 3's pretraining
 
 
 class ModelFiles:
-    """`kind` None leaves a model as it is; otherwise ours and llama.cpp get one GGUF file of that
-    type. `folder` is for what is written; `llama` is a Python with llama.cpp, which alone
-    quantises, or turns one GGUF file into another."""
+    """One model in all formats. With `kind` None it stays as it is; otherwise cbatch and llama.cpp
+    get one GGUF file of that type. Files are written to `folder`. `llama` is a Python with
+    llama.cpp, which is needed to quantise a model or to convert a GGUF file."""
 
     def __init__(
         self, name: str, kind: str | None, folder: Path, *, llama: str | None, threads: int
@@ -61,25 +61,28 @@ class ModelFiles:
 
     @cached_property
     def ours(self) -> Path:
-        given = is_gguf(self.source)
+        is_file = is_gguf(self.source)
         if self._kind is None:
             return self.source
-        if self._kind in PLAIN and not given:
+        if self._kind in PLAIN and not is_file:
             return self._written(self._kind)
         if self._llama is None:
             raise FieldError("type", f"{self._kind} is written by llama.cpp", "name it by --llama")
         path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
-        source = self.source if given else self._written("BF16")
+        source = self.source if is_file else self._written("BF16")
         with Worker("llama_cpp", self._llama, self._threads) as worker:
-            worker.start(model=None, most=0, tokens=0, threads=self._threads, exact_kv=False)
+            worker.start(
+                model=None, max_sequences=0, tokens=0, threads=self._threads, exact_kv=False
+            )
             worker.call("quantise", str(source), str(path), self._kind, self._threads)
-        if not given:
+        if not is_file:
             source.unlink()
         return path
 
     def gguf(self, exact: bool) -> Path:
-        """What ours reads too; of a directory in the type that llama.cpp likes best: f16 beside
-        our bf16, f32 beside f32 and where results are compared (`exact`)."""
+        """Return a GGUF file for llama.cpp: the one that cbatch reads, if any. Otherwise the type
+        that suits llama.cpp best: f16 for bf16, f32 for float32 and if results are compared
+        (`exact`)."""
         if is_gguf(self.ours):
             return self.ours
         return self._written("F32" if exact or self.dtype == "float32" else "F16")
@@ -100,12 +103,12 @@ class ModelFiles:
 
     @property
     def dtype(self) -> str:
-        """That systems compute in which have a choice."""
+        """The dtype for systems that can choose one."""
         return "float32" if self._kind == "F32" else self.config.torch_dtype or "float32"
 
     @property
     def weight_bytes(self) -> int:
-        """Of the matrices that every step multiplies with, as the file of ours has them."""
+        """Bytes of the matrices that every step multiplies with, as stored in cbatch's file."""
         if not is_gguf(self.ours):
             return num_weights(self.config) * getattr(torch, self.dtype).itemsize
         tensors = read_gguf(self.ours).tensors
@@ -118,7 +121,8 @@ class ModelFiles:
 
     @property
     def token_flop(self) -> int:
-        """Of the products with one token of a prompt: the head is for its last alone."""
+        """Arithmetic of one prompt token; the LM head is not included, since only the last needs
+        it."""
         return 2 * num_weights(self.config) - self.prompt_flop
 
     @property
@@ -146,8 +150,8 @@ class ModelFiles:
 
 
 def write_directory(file: Path, directory: Path) -> None:
-    """A GGUF file's weights in bf16, as transformers and vLLM read them; no tokenizer. Raises
-    ValueError for rotary frequencies that config.json has no words for."""
+    """Write a GGUF file's weights in bf16 as a directory that transformers and vLLM read, without a
+    tokenizer. Raises ValueError for rotary frequencies that config.json cannot express."""
     gguf = read_gguf(file)
     config = config_of(gguf)
     weights = GgufWeights(gguf, config, torch.bfloat16)
@@ -159,7 +163,7 @@ def write_directory(file: Path, directory: Path) -> None:
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """Of its config.json; raises as `write_directory`."""
+    """Return the fields of config.json. Raises ValueError like `write_directory`."""
     c = config
     stretched = c.rope.factor if c.rope.type == "linear" else 1
     return {
@@ -172,7 +176,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        # Of a linear scaling that before it.
+        # With a linear scaling this is the length before scaling.
         "max_position_embeddings": round(c.max_position_tokens / stretched),
         "rms_norm_eps": c.rms_norm_eps,
         "sliding_window": c.sliding_window[0],
@@ -188,15 +192,15 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
-    if rope.divisors:  # a GGUF file has no other words for the scaling of Llama 3
-        wanted = inverse_frequencies(rope, config.head_dim)
+    if rope.divisors:  # a GGUF file has no other form for the scaling of Llama 3
+        frequencies = inverse_frequencies(rope, config.head_dim)
         rope = RopeConfig(
             type="llama3",
             theta=rope.theta,
             factor=max(rope.divisors),
             original_max_position_tokens=_LLAMA3_TOKENS,
         )
-        if not torch.allclose(inverse_frequencies(rope, config.head_dim), wanted, rtol=1e-4):
+        if not torch.allclose(inverse_frequencies(rope, config.head_dim), frequencies, rtol=1e-4):
             raise ValueError("rope_freqs.weight: the factors are none of Llama 3's")
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.type]}
     original = rope.original_max_position_tokens

@@ -1,5 +1,5 @@
-"""GGUF files, from values or from a Hugging Face model. Written to the format's description, with
-nothing of the code that reads them: tests read back what this writes."""
+"""A writer of GGUF files, from values or from a Hugging Face model. It follows the format's
+description and shares no code with the reader, so that tests can read back its files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def gguf_bytes(
 
 
 def write_gguf(model: Path, path: Path, kind: int) -> None:
-    """A Hugging Face directory as llama.cpp reads it too, which asks for the vocabulary: without a
-    tokenizer, for token ids alone."""
+    """Write a Hugging Face directory as a GGUF file for llama.cpp too, which needs the vocabulary
+    size. The file has no tokenizer and serves token ids only."""
     metadata, tensors = convert(model, kind)
     metadata["tokenizer.ggml.model"] = "no_vocab"
     vocab_size = tensors["token_embd.weight"].shape[0]
@@ -59,7 +59,7 @@ def _pieces(
 
 
 def stored(tensor: Tensor, kind: int = F32) -> Stored:
-    """Values as `kind` stores them; those of a vector are fp32, as converters leave them."""
+    """Return the tensor stored as `kind`; vectors are fp32, as converters leave them."""
     kind = F32 if tensor.ndim == 1 else kind
     if kind == Q8_0:
         blocks = tensor.float().reshape(-1, 32).numpy()
@@ -90,7 +90,7 @@ _ORIGINAL = {short: name for name, short in (_LAYER | _WHOLE).items()}
 
 
 def original_name(name: str) -> str | None:
-    """What a tensor of a GGUF file is called in Hugging Face's; None where nothing is."""
+    """Return the Hugging Face name of a GGUF tensor, or None if it has none."""
     part, _, ending = name.rpartition(".")
     if part in _ORIGINAL:
         return f"{_ORIGINAL[part]}.{ending}"
@@ -99,8 +99,8 @@ def original_name(name: str) -> str | None:
 
 
 def convert(model: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Metadata and tensors of a Hugging Face directory, without a tokenizer, as llama.cpp's
-    converter makes them."""
+    """Return metadata and tensors of a Hugging Face directory without a tokenizer, as llama.cpp's
+    converter would."""
     c = json.loads((model / "config.json").read_text())
     arch = {"mistral": "llama"}.get(c["model_type"], c["model_type"])
     heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
@@ -133,7 +133,7 @@ def convert(model: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Sto
         for name, tensor in load_file(file).items():
             part, _, ending = name.rpartition(".")
             turned = heads.get(part.rpartition(".")[2]) if arch == "llama" else None
-            if turned:  # pairs that are rotated together side by side
+            if turned:  # llama.cpp wants the two halves of a rotary pair next to each other
                 tensor = tensor.unflatten(0, (turned, 2, -1)).transpose(1, 2).flatten(0, 2)
             if part not in _WHOLE:
                 _, _, layer, rest = part.split(".", 3)
@@ -158,9 +158,9 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: Any, in_array: bool = False) -> bytes:
-    """A value behind its type."""
+    """Return a value after its type code."""
     if isinstance(value, list):
-        items = [_typed(each, in_array=True) for each in value]
+        items = [_typed(item, in_array=True) for item in value]
         kind = items[0][:4] if items else struct.pack("<I", 4)
         return (
             struct.pack("<I", 9)
@@ -172,5 +172,5 @@ def _typed(value: Any, in_array: bool = False) -> bytes:
         return struct.pack("<I", 8) + _string(value)
     kind, form = {bool: (7, "?"), float: (6, "f")}.get(type(value), (5, "i"))
     if form == "i" and not in_array and value >= 0:
-        kind, form = 4, "I"  # as llama.cpp wants sizes and ids
+        kind, form = 4, "I"  # llama.cpp requires unsigned sizes and ids
     return struct.pack(f"<I{form}", kind, value)

@@ -1,4 +1,4 @@
-"""Perplexity of one text under several systems: how much quantised arithmetic costs."""
+"""Perplexity of a text under several systems: the accuracy lost by quantised arithmetic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ WINDOW_TOKENS = 512
 
 
 def windows(model: ModelFiles, text: Path) -> Prompts:
-    """Token ids of the text in windows of equal length. Each stands for itself: its first token is
-    given, all others are foretold. Raises ValueError where there is none."""
+    """Return the text's token ids in independent windows of equal length. In each the first token
+    is given and all others are predicted. Raises ValueError without a tokenizer or a whole
+    window."""
     if model.tokenizer is None:
         raise ValueError(f"{model.name} has no tokenizer")
     ids = list(model.tokenizer.encode(text.read_text(encoding="utf-8")))
@@ -32,23 +33,24 @@ def windows(model: ModelFiles, text: Path) -> Prompts:
 def perplexities(
     model: ModelFiles, choices: Sequence[Entrant], prompts: Prompts
 ) -> list[dict[str, Any]]:
-    """A row for each that tells log probabilities of prompts."""
-    found = []
+    """Return a row for each system that reports log probabilities of prompts."""
+    logprobs = []
     for choice in choices:
         if choice.worker == "transformers" or choice.lookahead != "off":
             continue
-        with choice.worker_of_it() as worker:
+        with choice.new_worker() as worker:
             worker.start(**choice.settings)
-            found.append((choice.name, np.array(worker.call("logprobs", prompts))))
-    return rows_of(model.name, found)
+            logprobs.append((choice.name, np.array(worker.call("logprobs", prompts))))
+    return rows_of(model.name, logprobs)
 
 
-def rows_of(model: str, found: Sequence[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """Of log probabilities [windows, tokens]. `more_nats` is how much worse a token is foretold
-    than by the first system, with half the width of its 95 % interval over windows."""
-    first = found[0][1]
+def rows_of(model: str, systems: Sequence[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
+    """Return rows from (system, log probabilities [windows, tokens]). `more_nats` is the mean loss
+    of a token above the first system's; `ci95` is half the width of its 95 % interval over
+    windows."""
+    first = systems[0][1]
     rows = []
-    for name, logprobs in found:
+    for name, logprobs in systems:
         worse = (first - logprobs).mean(axis=1)
         error = float(worse.std(ddof=1)) / math.sqrt(len(worse)) if len(worse) > 1 else None
         rows.append(

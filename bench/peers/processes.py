@@ -1,4 +1,4 @@
-"""A worker process, as who measures sees it."""
+"""A worker process of a system, and the conditions under which it runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from bench.engine.systems import EngineRun, Prompts
 
 ROOT = Path(__file__).parents[2]
-SETTLE_S = 0.3  # until the threads of whoever ran before no longer spin
+SETTLE_S = 0.3  # pause until threads of the system that ran before no longer spin
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 class Worker:
-    """Of `bench.peers.workers`, under the Python that has its library. Imports are done once it is
-    there. Raises RuntimeError with the end of what it said if it dies."""
+    """A process of `bench.peers.workers` under the Python that has its library. The constructor
+    returns once its imports are done. Raises RuntimeError with the end of its output if it dies."""
 
     def __init__(self, module: str, python: str, threads: int) -> None:
         environment = os.environ | {
@@ -31,12 +31,12 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
         }
         self._module = module
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [python, "-m", f"bench.peers.workers.{module}_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._output,
             text=True,
             cwd=ROOT,
             env=environment,
@@ -44,7 +44,7 @@ class Worker:
         self._answer()
 
     def start(self, **settings: Any) -> float:
-        """Constructs the system; returns the seconds until it was ready."""
+        """Construct the system. Return the seconds until it was ready."""
         return float(self._ask(settings))
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -59,7 +59,7 @@ class Worker:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
-        self._said.close()
+        self._output.close()
 
     def __enter__(self) -> Worker:
         return self
@@ -79,16 +79,16 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace")
-            raise RuntimeError(f"the worker of {self._module} died:\n{said[-3000:]}")
+            self._output.seek(0)
+            text = self._output.read().decode(errors="replace")
+            raise RuntimeError(f"the worker of {self._module} died:\n{text[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 @contextlib.contextmanager
 def on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Processes that are started meanwhile run on these alone; None: on those that this one has."""
+    """Restrict processes that are started inside the context to `cpus`; None: no restriction."""
     if cpus is None:
         yield
         return
@@ -102,7 +102,7 @@ def on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many loops of equal priority beside; they end with this process, however it ends."""
+    """Run `count` busy loops of equal priority. They end with this process, however it ends."""
     loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Who is compared: what each is started with."""
+"""The systems that are compared, and their settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VLLM_BLOCK_TOKENS = 128
 
 
 class Entrant(NamedTuple):
-    """A system, the Python that has it, and what it is started with."""
+    """A system, the Python that has it, and the settings of its worker."""
 
     name: str
     lookahead: str
@@ -31,20 +31,22 @@ class Entrant(NamedTuple):
     threads: int
     settings: dict[str, Any]
 
-    def worker_of_it(self) -> Worker:
+    def new_worker(self) -> Worker:
         return Worker(self.worker, self.python, self.threads)
 
 
 class Sizes(NamedTuple):
-    """The most sequences at a time, the most tokens of one, and of one of our steps."""
+    """Limits of a run: sequences at once (`max_sequences`), tokens of one, tokens of a cbatch
+    step."""
 
-    most: int
+    max_sequences: int
     tokens: int
     step_tokens: int
 
 
 def python_of(peer: str, args: argparse.Namespace) -> str | None:
-    """Which has the peer: the one that was named, or this one; None where it is not there."""
+    """Return the Python that has the peer: a given one, or this one; None if it is not
+    installed."""
     named = {LLAMA_CPP: args.llama, VLLM: args.vllm}.get(peer)
     if named is not None:
         return str(named)
@@ -55,51 +57,51 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
 def choices(
     model: ModelFiles, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
 ) -> list[Entrant]:
-    """Ours with lookahead off first, then the peers in the order in which they were named, without
-    those that are not there. With `exact` whoever has a choice computes in float32."""
+    """Return cbatch with lookahead off first, then the installed peers in the given order. With
+    `exact` systems that can choose compute in float32."""
     dtype = "float32" if exact else model.dtype
-    most, tokens, threads = sizes.most, sizes.tokens, args.threads
-    found = []
+    max_sequences, tokens, threads = sizes.max_sequences, sizes.tokens, args.threads
+    entrants = []
     for lookahead in args.lookahead if model.draft else ["off"]:
         settings: dict[str, Any] = {
             "model": str(model.ours),
             "draft": None if lookahead == "off" else str(model.draft),
             "lookahead": lookahead,
-            "dtype": "float32" if exact else "auto",  # any other would take blocks apart
-            "most": most,
+            "dtype": "float32" if exact else "auto",  # another dtype would dequantise the weights
+            "max_sequences": max_sequences,
             "tokens": tokens,
             "step_tokens": sizes.step_tokens,
             "threads": threads,
         }
-        found.append(Entrant(OURS, lookahead, "cbatch", sys.executable, threads, settings))
+        entrants.append(Entrant(OURS, lookahead, "cbatch", sys.executable, threads, settings))
     for peer in args.peer:
         python = python_of(peer, args)
         if python is None:
             continue
-        settings = {"most": most, "tokens": tokens}
+        settings = {"max_sequences": max_sequences, "tokens": tokens}
         if peer == LLAMA_CPP:
             settings |= {"model": str(model.gguf(exact)), "threads": threads, "exact_kv": exact}
-            found.append(Entrant(peer, "off", "llama_cpp", python, threads, settings))
+            entrants.append(Entrant(peer, "off", "llama_cpp", python, threads, settings))
             continue
         settings |= {"model": str(model.directory), "dtype": dtype}
         if peer == VLLM:
             settings |= {"kv_bytes": _kv_bytes(model.config, sizes), "eager": args.vllm_eager}
             name = "vllm eager" if args.vllm_eager else peer
-            found.append(Entrant(name, "off", "vllm", python, threads, settings))
+            entrants.append(Entrant(name, "off", "vllm", python, threads, settings))
             continue
         settings |= {"threads": threads, "continuous": peer == "continuous"}
         name = "transformers continuous" if peer == "continuous" else "transformers"
-        found.append(Entrant(name, "off", "transformers", python, threads, settings))
-    return found
+        entrants.append(Entrant(name, "off", "transformers", python, threads, settings))
+    return entrants
 
 
 def limits(model: ModelFiles, threads: int) -> Entrant:
-    """What the machine allows with this model's weights (see its worker)."""
+    """Return the limits of the machine with this model's weights (see `limits_worker`)."""
     settings: dict[str, Any] = {
         "weight_bytes": model.weight_bytes,
         "token_flop": model.token_flop,
         "prompt_flop": model.prompt_flop,
-        # Products of integers are faster than those of which the speed is known.
+        # Integer products are faster than the products whose speed the worker measures.
         "row_flop": 0 if model.quantised else model.token_flop + model.prompt_flop,
         "threads": threads,
     }
@@ -107,26 +109,27 @@ def limits(model: ModelFiles, threads: int) -> Entrant:
 
 
 @contextmanager
-def started(found: list[Entrant]) -> Iterator[list[System]]:
-    """All at once, each in its process."""
+def started(entrants: list[Entrant]) -> Iterator[list[System]]:
+    """Start all systems at once, each in its process."""
     with ExitStack() as stack:
         systems = []
-        for choice in found:
-            worker = stack.enter_context(choice.worker_of_it())
+        for choice in entrants:
+            worker = stack.enter_context(choice.new_worker())
             worker.start(**choice.settings)
             systems.append(System(choice.name, choice.lookahead, worker.run))
         yield systems
 
 
-def one_by_one(found: list[Entrant]) -> Iterator[System]:
-    """Each is gone when the next is asked for: two may not fit into memory."""
-    for choice in found:
+def one_by_one(entrants: list[Entrant]) -> Iterator[System]:
+    """Yield the systems one by one. Each has ended before the next starts: two may not fit into
+    memory."""
+    for choice in entrants:
         with started([choice]) as (system,):
             yield system
 
 
 def _kv_bytes(config: ModelConfig, sizes: Sizes) -> int:
-    """Enough in float32, in whole blocks."""
-    blocks = sizes.most * (-(-sizes.tokens // _VLLM_BLOCK_TOKENS) + 1) + 1
+    """Return bytes of a KV pool that suffices in float32, in whole blocks."""
+    blocks = sizes.max_sequences * (-(-sizes.tokens // _VLLM_BLOCK_TOKENS) + 1) + 1
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
     return blocks * _VLLM_BLOCK_TOKENS * token_bytes

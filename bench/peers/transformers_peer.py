@@ -10,34 +10,34 @@ from typing import Any
 
 from bench.engine.systems import EngineRun, Prompts, System
 
-PAGE_TOKENS = 256  # its default
-PATIENCE_S = 300.0  # for the next sequence to end
+PAGE_TOKENS = 256  # its default.
+PATIENCE_S = 300.0  # the longest wait for the next sequence to end.
 
 
-def build_continuous(model: Path, dtype: str, *, most: int, tokens: int) -> System:
-    """A model of its own files, as `continuous` runs it."""
+def build_continuous(model: Path, dtype: str, *, max_sequences: int, tokens: int) -> System:
+    """Load a model from its files, for `continuous`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    return continuous(peer, most=most, tokens=tokens)
+    return continuous(peer, max_sequences=max_sequences, tokens=tokens)
 
 
-def continuous(peer: Any, *, most: int, tokens: int) -> System:
-    """Up to `most` sequences of `tokens`. On a CPU its cache is sized for these: left to itself it
-    takes nine tenths of the machine's memory. Its thread runs during a batch alone (it would spin
-    while others are timed); starting it is not timed. A run raises RuntimeError if that thread
-    dies. Raises ImportError without transformers."""
+def continuous(peer: Any, *, max_sequences: int, tokens: int) -> System:
+    """Return a system of up to `max_sequences` sequences of `tokens` tokens. On a CPU its cache
+    gets this size, since the default is nine tenths of the machine's memory. Its thread runs only
+    during a batch, since it would spin while others are timed; starting it is not timed. A run
+    raises RuntimeError if that thread dies. Raises ImportError without transformers."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     on_gpu = peer.device.type == "cuda"
     sizes: dict[str, Any] = {
         "page_size": PAGE_TOKENS,
-        "num_blocks": most * -(-tokens // PAGE_TOKENS) + 1,
-        "max_batch_tokens": max(1024, most * tokens),
-        "max_requests_per_batch": most,
-        "allow_block_sharing": False,  # the same prompts come again in every repeat
+        "num_blocks": max_sequences * -(-tokens // PAGE_TOKENS) + 1,
+        "max_batch_tokens": max(1024, max_sequences * tokens),
+        "max_requests_per_batch": max_sequences,
+        "allow_block_sharing": False,  # every repeat has the same prompts
         "use_cuda_graph": False,
     }
     limits = ContinuousBatchingConfig(**({} if on_gpu else sizes))
@@ -60,11 +60,11 @@ def continuous(peer: Any, *, most: int, tokens: int) -> System:
 
 def _complete(manager: Any, prompts: Prompts, output_tokens: int) -> list[list[int]]:
     names = manager.add_requests(prompts, max_new_tokens=output_tokens)
-    found: dict[str, list[int]] = {}
-    while len(found) < len(prompts):
+    outputs: dict[str, list[int]] = {}
+    while len(outputs) < len(prompts):
         result = manager.get_result(timeout=PATIENCE_S)
         if result is None or result.error is not None:
             raise RuntimeError(f"transformers: {result.error if result else 'no answer'}")
         if result.is_finished():
-            found[result.request_id] = list(result.generated_tokens)
-    return [found[name] for name in names]
+            outputs[result.request_id] = list(result.generated_tokens)
+    return [outputs[name] for name in names]

@@ -1,1 +1,1 @@
-"""The demo server under load: `python -m bench.server`, and what else is measured of it."""
+"""The demo server under load: `python -m bench.server`, and the overhead of the server itself."""

@@ -1,9 +1,9 @@
-"""Output tokens a second through the server beside `LLM.generate`, on the same requests, in turns:
-`python -m bench.server`.
+"""Output tokens a second through the server compared with `LLM.generate`, on the same requests, in
+turns: `python -m bench.server`.
 
-`cbatch serve` with its engine runs as users run it; the client is a process of its own that reads
-raw sockets and parses nothing but the last chunk of a stream. Its processor time is reported, since
-it shares the cores. The ratio is taken within a repeat, of which the order turns round.
+`cbatch serve` runs with its engine as users run it. The client is a process of its own that reads
+raw sockets and parses only the last chunk of a stream. Its processor time is reported, since it
+shares the cores. The ratio is computed within a repeat; the order alternates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.server.started import started
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths
 
-LIMIT = 0.9  # of `LLM.generate`
+LIMIT = 0.9  # lowest ratio to `LLM.generate`
 
 
 def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
@@ -75,29 +75,32 @@ def main(argv: Sequence[str] | None = None) -> None:
             llm.generate(prompts, params)
             return total / (time.perf_counter() - started_s)
 
-        alone, served = [], []
+        generate_speeds, reads = [], []
         with serving(model, draft, args) as port:
             turns = (
-                lambda: served.append(elsewhere(read_tokens, port, prompts, args.output_tokens)),
-                lambda: alone.append(generate()),
+                lambda: reads.append(elsewhere(read_tokens, port, prompts, args.output_tokens)),
+                lambda: generate_speeds.append(generate()),
             )
             for repeat in range(-1, args.repeats):  # the first warms up
                 for turn in turns if repeat % 2 == 0 else reversed(turns):
                     turn()
-    speeds = [each.tokens / each.seconds for each in served[1:]]
-    ratios = [speed / one for speed, one in zip(speeds, alone[1:], strict=True)]
-    client = statistics.median(each.client_s / each.seconds for each in served[1:])
+    speeds = [read.tokens / read.seconds for read in reads[1:]]
+    ratios = [
+        speed / generate_speed
+        for speed, generate_speed in zip(speeds, generate_speeds[1:], strict=True)
+    ]
+    client = statistics.median(read.client_s / read.seconds for read in reads[1:])
     row = {
         "model": args.shape or model.name,
         "streams": args.streams,
         "lookahead": args.lookahead,
-        "generate_tokens_per_s": round(statistics.median(alone[1:]), 1),
+        "generate_tokens_per_s": round(statistics.median(generate_speeds[1:]), 1),
         "served_tokens_per_s": round(statistics.median(speeds), 1),
         "ratio": round(statistics.median(ratios), 3),
         "lowest": round(min(ratios), 3),
         "highest": round(max(ratios), 3),
         "limit": LIMIT,
-        "chunks": served[-1].chunks,
+        "chunks": reads[-1].chunks,
         "client_share_of_a_core": round(client, 3),
     }
     print_report(

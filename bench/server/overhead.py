@@ -1,9 +1,9 @@
-"""What the server itself costs: processor time per chunk of a stream, without any engine.
+"""Processor time of the server itself per chunk of a stream, without an engine.
 
-A stub in the engine's place hands one output to every open stream at each tick, as a step does. The
-client is a process of its own that reads raw sockets and notes when; its processor time is reported
-beside. How long a chunk took to it differs from one to the next: that is the jitter which the
-server adds to the time between tokens.
+A stub in place of the engine gives one output to every open stream at each tick, like a step. The
+client is a process of its own that reads raw sockets and notes times; its processor time is
+reported too. The delay of a chunk varies: that is the jitter which the server adds to the time
+between tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Ticking:
-    """In the place of an `EngineService`: `num_chunks` outputs of `tokens` tokens per request, one
-    each `tick_s`."""
+    """A stub of `EngineService`: `num_chunks` outputs of `tokens` tokens per request, one every
+    `tick_s`."""
 
     running = ready = True
     num_requests = num_restarts = 0
@@ -59,11 +59,11 @@ class Ticking:
         self.queue = AdmissionQueue(Limits(), time.monotonic)
         self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
         self._open: dict[str, tuple[OutputStream, int]] = {}
-        self._some = asyncio.Event()  # is open
+        self._some = asyncio.Event()  # set while a stream is open
         self._ticks: asyncio.Task[None] | None = None
 
     def open(self, model: ServedModel) -> None:
-        """Prompts are not looked at."""
+        """Ignore the model; prompts are not read."""
 
     async def start(self) -> None:
         self._ticks = asyncio.create_task(self._tick())
@@ -96,7 +96,7 @@ class Ticking:
     def _output(self, request_id: str, left: int) -> Output:
         ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation()) if left == 1 else None
         tokens = len(self._ids)
-        text = f" {time.monotonic():.6f}"  # so that the client can tell how long it took
+        text = f" {time.monotonic():.6f}"  # from which the client computes the delay
         return Output(request_id, 0, text, self._ids, tokens - 1, tokens - 1, ended)
 
 
@@ -107,30 +107,30 @@ class ReadChunks(NamedTuple):
 
 
 def read(port: int, path: str, num_streams: int) -> ReadChunks:
-    """All streams to their ends; for a process of its own."""
+    """Read all streams to their ends. Call it in a process of its own."""
     received: list[list[tuple[float, bytes]]] = [[] for _ in range(num_streams)]
 
     def note(place: int, content: bytes) -> None:
-        received[place].append((time.monotonic(), content))  # looked at once all is over
+        received[place].append((time.monotonic(), content))  # evaluated at the end
 
     began_s = time.process_time()
     chunks = read_streams(port, path, [BODIES[path]] * num_streams, note)
     cpu_s = time.process_time() - began_s
     delays_s = [
-        [now_s - float(put) for now_s, content in each for put in PUT.findall(content)]
-        for each in received
+        [now_s - float(put) for now_s, content in chunks_of_stream for put in PUT.findall(content)]
+        for chunks_of_stream in received
     ]
     return ReadChunks(chunks, cpu_s, delays_s)
 
 
 class Serving(NamedTuple):
     port: int
-    cpu_s: Callable[[], float]  # of a processor, that the server's thread has used
+    cpu_s: Callable[[], float]  # processor seconds that the server's thread has used
 
 
 @contextmanager
 def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Serving]:
-    """A server over `Ticking`, in a thread of this process."""
+    """Run a server over `Ticking` in a thread of this process."""
     text = {
         "tokenizer": load_tokenizer(demo_paths()[0]),
         "chat_template": ChatTemplate("{{ messages[0].content }}", {}, "the benchmark"),
@@ -152,24 +152,24 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Se
 
 
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
-    """One row of the report."""
+    """Return a row of the report."""
     with serving(num_chunks, tokens) as (port, cpu_s):
         elsewhere(read, port, path, 1)  # the first call imports and compiles
         freeze_heap()  # as a server does once it listens
         began_s = cpu_s()
-        found: ReadChunks = elsewhere(read, port, path, num_streams)
-        us = (cpu_s() - began_s) / found.chunks * 1e6
-    # What the server adds to the time between two tokens: one delay less the one before.
-    added_s = np.concatenate([np.abs(np.diff(delays)) for delays in found.delays_s])
+        chunks_read: ReadChunks = elsewhere(read, port, path, num_streams)
+        us = (cpu_s() - began_s) / chunks_read.chunks * 1e6
+    # Time that the server adds between two tokens: the difference of successive delays.
+    added_s = np.concatenate([np.abs(np.diff(delays)) for delays in chunks_read.delays_s])
     return {
         "path": path,
         "streams": num_streams,
         "tokens_per_chunk": tokens,
-        "chunks": found.chunks,
+        "chunks": chunks_read.chunks,
         "server_us_per_chunk": round(us, 1),
         "of_limit": round(us / LIMIT_US, 3),
-        "client_us_per_chunk": round(found.cpu_s / found.chunks * 1e6, 1),
-        "delay_ms_p50": round(float(np.median(np.concatenate(found.delays_s))) * 1e3, 3),
+        "client_us_per_chunk": round(chunks_read.cpu_s / chunks_read.chunks * 1e6, 1),
+        "delay_ms_p50": round(float(np.median(np.concatenate(chunks_read.delays_s))) * 1e3, 3),
         "itl_jitter_ms_p99": round(float(np.percentile(added_s, 99)) * 1e3, 3),
     }
 

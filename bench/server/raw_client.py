@@ -1,4 +1,4 @@
-"""A client that costs little: raw sockets, and nothing parsed but what the caller looks at."""
+"""A client with little overhead: raw sockets, and parsing only by the caller's `note`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_streams(
     bodies: Sequence[dict[str, Any]],
     note: Callable[[int, bytes], None] | None = None,
 ) -> int:
-    """Opens a stream for each body and reads all to their ends; returns the number of chunks.
-    `note` is given whatever comes, with the place of its body."""
+    """Open a stream for each body and read all to their ends. Return the number of chunks. `note`
+    gets the index of the body and every piece of bytes."""
     selector = selectors.DefaultSelector()
     for place, body in enumerate(bodies):
         raw = json.dumps(body | {"stream": True}).encode()
@@ -47,13 +47,14 @@ class TimedRead(NamedTuple):
     seconds: float  # from the first byte sent to the last one received
     tokens: int
     chunks: int
-    client_s: float  # of a processor
+    client_s: float  # processor seconds of the client
 
 
 def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> TimedRead:
-    """For a process of its own. Raises RuntimeError if not every token came."""
+    """Read all tokens. Call it in a process of its own. Raises RuntimeError if tokens are
+    missing."""
     body = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
-    # Token ids, so that a step is a chunk without a tokenizer, too.
+    # With token ids a step is a chunk even without a tokenizer.
     body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
     ends = [b""] * len(prompts)
 
@@ -64,14 +65,15 @@ def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> Time
     bodies = [body | {"prompt": prompt} for prompt in prompts]
     chunks = read_streams(port, "/v1/completions", bodies, note)
     seconds = time.perf_counter() - began_s
-    found = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
-    tokens, due = sum(int(match[1]) for match in found if match), len(prompts) * output_tokens
+    matches = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
+    tokens, due = sum(int(match[1]) for match in matches if match), len(prompts) * output_tokens
     if tokens != due:
         raise RuntimeError(f"{tokens} tokens came, {due} were due")
     return TimedRead(seconds, tokens, chunks, time.process_time() - began_cpu_s)
 
 
 def elsewhere(work: Callable[..., Any], *args: Any) -> Any:
-    """What `work(*args)` returns, in a process of its own, which a server does not wait for."""
+    """Return `work(*args)` from a process of its own, so that its work does not delay the
+    server."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)

@@ -1,4 +1,4 @@
-"""The demo server as a process of its own."""
+"""The demo server in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 @contextmanager
 def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[int]:
-    """`cbatch serve` on a free port, in an environment that has `more`."""
+    """Run `cbatch serve` on a free port with the environment variables `more`. Yields the port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "cbatch.cli.main", "serve", *words, "--port", "0"],
         env=os.environ | dict(more or {}),
@@ -29,11 +29,11 @@ def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iter
         lines = []
         for line in process.stdout:
             lines.append(line)
-            found = ADDRESS.search(line)
-            if found:
-                # What it says from now on must go somewhere, or it waits until somebody reads.
+            address = ADDRESS.search(line)
+            if address:
+                # Its further output must be read, or it would block.
                 threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
-                yield int(found[1])
+                yield int(address[1])
                 return
         raise RuntimeError("the server did not start:\n" + "".join(lines))
     finally:

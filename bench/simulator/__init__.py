@@ -1,1 +1,1 @@
-"""The simulator: its speed, `python -m bench.simulator`, and how near it comes to real engines."""
+"""The simulator: its speed (`python -m bench.simulator`), and its accuracy against real engines."""

@@ -1,9 +1,9 @@
 """Speed of the simulator: `python -m bench.simulator [TRACE]`.
 
-A trace (without one, as many requests with the lengths and the rate of Azure's conversation trace)
-through `cbatch sim` as it is without options: Llama-3.1-8B on an H100 by roofline, KV pool of its
-real size. CPU seconds are of the replay, reading the trace included; start-up is a process of its
-own that imports it.
+A trace runs through `cbatch sim` with default options: Llama-3.1-8B on an H100 by roofline, with a
+KV pool of realistic size. Without a trace, requests have the lengths and the rate of Azure's
+conversation trace. CPU seconds are of the replay, which reads the trace. Start-up is measured in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from sim.distributions.lengths import lognormal
 from sim.traces.reader import write_requests
 from sim.workload.generate import generate
 
-LIMIT_US = 44.0  # a step, from the issue that this answers
+LIMIT_US = 44.0  # limit of a step
 
 
 def write_like_azure(path: Path, requests: int) -> None:
-    """5.53 requests a second; lengths of the mean and CV of the trace of 2023."""
+    """Write 5.53 requests a second; lengths have the mean and CV of Azure's trace of 2023."""
     lengths = lognormal(1155, 0.96, high=14_050), lognormal(211, 0.77, high=1_000)
-    made = generate(lambda rng: poisson(5.53, rng), *lengths, requests=requests, seed=0)
-    write_requests(path, made)
+    requests_like_azure = generate(
+        lambda rng: poisson(5.53, rng), *lengths, requests=requests, seed=0
+    )
+    write_requests(path, requests_like_azure)
 
 
 def measure(trace: Path, requests: int) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def measure(trace: Path, requests: int) -> dict[str, Any]:
 
 
 def start_up_s() -> float:
-    """Of a process that imports the command and what it runs."""
+    """Return the seconds of a process that imports the command and the simulation."""
     code = "import cbatch.cli.main, sim.cli.simulation"
     started_s = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -71,10 +73,10 @@ def main() -> None:
     arguments = parser.parse_args()
     start_s = min(start_up_s() for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made-up.jsonl"
+        trace_path = Path(folder) / "trace_path-up.jsonl"
         if arguments.trace is None:
-            write_like_azure(made, arguments.requests)
-        row = measure(arguments.trace or made, arguments.requests)
+            write_like_azure(trace_path, arguments.requests)
+        row = measure(arguments.trace or trace_path, arguments.requests)
     row["start_up_s"] = round(start_s, 2)
     name = "made up" if arguments.trace is None else arguments.trace.name
     print_report(

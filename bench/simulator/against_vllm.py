@@ -1,18 +1,17 @@
 """The simulator against a real vLLM: `python -m bench.simulator.against_vllm --data DIR`.
 
-DIR is the folder `measured` of the shared data (see its README): a vLLM run with the stamps of all
-requests, and the layer profiles of the same device, which are all that the cost model knows.
-Nothing is fitted to the run. What is assumed:
+DIR is the folder `measured` of the shared data (see its README). It holds a vLLM run with the time
+stamps of all requests, and layer profiles of the same device. The profiles are the cost model's
+only input; nothing is fitted to the run. Assumptions:
 
-- the run's own settings: slots, token budget, arrivals and lengths; the KV pool is the run's where
-  it says so, else what vLLM's rules foretell (`--num-blocks` for another: one that does not match
-  ruins TTFT);
-- a step is its kernels: vLLM 0.19 schedules a step while the one before it runs, and replays
-  captured graphs, so that host work and gaps between kernels are 0;
-- a token is there when its step ends, and prompts share no prefix.
+- slots, token budget, arrivals and lengths are the run's. The KV pool is the run's if recorded,
+  else computed by vLLM's rules. `--num-blocks` sets another; a wrong pool ruins TTFT.
+- a step takes the time of its kernels: vLLM 0.19 schedules a step while the one before it runs, and
+  replays captured graphs, so host work and gaps between kernels are 0.
+- a token is available when its step ends, and prompts share no prefix.
 
-TTFT and end to end count from a request's arrival. The run's arrivals and tokens are stamped by two
-clocks, taken to differ by a constant such that no request was queued before it arrived.
+TTFT and end-to-end time count from a request's arrival. Two clocks stamp the run's arrivals and its
+tokens. Their offset is taken as constant, such that no request was queued before it arrived.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from sim.report.report import Record, Spread
 
 RUN = "RTXPRO6000_Llama-3.1-8B"
 BLOCK_TOKENS = 16
-# As CUDA reports it, in later records of the same benchmark.
+# As CUDA reports it in later records of the same benchmark.
 USABLE_BYTES = {"RTXPRO6000": 101_976_440_832, "RTX4090": 25_250_627_584}
-BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # of the mean, from the issue
+BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # largest relative errors of the mean
 Measures = dict[str, np.ndarray]  # seconds by request
 
 
 def measured(path: Path) -> Measures:
-    """Of the run's requests."""
+    """Return the measured times of the run's requests."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     names = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts", "output_toks")
     arrival, queued, first, last, tokens = (np.array([r[name] for r in rows]) for name in names)
@@ -56,8 +55,8 @@ def measured(path: Path) -> Measures:
 
 
 def run_blocks(run: Path, model: str) -> int:
-    """Of the run's KV pool: as its record says, or else as vLLM's rules foretell from the card's
-    memory. Raises `FieldError` where neither is known."""
+    """Return the number of blocks in the run's KV pool: as recorded, or by vLLM's rules from the
+    card's memory. Raises `FieldError` if neither is known."""
     meta = json.loads((run / "meta.json").read_text(encoding="utf-8"))
     recorded, hardware = meta.get("kv_cache") or {}, meta.get("hardware") or {}
     if recorded.get("num_gpu_blocks"):
@@ -87,7 +86,7 @@ def run_blocks(run: Path, model: str) -> int:
 
 
 def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, dict[str, Any]]:
-    """The same requests through our scheduler, and what it was told."""
+    """Return the times of the same requests through cbatch's scheduler, and its settings."""
     hardware, _, model = run.name.partition("_")
     engine = json.loads((run / "meta.json").read_text(encoding="utf-8"))["engine_kwargs"]
     scenario = Scenario(
@@ -102,26 +101,28 @@ def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, 
     simulation, records = build(scenario), list[Record]()
     report = simulation.run(on_record=records.append)
     values = {name: [getattr(record, name) for record in records] for name in BOUNDS}
-    found = {name: np.array([v for v in values[name] if v is not None]) for name in BOUNDS}
+    measures = {name: np.array([v for v in values[name] if v is not None]) for name in BOUNDS}
     names = ("num_blocks", "max_slots", "step_budget_tokens")
-    told = {name: simulation.settings[name] for name in names}
-    return found, told | {"steps": report.steps, "preemptions": report.preemptions}
+    settings = {name: simulation.settings[name] for name in names}
+    return measures, settings | {"steps": report.steps, "preemptions": report.preemptions}
 
 
-def compare(real: Measures, ours: Measures) -> list[dict[str, Any]]:
-    """A row for each measure and cut, in milliseconds; only means have a bound."""
+def compare(real: Measures, simulated: Measures) -> list[dict[str, Any]]:
+    """Return a row for each measure and percentile, in milliseconds; only means have a bound."""
     rows = []
     for name, bound in BOUNDS.items():
         for cut in ("mean", "p50", "p90", "p99"):
-            one, other = (getattr(Spread.of(v[name]), cut) * 1e3 for v in (real, ours))
+            real_ms, simulated_ms = (
+                getattr(Spread.of(v[name]), cut) * 1e3 for v in (real, simulated)
+            )
             limit = bound if cut == "mean" else None
-            error = other / one - 1
+            error = simulated_ms / real_ms - 1
             rows.append(
                 {
                     "measure": f"{name.removesuffix('_s')}_ms",
                     "cut": cut,
-                    "vllm": round(one, 2),
-                    "simulated": round(other, 2),
+                    "vllm": round(real_ms, 2),
+                    "simulated": round(simulated_ms, 2),
                     "error": round(error, 4),
                     "bound": limit,
                     "within": None if limit is None else abs(error) <= limit,
@@ -139,12 +140,12 @@ def main() -> None:
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():
         raise SystemExit(str(FieldError("--data", f"{run} is no folder", "name `measured`")))
-    ours, told = simulated(args.data, run, args.num_blocks)
+    simulated_times, settings = simulated(args.data, run, args.num_blocks)
     print_report(
         f"simulator against vLLM: {args.run}",
-        compare(measured(run / "requests.jsonl"), ours),
-        notes=(", ".join(f"{name} {value}" for name, value in told.items()),),
-        extra={"settings": told},
+        compare(measured(run / "requests.jsonl"), simulated_times),
+        notes=(", ".join(f"{name} {value}" for name, value in settings.items()),),
+        extra={"settings": settings},
     )
 
 

@@ -1,20 +1,20 @@
 """The simulator against the real demo pair: `python -m bench.simulator.compare KIND`.
 
-`engine`: an engine of this process serves the demo's prompts (greedy, half of them edits) under
-each policy, at a light load, near saturation and beyond it. `server`: the same, by `cbatch serve`
-as its client sees it. `fleet`: replicas without drafts serve requests that share prefixes, behind
-each router; the router is the same object in both worlds, in the client and in the replay.
+`engine`: an engine of this process serves the demo's prompts (greedy, half of them edits). Each
+policy runs at a light load, near saturation and beyond it. `server`: the same through `cbatch
+serve`, as its client sees it. `fleet`: replicas without drafts serve requests that share prefixes,
+with each router. The router is the same object in both worlds, in the client and in the replay.
 
-A load is a share of the requests a second that the simulator says are served at most; arrivals are
-a Poisson process. The simulator has not seen the runs that it predicts. It knows
+A load is a share of the simulated capacity in requests a second; arrivals are a Poisson process.
+The simulator has not seen the runs that it predicts. Its input is
 
-- prices of made-up batches, measured in turns with the runs, since a machine's speed drifts;
+- prices of synthetic batches, measured in turns with the runs, since a machine's speed drifts;
 - which drafts of each prompt are accepted, from a run of its own;
-- of servers, the extra time of short probes before and after each run;
-- of a fleet, the processor time of servers and client (`bench.simulator.host`).
+- for servers, the extra time of short probes before and after each run;
+- for a fleet, the processor time of servers and client (`bench.simulator.host`).
 
-`real` is the median of the repeats, and `spread` is their range over it. `--out RUNS` keeps what
-was measured, `--runs RUNS` predicts it again without an engine.
+`real` is the median of the repeats, and `spread` their range relative to it. `--out RUNS` keeps the
+measurements; `--runs RUNS` predicts them again without an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import torch
 
 from bench.lookahead import make_prompts
 from bench.report import print_report
-from bench.simulator.foretold import Foretold, Probes, Run
 from bench.simulator.host import measure_host
 from bench.simulator.real import (
     FATE_K,
@@ -44,6 +43,7 @@ from bench.simulator.real import (
     serve_by,
     serve_here,
 )
+from bench.simulator.simulated import Probes, Run, SimulatedReplicas
 from bench.simulator.workloads import from_prompts, shared_prefixes
 from cbatch import EngineOptions
 from cbatch.core.prices.calibration import Calibration
@@ -57,13 +57,13 @@ from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}
-TURNS, STEPS = 4, 16  # turns until all batches were measured, and the steps of a batch in one
-_WARM_UP = 16  # requests to each replica
-_WARM_SEED = 10**4  # a seed that no run has
+TURNS, STEPS = 4, 16  # turns that measure all batches once; steps of a batch in one turn.
+_WARM_UP = 16  # requests to each replica.
+_WARM_SEED = 10**4  # a seed that no run has.
 
 
 class Kind(NamedTuple):
-    """What is compared where no flag says otherwise."""
+    """Default settings of a comparison."""
 
     policies: tuple[str, ...]
     loads: tuple[float, ...] = (0.4, 0.8, 2.0)
@@ -78,13 +78,13 @@ class Kind(NamedTuple):
 KINDS = {
     "engine": Kind(("off", "fixed:4", "goodput")),
     "server": Kind(("off", "goodput")),
-    # The pool has room for some of the prefixes with what runs, not for all.
+    # The pool has room for the running requests and some of the prefixes, but not for all.
     "fleet": Kind(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
 }
 
 
 class Case(msgspec.Struct):
-    """A load under a policy and behind a router, how it was served, and what was probed with it."""
+    """A load under a policy and a router, with its runs and the probes between them."""
 
     policy: str
     router: str
@@ -95,7 +95,7 @@ class Case(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """All that was measured."""
+    """All measurements of a comparison."""
 
     kind: str
     replicas: int
@@ -104,14 +104,14 @@ class Comparison(msgspec.Struct):
     host: Host | None
     cases: list[Case]
 
-    def foretold(self, probes: Sequence[Probes]) -> Foretold:
+    def simulated_replicas(self, probes: Sequence[Probes]) -> SimulatedReplicas:
         blocks = KINDS[self.kind].num_blocks
-        world = Foretold(self.calibration, self.replicas, blocks, self.fates, self.host)
+        world = SimulatedReplicas(self.calibration, self.replicas, blocks, self.fates, self.host)
         return world.explaining(Probes.middle(probes)) if probes else world
 
 
 class Calibrating:
-    """Prices of an engine's steps, measured a few batches at a time."""
+    """Measures the prices of an engine's steps, a few batches at a time."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self._calibrator = Calibrator(engine.loop.executor, engine.scheduler.config)
@@ -123,7 +123,7 @@ class Calibrating:
         self._turns += 1
 
     def finish(self) -> Calibration:
-        """Return what all batches come to, each measured as often as any other."""
+        """Return the calibration from all batches, each measured equally often."""
         self.turn()
         while self._turns % TURNS:
             self.turn()
@@ -131,11 +131,11 @@ class Calibrating:
 
 
 def make_cases(
-    world: Foretold,
+    world: SimulatedReplicas,
     make: Callable[..., list[TraceRequest]],
     args: argparse.Namespace,
 ) -> list[Case]:
-    """`make` takes a rate, a count and a seed."""
+    """Return a case for each policy, router and load. `make` takes a rate, a count and a seed."""
     cases: list[Case] = []
     for policy in args.policy:
         capacity_per_s = world.capacity_per_s(policy, make)
@@ -147,7 +147,7 @@ def make_cases(
 
 
 def measured(args: argparse.Namespace) -> Comparison:
-    """Serve every case once a repeat, in an order that turns round."""
+    """Serve every case once per repeat, in alternating order."""
     kind, is_engine, is_fleet = KINDS[args.kind], args.kind == "engine", args.kind == "fleet"
     if not is_engine:
         torch.set_num_threads(1)  # as in the servers
@@ -156,8 +156,8 @@ def measured(args: argparse.Namespace) -> Comparison:
     fates = [[0]]
     if not is_fleet:
         fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_slots)[0], texts)
-    usual = "off" if is_fleet else EngineOptions().lookahead  # without drafts, or with
-    prices = Calibrating(*load_policy(usual, kind.max_slots))
+    policy = "off" if is_fleet else EngineOptions().lookahead  # without drafts, or with
+    prices = Calibrating(*load_policy(policy, kind.max_slots))
     first, host = prices.finish(), None
     with contextlib.ExitStack() as stack:
         if is_engine:
@@ -165,44 +165,46 @@ def measured(args: argparse.Namespace) -> Comparison:
             for engine in engines.values():
                 serve_here(engine, from_prompts(texts, 1e3, 9, 0), texts)
         else:
-            # Probes are of servers without drafts.
+            # Probes go to servers without drafts.
             ports = {
                 policy: stack.enter_context(
                     replicas_of(policy, args.replicas, kind.max_slots, kind.num_blocks)
                 )
                 for policy in dict.fromkeys(("off", *args.policy))
             }
-            for each in ports.values():
-                serve_by(each, make(20.0, _WARM_UP * args.replicas, _WARM_SEED), texts=texts)
+            for replica_ports in ports.values():
+                serve_by(
+                    replica_ports, make(20.0, _WARM_UP * args.replicas, _WARM_SEED), texts=texts
+                )
             if is_fleet:
                 host = measure_host(ports["off"], first)
-        world = Foretold(first, args.replicas, kind.num_blocks, fates, host)
-        found = Comparison(args.kind, args.replicas, first, fates, host, [])
-        found.cases = make_cases(world, make, args)
+        world = SimulatedReplicas(first, args.replicas, kind.num_blocks, fates, host)
+        comparison = Comparison(args.kind, args.replicas, first, fates, host, [])
+        comparison.cases = make_cases(world, make, args)
         before = None if is_engine else probe(ports["off"], is_fleet)
         for repeat in range(args.repeats):
-            for case in found.cases if repeat % 2 == 0 else reversed(found.cases):
+            for case in comparison.cases if repeat % 2 == 0 else reversed(comparison.cases):
                 prices.turn()
                 if before is None:
                     case.runs.append(serve_here(engines[case.policy], case.requests, texts))
                     continue
-                served = serve_by(ports[case.policy], case.requests, case.router, texts)
-                case.runs.append(served[0])
+                run, _ = serve_by(ports[case.policy], case.requests, case.router, texts)
+                case.runs.append(run)
                 after = probe(ports["off"], is_fleet)
                 case.probes += [before, after]
                 before = after
-    found.calibration = prices.finish()
-    return found
+    comparison.calibration = prices.finish()
+    return comparison
 
 
-def rows_of(found: Comparison) -> list[dict[str, Any]]:
+def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a row for each case and measure."""
     rows = []
-    for case in found.cases:
-        world = found.foretold(case.probes)
+    for case in comparison.cases:
+        world = comparison.simulated_replicas(case.probes)
         _, run = world.replay(OpenLoop(case.requests), case.policy, case.router)
-        repeats = [each.measures(found.replicas) for each in case.runs]
-        for name, simulated in run.measures(found.replicas).items():
+        repeats = [run_of_case.measures(comparison.replicas) for run_of_case in case.runs]
+        for name, simulated in run.measures(comparison.replicas).items():
             real = [repeat[name] for repeat in repeats]
             median = float(np.median(real))
             error = simulated / median - 1 if median else 0.0
@@ -243,34 +245,38 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.kind == "fleet" and (args.replicas or 2) < 2:
         parser.error("--replicas: a fleet has two or more; compare a server")
     kind = KINDS[args.kind]
-    usual = {"policy": kind.policies, "load": kind.loads, "router": kind.routers}
-    usual |= {"replicas": kind.replicas, "seconds": kind.seconds, "repeats": kind.repeats}
-    for name, value in usual.items():
-        given = getattr(args, name)
-        setattr(args, name, value if given is None else given)
+    defaults = {"policy": kind.policies, "load": kind.loads, "router": kind.routers}
+    defaults |= {"replicas": kind.replicas, "seconds": kind.seconds, "repeats": kind.repeats}
+    for name, value in defaults.items():
+        value_given = getattr(args, name)
+        setattr(args, name, value if value_given is None else value_given)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.runs is None:
-        found = measured(args)
+        comparison = measured(args)
     else:
-        found = msgspec.json.decode(args.runs.read_bytes(), type=Comparison)
-        if found.kind != args.kind:
-            raise SystemExit(f"--runs: {args.runs} holds runs of a {found.kind}; name that kind")
+        comparison = msgspec.json.decode(args.runs.read_bytes(), type=Comparison)
+        if comparison.kind != args.kind:
+            raise SystemExit(
+                f"--runs: {args.runs} holds runs of a {comparison.kind}; name that kind"
+            )
     if args.out is not None:
-        args.out.write_bytes(msgspec.json.encode(found))
-    rows = rows_of(found)
+        args.out.write_bytes(msgspec.json.encode(comparison))
+    rows = rows_of(comparison)
     bounded = [row for row in rows if row["bound"] is not None]
-    held_out = found.calibration.held_out
+    held_out = comparison.calibration.held_out
     notes = [
         f"{sum(row['within'] for row in bounded)} of {len(bounded)} within their bound; prices on "
         f"held-out batches: {held_out.total:+.1%} in all, {held_out.p50:.1%} of a step (p50)"
     ]
-    world = found.foretold([each for case in found.cases for each in case.probes])
+    world = comparison.simulated_replicas(
+        [each for case in comparison.cases for each in case.probes]
+    )
     more, host = world.outside, world.host
-    if found.kind != "engine":
+    if comparison.kind != "engine":
         notes.append(
             f"outside of the engine a request spends {more.request_s * 1e3:.2f} ms, a step "
             f"{more.step_s * 1e3:.2f} ms, a row of it {more.row_s * 1e3:.3f} ms"
@@ -285,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         )
     extra = {"held_out": held_out, "outside": more, "host": host}
-    title = f"simulator against {found.kind}: demo pair, {found.replicas} replica(s)"
+    title = f"simulator against {comparison.kind}: demo pair, {comparison.replicas} replica(s)"
     print_report(title, rows, notes=notes, extra=msgspec.to_builtins(extra))
 
 

@@ -1,4 +1,4 @@
-"""Processor time of servers and of their client, measured on made-up requests, for `--host`."""
+"""Processor time of servers and of their client, measured on synthetic requests, for `--host`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.simulator.foretold import Foretold
 from bench.simulator.real import serve_by
+from bench.simulator.simulated import SimulatedReplicas
 from cbatch.core.prices.calibration import Calibration
 from cbatch.core.prices.fit import nonnegative_least_squares
 from sim.replay.host import Host, Work
@@ -30,7 +30,7 @@ def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
         if requests:
             client_s = serve_by(ports[:1], requests)[1]
             steps = steps_of(calibration, requests)
-        else:  # what a server does without requests
+        else:  # the idle work of a server
             time.sleep(IDLE_S)
         tokens = sum(request.output_tokens for request in requests)
         rows.append((len(requests), steps, tokens, time.monotonic() - began_s))
@@ -45,13 +45,13 @@ def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
 
 
 def steps_of(calibration: Calibration, requests: Sequence[TraceRequest]) -> int:
-    """Return the steps of one replica with room for all of them."""
-    return Foretold(calibration, num_blocks=4096).replay(OpenLoop(requests))[0].steps or 0
+    """Return the number of steps on one replica that has room for all requests."""
+    return SimulatedReplicas(calibration, num_blocks=4096).replay(OpenLoop(requests))[0].steps or 0
 
 
 def runs_of() -> list[list[TraceRequest]]:
-    """Return runs of long prompts with one token each, of long outputs one after another, and of
-    many requests at a time."""
+    """Return three runs: long prompts with one token each, long outputs one after another, and many
+    requests at once."""
     return [
         _made([0.1 * i for i in range(40)], 1),
         _made([0.6 * i for i in range(8)], 200),
@@ -67,7 +67,7 @@ def _made(arrivals_s: Sequence[float], tokens: int) -> list[TraceRequest]:
 
 
 def _servers_s() -> float:
-    """Return processor seconds of all `cbatch serve` that this process has started, without their
+    """Return the processor seconds of all `cbatch serve` children of this process, without their
     engines."""
     total_ns = 0
     for children in Path("/proc/self/task").glob("*/children"):

@@ -14,7 +14,7 @@ from bench.load.client.call import CallError, LiveTally, TimedCall
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.scrape import difference, scrape
 from bench.server.started import started
-from bench.simulator.foretold import Probes, Run
+from bench.simulator.simulated import Probes, Run
 from bench.simulator.workloads import Prompt, probe_runs, prompts_of
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths
@@ -27,7 +27,7 @@ from sim.traces.request import TraceRequest
 
 FATE_TOKENS, FATE_K = 72, 8
 _HEADSTART_S = 0.1
-_MAX_QUEUED = 100_000  # so that a load beyond capacity waits, as in the simulator
+_MAX_QUEUED = 100_000  # so that requests wait at a load beyond capacity, as in the simulator
 
 
 # -- an engine of this process
@@ -45,9 +45,9 @@ def _greedy(tokens: int) -> SamplingParams:
 
 
 def fates_of(outputs: Sequence[Output]) -> list[int]:
-    """Return, for each token of one request's output, whether a draft of it is accepted, from what
-    its steps drafted and accepted. The first token and one after a fully accepted step have no
-    draft; both count as accepted."""
+    """Return for each output token of one request: is a draft of it accepted (1 or 0)? The steps'
+    drafted and accepted counts decide. The first token, and one after a fully accepted step, have
+    no draft; both count as accepted."""
     fates: list[int] = []
     for output in outputs:
         accepted = min(output.num_accepted, len(output.token_ids))
@@ -68,8 +68,8 @@ def record_fates(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def serve_here(engine: Engine, requests: Sequence[TraceRequest], texts: Sequence[list[int]]) -> Run:
-    """Serve the requests at their times, from now on; `texts` take turns."""
-    times_s: dict[int, list[float]] = {}  # by request: of the first token, and of the last
+    """Serve the requests at their times, starting now, with `texts` as prompts in turn."""
+    times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
     gc.collect()
     started_s, coming = time.perf_counter(), 0
     while coming < len(requests) or engine.has_work:
@@ -124,8 +124,8 @@ def _record(
 def replicas_of(
     policy: str, count: int, max_slots: int, num_blocks: int | None
 ) -> Iterator[list[int]]:
-    """Start `cbatch serve` of the demo pair, one thread each; yields the ports. Without
-    `num_blocks` there is no prefix cache."""
+    """Start `cbatch serve` of the demo pair `count` times, one thread each; yields the ports.
+    Without `num_blocks` there is no prefix cache."""
     model, draft = demo_paths()
     words = [str(model), "--draft", str(draft), "--lookahead", policy]
     words += ["--max-slots", str(max_slots), "--max-queued-requests", str(_MAX_QUEUED)]
@@ -144,10 +144,10 @@ class FleetClient:
         self._clients = [HttpClient(endpoint, clock=self._now_s) for endpoint in endpoints]
         self._router, self._load = router, ReplicaLoad(len(ports))
         self._records: list[Record] = []
-        self.cpu_s = 0.0  # of this process, over the run
+        self.cpu_s = 0.0  # processor seconds of this process during the run
 
     async def replay(self, requests: Sequence[TraceRequest], prompts: Sequence[Prompt]) -> Run:
-        """Raises RuntimeError if a call failed."""
+        """Send the requests and return the run. Raises RuntimeError if a call fails."""
         bodies = Bodies(
             BodySettings(
                 model=demo_paths()[0].name,
@@ -175,8 +175,8 @@ class FleetClient:
         finally:
             for client in self._clients:
                 client.close()
-        counted = [difference(*looks) for looks in zip(before, after, strict=True)]
-        hits = sum(each.prefix_hit_tokens or 0 for each in counted if each is not None)
+        counted = [difference(*scrapes) for scrapes in zip(before, after, strict=True)]
+        hits = sum(counts.prefix_hit_tokens or 0 for counts in counted if counts is not None)
         return Run(sorted(self._records, key=lambda record: record.index), hits)
 
     async def _call(self, bodies: Bodies, index: int, request: TraceRequest, replica: int) -> None:
@@ -199,7 +199,7 @@ def serve_by(
     router: str = "round-robin",
     texts: Sequence[list[int]] = (),
 ) -> tuple[Run, float]:
-    """Return the run, and the seconds of this process's processor that sending it took."""
+    """Return the run, and the processor seconds of this process for sending it."""
 
     async def replay() -> tuple[Run, float]:
         client = FleetClient(ports, make_router(router))

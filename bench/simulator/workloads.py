@@ -19,8 +19,8 @@ GROUPS, GROUP_BLOCKS = 24, 32  # shared prefixes, and the blocks of each
 OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 64)
 VOCAB_SIZE = 4096  # of the demo pair
 _PROBE_GROUP = 10**6  # a prefix that no run has
-FULL_ROWS = 16  # that one replica of probes serves at a time
-_PROBE_TOKENS = 16  # of a probe's prompt, after the shared prefix
+FULL_ROWS = 16  # requests of a full replica in `probe_runs`.
+_PROBE_TOKENS = 16  # prompt tokens of a probe after the shared prefix.
 
 # A prompt as a router sees it, int32, and as token ids of the model.
 Prompt = tuple[np.ndarray, list[int]]
@@ -29,14 +29,14 @@ Prompt = tuple[np.ndarray, list[int]]
 def from_prompts(
     texts: Sequence[Sequence[int]], rate_per_s: float, count: int, seed: int
 ) -> list[TraceRequest]:
-    """Return a Poisson process of requests with the lengths of `texts`, which take turns."""
+    """Return a Poisson process of requests; their prompts have the lengths of `texts` in turn."""
     lengths = uniform(*OUTPUT_TOKENS)
-    made = generate(
+    requests = generate(
         lambda rng: poisson(rate_per_s, rng), lengths, lengths, requests=count, seed=seed
     )
     return [
         msgspec.structs.replace(request, prompt_tokens=len(text))
-        for request, text in zip(made, itertools.cycle(texts), strict=False)
+        for request, text in zip(requests, itertools.cycle(texts), strict=False)
     ]
 
 
@@ -91,14 +91,15 @@ def _request(
 
 
 def prompts_of(requests: Sequence[TraceRequest], texts: Sequence[list[int]]) -> list[Prompt]:
-    """Return the prompts of `requests`: `texts` in turn, or those that a replay makes up."""
+    """Return the prompts of `requests`: `texts` in turn, or synthetic ones as in a replay."""
     if texts:
         turns = itertools.islice(itertools.cycle(texts), len(requests))
         return [(np.array(text, np.int32), text) for text in turns]
-    made = TracePrompts()
-    return [(prompt, spoken(prompt)) for prompt in map(made.prompt, requests)]
+    synthetic = TracePrompts()
+    return [(prompt, spoken(prompt)) for prompt in map(synthetic.prompt, requests)]
 
 
 def spoken(prompt: np.ndarray) -> list[int]:
-    """Return ids of the model's vocabulary for a made-up prompt; id 0 would end the sequence."""
+    """Map a synthetic prompt to ids of the model's vocabulary, without id 0, which ends a
+    sequence."""
     return (1 + prompt.astype(np.int64) % (VOCAB_SIZE - 1)).tolist()

@@ -1,5 +1,4 @@
-"""The trained pair that ships with the project; `README.md` in this
-folder is its model card."""
+"""The trained demo pair that ships with the project; `README.md` in this folder is its card."""
 
 from __future__ import annotations
 
@@ -12,22 +11,24 @@ _FOLDER = Path(__file__).parent
 
 
 def demo_paths() -> tuple[Path, Path]:
-    """Folders of the target and of its draft, in Hugging Face layout."""
+    """Return the folders of the target and of its draft, in Hugging Face layout."""
     return _FOLDER / "target", _FOLDER / "draft"
 
 
 def demo_head() -> Path:
-    """Folder of the target's EAGLE-3 head, which drafts for it in the draft's place."""
+    """Return the folder of the target's EAGLE-3 head, which can draft instead of the draft
+    model."""
     return _FOLDER / "head"
 
 
 def demo_prompts() -> list[str]:
-    """Function heads (signature and docstring) of modules the pair was not trained on."""
+    """Return function heads (signature and docstring) of modules the pair was not trained on."""
     return _prompts()["functions"]
 
 
 def edit_prompts() -> list[str]:
-    """A held-out function, then the start of a nearly equal one: text that repeats itself."""
+    """Return prompts of a held-out function and the start of a nearly equal one: text with
+    repeats."""
     return _prompts()["edits"]
 
 

@@ -144,7 +144,7 @@ def build(scenario: Scenario) -> Simulation:
 def _requests(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
     if scenario.requests is None:
         return trace.requests()
-    return sample(trace.requests(), most=scenario.requests)
+    return sample(trace.requests(), max_requests=scenario.requests)
 
 
 def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:

@@ -98,7 +98,7 @@ def run_sample(args: argparse.Namespace) -> int:
     kept = sample(
         trace.requests(),
         share=args.share,
-        most=args.requests,
+        max_requests=args.requests,
         start_s=args.window[0],
         end_s=args.window[1],
         seed=args.seed or 0,

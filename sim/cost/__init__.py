@@ -1,1 +1,1 @@
-"""What a step costs: measured, modelled by a roofline, or looked up in tables."""
+"""Cost models: the time of a step, from measurements, a roofline or tables."""

@@ -1,7 +1,8 @@
-"""What a step costs, from its composition: the interface of every cost model.
+"""The interface of cost models: the time of a step, computed from its composition.
 
-A model is a pure function of `StepWork`. The executor asks it once a step and charges what it says;
-a lookahead policy that learns prices learns them from the same durations.
+A cost model is a pure function of `StepWork`. The executor calls it once per step and reports the
+result as the step's duration. A lookahead policy that learns prices learns them from these
+durations.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from cbatch.core.prices.terms import ProfiledCost
 
 class CostModel(Protocol):
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
-        """Return `draft_s`, `target_s` and `host_s`: seconds of the drafter's passes, of what else
-        an executor measures, and of the loop around it."""
+        """Return `draft_s`, `target_s` and `host_s`, in seconds: the drafter's passes, everything
+        else that an executor measures, and the host work of the loop around the executor."""
 
 
 def constant_cost(step_s: float = 0.01, draft_pass_s: float = 0.001) -> ProfiledCost:
-    """Return the cost model in which every step takes the same, and every pass of the drafter."""
+    """Return a cost model in which every step takes `step_s` and every draft pass
+    `draft_pass_s`."""
     return ProfiledCost(CostProfile((1, 2), (step_s, step_s), draft_pass_s=draft_pass_s))

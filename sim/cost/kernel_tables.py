@@ -1,17 +1,17 @@
-"""Step times from tables of single kernels, as AIConfigurator collects them (NVIDIA 2025): parquet
-files anywhere below a folder, latencies in milliseconds, each for one system and framework.
+"""Step times from tables of single kernels in the format of AIConfigurator (NVIDIA 2025): parquet
+files anywhere below a folder, latencies in milliseconds, each file for one system and framework.
 
-- `gemm_perf.parquet`: m, n, k of a product [m, k] x [k, n]. One that was not measured lies between
-  its neighbours in n and k, and one beyond the last of them is several.
-- `generation_attention_perf.parquet`: a batch of rows with one query each over a context of
-  `isl + step` tokens. Rows that verify read the same KV; what they compute is the roofline's if
-  that is more.
-- `context_attention_perf.parquet`: a batch of whole prompts, so that a chunk with context before
-  it is taken as the prompt with as many query-key pairs.
+- `gemm_perf.parquet`: the product [m, k] x [k, n], by m, n and k. Other n and k are interpolated; a
+  size beyond the last one is computed as several products of equal size.
+- `generation_attention_perf.parquet`: a batch of rows with one query each over a context of `isl +
+  step` tokens. Rows that verify drafts read the same KV. If their arithmetic takes longer by the
+  roofline, that time is used.
+- `context_attention_perf.parquet`: a batch of whole prompts. A chunk with context before it is
+  looked up as the prompt with as many query-key pairs.
 
-What no table holds (norms and other small kernels, launches, all-reduces, the host's share) is the
-roofline's, and so is attention that was not measured for a model's heads: `from_roofline` says
-which. 16-bit weights and KV only.
+The roofline supplies what no table holds: norms and other small kernels, launches, all-reduces and
+host time. It also supplies attention for head counts that were not measured. `from_roofline` lists
+these parts. Weights and KV are 16-bit only.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PRODUCTS, DECODES, PREFILLS = (
 _BF16 = "bfloat16"
 _WHOLE = {"attn_dtype": _BF16, "kv_cache_dtype": _BF16, "window_size": 0}
 
-Heads = tuple[int, int, int]  # of queries, of KV, and the size of one
+Heads = tuple[int, int, int]  # query heads, KV heads, head size
 
 
 class KernelTables(msgspec.Struct, frozen=True):
-    """Seconds by what was measured: a product's by (n, k) and m, attention's by heads, batch and
-    tokens of a row."""
+    """Measured seconds: of products by (n, k) and m, of attention by heads and (batch, tokens of a
+    row)."""
 
     device: str
     framework: str
@@ -56,17 +56,17 @@ def holds_kernel_tables(folder: str | Path) -> bool:
 
 
 def read_kernel_tables(folder: str | Path) -> KernelTables:
-    """Raises `FieldError` naming the file at fault."""
+    """Read the tables below `folder`. Raises `FieldError` that names the file at fault."""
     products, decodes, prefills = (_find(Path(folder), n) for n in (PRODUCTS, DECODES, PREFILLS))
     if products is None:
         raise FieldError("--cost-table", f"{folder} holds no {PRODUCTS}", "name one that does")
-    found = _read(products, ("m", "n", "k"), {"gemm_dtype": _BF16})
+    gemm = _read(products, ("m", "n", "k"), {"gemm_dtype": _BF16})
     by_shape: dict[tuple[int, int], dict[int, float]] = {}
-    for (m, n, k), seconds in found.seconds.items():
+    for (m, n, k), seconds in gemm.seconds.items():
         by_shape.setdefault((n, k), {})[m] = seconds
     return KernelTables(
-        device=found.device,
-        framework=found.framework,
+        device=gemm.device,
+        framework=gemm.framework,
         products=by_shape,
         decodes=_attention(decodes),
         prefills=_attention(prefills),
@@ -74,7 +74,8 @@ def read_kernel_tables(folder: str | Path) -> KernelTables:
 
 
 class KernelCost:
-    """The cost model (see `sim.cost.base`) of what `config` names, drafts included."""
+    """The cost model (see `sim.cost.base`) of the target in `config`, and of its draft model if
+    any."""
 
     def __init__(self, tables: KernelTables, config: RooflineConfig) -> None:
         self._config = config
@@ -86,13 +87,13 @@ class KernelCost:
 
     @property
     def from_roofline(self) -> list[str]:
-        """What is not from the tables."""
-        found = ["small kernels", "launches", "host"]
-        found += ["all-reduces"] if self._config.tensor_parallel > 1 else []
+        """Return the names of the parts that the roofline supplies, not the tables."""
+        parts = ["small kernels", "launches", "host"]
+        parts += ["all-reduces"] if self._config.tensor_parallel > 1 else []
         for name, passes in (("", self._target), ("draft's ", self._draft)):
             if passes is not None and passes.decodes is None:
-                found.append(f"{name}attention of decodes")
-        return found + (["attention of prompts"] if self._target.prefills is None else [])
+                parts.append(f"{name}attention of decodes")
+        return parts + (["attention of prompts"] if self._target.prefills is None else [])
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         target = self._target
@@ -109,7 +110,8 @@ class KernelCost:
         return 0.0, seconds, host_s
 
     def _draft_s(self, draft: _Passes, work: StepWork) -> float:
-        """As in the roofline: the first pass also ingests, and rows leave the later ones early."""
+        """Return the seconds of all draft passes. As in the roofline, the first pass also ingests
+        tokens, and rows with few drafts leave the later passes early."""
         depth = max(work.draft_depth, 1)
         rows, read_tokens = ceil(work.draft_tokens / depth), work.draft_context_tokens
         attention_s = draft.decodes_s(rows, read_tokens, read_tokens) if rows else 0.0
@@ -119,8 +121,8 @@ class KernelCost:
 
 
 class _Passes(NamedTuple):
-    """One model on its devices: `tokens` and `logits` are the products of all layers and of the
-    head, attention is of one layer, or None where it is the roofline's."""
+    """Tables of one model on its devices. `tokens` covers the products of all layers, `logits` that
+    of the LM head. Attention is of one layer, or None if the roofline supplies it."""
 
     tokens: Curve
     logits: Curve
@@ -142,12 +144,12 @@ class _Passes(NamedTuple):
             (hidden, inner),
         )
         curves = [(layers, _product(tables.products, n, k)) for n, k in block]
-        measured = heads, kv_heads, size
+        head_counts = heads, kv_heads, size
         return cls(
             tokens=Curve.total(curves),
             logits=_product(tables.products, shape.vocab_size / parts, hidden),
-            decodes=Lines.of(tables.decodes.get(measured)),
-            prefills=Lines.of(tables.prefills.get(measured)),
+            decodes=Lines.of(tables.decodes.get(head_counts)),
+            prefills=Lines.of(tables.prefills.get(head_counts)),
             layers=layers,
             rates=config.rates(shape),
         )
@@ -172,10 +174,10 @@ class _Passes(NamedTuple):
 
 
 def _product(products: Mapping[tuple[int, int], Mapping[int, float]], n: float, k: float) -> Curve:
-    """Seconds by m, bilinear in n and k."""
+    """Return the product's seconds by m, interpolated bilinearly in n and k."""
     near = [
-        _neighbours(sorted({shape[axis] for shape in products}), wanted)
-        for axis, wanted in enumerate((n, k))
+        _neighbours(sorted({shape[axis] for shape in products}), target)
+        for axis, target in enumerate((n, k))
     ]
     corners = []
     for (n_at, n_share), (k_at, k_share) in product(*near):
@@ -189,11 +191,12 @@ def _product(products: Mapping[tuple[int, int], Mapping[int, float]], n: float, 
     return Curve(counts, [sum(share * by_m[m] for share, by_m in corners) for m in counts])
 
 
-def _neighbours(axis: Sequence[int], wanted: float) -> list[tuple[int, float]]:
-    """Points of an ascending axis and their shares in what lies at `wanted`. Something larger than
-    the last point is several of equal size, something smaller than the first costs as much."""
-    pieces = ceil(wanted / axis[-1])
-    at = max(wanted / pieces, axis[0])
+def _neighbours(axis: Sequence[int], target: float) -> list[tuple[int, float]]:
+    """Return the points of an ascending axis next to `target`, each with its weight. A target
+    beyond the last point counts as several of equal size, one below the first point as the
+    first."""
+    pieces = ceil(target / axis[-1])
+    at = max(target / pieces, axis[0])
     high = next(i for i, point in enumerate(axis) if point >= at)
     if axis[high] == at:
         return [(axis[high], float(pieces))]
@@ -202,18 +205,18 @@ def _neighbours(axis: Sequence[int], wanted: float) -> list[tuple[int, float]]:
     return [(axis[low], pieces * (1 - share)), (axis[high], pieces * share)]
 
 
-class _Found(NamedTuple):
+class _Table(NamedTuple):
     device: str
     framework: str
     seconds: dict[tuple[int, ...], float]
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    found = sorted(folder.rglob(name))
-    if len(found) > 1:
-        problem = f"{folder} holds {len(found)} of {name}, {found[0]} among them"
+    matches = sorted(folder.rglob(name))
+    if len(matches) > 1:
+        problem = f"{folder} holds {len(matches)} of {name}, {matches[0]} among them"
         raise FieldError("--cost-table", problem, "name a folder with one")
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _attention(path: Path | None) -> dict[Heads, dict[tuple[int, int], float]]:
@@ -228,9 +231,9 @@ def _attention(path: Path | None) -> dict[Heads, dict[tuple[int, int], float]]:
     return by_heads
 
 
-def _read(path: Path, columns: tuple[str, ...], only: Mapping[str, Any]) -> _Found:
-    """Seconds by `columns`, of the rows where all of `only` holds: the least of those that differ
-    in nothing else, since an engine takes the best of its kernels."""
+def _read(path: Path, columns: tuple[str, ...], only: Mapping[str, Any]) -> _Table:
+    """Return seconds by the values of `columns`, from the rows that match all of `only`. Of rows
+    with equal values the shortest time counts, since an engine uses its fastest kernel."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -257,4 +260,4 @@ def _read(path: Path, columns: tuple[str, ...], only: Mapping[str, Any]) -> _Fou
     for row, s in zip(rows, latency_s.tolist(), strict=True):
         seconds[row] = min(s, seconds.get(row, s))
     framework = f"{values['framework'][0]} {values['version'][0]}"
-    return _Found(values["device"][0], framework, seconds)
+    return _Table(values["device"][0], framework, seconds)

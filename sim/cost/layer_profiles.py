@@ -1,13 +1,13 @@
-"""Reader of layer profiles: kernels of one transformer layer, timed inside vLLM, as LLMServingSim's
-profiler writes them (Cho et al. 2025). A folder has
+"""Reader of layer profiles: kernels of one transformer layer timed inside vLLM, in the format of
+LLMServingSim's profiler (Cho et al. 2025). A folder holds
 
-- `dense.csv`: layer, tokens, time_us; layers are those of a Llama block, `embedding` and
-  `final_layernorm`,
-- `per_sequence.csv`: layer, sequences, time_us; `lm_head` and `sampler`,
-- `attention.csv`: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us: one launch over a chunk
-  (with so much context before it) and so many decoding rows (of equal context),
-- `skew_fit.csv`, if there: for rows of unequal context, by what share attention goes from the time
-  of their mean towards the time of their longest, in buckets.
+- `dense.csv`: layer, tokens, time_us. Layers are those of a Llama block, `embedding` and
+  `final_layernorm`.
+- `per_sequence.csv`: layer, sequences, time_us, for `lm_head` and `sampler`.
+- `attention.csv`: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us. Each row is one launch
+  over a chunk with `kv_prefill` tokens of context and `n_decode` rows of equal context.
+- `skew_fit.csv` (optional), for rows of unequal context: the share `alpha`, by bucket, in time =
+  time(mean context) + alpha * (time(longest context) - time(mean context)).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cbatch.core.request.errors import FieldError
 from sim.cost.tables import Grid
 from sim.traces.files import TraceRow, csv_rows, read_lines
 
-# How often a layer's kernel runs in a transformer block; the others run once in the model.
+# Launches of each kernel per transformer block. The kernels of `_ONCE` run once per pass.
 _PER_BLOCK = {
     "layernorm": 2,
     "qkv_proj": 1,
@@ -46,12 +46,13 @@ _LABEL = re.compile(r"[a-zA-Z]+(<=|>|=)(\d+)(k|%|)")
 
 
 class LayerProfile:
-    """The cost model (see `sim.cost.base`) of a target that decodes and prefills. Nothing is known
-    of drafters, nor of rows that verify: a step that does is refused. Of contexts longer than what
-    was measured attention reads on at a constant rate."""
+    """The cost model (see `sim.cost.base`) of a target without drafts. A profile has no times for
+    drafters or for rows that verify, so steps with drafts are refused. Contexts longer than the
+    measured ones are extrapolated linearly."""
 
     def __init__(self, folder: Path, *, layers: int) -> None:
-        """Of a model with so many layers. Raises `FieldError` naming file and line."""
+        """Read the profile of a model with `layers` layers. Raises `FieldError` naming file and
+        line."""
         dense = _curves(folder / "dense.csv", "tokens", (*_PER_BLOCK, *_ONCE))
         heads = _curves(folder / "per_sequence.csv", "sequences", _PER_SEQUENCE)
         per_block = [(times * layers, dense[name]) for name, times in _PER_BLOCK.items()]
@@ -72,18 +73,18 @@ class LayerProfile:
 
 
 class ProfiledAttention:
-    """Decoding rows alone, and rows beside a chunk, are looked up in a lattice each: a batch that
-    holds both is one launch, which takes longer than two."""
+    """Attention time of one layer. Decoding rows alone and rows together with a chunk have a
+    lattice each: a batch of both is one launch, which takes longer than two separate ones."""
 
     def __init__(self, folder: Path) -> None:
-        found = _points(folder / "attention.csv")
+        seconds_at = _points(folder / "attention.csv")
         decode: dict[tuple[int, ...], float] = {
-            (n, kv): s for (chunk, _, n, kv), s in found.items() if not chunk and n
+            (n, kv): s for (chunk, _, n, kv), s in seconds_at.items() if not chunk and n
         }
         rows, contexts = (sorted({point[i] for point in decode}) for i in (0, 1))
         where = str(folder / "attention.csv")
         self._decode = _lattice(where, {"n_decode": rows, "kv_decode": contexts}, decode)
-        self._mixed = _lattice(where, *_mixed(found))
+        self._mixed = _lattice(where, *_mixed(seconds_at))
         mixed_rows = self._mixed.axes[2]
         self.most_rows = int(min(rows[-1], mixed_rows[-1]))
         skew_file = folder / "skew_fit.csv"
@@ -116,9 +117,9 @@ class ProfiledAttention:
 
 
 def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
-    """The single chunk that stands for all chunks of a step: its tokens, and the tokens of context
-    before it. It has their query-key pairs; several prompts at once have fewer pairs than one chunk
-    of as many tokens, and are taken as a shorter one."""
+    """Return the tokens, and the tokens of context before them, of a single chunk that replaces all
+    chunks of a step. It has the same number of query-key pairs. Several prompts at once have fewer
+    pairs than one chunk of as many tokens, so their chunk is shorter."""
     tokens, pairs = work.prefill_tokens, work.prefill_pairs
     history_tokens = (pairs - tokens * (tokens + 1) / 2) / tokens
     if history_tokens >= 0:
@@ -127,8 +128,8 @@ def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
 
 
 class Skew:
-    """Shares by bucket. A composition between profiled chunks takes the nearest one's; a bucket
-    without a measurement the mean, weighted by samples, of all buckets of its chunk."""
+    """Skew shares (`alpha`) by bucket. A step uses the buckets of the nearest profiled chunk size.
+    An unmeasured bucket has the mean of all buckets of its chunk size, weighted by samples."""
 
     def __init__(self, path: Path) -> None:
         self._shares: dict[tuple[float, ...], float] = {}
@@ -151,8 +152,9 @@ class Skew:
         longest_tokens: float,
         history_tokens: float,
     ) -> float:
-        """`heavy_share` is (mean - shortest) / (longest - shortest) of the rows' contexts."""
-        chunk = min(self._chunks, key=lambda known: abs(known - chunk_tokens))
+        """Return `alpha` for a step. `heavy_share` is (mean - shortest) / (longest - shortest) of
+        the decoding rows' contexts."""
+        chunk = min(self._chunks, key=lambda profiled: abs(profiled - chunk_tokens))
         values = (rows, 100 * heavy_share, longest_tokens, history_tokens)
         bounds = zip(self._bounds, values, strict=True)
         key = (chunk, *(axis[min(bisect_left(axis, x), len(axis) - 1)] for axis, x in bounds))
@@ -160,13 +162,13 @@ class Skew:
 
 
 def _mixed(
-    found: dict[tuple[int, ...], float],
+    seconds_at: dict[tuple[int, ...], float],
 ) -> tuple[dict[str, list[int]], dict[tuple[int, ...], float]]:
-    """Axes and values of the lattice of chunks with rows. A profile may join lattices of several
-    spacings: the one taken is that of the chunks which were measured to the shortest context, with
-    the values of each axis that all of them have. Without rows there is no context to read, without
-    a chunk no history."""
-    with_rows = {key for key in found if key[0] and key[2]}
+    """Return the axes and values of the lattice for chunks together with decoding rows. A profile
+    may join lattices of several spacings. Chosen are the chunks that were measured down to the
+    shortest context, with the values of each axis that all of them share. Without rows there is no
+    context to read, without a chunk no history."""
+    with_rows = {key for key in seconds_at if key[0] and key[2]}
     shortest = min(key[3] for key in with_rows)
     chunks = sorted({key[0] for key in with_rows if key[3] == shortest})
     histories, rows, contexts = (
@@ -180,26 +182,26 @@ def _mixed(
         "kv_decode": contexts,
     }
     values: dict[tuple[int, ...], float] = {
-        (chunk, history, n, kv): found[key]
+        (chunk, history, n, kv): seconds_at[key]
         for chunk, history, n, kv in itertools.product(*axes.values())
-        if (key := (chunk, history if chunk else 0, n, kv if n else 0)) in found
+        if (key := (chunk, history if chunk else 0, n, kv if n else 0)) in seconds_at
     }
     values |= {(0, history, 0, kv): 0.0 for history in histories for kv in contexts}
     return axes, values
 
 
 def _lattice(
-    where: str, axes: Mapping[str, Sequence[int]], found: Mapping[tuple[int, ...], float]
+    where: str, axes: Mapping[str, Sequence[int]], seconds_at: Mapping[tuple[int, ...], float]
 ) -> Grid:
-    """A grid of all combinations. Raises `FieldError` naming the first that was not measured."""
+    """Return a grid over all combinations. Raises `FieldError` naming the first unmeasured one."""
     values = np.zeros([len(axis) for axis in axes.values()])
     for index, point in zip(
         np.ndindex(values.shape), itertools.product(*axes.values()), strict=True
     ):
-        if point not in found:
+        if point not in seconds_at:
             words = ", ".join(f"{name} {x}" for name, x in zip(axes, point, strict=True))
             raise FieldError("--cost-table", f"{where} lacks {words}", "measure that point too")
-        values[index] = found[point]
+        values[index] = seconds_at[point]
     for name, axis in axes.items():
         if len(axis) < 2:
             raise FieldError("--cost-table", f"{where}: {name} has one value", "measure two")
@@ -207,7 +209,8 @@ def _lattice(
 
 
 def _curves(path: Path, by: str, names: tuple[str, ...]) -> dict[str, Curve]:
-    """Raises `FieldError` unless the file has exactly these layers, with two points or more."""
+    """Return a curve for each of `names`. Raises `FieldError` unless the file has exactly these
+    layers, with at least two points each."""
     points: dict[str, dict[int, float]] = {}
     for row in _rows(path, ("layer", by, "time_us")):
         name = row.text("layer")
@@ -217,7 +220,7 @@ def _curves(path: Path, by: str, names: tuple[str, ...]) -> dict[str, Curve]:
     for name in names:
         if len(points.get(name, ())) < 2:
             raise FieldError("--cost-table", f"{path}: too little of {name}", "measure two points")
-    return {name: Curve(list(found), list(found.values())) for name, found in points.items()}
+    return {name: Curve(list(line), list(line.values())) for name, line in points.items()}
 
 
 def _points(path: Path) -> dict[tuple[int, ...], float]:
@@ -235,7 +238,7 @@ def _seconds(row: TraceRow) -> float:
 
 
 def _bound(row: TraceRow, name: str) -> float:
-    """The upper end of a bucket: 4096 of `kvB<=4k`, 15 of `sr<=15%`; of an open one infinity."""
+    """Return the upper end of a bucket: 4096 for `kvB<=4k`, 15 for `sr<=15%`, infinity if open."""
     text = row.text(name)
     match = _LABEL.fullmatch(text)
     if match is None:

@@ -1,12 +1,12 @@
-"""How many KV blocks vLLM keeps on a device, from its own rules.
+"""The number of KV blocks that vLLM allocates on a device, computed by its own rules.
 
-It takes a share of what CUDA reports as the device's memory, less the weights, less what one
-profiling run needs at its peak, less what the process holds beside torch. What is left is cut into
-blocks. The peak is the larger of two: the largest step's pass, and the sampler on a row of logits
-for every slot. Since 0.21 what CUDA graphs will take is kept as well, and top-p needs no sort.
+vLLM takes a share of the memory that CUDA reports. It subtracts the weights, the peak of one
+profiling run, and what the process holds outside torch, and cuts the remainder into blocks. The
+peak is the larger of two: the pass of the largest step, and the sampler on one row of logits per
+slot. Since 0.21 vLLM also reserves memory for CUDA graphs, and its top-p needs no sort.
 
-Three numbers are fitted, each to one run (`FITTED`); the others are read in vLLM's code. Drafts
-beside the target are ours: vLLM is not asked how it keeps theirs.
+Three numbers are fitted, each to one run (`FITTED`); the others are read in vLLM's code. The memory
+of a draft model follows cbatch's own rule, not vLLM's.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MIB = 2**20
 
 
 class PoolRules(NamedTuple):
-    """Of some versions of vLLM."""
+    """Memory constants of a range of vLLM versions."""
 
-    sampler_value_bytes: float  # at the sampler's peak, of each logit
-    graph_bytes: float  # kept for each CUDA graph
-    context_bytes: float  # beside torch: modules that are loaded late, libraries
+    sampler_value_bytes: float  # per logit, at the sampler's peak
+    graph_bytes: float  # reserved per CUDA graph
+    context_bytes: float  # outside torch: modules that are loaded late, libraries
 
 
 # 38.2: a profiling run's peak of 1.40 GiB on an L20, Qwen3-8B, 256 slots, 2,048 tokens, sorting:
 # bf16 and fp32 logits, sorted values, their indices, and the sort's own buffers. 14: logits in bf16
 # and fp32, probabilities and noise. 6.19 MiB: 0.52 GiB estimated for 86 graphs on an A5000, 0.21.0.
-# 48 MiB: four logs of 0.10 to 0.15 say 0.02 to 0.07 GiB. 0.30 GiB: an A100, 0.31.0, said 15.26 GiB
-# for weights of 14.96 and what is beside torch.
+# 48 MiB: four logs of versions 0.10 to 0.15 report 0.02 to 0.07 GiB. 307 MiB (0.30 GiB): an A100
+# with 0.31.0 reported 15.26 GiB for 14.96 GiB of weights and everything outside torch.
 RULES = {
     "vllm-0.19": PoolRules(38.2, 0.0, 48 * MIB),
     "vllm-0.21": PoolRules(14.0, 6.19 * MIB, 307 * MIB),
@@ -42,8 +42,8 @@ DEFAULT_RULES = "vllm-0.21"
 
 
 class PoolSettings(NamedTuple):
-    """Of the engine whose pool is foretold: `max_num_batched_tokens`, `max_num_seqs` and
-    `gpu_memory_utilization` of vLLM."""
+    """Settings of the engine whose pool is computed, in vLLM `max_num_batched_tokens`
+    (`step_tokens`), `max_num_seqs` (`max_rows`) and `gpu_memory_utilization` (`memory_share`)."""
 
     block_tokens: int = 16
     step_tokens: int = 2048
@@ -52,7 +52,7 @@ class PoolSettings(NamedTuple):
     rules: str = DEFAULT_RULES
 
     def check(self) -> None:
-        """Raises `FieldError`."""
+        """Raises `FieldError` for an unknown rule or a memory share outside (0, 1]."""
         if self.rules not in RULES:
             remedy = f"use one of {', '.join(RULES)}"
             raise FieldError("--pool", f"{self.rules!r} is unknown", remedy)
@@ -63,7 +63,8 @@ class PoolSettings(NamedTuple):
 
 
 def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) -> int:
-    """KV blocks on each device, of target and draft together. Raises `FieldError`."""
+    """Return the number of KV blocks on each device, each for target and draft together. Raises
+    `FieldError` if not even one block fits."""
     settings = settings or PoolSettings()
     shapes = [config.shape, *([config.draft] if config.draft else [])]
     gpu, parts = config.gpu, config.tensor_parallel
@@ -85,7 +86,8 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
 
 
 def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel: int = 1) -> float:
-    """On each device beside the weights. Every device samples from whole rows of logits."""
+    """Return the bytes that vLLM reserves on each device in addition to the weights. Every device
+    samples from whole rows of logits."""
     settings.check()
     rules = RULES[settings.rules]
     hidden_bytes = settings.step_tokens * shape.hidden_size * VALUE_BYTES
@@ -97,14 +99,16 @@ def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel: int =
 
 
 def pass_token_bytes(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Of each token while its MLP runs: what gate, up and their product are, and three of the
-    layer's inputs and outputs."""
+    """Return the activation bytes per token while the MLP runs: gate, up and their product, and
+    three inputs and outputs of the layer."""
     return VALUE_BYTES * (3 * shape.intermediate_size / tensor_parallel + 3 * shape.hidden_size)
 
 
 def num_graphs(max_rows: int) -> int:
-    """That vLLM captures: of mixed steps by size up to twice as many tokens as there are slots (512
-    at most), of steps that only decode up to as many."""
-    most = min(2 * max_rows, 512)
+    """Return how many CUDA graphs vLLM captures. Graphs of mixed steps go up to 2 * `max_rows`
+    tokens, at most 512; graphs of decode-only steps go up to `max_rows`."""
+    max_mixed_tokens = min(2 * max_rows, 512)
     sizes: list[int] = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    return len([s for s in sizes if s <= most]) + len([s for s in sizes if s <= max_rows])
+    return len([s for s in sizes if s <= max_mixed_tokens]) + len(
+        [s for s in sizes if s <= max_rows]
+    )

@@ -1,7 +1,7 @@
-"""The pool of an engine that ran: its number of KV blocks, where a record of the run says it.
+"""The KV pool of an engine that ran: its number of blocks, read from a record of the run.
 
-Read are vLLM's own words: `num_gpu_blocks` in a JSON document at any depth (a benchmark's
-description of its engine), the gauge `cache_config_info` of its metrics, and its log.
+Records are vLLM's own: a JSON document with `num_gpu_blocks` at any depth (a benchmark's
+description of its engine), the gauge `cache_config_info` of its metrics, or its log.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 
 
 class RecordedPool(NamedTuple):
-    """`blocks` of `block_tokens`; None: the record does not say of how many, or only how many
-    `tokens` there are."""
+    """A pool as a record gives it: `blocks` of `block_tokens` tokens each, or only the number of
+    `tokens`. None marks what the record does not give."""
 
     blocks: int | None
     block_tokens: int | None
@@ -30,25 +30,25 @@ class RecordedPool(NamedTuple):
 
 
 def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
-    """Blocks and the tokens of one, which `block_tokens` names where the record does not (16 if
-    nobody does). Raises `FieldError`."""
+    """Return the number of blocks and the tokens per block. `block_tokens` is used if the record
+    has no block size, and 16 if neither has one. Raises `FieldError`."""
     try:
         text = read_whole(path).decode("utf-8", errors="replace")
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror or error})"
         remedy = f"name a file of a recorded run, or one of {', '.join(RULES)}"
         raise FieldError("--pool", problem, remedy) from error
-    found = _of_json(text) or _of_text(text)
-    if found is None:
+    pool = _of_json(text) or _of_text(text)
+    if pool is None:
         remedy = "name a vLLM log, its metrics or a JSON document with num_gpu_blocks"
         raise FieldError("--pool", f"{path} says nothing of KV blocks", remedy)
-    own = found.block_tokens
+    own = pool.block_tokens
     if own is not None and block_tokens is not None and own != block_tokens:
         raise FieldError(
             "--block-size", f"{block_tokens} is not that of {path}", f"use {own}, or leave it out"
         )
     size = own or block_tokens or 16
-    blocks = found.blocks if found.blocks is not None else (found.tokens or 0) // size
+    blocks = pool.blocks if pool.blocks is not None else (pool.tokens or 0) // size
     if blocks < 1:
         raise FieldError("--pool", f"{path} has no block", "record a run that started")
     return blocks, size
@@ -59,21 +59,21 @@ def _of_json(text: str) -> RecordedPool | None:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    found = _holder(document)
-    if found is None:
+    engine = _find_engine(document)
+    if engine is None:
         return None
-    size = found.get("block_size")
-    return RecordedPool(found["num_gpu_blocks"], size if _is_count(size) else None)
+    size = engine.get("block_size")
+    return RecordedPool(engine["num_gpu_blocks"], size if _is_count(size) else None)
 
 
-def _holder(value: Any) -> dict[str, Any] | None:
-    """The first object that says so."""
+def _find_engine(value: Any) -> dict[str, Any] | None:
+    """Return the first object, depth first, that has a number `num_gpu_blocks`."""
     if isinstance(value, dict):
         if _is_count(value.get("num_gpu_blocks")):
             return value
         value = list(value.values())
     if isinstance(value, list):
-        return next((found for part in value if (found := _holder(part))), None)
+        return next((holder for part in value if (holder := _find_engine(part))), None)
     return None
 
 
@@ -82,7 +82,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _of_text(text: str) -> RecordedPool | None:
-    """The last that it says: an engine that was started again has another pool."""
+    """Read a log or metrics. The last mention counts: a restarted engine has another pool."""
     blocks, tokens, size = (_last(pattern, text) for pattern in (_BLOCKS, _TOKENS, _SIZE))
     if blocks is None and tokens is None:
         return None
@@ -92,5 +92,5 @@ def _of_text(text: str) -> RecordedPool | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1].replace(",", "")) if found else None
+    matches = pattern.findall(text)
+    return int(matches[-1].replace(",", "")) if matches else None

@@ -1,11 +1,11 @@
 """Step times from data sheets: a group of operations takes as long as its arithmetic or its memory
 traffic, whichever is longer (Williams et al. 2009, the roofline model).
 
-Dense decoder-only transformers with gated MLPs and grouped-query attention, weights and KV in 16
-bit, tensor parallelism by a ring all-reduce after attention and MLP. Out of scope, and refused by
-name where a config.json says so: mixtures of experts, latent attention, quantised weights. What the
-roofline does not know (kernels below their limits, launch gaps, sampling) is in two efficiencies
-and two constants; a calibrated model needs none of them.
+The model covers dense decoder-only transformers with gated MLPs and grouped-query attention, with
+weights and KV in 16 bit. Tensor parallelism is a ring all-reduce after attention and after the MLP.
+A config.json with a mixture of experts, latent attention or quantised weights is refused by name.
+Two efficiencies and two constants cover what the roofline leaves out: kernels below their
+limits, launch gaps, sampling. A calibrated model needs none of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _UNSUPPORTED = {
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Peaks of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what its
-    driver reports where the source says so: ECC takes a sixteenth of some. `usable_bytes` is what
-    CUDA reports, where a run is known that says so: the driver keeps some for itself."""
+    """Peak rates of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what
+    the driver reports if the source says so (ECC takes a sixteenth on some devices). `usable_bytes`
+    is what CUDA reports, which is less because the driver reserves some; None if no run is
+    known."""
 
     bf16_flops: float
     memory_bytes_per_s: float
@@ -45,7 +46,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a Hugging Face config.json that decide what a step costs."""
+    """The fields of a Hugging Face config.json that determine the cost of a step."""
 
     hidden_size: int
     intermediate_size: int
@@ -63,7 +64,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_weights(self) -> int:
-        """Values in the matrices of all layers."""
+        """Return the number of weights in the matrices of all layers."""
         hidden, head = self.hidden_size, self.head_size
         attention = hidden * head * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
         return self.num_hidden_layers * (attention + 3 * hidden * self.intermediate_size)
@@ -95,7 +96,7 @@ def load_gpu(name: str) -> Gpu:
 
 
 def gpu_within(device: str) -> str:
-    """The shipped name that is a word of what a driver calls the device."""
+    """Return the shipped name that is a word of the device name which a driver reports."""
     names = [name for name in gpu_names() if name in device.split()]
     if not names:
         raise FieldError(
@@ -105,7 +106,8 @@ def gpu_within(device: str) -> str:
 
 
 def load_shape(model: str) -> ModelShape:
-    """`model` is the name of a shipped shape, a config.json, or the folder of one."""
+    """Return the shape of a model. `model` is the name of a shipped shape, the path of a
+    config.json, or its folder. Raises `FieldError`."""
     shipped = _shipped("models.json")
     if model.lower() in shipped:
         return msgspec.convert(shipped[model.lower()], ModelShape)
@@ -131,33 +133,33 @@ def load_shape(model: str) -> ModelShape:
 
 def _shipped(name: str) -> dict[str, Any]:
     text = resources.files("sim").joinpath("specs", name).read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 class Rates(NamedTuple):
-    """Seconds of one model on its devices, by what it is given."""
+    """Seconds of one model on its devices, per unit of work."""
 
-    token_s: float  # of arithmetic in the layers
-    weights_s: float  # to read them once
-    logit_s: float  # of arithmetic in the head
-    head_s: float  # to read it once
+    token_s: float  # arithmetic of all layers for one token
+    weights_s: float  # reading the layers' weights once
+    logit_s: float  # arithmetic of the LM head for one row
+    head_s: float  # reading the LM head's weights once
     fixed_s: float
     exchange_token_s: float
-    pair_s: float  # of arithmetic in attention
-    context_token_s: float  # to read the KV of a position
+    pair_s: float  # arithmetic of attention for one query-key pair
+    context_token_s: float  # reading the KV of one position
 
     def step_s(
         self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
     ) -> float:
-        """One pass."""
+        """Return the seconds of one pass."""
         return self.matrices_s(tokens, logit_tokens) + self.attention_s(pairs, context_tokens)
 
     def attention_s(self, pairs: float, context_tokens: float) -> float:
         return max(self.pair_s * pairs, self.context_token_s * context_tokens)
 
     def matrices_s(self, tokens: float, logit_tokens: float) -> float:
-        """One pass but for its attention."""
+        """Return the seconds of one pass without its attention."""
         seconds = self.fixed_s + (
             max(self.token_s * tokens, self.weights_s) + self.exchange_token_s * tokens
         )
@@ -167,10 +169,10 @@ class Rates(NamedTuple):
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`shape` on `tensor_parallel` of `gpu`, with a draft model beside it or none.
+    """`shape` on `tensor_parallel` devices of type `gpu`, with a draft model or without.
 
-    Efficiencies are the shares of the data sheet's peaks that good kernels reach; `layer_s` is what
-    a layer's small kernels add (norms, rotations, launches inside a captured graph)."""
+    Efficiencies are the shares of the data sheet's peaks that good kernels reach. `layer_s` is the
+    time of a layer's small kernels: norms, rotations, launches inside a captured graph."""
 
     gpu: Gpu
     shape: ModelShape
@@ -199,7 +201,8 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise FieldError(field, f"{value!r} is not allowed", "use a number in (0, 1]")
 
     def kv_token_bytes(self, shape: ModelShape) -> float:
-        """Of one device: a KV head that has no other to itself is held by several."""
+        """Return the KV bytes of a token on one device. With more devices than KV heads, several
+        devices hold the same head."""
         return shape.kv_token_bytes / min(self.tensor_parallel, shape.num_key_value_heads)
 
     def rates(self, shape: ModelShape) -> Rates:
@@ -225,13 +228,14 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roofline:
-    """The cost model (see `sim.cost.base`)."""
+    """The cost model (see `sim.cost.base`) of a `RooflineConfig`."""
 
     def __init__(self, config: RooflineConfig) -> None:
         self._config = config
         self._target = config.rates(config.shape)
         self._draft = None if config.draft is None else config.rates(config.draft)
-        # Of the latest step: most have as many tokens, and logits, as the one before.
+        # Arguments and result of the latest step: most steps have the same numbers as the one
+        # before.
         self._tokens: tuple[int, int] | None = None
         self._matrices_s = 0.0
 
@@ -243,7 +247,7 @@ class Roofline:
         pairs_s = target.pair_s * work.decode_pairs
         read_s = target.context_token_s * (work.context_tokens - work.prefill_context_tokens)
         seconds = self._matrices_s + (pairs_s if pairs_s > read_s else read_s)
-        if work.prefill_tokens:  # its attention is another kernel's work, or as good as
+        if work.prefill_tokens:  # counted as a kernel of its own, in series with the decoding rows'
             seconds += target.attention_s(work.prefill_pairs, work.prefill_context_tokens)
         if work.admitted:
             host_s += self._config.request_host_s * work.admitted
@@ -252,8 +256,9 @@ class Roofline:
         return self._draft_s(work), seconds, host_s
 
     def _draft_s(self, work: StepWork) -> float:
-        """Sequential passes; the first also ingests what the draft lacks. Rows that draft less than
-        the deepest leave early: a pass has on average `draft_tokens / depth` of them."""
+        """Return the seconds of sequential draft passes. The first pass also ingests what the draft
+        lacks. Rows with fewer drafts than the deepest row leave early, so a pass has on average
+        `draft_tokens / depth` rows."""
         if self._draft is None:
             return 0.0
         depth = max(work.draft_depth, 1)

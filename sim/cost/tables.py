@@ -1,8 +1,8 @@
-"""Tables of measured durations: straight lines between points, on every axis.
+"""Tables of measured durations, interpolated linearly on every axis.
 
-Beyond the last point the last line goes on: all that is measured here grows linearly once a device
-is full. Who builds a cost model of a table says how far it was measured, so that a long way beyond
-is refused before a run begins.
+Beyond the last point the last line continues: all times measured here grow linearly once a device
+is full. A cost model states how far its table was measured. A run far beyond it is refused before
+it begins.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 
 class Grid:
-    """Multilinear interpolation in a full lattice: `values[i, j, ...]` at `axes[0][i], ...`; every
-    axis ascends and has two points or more."""
+    """Multilinear interpolation in a full lattice: `values[i, j, ...]` at `axes[0][i], ...`. Every
+    axis ascends and has at least two points."""
 
     def __init__(self, axes: Sequence[Sequence[float]], values: np.ndarray) -> None:
         self.axes = [list(axis) for axis in axes]
@@ -35,11 +35,13 @@ class Grid:
 
 
 class Lines:
-    """Seconds by two counts, of which the second was measured less far the larger the first is: a
-    line along the second for each value of the first, straight lines between and beyond."""
+    """Seconds by two counts, with a line along the second count for each measured value of the
+    first. The lines may have different points: a large first count is measured over a shorter range
+    of the second. Between and beyond the lines the interpolation is linear."""
 
     def __init__(self, points: Mapping[tuple[int, int], float]) -> None:
-        """Needs two values of the first count or more, and with each of them two of the second."""
+        """Take seconds by (first, second). Needs at least two values of the first count, and for
+        each of them at least two of the second."""
         self.firsts = sorted({first for first, _ in points})
         self._lines = []
         for at in self.firsts:
@@ -48,7 +50,7 @@ class Lines:
 
     @classmethod
     def of(cls, points: Mapping[tuple[int, int], float] | None) -> Lines | None:
-        """None of too few points."""
+        """Return the lines through `points`, or None if there are too few points."""
         counts = Counter(first for first, _ in points or ())
         thin = [first for first, count in counts.items() if count < 2]
         return cls(points) if points and len(counts) > 1 and not thin else None

@@ -1,1 +1,1 @@
-"""The fast executor: answers plans from models of cost and of acceptance."""
+"""The fast executor: answers plans from a cost model and an acceptance model."""

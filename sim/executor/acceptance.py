@@ -1,10 +1,9 @@
-"""Which drafts are accepted: models of acceptance for the fast executor.
+"""Models of draft acceptance for the fast executor.
 
-In every model a draft's fate is a pure function of its request and its absolute position (where
-acceptance depends on depth, also of how deep in its draft it stands): noise is keyed by seed,
-choice and position. So two policies that try the same position of the same request see the same
-thing, and what differs between their runs is what they decided: comparisons are paired (common
-random numbers). k, neighbours, slots and preemption do not move it.
+The acceptance of a draft is a pure function of its request and its absolute position, and in some
+models of its depth. The noise is keyed by seed, choice and position; k, neighbours, slots and
+preemption do not change it. So two policies that try the same position of a request see the same
+result. Their runs differ only by their decisions (paired comparisons, common random numbers).
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from cbatch.core.scheduler.plan import NewSequence
 from sim.traces.files import read_whole
 from sim.workload.tokens import ACCEPT, mix
 
-_REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, beside ACCEPT
+_REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, in addition to ACCEPT
 
 
 class AcceptanceModel(Protocol):
     def admit(self, admission: NewSequence) -> None:
-        """The request is in its slot from now on."""
+        """Start a request in its slot."""
 
     def num_accepted(
         self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
     ) -> np.ndarray:
-        """Leading drafts accepted, int32 [rows]; row i's first draft is for the absolute position
-        `positions[i]`, which never goes back while a request holds its slot."""
+        """Return the number of leading drafts accepted, int32 [rows]. The first draft of row i is
+        for the absolute position `positions[i]`, which never decreases while a request holds its
+        slot."""
 
 
 class _Independent:
-    """Base of models in which, given its chance, each draft's fate is a coin of its own."""
+    """Base of models that accept each draft independently, given its probability."""
 
     def __init__(self, max_slots: int) -> None:
         self._states = np.zeros(max_slots, np.uint64)
@@ -53,13 +53,14 @@ class _Independent:
         return leading(noise < self._chances(slots, positions, depth), num_drafted)
 
     def _chances(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
-        """Of each draft given that those before it stand; broadcasts to [rows, depth]."""
+        """Return the probability of each draft given that all drafts before it are accepted;
+        broadcasts to [rows, depth]."""
         raise NotImplementedError
 
 
 class PositionAcceptance(_Independent):
-    """A chance for each depth of a draft, given that the drafts before it stand: the j-th draft of
-    a step has `probabilities[j]`, and those beyond the last one its chance."""
+    """An acceptance probability for each depth, given that the drafts before it are accepted. The
+    j-th draft of a step has `probabilities[j]`; deeper drafts have the last one."""
 
     def __init__(self, probabilities: Sequence[float], *, max_slots: int) -> None:
         super().__init__(max_slots)
@@ -75,8 +76,9 @@ class PositionAcceptance(_Independent):
 
 
 class BetaAcceptance(_Independent):
-    """Requests differ: each has one chance for all its drafts, drawn from the Beta law of this mean
-    and `concentration` a + b (its variance is mean (1 - mean) / (1 + concentration))."""
+    """Each request has one acceptance probability for all its drafts. It is drawn from the Beta
+    distribution with this mean and `concentration` a + b: variance mean (1 - mean) / (1 +
+    concentration)."""
 
     def __init__(self, mean: float, concentration: float, *, max_slots: int) -> None:
         super().__init__(max_slots)
@@ -84,13 +86,13 @@ class BetaAcceptance(_Independent):
             raise FieldError("mean", f"{mean} is not allowed", "use a number in (0, 1)")
         if not 0 < concentration < float("inf"):
             raise FieldError("concentration", f"{concentration} is not allowed", "give a positive")
-        self._law = mean * concentration, (1 - mean) * concentration
+        self._beta = mean * concentration, (1 - mean) * concentration
         self._chance = np.zeros(max_slots)
 
     def admit(self, admission: NewSequence) -> None:
         super().admit(admission)
         rng = np.random.default_rng(request_state(_REQUEST, admission))
-        self._chance[admission.slot] = rng.beta(*self._law)
+        self._chance[admission.slot] = rng.beta(*self._beta)
 
     def _chances(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
         chances: np.ndarray = self._chance[slots][:, None]
@@ -98,9 +100,9 @@ class BetaAcceptance(_Independent):
 
 
 class DriftingAcceptance(_Independent):
-    """Acceptance comes and goes within a request: a Markov chain over positions that is at `high`
-    or at `low`, half of the time each. Before every token it is drawn anew with the chance
-    1 / `tokens`, so its correlation over n tokens is (1 - 1 / tokens)^n."""
+    """Acceptance that changes within a request: a Markov chain over positions that is at `high` or
+    at `low`, half of the time each. Before every token it is redrawn with probability 1 / `tokens`,
+    so its correlation over n tokens is (1 - 1 / tokens)^n."""
 
     def __init__(self, high: float, low: float, tokens: float, *, max_slots: int) -> None:
         super().__init__(max_slots)
@@ -109,11 +111,11 @@ class DriftingAcceptance(_Independent):
             raise FieldError("tokens", f"{tokens} is not allowed", "give 1 or more")
         self._renewal = 1 / tokens
         self._redraws, self._levels = (np.zeros(max_slots, np.uint64) for _ in range(2))
-        # By slot: a position, and the last one up to it at which the chain was drawn.
+        # By slot: a position, and the last position up to it at which the chain was redrawn.
         self._reached, self._drawn = (np.zeros(max_slots, np.int64) for _ in range(2))
 
     def admit(self, admission: NewSequence) -> None:
-        """The chain begins with the output; of one that was preempted it is followed again."""
+        """Start the chain at the first output token; a preempted request's chain is recomputed."""
         super().admit(admission)
         slot = admission.slot
         self._redraws[slot] = request_state(_REDRAW, admission)
@@ -129,53 +131,58 @@ class DriftingAcceptance(_Independent):
         return np.where(is_high, self._high, self._low)
 
     def _follow(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
-        """For each of `depth` positions the last draw up to it, int64 [rows, depth]."""
+        """Return for each of `depth` positions the last redraw up to it, int64 [rows, depth]."""
         reached = self._reached[slots]
         window = int(np.max(positions - reached)) + depth
         steps = reached[:, None] + np.arange(1, window + 1)
-        anew = uniforms(self._redraws[slots][:, None], steps) < self._renewal
-        drawn = np.concatenate([self._drawn[slots][:, None], np.where(anew, steps, 0)], axis=1)
+        redrawn = uniforms(self._redraws[slots][:, None], steps) < self._renewal
+        drawn = np.concatenate([self._drawn[slots][:, None], np.where(redrawn, steps, 0)], axis=1)
         np.maximum.accumulate(drawn, axis=1, out=drawn)
         first = positions - reached
-        found: np.ndarray = np.take_along_axis(drawn, first[:, None] + np.arange(depth), axis=1)
-        self._reached[slots], self._drawn[slots] = positions, found[:, 0]
-        return found
+        last_redraws: np.ndarray = np.take_along_axis(
+            drawn, first[:, None] + np.arange(depth), axis=1
+        )
+        self._reached[slots], self._drawn[slots] = positions, last_redraws[:, 0]
+        return last_redraws
 
 
 class RecordedAcceptance:
-    """What an engine saw: for each request in order of arrival, whether a draft for each position
-    of its output would be accepted. Shorter recordings begin again, for requests as for tokens."""
+    """Acceptance as an engine recorded it: for each request in order of arrival, and each position
+    of its output, whether a draft would be accepted. Recordings repeat from the start when they are
+    too short, in requests and in tokens."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], *, max_slots: int) -> None:
         if not sequences or not all(len(sequence) for sequence in sequences):
             raise FieldError("sequences", "are none, or one is empty", "record the run anew")
-        self._fates = [np.asarray(sequence, np.bool_) for sequence in sequences]
-        self._of_slot = [self._fates[0]] * max_slots
+        self._sequences = [np.asarray(sequence, np.bool_) for sequence in sequences]
+        self._of_slot = [self._sequences[0]] * max_slots
         self._first = [0] * max_slots
 
     def admit(self, admission: NewSequence) -> None:
-        """Raises `FieldError` unless the request's id is its number, as in a replay."""
+        """Raises `FieldError` unless the request's id is its number in the trace, as in a
+        replay."""
         name = admission.request_id
         if not name.isdecimal():
             raise FieldError("request_id", f"{name!r} is no number", "number requests by arrival")
-        self._of_slot[admission.slot] = self._fates[int(name) % len(self._fates)]
+        self._of_slot[admission.slot] = self._sequences[int(name) % len(self._sequences)]
         self._first[admission.slot] = admission.num_prompt_tokens
 
     def num_accepted(
         self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
     ) -> np.ndarray:
         depth = int(np.maximum.reduce(num_drafted, initial=0))
-        stands = np.zeros((len(slots), depth), np.bool_)
+        accepted = np.zeros((len(slots), depth), np.bool_)
         ahead = np.arange(depth)
         for row, slot in enumerate(slots.tolist()):
-            fates, first = self._of_slot[slot], int(positions[row]) - self._first[slot]
-            stands[row] = fates[(first + ahead) % len(fates)]
-        return leading(stands, num_drafted)
+            sequence, first = self._of_slot[slot], int(positions[row]) - self._first[slot]
+            accepted[row] = sequence[(first + ahead) % len(sequence)]
+        return leading(accepted, num_drafted)
 
 
 def parse_acceptance(text: str, *, max_slots: int) -> AcceptanceModel:
-    """From "0.7", "positions:0.8,0.6", "beta:0.7,8" (mean, concentration), "drift:0.9,0.4,64"
-    (high, low, tokens), "recorded:FILE" (JSON, a list of 0 and 1 for each request)."""
+    """Return the model that `text` describes: "0.7", "positions:0.8,0.6", "beta:0.7,8" (mean,
+    concentration), "drift:0.9,0.4,64" (high, low, tokens) or "recorded:FILE" (JSON, a list of 0 and
+    1 for each request). Raises `FieldError`."""
     kind, colon, rest = text.partition(":")
     if not colon:
         kind, rest = "constant", text
@@ -183,7 +190,7 @@ def parse_acceptance(text: str, *, max_slots: int) -> AcceptanceModel:
         return RecordedAcceptance(_read_sequences(Path(rest)), max_slots=max_slots)
     try:
         return _parse_numbers(kind, [float(part) for part in rest.split(",")], max_slots)
-    except ValueError as error:  # a FieldError is one: it says which of the numbers is wrong
+    except ValueError as error:  # a FieldError is a ValueError that says which number is wrong
         reason = f" ({error})" if isinstance(error, FieldError) else ""
         remedy = "write 0.7, positions:0.8,0.6, beta:0.7,8, drift:0.9,0.4,64 or recorded:FILE"
         raise FieldError("--acceptance", f"{text!r} is no model{reason}", remedy) from error
@@ -202,31 +209,31 @@ def _parse_numbers(kind: str, numbers: list[float], max_slots: int) -> Acceptanc
 
 def _read_sequences(path: Path) -> list[list[bool]]:
     try:
-        found = msgspec.json.decode(read_whole(path), type=list[list[int]])
+        sequences = msgspec.json.decode(read_whole(path), type=list[list[int]])
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise FieldError(
             "--acceptance", f"{path} has no sequences ({error})", "give a list of 0 and 1 a request"
         ) from error
-    if any(value not in (0, 1) for sequence in found for value in sequence):
+    if any(value not in (0, 1) for sequence in sequences for value in sequence):
         raise FieldError("--acceptance", f"{path} holds other numbers", "use 0 and 1")
-    return [[value == 1 for value in sequence] for sequence in found]
+    return [[value == 1 for value in sequence] for sequence in sequences]
 
 
-def leading(stands: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-    """How many drafts stand before the first that falls, int32 [rows], of bool [rows, depth]."""
-    within = stands & (np.arange(stands.shape[1]) < num_drafted[:, None])
-    accepted: np.ndarray = np.logical_and.accumulate(within, axis=1).sum(axis=1, dtype=np.int32)
-    return accepted
+def leading(accepted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+    """Return how many drafts of bool [rows, depth] precede the first rejected one, int32 [rows]."""
+    within = accepted & (np.arange(accepted.shape[1]) < num_drafted[:, None])
+    lengths: np.ndarray = np.logical_and.accumulate(within, axis=1).sum(axis=1, dtype=np.int32)
+    return lengths
 
 
 def request_state(purpose: int, admission: NewSequence) -> int:
-    """Noise of a request, to be joined with a position."""
+    """Return the noise state of a request, to be mixed with a position."""
     state: int = mix(mix(purpose, admission.seed), admission.choice)
     return state
 
 
 def uniforms(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Noise in [0, 1) at absolute positions."""
+    """Return noise in [0, 1) at absolute positions, float64."""
     noise: np.ndarray = mix(mix(states, positions.astype(np.uint64)), 0) / 2.0**64
     return noise
 

@@ -1,9 +1,8 @@
 """The fast executor: answers a plan from a cost model and an acceptance model, vectorised by rows.
 
-It keeps a few numbers for each slot and checks nothing: the tests have one that checks, and compare
-the two plan by plan. Tokens count upwards from a request's last prompt
-token, so a session whose next prompt goes on in the same numbering finds its own output in the
-prefix cache.
+It keeps a few numbers for each slot and checks nothing. The tests have an executor that checks, and
+compare the two plan by plan. Output tokens count upwards from a request's last prompt token. So a
+session whose next prompt continues the numbering finds its own output in the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ from sim.executor.acceptance import AcceptanceModel
 
 
 class ModelledExecutor:
-    """`run(plan)` for a serial loop. Durations are in the result; it has no clock."""
+    """Executor of a serial loop: `run(plan)` returns a result with durations. It has no clock."""
 
     def __init__(
         self, *, max_slots: int, cost: CostModel, acceptance: AcceptanceModel | None = None
     ) -> None:
-        """`acceptance` may be None where nobody drafts."""
+        """`acceptance` may be None if no plan drafts."""
         self._cost = cost
         self._acceptance = acceptance
         self._counts = SlotCounts(max_slots)
-        self._first_token = [0] * max_slots  # as if its request had counted from 0
+        self._first_token = [
+            0
+        ] * max_slots  # token id at position 0, had the request counted from there
         # Shared by the results of steps in which every row emits one token.
         self._ramp = np.arange(max_slots + 1, dtype=np.int32)
         self._ones = np.ones(max_slots, np.int32)
         self._ok = np.zeros(max_slots, np.uint8)
-        self.host_s = 0.0  # of the last step, where the cost model tells it apart
+        self.host_s = 0.0  # of the last step, if the cost model separates host time
 
     def idle(self, seconds: float) -> None:
-        """Nothing has run for so long."""
+        """Note that no step ran for `seconds` before the next one."""
         self._counts.idle(seconds)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -72,7 +73,7 @@ class ModelledExecutor:
         )
 
     def _next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
-        """int32 [rows], of rows with so many known tokens."""
+        """Return the token id after the `known` tokens of each slot, int32 [rows]."""
         firsts = [self._first_token[slot] for slot in slots]
         return np.array(list(map(add, firsts, known)), dtype=np.int32)
 

@@ -1,1 +1,1 @@
-"""Requests through one scheduler or many, on a clock of its own."""
+"""Replays: requests through one or many schedulers on a virtual clock."""

@@ -1,12 +1,12 @@
-"""The highest rate that a service level allows: bracketed by doubling, then bisected.
+"""Search for the highest rate that meets a service level: bracketed by doubling, then bisected.
 
-A rate counts times that of the trace, of a load test requests a second. Whether it is met is found
-out by serving the trace at that rate, or by sending it to a server; what lies between two rates is
-taken to be monotone, which a queue is but for noise.
+A rate multiplies that of a trace; for a load test it is in requests a second. A rate is tried by a
+replay at that rate or by a load test against a server. The search assumes that higher rates are
+never better, which holds for a queue except for noise.
 
-A burst is no capacity: any rate meets the objectives if the trace ends before the queue is long. So
-a trace that is short for its rate is served several times in a row, and a rate is met only if the
-time to first token does not grow from one arrival to the next.
+A burst is no capacity: any rate meets the objectives if the trace ends before the queue grows long.
+So a trace that is short for its rate is repeated. A rate is met only if the time to first token
+does not grow over the arrivals.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import numpy as np
 from cbatch.core.request.errors import FieldError
 from sim.report.report import Objectives, Record, Report
 
-TOLERANCE = 0.02  # between the highest rate that meets and the lowest that fails
-MAX_GROWTH = 0.01  # seconds of TTFT a second: by so much arrivals outrun the engine
-SPAN_LATENCIES = 10  # arrivals last for so many times the mean latency of a request or session
+TOLERANCE = 0.02  # largest relative gap between the best rate and the lowest failed one.
+MAX_GROWTH = 0.01  # growth of TTFT, in seconds per second, beyond which arrivals outrun the engine.
+SPAN_LATENCIES = 10  # arrivals must last this many mean latencies of a request or session.
 LEAST_REQUESTS = 300
-MAX_REQUESTS = 10_000  # of a trace that is repeated
-_EXTENSIONS = 2  # runs after the first; each is as long as the latencies of the last one demand
+MAX_REQUESTS = 10_000  # limit of a repeated trace.
+_EXTENSIONS = 2  # runs after the first; each is as long as the last run's latencies require
 Ends = Literal["between", "lowest fails", "highest meets"]
 
 
 class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all requests that finish, the percentile of each time that has an objective is within it;
-    and of all that are sent, so large a share meets every objective. At least one of the two.
-    """
+    """Limits for a run; at least one of the two must be given. `percentile`: of all finished
+    requests, this percentile of each time must be within its objective. `goodput_share`: at least
+    this share of all sent requests must meet every objective."""
 
     objectives: Objectives
     percentile: float | None = 99.0
@@ -45,16 +45,17 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
         if self.percentile is None and self.goodput_share is None:
             raise FieldError("--percentile", "is missing", "give it, or --goodput-share")
         if self.percentile is not None and not 0 < self.percentile <= 100:
-            wrong = f"{self.percentile} is not allowed"
-            raise FieldError("--percentile", wrong, "use a number in (0, 100]")
+            problem = f"{self.percentile} is not allowed"
+            raise FieldError("--percentile", problem, "use a number in (0, 100]")
         if self.goodput_share is not None and not 0 < self.goodput_share <= 1:
-            wrong = f"{self.goodput_share} is not allowed"
-            raise FieldError("--goodput-share", wrong, "use a number in (0, 1]")
+            problem = f"{self.goodput_share} is not allowed"
+            raise FieldError("--goodput-share", problem, "use a number in (0, 1]")
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one rate; times are at the percentile, None without one. The trace was served
-    `rounds` times in a row; `too_short`: that was too short to tell a burst from a load."""
+    """Result of one rate; times are at the percentile, None without one. The trace was served
+    `rounds` times in a row. `too_short`: the run was too short to distinguish a burst from a
+    sustained load."""
 
     rate: float
     meets: bool
@@ -64,15 +65,15 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None
     e2e_s: float | None
     goodput_share: float | None
-    growth: float | None = None  # of the time to first token, seconds a second
+    growth: float | None = None  # of the time to first token, seconds per second
     rounds: int = 1
-    rounds_needed: int = 1  # within `MAX_REQUESTS`
+    rounds_needed: int = 1  # limited by `MAX_REQUESTS`
     too_short: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """`best` is the highest rate that met the level below all that failed; None: the lowest failed.
-    `tried` is in the order of the search."""
+    """Result of a search. `best` is the highest rate that met the level below all that failed, None
+    if the lowest rate failed. `tried` is in the order of the search."""
 
     ends: Ends
     best: Tried | None
@@ -80,7 +81,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def try_rate(serve: Callable[[int], Tried]) -> Tried:
-    """Judge a rate. `serve` serves the trace at that rate, so many times in a row."""
+    """Judge a rate. `serve(rounds)` serves the trace at that rate, `rounds` times in a row."""
     tried = serve(1)
     for _ in range(_EXTENSIONS):
         if not tried.meets or tried.rounds >= tried.rounds_needed:
@@ -91,7 +92,8 @@ def try_rate(serve: Callable[[int], Tried]) -> Tried:
 
 
 def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
-    """Return how often arrivals over `span_s` must be repeated to be a load and not a burst."""
+    """Return how often arrivals over `span_s` must be repeated to be a sustained load, not a
+    burst."""
     return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-LEAST_REQUESTS // requests))
 
 
@@ -112,12 +114,12 @@ def judge(
         for name in cuts:
             values = [v for v in (getattr(record, name) for record in records) if v is not None]
             cut = cuts[name] = float(np.percentile(values, level.percentile)) if values else None
-            most = getattr(level.objectives, name)
-            meets = meets and (cut is None or most is None or cut <= most)
-    later = times_s >= times_s.min() + span_s / 10  # it begins with an empty engine
+            limit_s = getattr(level.objectives, name)
+            meets = meets and (cut is None or limit_s is None or cut <= limit_s)
+    later = times_s >= times_s.min() + span_s / 10  # the engine is empty at first
     ttft_s = np.array([record.ttft_s for record in records])
     growth = float(np.polyfit(times_s[later], ttft_s[later], 1)[0]) if later.sum() > 2 else None
-    visits: dict[str | int, tuple[float, float]] = {}  # when each session begins and ends
+    visits: dict[str | int, tuple[float, float]] = {}  # begin and end of each session
     for r in records:
         begin_s, end_s = visits.get(r.session or r.index, (r.arrival_s, 0.0))
         visits[r.session or r.index] = begin_s, max(end_s, r.arrival_s + r.e2e_s)
@@ -149,7 +151,8 @@ def find_capacity(
     highest: float,
     tolerance: float = TOLERANCE,
 ) -> Capacity:
-    """Begins at the trace's own rate, or at the end of the range that is nearest to it."""
+    """Search from the trace's own rate (1.0), or from the end of the range nearest to it. Raises
+    `FieldError` for an empty range."""
     if not 0 < lowest < highest < math.inf:
         raise FieldError("--rate-scales", f"{lowest}:{highest} is no range", "give LOWEST:HIGHEST")
     first = min(max(1.0, lowest), highest)
@@ -166,7 +169,7 @@ def find_capacity(
 def search_rates(
     first: float, *, lowest: float, highest: float, tolerance: float
 ) -> Generator[float, Tried, Capacity]:
-    """Yields the rates to try one by one, and is sent what became of each."""
+    """Yield rates to try; expect the result of each to be sent back. Return the capacity."""
     tried = [(yield first)]
     up = tried[0].meets
     while tried[-1].meets is up:
@@ -178,7 +181,7 @@ def search_rates(
                 tried=tuple(tried),
             )
         tried.append((yield min(rate * 2, highest) if up else max(rate / 2, lowest)))
-    best, failed = sorted(tried[-2:], key=lambda one: one.rate)
+    best, failed = sorted(tried[-2:], key=lambda result: result.rate)
     while failed.rate > best.rate * (1 + tolerance):
         tried.append((yield math.sqrt(best.rate * failed.rate)))
         if tried[-1].meets:

@@ -1,11 +1,11 @@
-"""Replicas that share the processors of one machine with what serves and sends for them.
+"""Replicas, their servers and one client that share the processors of one machine.
 
     arrival -> client -> server of a replica -> its engine's inbox
     step    -> its server -> client, where its tokens have come
 
-An engine's step is work for one processor. So is what its server computes of a request and of each
-step, and what the one client (or gateway) does; a server, and the client, do one thing at a time.
-Where more work is under way than there are processors, all of it goes on at the same pace, slower.
+Each piece of work occupies one processor: an engine's step, a server's work for a request or a
+step, and the work of the single client (or gateway). A server, and the client, does one thing at a
+time. If more work is in progress than there are processors, all of it slows down equally.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from sim.traces.files import read_whole
 
-_SAME_S = 1e-12  # what rounding leaves of work that is done
+_SAME_S = 1e-12  # remaining work below this, in seconds, is rounding error
 
 
 class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a processor: of a request, of a step whose tokens come by, of each token."""
+    """Processor seconds: per request, per step that emits tokens, and per token."""
 
     request_s: float = 0.0
     step_s: float = 0.0
@@ -40,15 +40,18 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise FieldError(f"host.{name}", problem, "give 0 or more seconds")
 
     def of_step(self, num_tokens: int) -> float:
-        """Return the seconds for a step that emitted so many tokens: none without tokens."""
+        """Return the seconds for a step that emitted `num_tokens` tokens: none without tokens."""
         return self.step_s + num_tokens * self.token_s if num_tokens else 0.0
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`crowded`: how many times as long a processor takes while all of them are busy, as those do
-    that share a core or a memory; with some of them busy, of that as much. `switch_s`: what a
-    server or the client takes more for a piece of work that finds no processor free, and so takes
-    one from an engine, with what is in its caches. `server` is of each replica, `client` of all."""
+    """A machine with `cores` processors, shared by servers, client and engines.
+
+    `crowded`: factor by which work slows down while all processors are busy, for example because
+    they share a core or memory; with fewer busy ones the slowdown is proportionally smaller.
+    `switch_s`: extra seconds of a server's or the client's work that finds no processor free: it
+    takes one from an engine, and with it the caches. `server` is the work of each replica's server,
+    `client` that of the one client."""
 
     cores: int
     crowded: float = 1.0
@@ -67,7 +70,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FieldError("host.switch_s", problem, "give 0 or more seconds")
 
     def pace(self, busy: int) -> float:
-        """Of each of so much work under way, of what it has alone on the machine."""
+        """Return the speed of each of `busy` pieces of work, relative to running alone."""
         others = min(busy, self.cores) - 1
         if others <= 0:
             return 1.0 if busy <= self.cores else self.cores / busy
@@ -76,7 +79,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_host(path: str | Path) -> Host:
-    """Raises `FieldError` for a file that says none."""
+    """Read a host from a JSON file. Raises `FieldError` if the file describes none."""
     try:
         return msgspec.json.decode(read_whole(Path(path)), type=Host)
     except FieldError as error:
@@ -89,40 +92,43 @@ def read_host(path: str | Path) -> Host:
 
 
 class Processors:
-    """What is under way, as of the time that it was last told. Time that work takes is counted on
-    a clock of its own, which goes at the pace of the moment."""
+    """The work in progress as of the last call. Work is scheduled on a clock of its own, which
+    advances at the current pace (see `Host.pace`)."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._work: list[tuple[float, int, Callable[[float], Any]]] = []  # a heap, by that clock
+        # A heap of (end on the work clock, order of start, callback).
+        self._work: list[tuple[float, int, Callable[[float], Any]]] = []
         self._now_s = self._done_s = 0.0
         self._count = 0
 
     def start(self, work_s: float, ended: Callable[[float], Any], now_s: float) -> None:
-        """`ended` is called with the time at which so much has been done."""
+        """Start a piece of work. `ended(now_s)` is called at the time when `work_s` of it is
+        done."""
         self._move(now_s)
         self._count += 1
         heapq.heappush(self._work, (self._done_s + work_s, self._count, ended))
 
     @property
     def switch_s(self) -> float:
-        """What it costs to begin something now that is no engine's step."""
+        """Return the extra cost of starting work now that is not an engine's step."""
         return self._host.switch_s if len(self._work) >= self._host.cores else 0.0
 
     def next_s(self) -> float:
-        """When something ends, if nothing begins before."""
+        """Return when the next piece of work ends, if none starts before that."""
         if not self._work:
             return math.inf
         left_s = max(self._work[0][0] - self._done_s, 0.0)
         return self._now_s + left_s / self._host.pace(len(self._work))
 
     def take_ended(self, now_s: float) -> list[Callable[[float], Any]]:
-        """What has ended by now, in order; no later than `next_s`."""
+        """Remove and return the callbacks of ended work, in order. `now_s` is at most
+        `next_s()`."""
         self._move(now_s)
-        found = []
+        callbacks = []
         while self._work and self._work[0][0] - self._done_s <= _SAME_S:
-            found.append(heapq.heappop(self._work)[2])
-        return found
+            callbacks.append(heapq.heappop(self._work)[2])
+        return callbacks
 
     def _move(self, now_s: float) -> None:
         if self._work:
@@ -131,7 +137,7 @@ class Processors:
 
 
 class Clerk:
-    """Somebody who does one thing after another."""
+    """A server or the client: it does one piece of work after another."""
 
     def __init__(self, processors: Processors) -> None:
         self._processors = processors
@@ -139,7 +145,7 @@ class Clerk:
         self._busy = False
 
     def do(self, work_s: float, ended: Callable[[float], Any], now_s: float) -> None:
-        """What takes no time is done at once, if nothing is before it."""
+        """Queue a piece of work. Work of 0 s ends at once if nothing is queued before it."""
         self._waiting.append((work_s, ended))
         self._go_on(now_s)
 

@@ -21,8 +21,9 @@ from sim.workload.sources import Source
 
 
 class HostedLoop:
-    """At one time work ends first, then requests arrive, then replicas that run no step begin one.
-    Routers and records see a request's end when its last token has come to the client."""
+    """A replay loop. At one time, work ends first, then requests arrive, then idle replicas begin a
+    step. Routers and records see the end of a request when its last token has reached the
+    client."""
 
     def __init__(
         self,
@@ -38,10 +39,10 @@ class HostedLoop:
         self._processors = Processors(host)
         self._servers = [Clerk(self._processors) for _ in replicas]
         self._client = Clerk(self._processors)
-        self._free: set[int] = set()  # who may begin a step
+        self._free: set[int] = set()  # replicas that may begin a step
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        replicas, now_s, told = self._replicas, 0.0, PROGRESS_STEPS
+        replicas, now_s, report_steps = self._replicas, 0.0, PROGRESS_STEPS
         while (next_s := min(self._processors.next_s(), self._arrival_s())) < math.inf:
             now_s = max(now_s, next_s)
             for ended in self._processors.take_ended(now_s):
@@ -51,8 +52,8 @@ class HostedLoop:
                     self._host.client.request_s, partial(self._send, self._intake.take()), now_s
                 )
             self._begin(now_s)
-            if on_progress is not None and (steps := num_steps(replicas)) >= told:
-                told = steps + PROGRESS_STEPS
+            if on_progress is not None and (steps := num_steps(replicas)) >= report_steps:
+                report_steps = steps + PROGRESS_STEPS
                 on_progress(progress_of(replicas, now_s))
         if any(replica.scheduler.has_work for replica in replicas):
             raise RuntimeError("a scheduler holds requests that it will not run")
@@ -71,7 +72,7 @@ class HostedLoop:
         )
 
     def _hand_over(self, i: int, arrival: Arrival, now_s: float) -> None:
-        """Its engine looks once no step runs."""
+        """Put an arrival into its replica's inbox. The engine looks there once no step runs."""
         self._replicas[i].inbox.append(arrival)
         self._free.add(i)
 

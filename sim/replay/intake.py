@@ -1,4 +1,4 @@
-"""From a source to a scheduler: requests of a trace get their tokens, and some are refused."""
+"""From a source to a scheduler: gives requests of a trace their tokens, and notes refused ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sim.workload.tokens import mix
 
 
 class Ids(Sequence[int]):
-    """Stands in for the tuple of a prompt that is there as an array (int32): thousands of integers
-    are made only where somebody reads them, as a step log does."""
+    """A prompt as an int32 array that replaces a tuple of ints. Thousands of Python integers are
+    made only if a reader, such as a step log, asks for them."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -35,8 +35,8 @@ class Ids(Sequence[int]):
     def __getitem__(self, at: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
-        found = self._tokens[at].tolist()
-        return tuple(found) if isinstance(at, slice) else cast("int", found)
+        items = self._tokens[at].tolist()
+        return tuple(items) if isinstance(at, slice) else cast("int", items)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._tokens, dtype)
@@ -58,7 +58,7 @@ class Intake:
         self.first_s: float | None = None
 
     def take(self) -> Arrival:
-        """The next request of the source, whose time has come."""
+        """Return the source's next request, which is due now."""
         number, traced = self._source.take()
         self.num_arrived += 1
         if self.first_s is None:
@@ -82,7 +82,8 @@ class Intake:
     def deliver(
         self, arrival: Arrival, scheduler: Scheduler, recorder: MetricsRecorder, now_s: float
     ) -> bool:
-        """Whether it was accepted; its time in the queue counts from its arrival in any case."""
+        """Add the request to the scheduler; return False if it was refused. Its time in the queue
+        counts from its arrival in either case."""
         number, traced, request = arrival
         recorder.arrived(number, traced)
         try:

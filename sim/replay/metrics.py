@@ -1,8 +1,8 @@
-"""What is measured while a replay runs: a few numbers a request, and every gap between tokens.
+"""The measurements of a replay: a few numbers per request, and every gap between tokens.
 
-A step in which the same rows as before decode one token each has one gap for all of them, and
-costs one append; whatever else happens is looked at row by row. Memory grows by some 60 bytes a
-request and 24 a step.
+A step in which the same rows as before decode one token each has one gap for all of them, and costs
+one append. All other steps are processed row by row. Memory grows by some 60 bytes a request and 24
+bytes a step.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _COUNTS = (
 
 
 class _Open(msgspec.Struct, gc=False):
-    """A request that has not ended."""
+    """An unfinished request."""
 
     index: int
     request: TraceRequest
     queue_s: float | None = None  # None: not admitted yet
     first_s: float = math.nan
-    last_s: float | None = None  # of its last token, as of the moment it lost its slot
+    last_s: float | None = None  # time of its last token before it lost its slot
     hit_tokens: int = 0
     preemptions: int = 0
-    slot: int | None = None  # the latest that it had
+    slot: int | None = None  # its latest slot
 
 
 class MetricsRecorder:
-    """Told of every request, plan and commit, in order."""
+    """Recorder of one scheduler's requests; it must be called for every request, plan and commit,
+    in order."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class MetricsRecorder:
         self._open: dict[str, _Open] = {}
         self._occupants: list[_Open | None] = [None] * max_slots
         self._last_s: list[float | None] = [None] * max_slots  # of the last token of its request
-        # Slots whose rows all had their last token at _steady_s, and nobody else did.
+        # Slots whose rows all emitted their last token at _steady_s, and no other rows did.
         self._steady: np.ndarray | None = None
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
@@ -73,16 +74,16 @@ class MetricsRecorder:
 
     @classmethod
     def total(cls, recorders: Sequence[MetricsRecorder]) -> MetricsRecorder:
-        """What all of them have measured together; not for recording more."""
+        """Return the sum of several recorders' measurements; it cannot record more."""
         if len(recorders) == 1:
             return recorders[0]
         total = cls(0, Objectives())
-        for one in recorders:
+        for part in recorders:
             for name in _SERIES:
-                getattr(total, name).extend(getattr(one, name))
+                getattr(total, name).extend(getattr(part, name))
             for name in _COUNTS:
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            total.end_s = max(total.end_s, one.end_s)
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            total.end_s = max(total.end_s, part.end_s)
         return total
 
     def arrived(self, index: int, request: TraceRequest) -> None:
@@ -96,7 +97,7 @@ class MetricsRecorder:
             slot, opened = admission.slot, self._open[admission.request_id]
             self._settle()
             self._vacate(slot)
-            if opened.slot is not None:  # it was preempted, and nobody has its old slot yet
+            if opened.slot is not None:  # it was preempted, and its old slot is still empty
                 self._vacate(opened.slot)
             opened.slot = slot
             self._occupants[slot] = opened
@@ -130,7 +131,7 @@ class MetricsRecorder:
         self._steady, self._steady_s = plan.slots, end_s
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
-        """It ended with `num_tokens` of output, the last of them now."""
+        """Record that a request ended now with `num_tokens` of output. Return its trace row."""
         opened = self._open.pop(name)
         request = opened.request
         assert opened.queue_s is not None
@@ -167,8 +168,8 @@ class MetricsRecorder:
         return request
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds between tokens that came at different times (float64), how many requests waited
-        so long (int64), and how many tokens came after it in all (int64)."""
+        """Return the seconds between tokens that came at different times (float64); how many
+        requests waited each gap (int64); and how many tokens arrived after it in total (int64)."""
         chunks, tokens = np.asarray(self._gap_chunks), np.asarray(self._gap_tokens)
         return np.asarray(self._gap_s), chunks, tokens
 
@@ -187,7 +188,7 @@ class MetricsRecorder:
             self._steady = None
 
     def _stay_steady(self, slots: np.ndarray) -> bool:
-        """Whether these rows are all among the steady ones, which are no others then."""
+        """Return True if all these rows are steady; they become the only steady ones."""
         steady = self._steady
         if steady is not None and slots is not steady:
             self._settle()
@@ -196,7 +197,7 @@ class MetricsRecorder:
         return self._steady is not None
 
     def _rows(self, slots: np.ndarray, counts: list[int], now_s: float) -> None:
-        """Row by row."""
+        """Record a step row by row."""
         gaps_s: list[float] = []
         tokens: list[int] = []
         last_s, emitting = self._last_s, 0
@@ -220,7 +221,8 @@ class MetricsRecorder:
     def _meets(
         self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float
     ) -> bool:
-        """With one token there is no time per token, and nothing to miss."""
+        """Return True if all objectives are met. With one token there is no TPOT, so nothing to
+        miss."""
         usual = self._objectives
         return (
             _within(ttft_s, request.ttft_slo_s, usual.ttft_s)
@@ -230,5 +232,5 @@ class MetricsRecorder:
 
 
 def _within(value_s: float | None, own_s: float | None, usual_s: float | None) -> bool:
-    most_s = usual_s if own_s is None else own_s
-    return value_s is None or most_s is None or value_s <= most_s
+    limit_s = usual_s if own_s is None else own_s
+    return value_s is None or limit_s is None or value_s <= limit_s

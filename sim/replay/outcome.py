@@ -14,7 +14,7 @@ from sim.report.report import Goodput, Objectives, Replica, Report, SpeculationR
 
 
 class Served(NamedTuple):
-    """A scheduler that is through with its work, and what was measured of it."""
+    """A scheduler that has finished its work, and its measurements."""
 
     scheduler: Scheduler
     recorder: MetricsRecorder
@@ -28,8 +28,8 @@ def report_of(
     *,
     by_replica: bool = False,
 ) -> Report:
-    recorder = MetricsRecorder.total([each.recorder for each in served])
-    stats = [each.scheduler.stats for each in served]
+    recorder = MetricsRecorder.total([one.recorder for one in served])
+    stats = [one.scheduler.stats for one in served]
     gap_s, chunks, tokens = recorder.gaps()
     duration_s = max(recorder.end_s - (intake.first_s or 0.0), 0.0)
 
@@ -60,7 +60,7 @@ def report_of(
         mean_running=rate(recorder.running_s),
         preemptions=sum(s.preemptions for s in stats),
         prefix_hit_tokens=sum(s.prefix_hit_tokens for s in stats),
-        replicas=tuple(_replica(each, rate(each.recorder.running_s)) for each in served)
+        replicas=tuple(_replica(one, rate(one.recorder.running_s)) for one in served)
         if by_replica
         else None,
     )
@@ -99,7 +99,7 @@ def _goodput(
 def _speculation(served: Sequence[Served], recorder: MetricsRecorder) -> SpeculationReport | None:
     if not served[0].scheduler.state.policy.max_depth:
         return None
-    stats = [each.scheduler.stats for each in served]
+    stats = [one.scheduler.stats for one in served]
     drafted, accepted = sum(s.drafted_tokens for s in stats), sum(s.accepted_tokens for s in stats)
     emitted = sum(s.emitted_tokens for s in stats)
     return SpeculationReport(

@@ -1,14 +1,14 @@
-"""A trace through the real scheduler, or several of them behind a router, on one virtual clock.
+"""A trace through the real scheduler, or several of them with a router, on one virtual clock.
 
     arrivals -> router -> inbox of a replica, until its step ends
              -> scheduler.plan(now) -> executor.run -> now += duration -> scheduler.commit
 
-Each replica has a scheduler, an executor and a pool of its own, and steps of its own length; what
-happens at one time happens in this order: steps end (by replica), requests arrive and are routed,
-replicas that run no step begin one. Loops are serial (overlap depth 0).
+Each replica has a scheduler, an executor and a pool of its own, and its steps have their own
+durations. Events at the same time have this order: steps end (by replica), requests arrive and are
+routed, idle replicas begin a step. Loops are serial (overlap depth 0).
 
-Nothing here reads a clock or draws a number that does not come from `seed`: the same inputs give
-the same report, byte for byte.
+No code here reads a clock or draws a number that does not come from `seed`: equal inputs give equal
+reports, byte for byte.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ def replay(
     log: Callable[[Event], None] | None = None,
     host: Host | None = None,
 ) -> Report:
-    """Serve everything that `source` brings. A request that can never run is reported as refused,
-    and the others go on. `settings` are for the report; `objectives` also decide its goodput.
+    """Serve all requests of `source` and return the report. A request that can never run is
+    reported as refused, and the others continue. `settings` go into the report; `objectives` decide
+    its goodput.
 
-    With a `router` there is a replica for each executor, and the report tells them apart; `config`
-    is that of each. `observers` and `log` are for one alone. With a `host` all of them, their
-    servers and their client share its processors (see `sim.replay.host`)."""
+    With a `router` there is one replica per executor, each with `config`, and the report lists
+    them. `observers` and `log` need a single executor. With a `host`, all replicas, their servers
+    and their client share its processors (see `sim.replay.host`)."""
     if len(executors) != 1 and (router is None or observers or log is not None):
         raise ValueError("executors: several need a router, and nobody who watches one engine")
     intake, usual = Intake(source, seed), objectives or Objectives()
@@ -85,10 +86,10 @@ class _Loop:
         self._source, self._intake, self._router = source, intake, router
         self._replicas = replicas
         self._load = ReplicaLoad(len(replicas))
-        self._ends: list[tuple[float, int]] = []  # a heap: when which replica's step ends
+        self._ends: list[tuple[float, int]] = []  # a heap: (end of a step, replica)
 
     def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        ends, replicas, now_s, told = self._ends, self._replicas, 0.0, PROGRESS_STEPS
+        ends, replicas, now_s, report_steps = self._ends, self._replicas, 0.0, PROGRESS_STEPS
         next_s = self._next_s()
         while next_s < math.inf:
             now_s = max(now_s, next_s)
@@ -103,8 +104,8 @@ class _Loop:
                 if end_s is not None:
                     heapq.heappush(ends, (end_s, i))
                     next_s = min(next_s, end_s)
-            if on_progress is not None and (steps := num_steps(replicas)) >= told:
-                told = steps + PROGRESS_STEPS
+            if on_progress is not None and (steps := num_steps(replicas)) >= report_steps:
+                report_steps = steps + PROGRESS_STEPS
                 on_progress(progress_of(replicas, now_s))
         if any(replica.scheduler.has_work for replica in replicas):
             raise RuntimeError("a scheduler holds requests that it will not run")
@@ -112,13 +113,13 @@ class _Loop:
             on_progress(progress_of(replicas, now_s))
 
     def _next_s(self) -> float:
-        """When something happens next, but for what a replica that begins a step now may do."""
+        """Return the time of the next event, not counting steps that begin now."""
         end_s = self._ends[0][0] if self._ends else math.inf
         arrival_s = self._source.next_arrival_s()
         return end_s if arrival_s is None or end_s < arrival_s else arrival_s
 
     def _end_steps(self, now_s: float) -> set[int]:
-        """Returns whose steps have ended."""
+        """End all steps that are due; return their replicas."""
         ended: set[int] = set()
         while self._ends and self._ends[0][0] <= now_s:
             _, i = heapq.heappop(self._ends)
@@ -130,12 +131,12 @@ class _Loop:
         return ended
 
     def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
-        """Routes what has arrived, and hands it, with what came during the steps that have ended,
-        to the replicas that run none; a refusal may let another request come at once. Returns who
-        was given something."""
-        given: set[int] = set()
+        """Route all due arrivals. Deliver them, and those that came during the ended steps, to
+        replicas without a running step; return these replicas. A refusal may cause another arrival
+        at once."""
+        served: set[int] = set()
         source, load, replicas = self._source, self._load, self._replicas
-        waiting = set(ended)  # an idle replica that was left alone has nothing in its inbox
+        waiting = set(ended)  # other idle replicas have empty inboxes
         while True:
             while (arrival_s := source.next_arrival_s()) is not None and arrival_s <= now_s:
                 arrival = self._intake.take()
@@ -145,12 +146,12 @@ class _Loop:
                 waiting.add(i)
             for i in sorted(waiting):
                 if replicas[i].inbox and replicas[i].is_idle:
-                    given.add(i)
+                    served.add(i)
                     self._deliver(i, now_s)
             waiting.clear()
             arrival_s = source.next_arrival_s()
             if arrival_s is None or arrival_s > now_s:
-                return given
+                return served
 
     def _deliver(self, i: int, now_s: float) -> None:
         replica = self._replicas[i]

@@ -15,19 +15,19 @@ from sim.replay.metrics import MetricsRecorder
 from sim.report.timeline import Observer, TimelineStep
 from sim.traces.request import TraceRequest
 
-PROGRESS_STEPS = 512  # between two reports of progress, at least
+PROGRESS_STEPS = 512  # least number of steps between two reports of progress
 
 
 class StepExecutor(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def idle(self, seconds: float) -> None:
-        """Nothing has run for so long, before the next step."""
+        """Note that no step ran for `seconds` before the next one."""
 
     @property
     def host_s(self) -> float:
-        """What the loop around the executor took for the last step: not in its result, whose
-        durations are those that a real executor measures."""
+        """Return the host seconds of the loop around the executor for the last step. The result
+        does not contain them: its durations are those that a real executor measures."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -51,9 +51,9 @@ class ReplayedEngine:
         self.scheduler, self.recorder = scheduler, recorder
         self.inbox: list[Arrival] = []
         self._executor, self._observers = executor, observers
-        self._step: tuple[StepPlan, StepResult, float] | None = None  # and when it began
-        self._ended_s = 0.0  # the last step
-        self.num_steps = 0  # that have ended
+        self._step: tuple[StepPlan, StepResult, float] | None = None  # with the time it began
+        self._ended_s = 0.0  # end of the last step
+        self.num_steps = 0  # finished steps
 
     @property
     def is_idle(self) -> bool:
@@ -71,7 +71,7 @@ class ReplayedEngine:
         return now_s + (result.draft_s + result.target_s + self._executor.host_s)
 
     def end(self, now_s: float) -> EndedStep:
-        """Commit the step. The recorder learns of it by `tell`."""
+        """Commit the step. The recorder is informed later, by `tell`."""
         self._ended_s = now_s
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None

@@ -1,8 +1,8 @@
-"""Routers before a fleet: which replica a request goes to.
+"""Routers of a fleet: they choose the replica for a request.
 
-A router knows what a gateway knows: which requests it sent where and which of them have ended,
-their prompts, and nothing of what goes on inside a replica. It is not told how long an output will
-be. Ties go to the next replica in turn.
+A router knows what a gateway knows: which requests it sent where, which of them have ended, and
+their prompts. It knows neither the state inside a replica nor the length of an output. Ties go to
+the next replica in turn.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 
-BLOCK_TOKENS = 64  # of the prefixes that are remembered
-MAX_PREFIXES = 2**18  # remembered, of the latest use
-# A replica that knows the prefix is passed over if it has more open requests than the least loaded
-# one by more than both: so many, and such a share of what that one has.
+BLOCK_TOKENS = 64  # tokens per block of remembered prefixes.
+MAX_PREFIXES = 2**18  # remembered prefixes, the least recently used leave first.
+# A replica that knows the prefix is skipped if its open requests exceed those of the least loaded
+# replica by more than both limits: a number, and a share of the latter's requests.
 MAX_EXCESS_REQUESTS = 8
 MAX_EXCESS_SHARE = 0.5
 
 
 class ReplicaLoad:
-    """What each replica was sent and has not answered."""
+    """Requests and prompt tokens that each replica was sent and has not answered."""
 
     def __init__(self, num_replicas: int) -> None:
         self.requests = [0] * num_replicas
@@ -43,11 +43,12 @@ class ReplicaLoad:
 
 class Router(Protocol):
     def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
-        """The replica that gets the request with this prompt (int32), which is not in `load`."""
+        """Return the replica for the request with this prompt (int32), which is not yet in
+        `load`."""
 
 
 class RoundRobin:
-    """Each in turn, whatever they have to do."""
+    """Choose each replica in turn, regardless of load."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -59,7 +60,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Fewest open requests, of these fewest tokens in their prompts."""
+    """Choose the replica with the fewest open requests, then the fewest prompt tokens."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -71,12 +72,13 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """To the replica that was sent the longest prefix of the prompt, in whole blocks, unless it has
-    much more to do than the least loaded one, which also gets what nobody knows."""
+    """Choose the replica that was sent the longest prefix of the prompt, in whole blocks. The least
+    loaded replica is chosen instead if the former has much more to do, or if no replica knows a
+    prefix."""
 
     def __init__(self) -> None:
         self._next = 0
-        self._sent: OrderedDict[bytes, int] = OrderedDict()  # by prefix: a bit for each replica
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # by prefix: a bit mask of replicas
 
     def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
         prefixes = _prefixes(prompt)
@@ -92,14 +94,14 @@ class PrefixAffine:
         return chosen
 
     def _known(self, prefixes: list[bytes], num_replicas: int) -> list[int]:
-        """By replica: the leading blocks that it was sent."""
-        lengths, everybody = [0] * num_replicas, (1 << num_replicas) - 1
+        """Return for each replica how many leading blocks of the prompt it was sent."""
+        lengths, knowing = [0] * num_replicas, (1 << num_replicas) - 1
         for length, prefix in enumerate(prefixes, 1):
-            everybody &= self._sent.get(prefix, 0)
-            if not everybody:
+            knowing &= self._sent.get(prefix, 0)
+            if not knowing:
                 break
             for replica in range(num_replicas):
-                if everybody >> replica & 1:
+                if knowing >> replica & 1:
                     lengths[replica] = length
         return lengths
 
@@ -124,14 +126,14 @@ def make_router(name: str) -> Router:
 
 
 def _least_loaded(load: ReplicaLoad, first: int) -> int:
-    """Of equals the one that comes first in turn, counted from `first`."""
+    """Return the least loaded replica; of equal ones the first in turn, counted from `first`."""
     count = len(load.requests)
     in_turn = ((first + i) % count for i in range(count))
     return min(in_turn, key=lambda i: (load.requests[i], load.prompt_tokens[i]))
 
 
 def _prefixes(prompt: np.ndarray) -> list[bytes]:
-    """A name for every prefix of whole blocks."""
+    """Return a digest for every prefix of whole blocks."""
     names = [b""]
     for start, end in pairwise(range(0, len(prompt) + 1, BLOCK_TOKENS)):
         names.append(blake2b(names[-1] + prompt[start:end].tobytes(), digest_size=16).digest())

@@ -1,1 +1,1 @@
-"""What a simulation came to: percentiles, timeline, page. Imports nothing of the simulator's."""
+"""Results of a run: percentiles, timeline, page. Imports nothing else of the simulator."""

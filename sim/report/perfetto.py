@@ -1,7 +1,8 @@
 """The steps of a replay in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
-One process, a thread for the steps and one for each slot: what ran there, from admission to its
-end. Counters beside them: running, waiting, blocks. Times are microseconds of the virtual clock.
+One process, with a thread for the steps and one for each slot: which requests ran there, from
+admission to their end. Counters show running and waiting requests and used blocks. Times are
+microseconds of the virtual clock.
 (Trace Event Format, Duflot and Duca 2016: "X" is a complete event, "C" a counter, "M" a name.)
 """
 
@@ -14,16 +15,18 @@ from typing import Any
 from sim.report.timeline import TimelineStep
 
 _PROCESS = 1
-_STEPS = 1  # the thread of the steps; slot s is thread s + 2
+_STEPS = 1  # thread of the steps; slot s is thread s + 2
 
 
 class PerfettoTrace:
-    """An `Observer` that writes as it goes; a context manager."""
+    """An `Observer` that writes each step at once. It is a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
         self._separator = "[\n"
-        self._inside: dict[str, tuple[int, float, dict[str, Any]]] = {}  # slot, since, facts
+        self._inside: dict[
+            str, tuple[int, float, dict[str, Any]]
+        ] = {}  # slot, admission time, facts
         self._occupants: dict[int, str] = {}
         self._named: set[int] = set()
         self._now_s = 0.0
@@ -42,7 +45,7 @@ class PerfettoTrace:
         plan, result = step.plan, step.result
         self._now_s = step.ended_s
         for slot in plan.deltas.released.tolist():
-            if slot in self._occupants:  # it has not finished
+            if slot in self._occupants:  # the request has not finished
                 self._leave(self._occupants[slot], step.started_s, "preempted")
         for admission in plan.deltas.new_sequences:
             facts = {

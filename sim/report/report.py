@@ -1,14 +1,14 @@
-"""The report of a run: one schema for what was simulated and for what was measured.
+"""The report of a run: one schema for simulated and for measured runs.
 
-Definitions, the same wherever such a report comes from. Times are in seconds.
+Definitions, equal for both. Times are in seconds.
 
 - `ttft_s`: from a request's arrival (its scheduled send) to its first output token.
-- `tpot_s`: (last token - first token) / (output tokens - 1), of requests with two tokens or more.
+- `tpot_s`: (last token - first token) / (output tokens - 1), for requests with two tokens or more.
 - `e2e_s`: from arrival to the last token. `queue_s`: from arrival to the first slot.
-- `itl_s`: between tokens, pooled over all requests: a gap in which c tokens came at once counts as
-  c gaps of a c-th each. `chunk_gap_s` counts it as one gap.
+- `itl_s`: between tokens, pooled over all requests. A gap after which c tokens arrive together
+  counts as c gaps of 1/c of its length. `chunk_gap_s` counts it as one gap.
 - percentiles are linear between ranks (numpy's default), over requests or over tokens.
-- `goodput`: requests that met every objective that they have, over all that were sent.
+- `goodput`: requests that met all their objectives, relative to all that were sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERSION = 1
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How a measure is distributed; None where nothing was measured."""
+    """The distribution of a measure; None if nothing was measured."""
 
     count: int
     mean: float | None
@@ -37,7 +37,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: np.ndarray, weights: np.ndarray | None = None) -> Spread:
-        """`weights` (int) counts how often each value stands for itself."""
+        """Return the spread of `values`; `weights` (int) says how often each value counts."""
         count = len(values) if weights is None else int(np.add.reduce(weights))
         if not count:
             return cls(count=0, mean=None, p50=None, p90=None, p99=None, max=None)
@@ -54,8 +54,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 def weighted_percentiles(
     values: np.ndarray, weights: np.ndarray, percents: tuple[float, ...]
 ) -> np.ndarray:
-    """What `np.percentile(np.repeat(values, weights), percents)` gives, without the copies."""
-    order = np.argsort(values)  # whichever of equal values is first
+    """Return `np.percentile(np.repeat(values, weights), percents)` without making the copies."""
+    order = np.argsort(values)  # the order of equal values does not matter
     ordered, ends = values[order], np.cumsum(weights[order])
     ranks = np.asarray(percents) / 100 * (int(ends[-1]) - 1)
     below = np.floor(ranks)
@@ -66,7 +66,7 @@ def weighted_percentiles(
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request should keep to, in seconds; None: no such objective."""
+    """Upper limits for a request's times, in seconds; None: no such objective."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -74,22 +74,22 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
-    given: dict[str, float] = {}
+    limits_s: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            given[f"{name}_s"] = seconds = float(value)
+            limits_s[f"{name}_s"] = seconds = float(value)
         except ValueError:
             seconds = math.nan
         if name not in ("ttft", "tpot", "e2e") or not 0 < seconds < math.inf:
             raise FieldError(
                 "--slo", f"{text!r} is not known", "write ttft=0.5, tpot=... or e2e=..."
             )
-    return Objectives(**given) if given else None
+    return Objectives(**limits_s) if limits_s else None
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    objectives: Objectives  # of requests that bring none of their own
+    objectives: Objectives  # for requests without objectives of their own
     requests: int
     share: float  # of the requests that were sent
     requests_per_s: float
@@ -99,11 +99,11 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int
     accepted_tokens: int
     acceptance: float | None  # accepted / drafted
-    tokens_per_step: float | None  # that a row adds in a step in which it adds any
+    tokens_per_step: float | None  # per row, over the steps in which the row emits any
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that the engine cannot ever run."""
+    """A request that the engine can never run."""
 
     index: int  # in the trace, from 0
     prompt_tokens: int
@@ -112,7 +112,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that finished, `index` in the trace; `tpot_s` is None with one output token."""
+    """A finished request with number `index` in the trace; `tpot_s` is None for one output
+    token."""
 
     index: int
     arrival_s: float
@@ -125,13 +126,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     preemptions: int
     session: str | None = None
-    replica: int | None = None  # that served it, from 0; None: there was one alone
+    replica: int | None = None  # that served it, from 0; None: there was only one
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several that served a run together; rates are over the whole run."""
+    """One of several replicas of a run; rates are over the whole run."""
 
-    requests: int  # that finished
+    requests: int  # finished
     prompt_tokens: int
     output_tokens: int
     ttft_s: Spread
@@ -142,12 +143,13 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings` says what was run, in full; nothing in here depends on when or where."""
+    """A report. `settings` describes the run in full; no field depends on the date or the
+    machine."""
 
     kind: Literal["simulated", "measured"]
     settings: dict[str, Any]
-    requests: int  # that finished
-    cut_requests: int  # of these, the ones that the context or the pool ended early
+    requests: int  # finished
+    cut_requests: int  # finished, but ended early by the context length or the pool
     refused: tuple[Refused, ...]
     duration_s: float  # first arrival to last token
     prompt_tokens: int
@@ -167,16 +169,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mean_running: float | None  # over time
     preemptions: int | None
     prefix_hit_tokens: int | None
-    replicas: tuple[Replica, ...] | None = None  # None: there was one alone
+    replicas: tuple[Replica, ...] | None = None  # None: there was only one
     schema: str = SCHEMA
     version: int = VERSION
 
 
 def to_json(report: Report) -> bytes:
-    """One document with a newline at its end. The same report gives the same bytes."""
+    """Return a JSON document that ends with a newline. Equal reports give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def to_line(record: msgspec.Struct) -> bytes:
-    """As files of records have it, of requests that failed too: JSON, a line each."""
+    """Return a line of a records file, one JSON object; the load tester also writes failed
+    requests."""
     return msgspec.json.encode(record) + b"\n"

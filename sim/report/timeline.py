@@ -1,7 +1,7 @@
-"""What a run looked like over time, in at most so many intervals of equal length.
+"""A run over time, in at most `INTERVALS` intervals of equal length.
 
-The length doubles, and neighbours are merged, whenever the run outgrows them: memory and the cost
-of a step do not depend on how long it is, and neither does the page that shows it.
+Whenever the run outgrows the intervals, neighbours are merged and the length doubles. So memory,
+the cost of a step and the size of the page do not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_LENGTH_S = 1 / 16
 
 
 class Observer(Protocol):
-    """Told of every step of a replay, once it has committed."""
+    """Receiver of every committed step of a replay."""
 
     def step(self, step: TimelineStep) -> None: ...
 
@@ -31,11 +31,11 @@ class TimelineStep(msgspec.Struct, frozen=True, eq=False):
     plan: StepPlan
     result: StepResult
     commit: Commit
-    scheduler: Scheduler  # as it is after the commit, for reading
+    scheduler: Scheduler  # its state after the commit; read only
 
     @property
     def chunk_tokens(self) -> int:
-        """Of prompts; the last single token of one is not told from a decoded one."""
+        """Return the prompt tokens of the step. A chunk of one token counts as a decoded token."""
         plan = self.plan
         return int(plan.query_lens[plan.query_lens > 1 + plan.num_drafts].sum())
 
@@ -46,7 +46,7 @@ class TimelineStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One value for each interval of `length_s` since `first_s`; None where nothing ran."""
+    """One value for each interval of `length_s` since `first_s`; None if nothing ran in it."""
 
     first_s: float
     length_s: float
@@ -63,7 +63,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 _SUMS = (
     "steps",
     "busy_s",
-    "running",  # times seconds, as the next two
+    "running",  # times seconds, like the next two
     "waiting",
     "blocks",
     "output_tokens",
@@ -75,7 +75,8 @@ _SUMS = (
 
 
 class Timeline:
-    """An `Observer`. A step counts where it ended."""
+    """An `Observer` that sums steps by interval. A step counts in the interval in which it
+    ended."""
 
     def __init__(self, intervals: int = INTERVALS) -> None:
         self._sums = np.zeros((intervals, len(_SUMS)))

@@ -1,1 +1,1 @@
-"""Traces of requests: readers of what others publish, statistics, and changes to them."""
+"""Traces of requests: readers of public formats, statistics, and changes."""

@@ -1,4 +1,4 @@
-"""Changes to a trace on its way: finer stamps, another pace, fewer requests, other lengths."""
+"""Changes to a trace: finer stamps, another rate, fewer requests, other lengths."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from sim.traces.request import TraceRequest
 
 
 def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterator[TraceRequest]:
-    """Requests whose stamps were rounded down to multiples of `bin_s` (3 s in Mooncake), each moved
-    to a time of its bin, uniform and in order. Raises `FieldError` if stamps are finer than that.
-    """
+    """Spread stamps that were rounded down to multiples of `bin_s` (3 s in Mooncake): each request
+    moves to a uniform time in its bin, in order. Raises `FieldError` for finer stamps."""
     require_positive("spread", bin_s)
     rng = np.random.default_rng(seed)
     last_s = -math.inf
@@ -57,9 +56,9 @@ def scale(
     prompt: float = 1.0,
     output: float = 1.0,
 ) -> Iterator[TraceRequest]:
-    """`rate` times as many requests a second (a session's thinking stays as it is); lengths times
-    `prompt` and `output`, but no less than a token. Raises `FieldError` where prompts have named
-    blocks and `prompt` is not 1, and for lengths beyond `MAX_TOKENS`."""
+    """Scale the rate (not a session's think times) and the lengths, to at least one token. Raises
+    `FieldError` for lengths beyond `MAX_TOKENS`, and if prompts have `hash_ids` and `prompt` is not
+    1."""
     for field, value in (("--rate-scale", rate), ("--prompt", prompt), ("--output", output)):
         require_positive(field, value)
     for request in requests:
@@ -86,22 +85,23 @@ def sample(
     requests: Iterable[TraceRequest],
     *,
     share: float = 1.0,
-    most: int | None = None,
+    max_requests: int | None = None,
     start_s: float = 0.0,
     end_s: float = math.inf,
     seed: int = 0,
 ) -> Iterator[TraceRequest]:
-    """Those that arrive in [start_s, end_s), of these a `share` (whole sessions where the trace has
-    them), of these the first `most`; arrivals count from the first one kept."""
+    """Yield the requests that arrive in [start_s, end_s), of these a random `share` (whole sessions
+    if the trace has sessions), of these the first `max_requests`. Arrivals count from the first
+    one."""
     if not 0 < share <= 1:
         raise FieldError("--share", f"{share} is not allowed", "use a number in (0, 1]")
-    if most is not None and most < 1:
-        raise FieldError("--requests", f"{most} is not allowed", "ask for at least 1")
+    if max_requests is not None and max_requests < 1:
+        raise FieldError("--requests", f"{max_requests} is not allowed", "ask for at least 1")
     if not 0 <= start_s < end_s:
         raise FieldError("--window", f"{start_s} to {end_s} is empty", "give START:END in seconds")
     kept, first_s = 0, 0.0
     for index, request in enumerate(requests):
-        if request.arrival_s >= end_s or kept == most:
+        if request.arrival_s >= end_s or kept == max_requests:
             break
         if request.arrival_s < start_s:
             continue
@@ -115,24 +115,24 @@ def sample(
 
 
 def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Repeat the requests, each round a mean gap after the last, with sessions and named blocks of
-    its own."""
+    """Repeat the requests. Each repetition begins a mean gap after the last, and has sessions and
+    named blocks of its own."""
     period_s = max(r.arrival_s for r in requests) * len(requests) / max(len(requests) - 1, 1)
     names = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
     yield from requests
-    for again in count(1):
+    for repetition in count(1):
         for request in requests:
             hash_ids, session = request.hash_ids, request.session
             if hash_ids is not None:
-                hash_ids = tuple(name + again * names for name in hash_ids)
+                hash_ids = tuple(name + repetition * names for name in hash_ids)
             if session is not None:
-                session = f"{session} ({again})"
-            arrival_s = request.arrival_s + again * period_s
+                session = f"{session} ({repetition})"
+            arrival_s = request.arrival_s + repetition * period_s
             yield replace(request, arrival_s=arrival_s, hash_ids=hash_ids, session=session)
 
 
 def _hash_share(name: str, seed: int) -> float:
-    """A number in [0, 1) that depends on name and seed alone, so that a session stays whole without
-    being remembered."""
+    """Return a number in [0, 1) that depends on name and seed alone. So a session is kept or
+    dropped as a whole without being remembered."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain or gzip, and the fields of a row; what is wrong names its place."""
+"""Lines of a trace file, plain or gzip, and the fields of a row. Errors name their place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import msgspec
 from sim.distributions.lengths import MAX_TOKENS
 from sim.traces.request import TraceError
 
-MAX_LINE_BYTES = 2**28  # of a line, and of a file that is read as a whole
+MAX_LINE_BYTES = 2**28  # of a line, and of a file that is read whole
 _GZIP_MAGIC = b"\x1f\x8b"
 Lines = Iterator[tuple[int, str]]
 
 
 def read_whole(path: Path) -> bytes:
-    """Read a file that the user named. Raises OSError, also for a file that is too large."""
+    """Read a file that the user named. Raises OSError, also for a file above `MAX_LINE_BYTES`."""
     _require_regular(path)
     with path.open("rb") as file:
         content = file.read(MAX_LINE_BYTES + 1)
@@ -32,12 +32,12 @@ def read_whole(path: Path) -> bytes:
 
 def _require_regular(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise OSError("it is no regular file")  # a pipe waits, a device may have no end
+        raise OSError("it is no regular file")  # a pipe blocks, a device may have no end
 
 
 def read_lines(path: Path) -> Lines:
-    """(line number from 1, text without its end) of every line that is not blank; a gzip file is
-    known by its first bytes. Reads as it goes."""
+    """Yield (line number from 1, text without its end) for every line that is not blank. A gzip
+    file is recognised by its first bytes. Reads line by line."""
     number = 0
     try:
         _require_regular(path)
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> Lines:
 
 
 class TraceRow:
-    """One row of a trace: its named values, as text or from JSON."""
+    """One row of a trace: its values by name, as text or from JSON."""
 
     def __init__(self, path: Path, line: int, values: dict[str, Any]) -> None:
         self.path, self.line, self.values = path, line, values
@@ -124,7 +124,7 @@ class TraceRow:
 def csv_rows(
     path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
 ) -> Iterator[TraceRow]:
-    """Rows under a header. Raises `TraceError` where columns are missing or unknown."""
+    """Yield the rows below a header. Raises `TraceError` for missing or unknown columns."""
     numbers: list[int] = []
 
     def texts() -> Iterator[str]:
@@ -159,7 +159,7 @@ def csv_rows(
 def json_rows(
     path: Path, lines: Lines, required: frozenset[str], optional: frozenset[str]
 ) -> Iterator[TraceRow]:
-    """An object a line."""
+    """Yield a row for each line, a JSON object. Raises `TraceError` for unknown fields."""
     known = required | optional
     for number, text in lines:
         row = TraceRow(path, number, json_object(path, number, text))

@@ -1,4 +1,4 @@
-"""The formats: which columns they have, and how a row of them is read.
+"""The trace formats: their columns, and the parser of their rows.
 
 Every parser yields `Raw` rows in file order; `sim.traces.reader` checks and completes them.
 Sources: Azure LLM inference traces 2023 and 2024 (Patel et al. 2024; Stojkovic et al. 2025),
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 from sim.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
 from sim.traces.request import TraceError, TraceRequest
 
-BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # per name in `hash_ids`
+BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # tokens per block named in `hash_ids`
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-STAMP_UNITS = {"mooncake": "ms"}  # of formats whose stamps are mere numbers
+STAMP_UNITS = {"mooncake": "ms"}  # of formats whose stamps are plain numbers
 STAMP_UNITS |= dict.fromkeys(("bailian", "burstgpt", "servegen-requests", "vidur", "vllm-run"), "s")
 LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
 
 
 class Raw(NamedTuple):
-    """A row as its file has it: `stamp` from any origin in the unit of the format, as a `think_s`;
-    lengths of 0 or more."""
+    """A row as its file has it. `stamp` has any origin, in the unit of the format, like a
+    `think_s`; lengths are 0 or more."""
 
     line: int
     stamp: float
@@ -41,7 +41,7 @@ Parse = Callable[[Iterator[TraceRow]], Iterator[Raw]]
 
 class Format(NamedTuple):
     name: str
-    required: frozenset[str]  # columns, or fields of a line
+    required: frozenset[str]  # columns, or fields of a JSON line
     optional: frozenset[str]
     is_json: bool
     parse: Parse
@@ -79,7 +79,7 @@ def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
 
 
 def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
-    roots: dict[int, int] = {}  # by chat: the first of its conversation
+    roots: dict[int, int] = {}  # by chat: the first chat of its conversation
     for row in rows:
         chat, parent = int(row.number("chat_id")), int(row.number("parent_chat_id"))
         root = roots[chat] = roots.get(parent, chat)
@@ -95,7 +95,7 @@ def _lengths(row: TraceRow) -> tuple[int, int, dict[str, Any]]:
 
 
 def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> Parse:
-    """Of formats whose columns are what they seem."""
+    """Return the parser of a format with one column each for stamp, lengths and session."""
 
     def parse(rows: Iterator[TraceRow]) -> Iterator[Raw]:
         for row in rows:
@@ -132,7 +132,7 @@ def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
 
 
 def _format(name: str, required: str, optional: str, parse: Parse) -> Format:
-    """Columns are divided by commas; JSON formats are named by a trailing brace."""
+    """Make a format. Columns are separated by commas; a trailing brace in `name` marks JSON."""
     columns = frozenset(required.split(",")), frozenset(filter(None, optional.split(",")))
     return Format(name.rstrip("}"), *columns, name.endswith("}"), parse)
 
@@ -141,7 +141,7 @@ _REQUEST_FIELDS = frozenset(TraceRequest.__struct_fields__)
 _LOG_FIELDS = frozenset(("arrival_s", "prompt_tokens", "output_tokens"))
 LOG = Format(LOG_FORMAT, _LOG_FIELDS, _REQUEST_FIELDS - _LOG_FIELDS, True, _log)
 
-# In the order in which they are tried: the first whose required fields are all there is it.
+# In order of trial: the first format whose required fields are all present is chosen.
 FORMATS = (
     _format("azure", "TIMESTAMP,ContextTokens,GeneratedTokens", "", _azure),
     _format(
@@ -185,20 +185,21 @@ BENCH = "vllm-bench"
 FORMAT_NAMES = (*(f.name for f in FORMATS), LOG_FORMAT, BENCH)
 
 
-def parse_lines(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[Raw]]:
-    """The format (`wanted`, or what the first line looks like) and its rows."""
+def parse_lines(path: Path, lines: Lines, format_name: str | None) -> tuple[str, Iterator[Raw]]:
+    """Return the format's name and its rows. The format is `format_name`, or recognised from the
+    first line. Raises `TraceError` if the two disagree."""
     first = next(lines, None)
     if first is None:
         raise TraceError(path, None, "file", "is empty", "give a trace with requests in it")
     number, text = first
     whole = chain([first], lines)
     if text.lstrip()[:1] not in ("{", "["):
-        return _parse_table(path, number, text, whole, wanted)
-    if text.strip() == "{" or wanted == BENCH:
-        return _bench(path, whole, wanted)
+        return _parse_table(path, number, text, whole, format_name)
+    if text.strip() == "{" or format_name == BENCH:
+        return _bench(path, whole, format_name)
     record = json_object(path, number, text)
     if record.get("format") == LOG_FORMAT:
-        _require(path, wanted, LOG_FORMAT)
+        _require(path, format_name, LOG_FORMAT)
         if record.get("version") != LOG_VERSION:
             version = record.get("version")
             raise TraceError(
@@ -206,29 +207,31 @@ def parse_lines(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iter
             )
         return LOG_FORMAT, _log(json_rows(path, lines, LOG.required, LOG.optional))
     if "input_lens" in record:
-        return _bench(path, whole, wanted)
-    found = _find(path, number, record.keys(), wanted, is_json=True)
-    rows = json_rows(path, whole, found.required, found.optional)
-    return found.name, found.parse(rows)
+        return _bench(path, whole, format_name)
+    recognised = _find(path, number, record.keys(), format_name, is_json=True)
+    rows = json_rows(path, whole, recognised.required, recognised.optional)
+    return recognised.name, recognised.parse(rows)
 
 
 def _parse_table(
-    path: Path, number: int, text: str, lines: Lines, wanted: str | None
+    path: Path, number: int, text: str, lines: Lines, format_name: str | None
 ) -> tuple[str, Iterator[Raw]]:
     columns = [name.strip().strip('"') for name in text.split(",")]
-    found = _find(path, number, columns, wanted, is_json=False)
-    return found.name, found.parse(csv_rows(path, lines, found.required, found.optional))
+    recognised = _find(path, number, columns, format_name, is_json=False)
+    return recognised.name, recognised.parse(
+        csv_rows(path, lines, recognised.required, recognised.optional)
+    )
 
 
-def _find(path: Path, line: int, fields: Any, wanted: str | None, *, is_json: bool) -> Format:
+def _find(path: Path, line: int, fields: Any, format_name: str | None, *, is_json: bool) -> Format:
     for known in FORMATS:
         if known.is_json is is_json and known.required <= set(fields):
-            _require(path, wanted, known.name)
+            _require(path, format_name, known.name)
             return known
-    if wanted is not None:
+    if format_name is not None:
         for known in FORMATS:
-            if known.name == wanted and known.is_json is is_json:
-                return known  # its reader says what is missing
+            if known.name == format_name and known.is_json is is_json:
+                return known  # its parser reports the missing column
     names = ", ".join(fields)
     raise TraceError(
         path,
@@ -239,14 +242,14 @@ def _find(path: Path, line: int, fields: Any, wanted: str | None, *, is_json: bo
     )
 
 
-def _require(path: Path, wanted: str | None, found: str) -> None:
-    if wanted not in (None, found):
-        raise TraceError(path, None, "--format", f"the file is {found}", f"not {wanted}")
+def _require(path: Path, format_name: str | None, actual: str) -> None:
+    if format_name not in (None, actual):
+        raise TraceError(path, None, "--format", f"the file is {actual}", f"not {format_name}")
 
 
-def _bench(path: Path, lines: Lines, wanted: str | None) -> tuple[str, Iterator[Raw]]:
-    """The result of `vllm bench serve --save-detailed`: one JSON object, read as a whole."""
-    _require(path, wanted, BENCH)
+def _bench(path: Path, lines: Lines, format_name: str | None) -> tuple[str, Iterator[Raw]]:
+    """Read the result of `vllm bench serve --save-detailed`: one JSON object, read whole."""
+    _require(path, format_name, BENCH)
     record = json_object(path, 1, "\n".join(text for _, text in lines))
     columns = []
     for name in ("start_times", "input_lens", "output_lens"):

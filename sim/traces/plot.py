@@ -1,4 +1,4 @@
-"""A picture of a trace: its rate over time, its lengths, the gaps between its arrivals."""
+"""A plot of a trace: its rate over time, its lengths, the gaps between arrivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sim.traces.statistics import MINUTE_S, TraceSummary
 
 
 def save_plot(path: Path, title: str, summary: TraceSummary) -> None:
-    """A PNG with three panels. Raises `FieldError` where matplotlib is not installed."""
+    """Save a PNG with three panels. Raises `FieldError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:

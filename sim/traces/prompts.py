@@ -1,4 +1,4 @@
-"""Token ids for the prompts of a trace, which says only how long they are and what they share."""
+"""Token ids for the prompts of a trace, which gives only their lengths and shared blocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class TracePrompts:
-    """Prompts that share exactly what the trace says.
+    """Prompts that share exactly the blocks that the trace says they share.
 
-    Token j of a block named h is h * block + j. Tokens without a name are shared with nobody: they
-    are counted on from one request to the next, with room for the output between. Numbers start
-    again at the end of the vocabulary, so far on that no whole prefix meets itself.
+    Token j of the block with hash id h is h * block_tokens + j. Tokens outside such blocks are
+    shared with no other request: their ids continue from one request to the next, leaving room for
+    the output between them. Ids wrap around at the end of the vocabulary, which is so large that
+    two equal whole prefixes do not occur.
     """
 
     def __init__(self) -> None:
         self._next_token = 0
 
     def prompt(self, request: TraceRequest) -> np.ndarray:
-        """int32 [prompt_tokens]."""
+        """Return the prompt's token ids, int32 [prompt_tokens]."""
         named = _NOTHING
         if request.hash_ids is not None:
             named = self._named(request.hash_ids, request.hash_block_tokens or 1)

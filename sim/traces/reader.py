@@ -1,4 +1,4 @@
-"""Reading a trace: the format is found out, rows come checked, one at a time."""
+"""The reader of traces: recognises the format and yields checked requests one by one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sim.traces.windows import read_windows
 
 WINDOWS = "servegen"
 _LOOK_ROWS = 1000
-_MAX_RATE_PER_S = 10.0  # the busiest trace that is published in milliseconds has 7
+_MAX_RATE_PER_S = 10.0  # the busiest published trace with stamps in milliseconds has 7
 
 
 class Trace:
     """The requests of a file (or of a folder of ServeGen windows), in order of arrival.
 
-    Iterating reads the file anew, row by row: memory does not grow with the trace (but a vLLM bench
-    result is read as a whole, and conversations of Bailian are remembered by their ids). Raises
-    `TraceError` with file, line and field; the first request's arrival is 0.
+    Every iteration reads the file again, row by row, so memory does not grow with the trace.
+    Exceptions: a vLLM bench result is read whole, and the ids of Bailian's conversations are kept.
+    Raises `TraceError` with file, line and field. The first request's arrival is 0.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Trace:
         time_unit: str | None = None,
     ) -> None:
         """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
-        and counts them in `skipped`. `in_order=False` lets stamps go backwards. `seed` is for
-        ServeGen windows, which say how requests are distributed and not what they were.
-        `block_tokens` and `time_unit` (of `formats.UNITS_S`) are by default those of the format."""
+        and counts them in `skipped`. `in_order=False` allows stamps that go backwards. `seed` is
+        for ServeGen windows, which give distributions instead of requests. `block_tokens` and
+        `time_unit` (a key of `formats.UNITS_S`) default to the format's."""
         self.path = Path(path)
         self.skipped = 0
         self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
-        self._wanted = format
+        self._format_name = format
         self.format = self._open()[0]
         self._block_tokens = block_tokens or formats.BLOCK_TOKENS.get(self.format, 1)
         self._unit_s = formats.UNITS_S[time_unit or formats.STAMP_UNITS.get(self.format, "s")]
 
     def _open(self) -> tuple[str, Iterator[formats.Raw]]:
         if self.path.is_dir():
-            if self._wanted not in (None, WINDOWS):
+            if self._format_name not in (None, WINDOWS):
                 raise TraceError(self.path, None, "--format", f"is {WINDOWS}", "leave it out")
             return WINDOWS, read_windows(self.path, self._seed)
-        return formats.parse_lines(self.path, read_lines(self.path), self._wanted)
+        return formats.parse_lines(self.path, read_lines(self.path), self._format_name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.skipped = 0
@@ -96,18 +96,18 @@ class Trace:
             raise TraceError(self.path, None, "file", "has no requests", "give a trace with some")
 
     def _check_blocks(self, line: int, prompt_tokens: int, more: dict[str, Any]) -> None:
-        """Require a name for each full block; a last block that is not full may have one."""
+        """Require a hash id for each full block; a last block that is not full may have one."""
         size = more.setdefault("hash_block_tokens", self._block_tokens)
-        count, most = len(more["hash_ids"]), -(-prompt_tokens // size)
-        if not prompt_tokens // size <= count <= most:
+        count, max_blocks = len(more["hash_ids"]), -(-prompt_tokens // size)
+        if not prompt_tokens // size <= count <= max_blocks:
             wrong = f"names {count} blocks of {size} tokens"
-            remedy = f"a prompt of {prompt_tokens} tokens has {most}; give --block-tokens"
+            remedy = f"a prompt of {prompt_tokens} tokens has {max_blocks}; give --block-tokens"
             raise TraceError(self.path, line, "hash_ids", wrong, remedy)
 
     def has_stamps_like_seconds(self) -> bool:
         """Return True if the first rows are too close together for a unit below a second."""
         stamps: list[float] = []
-        with suppress(TraceError):  # it is raised when the row is read
+        with suppress(TraceError):  # reading the row raises it again
             stamps += [raw.stamp for raw in islice(self._open()[1], _LOOK_ROWS)]
         span_s = (max(stamps, default=0.0) - min(stamps, default=0.0)) * self._unit_s
         return self._unit_s < 1 and len(stamps) - 1 > _MAX_RATE_PER_S * span_s > 0
@@ -126,15 +126,15 @@ class Trace:
 
 
 def sort_requests(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """By arrival, counted from the first; holds them all."""
+    """Return all requests sorted by arrival, counted from the first."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     first_s = ordered[0].arrival_s if ordered else 0.0
     return [msgspec.structs.replace(r, arrival_s=r.arrival_s - first_s) for r in ordered]
 
 
 def write_requests(path: str | Path, requests: Iterable[TraceRequest]) -> int:
-    """The engine's own request log: a header, then one request a line; gzip if the name ends in
-    .gz. Returns how many."""
+    """Write cbatch's own request log: a header, then one request per line; gzip if the name ends in
+    .gz. Return the number of requests."""
     path = Path(path)
     encoder = msgspec.json.Encoder()
     count = 0

@@ -1,4 +1,4 @@
-"""What a trace looks like: one pass, memory bounded by how many different things there are."""
+"""Statistics of a trace in one pass; memory grows only with the number of distinct values."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ class LengthStatistics(msgspec.Struct, frozen=True):
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """None where the trace does not say, or has too few requests to tell."""
+    """Statistics; None if the trace lacks the data, or has too few requests."""
 
     requests: int
     span_s: float  # first to last arrival
     rate_per_s: float | None
-    gap_cv: float | None  # standard deviation of the gaps between arrivals over their mean
-    same_stamp_share: float  # requests that arrive at the very time of the one before
-    peak_minute_ratio: float | None  # requests of the busiest minute over those of the mean one
+    gap_cv: float | None  # coefficient of variation of the gaps between arrivals
+    same_stamp_share: float  # requests with the same arrival time as the one before
+    peak_minute_ratio: float | None  # requests of the busiest minute relative to the mean minute
     empty_minutes: int
     prompt_tokens: LengthStatistics
     output_tokens: LengthStatistics
     sessions: int | None
-    # Of all prompt tokens, those in blocks that an earlier prompt had at the same place, after the
-    # same blocks: what a prefix cache without limits would save.
+    # Share of prompt tokens in blocks that an earlier prompt has at the same place after the same
+    # blocks: the savings of an unlimited prefix cache.
     shared_prefix_share: float | None
 
 
 class TraceSummary(msgspec.Struct, frozen=True):
-    """The statistics, and what the plot shows."""
+    """The statistics, and the data of the plot."""
 
     statistics: TraceStatistics
     per_minute: Counter[int]
@@ -65,7 +65,7 @@ MOST_GAPS = 1_000_000
 
 
 def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
-    """Of at least one request, in order of arrival."""
+    """Summarise at least one request, in order of arrival."""
     prompts: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
     minutes: Counter[int] = Counter()
@@ -102,7 +102,7 @@ def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
 
 
 class _Gaps:
-    """Mean and variance as they come (Welford 1962)."""
+    """Running mean and variance of gaps (Welford 1962)."""
 
     def __init__(self) -> None:
         self.first = array("d")
@@ -112,9 +112,9 @@ class _Gaps:
     def add(self, gap_s: float) -> None:
         self._count += 1
         self.zeros += gap_s == 0
-        off = gap_s - self._mean
-        self._mean += off / self._count
-        self._squares += off * (gap_s - self._mean)
+        deviation_s = gap_s - self._mean
+        self._mean += deviation_s / self._count
+        self._squares += deviation_s * (gap_s - self._mean)
         if self._count <= MOST_GAPS:
             self.first.append(gap_s)
 
@@ -126,7 +126,7 @@ class _Gaps:
 
 
 class _Sharing:
-    """A trie of named blocks as one dictionary: (node before, name) -> node."""
+    """A trie of named blocks as one dictionary: (parent node, name) -> node."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Requests out of a step log: what an engine served, to be replayed."""
+"""Requests from a step log: the requests that an engine served, for replay."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def is_step_log(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
-    """The requests that engines recorded, with the output that each had, and the last engine's
-    configuration. Requests that ended without a token are left out, and prompts share what their
-    leading blocks share. Reads the log as a whole."""
+    """Return the requests that engines recorded, with the output length of each, and the last
+    engine's configuration. Requests that ended without a token are left out. Prompts with equal
+    leading blocks share them. Reads the log whole."""
     try:
         log = read_step_log(path)
         recorded = recorded_requests(log.events)
@@ -46,26 +46,26 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
     configs = [event.config for event in log.events if isinstance(event, Configured)]
     size = configs[0].block_size_tokens if configs else 1
     names = _BlockNames(size)
-    found = [
+    requests = [
         TraceRequest(
-            arrival_s=each.arrival_s,
-            prompt_tokens=len(each.request.prompt),
-            output_tokens=each.output_tokens,
-            hash_ids=names.of(each.request.prompt, each.request.cache_salt),
+            arrival_s=one.arrival_s,
+            prompt_tokens=len(one.request.prompt),
+            output_tokens=one.output_tokens,
+            hash_ids=names.of(one.request.prompt, one.request.cache_salt),
             hash_block_tokens=size,
-            priority=each.request.priority or None,
+            priority=one.request.priority or None,
         )
-        for each in recorded
-        if each.output_tokens
+        for one in recorded
+        if one.output_tokens
     ]
-    if not found:
+    if not requests:
         raise FieldError("step log", f"{path} has no request with output", "record it anew")
-    return sort_requests(found), replace(configs[-1], kv_events=False)  # nobody follows
+    return sort_requests(requests), replace(configs[-1], kv_events=False)  # a replay publishes none
 
 
 @dataclass
 class Recorded:
-    """A request in a step log. `output_tokens` is how many it had at its end."""
+    """A request in a step log. `output_tokens` is its number at the end."""
 
     request: Request
     arrival_s: float
@@ -74,10 +74,10 @@ class Recorded:
 
 
 def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
-    """In order of arrival. A request that was open when its engine died goes on in the next one's
-    log, under another name: it is one. Time goes on where a clock begins anew (the machine was
-    started again). Raises `StepLogError`."""
-    found: list[Recorded] = []
+    """Return the requests in order of arrival. A request that was open when its engine died
+    continues under another name in the next engine's log, and counts once. Time continues where a
+    clock restarts from 0 (a reboot). Raises `StepLogError`."""
+    recorded: list[Recorded] = []
     shift_s = last_s = 0.0
     for engine in engines_of(events):
         times_s = [event.now_s for event in engine if not isinstance(event, Configured)]
@@ -85,15 +85,16 @@ def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
             continue
         shift_s = max(shift_s, last_s - times_s[0])
         last_s = times_s[-1] + shift_s
-        orphans = [each for each in found if not each.ended]
-        found += _recorded_by(engine, orphans, shift_s)
-    return found
+        orphans = [request for request in recorded if not request.ended]
+        recorded += _recorded_by(engine, orphans, shift_s)
+    return recorded
 
 
 def _recorded_by(
     engine: Sequence[AnyEvent], orphans: list[Recorded], shift_s: float
 ) -> list[Recorded]:
-    """The requests that are new with this engine; what it says of `orphans` is noted there."""
+    """Return the requests that are new with this engine; update those of `orphans` that
+    continue."""
     running: dict[str, Recorded] = {}
     new: list[Recorded] = []
     for event in engine:
@@ -126,7 +127,7 @@ def _recorded_by(
 
 
 class _BlockNames:
-    """A number for every different prefix of whole blocks, of each salt."""
+    """A number for every distinct prefix of whole blocks, by cache salt."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

@@ -1,9 +1,10 @@
-"""ServeGen's windows: for each client and each ten minutes a rate, the law of the gaps between its
-requests and the histograms of their lengths (Xiang et al. 2026). Requests are drawn from them.
+"""ServeGen's windows (Xiang et al. 2026): for each client and each ten minutes a rate, the
+distribution of the gaps between its requests, and histograms of their lengths. Requests are drawn
+from these.
 
-A folder holds `chunk-<client>-trace.csv` (window start in s, rate per s, CV, law, its shape, its
-scale; no header) and `chunk-<client>-dataset.json` (by the start of a longer window: histograms by
-field, written as Python dictionaries in strings).
+A folder holds `chunk-<client>-trace.csv` (window start in s, rate per s, CV, distribution, its
+shape, its scale; no header) and `chunk-<client>-dataset.json` (by the start of a longer window:
+histograms by field, written as Python dictionaries in strings).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sim.traces.formats import Raw
 from sim.traces.request import TraceError
 
 WINDOW_S = 600.0
-_DEEP = (RecursionError, MemoryError)  # Python's reader, of brackets within brackets
+_DEEP = (RecursionError, MemoryError)  # raised by Python's parser for deeply nested brackets
 _COLUMNS = ("window_s", "rate", "cv", "law", "shape", "scale")
 _LAWS: dict[str, Law] = {"Gamma": "gamma", "Weibull": "weibull", "Exponential": "gamma"}
 
@@ -37,8 +38,8 @@ class Window(NamedTuple):
 
 
 def read_windows(folder: Path, seed: int) -> Iterator[Raw]:
-    """Requests of all clients in order of arrival. One window of each client is held at a time,
-    beside the text of the histograms."""
+    """Yield requests of all clients in order of arrival. Memory holds one window of each client,
+    and the text of the histograms."""
     traces = sorted(folder.glob("chunk-*-trace.csv"), key=lambda path: (len(path.name), path.name))
     if not traces:
         raise TraceError(
@@ -59,14 +60,14 @@ def _client(path: Path, rng: np.random.Generator) -> Iterator[Raw]:
     session = path.name.split("-")[1]
     if not all(start.isdecimal() for start in dataset):
         raise TraceError(dataset_path, 1, "windows", "are not named by seconds", "mend the names")
-    starts = sorted(int(start) for start in dataset)  # one for many windows of arrivals
+    starts = sorted(int(start) for start in dataset)  # one for several windows of arrivals
     for window in _windows(path):
         at = bisect.bisect_right(starts, window.start_s)
-        found = dataset[str(starts[at - 1])] if at else None
-        if not found:
-            continue  # nothing is known of its requests
-        prompts_of = _histogram(dataset_path, found, "input_tokens")
-        outputs_of = _histogram(dataset_path, found, "output_tokens")
+        histograms = dataset[str(starts[at - 1])] if at else None
+        if not histograms:
+            continue  # its requests have no histogram
+        prompts_of = _histogram(dataset_path, histograms, "input_tokens")
+        outputs_of = _histogram(dataset_path, histograms, "output_tokens")
         if prompts_of is None or outputs_of is None:
             continue
         times_s = _times_s(window, rng)
@@ -98,17 +99,17 @@ def _windows(path: Path) -> Iterator[Window]:
 
 
 def _times_s(window: Window, rng: np.random.Generator) -> np.ndarray:
-    """Arrivals within the window, float64, ascending. Gaps have the window's law and its rate."""
+    """Return the arrivals within the window, float64, ascending, by its distribution and rate."""
     expected = window.rate_per_s * WINDOW_S
-    found: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     reached_s = 0.0
     while reached_s < WINDOW_S:
         count = int(expected + 4 * expected**0.5) + 8
         gaps_s = unit_gaps(window.law, window.shape, rng, count) / window.rate_per_s
         times_s = reached_s + np.cumsum(gaps_s)
-        found.append(times_s)
+        parts.append(times_s)
         reached_s = float(times_s[-1])
-    times_s = np.concatenate(found)
+    times_s = np.concatenate(parts)
     inside: np.ndarray = times_s[times_s < WINDOW_S] + window.start_s
     return inside
 
@@ -116,7 +117,7 @@ def _times_s(window: Window, rng: np.random.Generator) -> np.ndarray:
 def _histogram(
     path: Path, fields: dict[str, Any], field: str
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Values and their shares; None where nothing was counted."""
+    """Return values and their shares, which sum to 1; None for an empty histogram."""
     if field not in fields:
         raise TraceError(path, 1, field, "is missing", "give input_tokens and output_tokens")
     try:

@@ -1,1 +1,1 @@
-"""Requests to replay: generated, or of a trace, in the order they come."""
+"""Requests to replay, generated or from a trace, in order of arrival."""

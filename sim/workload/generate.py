@@ -1,7 +1,7 @@
-"""Made-up workloads: arrivals and lengths joined to requests, and conversations of several turns.
+"""Synthetic workloads: requests from arrivals and lengths, and conversations of several turns.
 
-Arrivals, prompts and outputs have a stream of noise each, split off one seed: another arrival
-process leaves the lengths as they were.
+Arrivals, prompts and outputs each have a random stream of their own, derived from one seed. So
+another arrival process does not change the lengths.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sim.distributions.lengths import Lengths
 from sim.traces.request import TraceRequest
 
 CHUNK = 1024
-BLOCK_TOKENS = 16  # of the names that turns and system prompts share
+BLOCK_TOKENS = 16  # of the named blocks that turns and system prompts share
 Arrivals = Callable[[np.random.Generator], Iterator[float]]
 
 
 def generate(
     arrivals: Arrivals, prompts: Lengths, outputs: Lengths, *, requests: int, seed: int
 ) -> Iterator[TraceRequest]:
-    """`requests` requests that share nothing; the first arrives at 0."""
+    """Yield `requests` requests that share no prefix; the first arrives at 0."""
     _require_some("requests", requests)
     for_arrivals, for_prompts, for_outputs = _streams(seed, 3)
     times_s = arrivals(for_arrivals)
@@ -40,9 +40,9 @@ def generate(
 
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions of `turns` turns. A turn's prompt is everything before it (a system prompt, which
-    `system_prompts` many take turns at, then all turns and answers so far) and a new message; it
-    comes `think_s` after the answer before it, exponential around that mean."""
+    """Sessions of `turns` turns. A turn's prompt is everything before it and a new message. Each
+    session starts with one of `system_prompts` system prompts, chosen in rotation. A turn follows
+    `think_s` after the answer before it, exponential with this mean."""
 
     turns: Lengths
     messages: Lengths
@@ -64,28 +64,28 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True):
 def converse(
     arrivals: Arrivals, conversations: Conversations, *, sessions: int, seed: int
 ) -> Iterator[TraceRequest]:
-    """The turns of `sessions` sessions, session by session in order of their first arrival; that is
-    also the `arrival_s` of the later turns, which come when `think_s` allows (see
-    `sim.workload.sources.OpenLoop`). Names of blocks go on within a session, and so do tokens: a
-    turn finds the answers before it in the prefix cache. A system prompt is shared in whole
-    blocks."""
+    """Yield the turns of `sessions` sessions, session by session in order of their first arrival.
+    Later turns have this `arrival_s` too; `think_s` delays them (see
+    `sim.workload.sources.OpenLoop`). Block names and tokens continue within a session, so a turn
+    finds the answers before it in the prefix cache. Sessions share the whole blocks of a system
+    prompt."""
     _require_some("sessions", sessions)
     for_arrivals, for_turns, for_messages, for_outputs, for_thoughts = _streams(seed, 5)
     times_s = arrivals(for_arrivals)
-    made = conversations
-    system_blocks = made.system_prompt_tokens // BLOCK_TOKENS
-    next_name = made.system_prompts * system_blocks
+
+    system_blocks = conversations.system_prompt_tokens // BLOCK_TOKENS
+    next_name = conversations.system_prompts * system_blocks
     first_s: float | None = None
     for number in range(sessions):
         start_s = next(times_s)
         first_s = start_s if first_s is None else first_s
-        turns = int(made.turns(for_turns, 1)[0])
-        messages = made.messages(for_messages, turns).tolist()
-        outputs = made.outputs(for_outputs, turns).tolist()
-        thoughts_s = for_thoughts.exponential(made.think_s, turns).tolist()
-        system = number % made.system_prompts * system_blocks
+        turns = int(conversations.turns(for_turns, 1)[0])
+        messages = conversations.messages(for_messages, turns).tolist()
+        outputs = conversations.outputs(for_outputs, turns).tolist()
+        thoughts_s = for_thoughts.exponential(conversations.think_s, turns).tolist()
+        system = number % conversations.system_prompts * system_blocks
         shared = tuple(range(system, system + system_blocks))
-        known_tokens = made.system_prompt_tokens
+        known_tokens = conversations.system_prompt_tokens
         for turn in range(turns):
             prompt_tokens = known_tokens + messages[turn]
             own = -(-prompt_tokens // BLOCK_TOKENS) - system_blocks

@@ -1,7 +1,7 @@
-"""When requests come: at the times of a trace, or when others have ended.
+"""Sources of requests: they arrive at the times of a trace, or when others have ended.
 
-A replay asks a source for the next arrival, takes the request when its time has come, and tells the
-source of every request that ended.
+A replay asks a source for the next arrival, takes the request at that time, and reports to the
+source every request that ended.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from sim.traces.request import TraceRequest
 
 class Source(Protocol):
     def next_arrival_s(self) -> float | None:
-        """Of the next request; None: nothing comes unless something ends first."""
+        """Return the time of the next request; None: none comes unless another one ends first."""
 
     def take(self) -> tuple[int, TraceRequest]:
-        """The request of `next_arrival_s`, with that arrival, and its place in the trace from 0."""
+        """Return the place in the trace, from 0, and the request that is due at `next_arrival_s`,
+        with that arrival."""
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
-        """It finished or was refused."""
+        """Note that the request finished or was refused."""
 
 
 class _Session(msgspec.Struct):
-    """`num_open` requests of it are to come, waiting or running; `turns` wait for their ends."""
+    """A session. `num_open` of its requests are scheduled, waiting or running; `turns` follow when
+    these have ended."""
 
     num_open: int = 0
     turns: deque[tuple[int, TraceRequest]] = msgspec.field(default_factory=deque)
 
 
 class OpenLoop:
-    """Requests at their times. A session's later turn (one with a `think_s`) comes that long after
-    all before it have ended, or at its own time if that is later. Reads one request ahead."""
+    """Requests at the times of a trace. A session's later turn (one with a `think_s`) comes that
+    long after all earlier turns have ended, but not before its own time. Reads one request
+    ahead."""
 
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
         self._coming: list[tuple[float, int, TraceRequest]] = []  # a heap
         self._num_read = 0
-        self._ahead: int | None = None  # the one that was read ahead
+        self._ahead: int | None = None  # number of the request that was read ahead
         self._open: dict[str, _Session] = {}
-        self._ended_s: dict[str, float] = {}  # of the sessions that are not open
+        self._ended_s: dict[str, float] = {}  # end of each session that is not open
         self._read()
 
     def next_arrival_s(self) -> float | None:
@@ -71,15 +74,15 @@ class OpenLoop:
             self._ended_s[request.session] = now_s
             return
         index, turn = session.turns.popleft()
-        self._come(max(now_s + (turn.think_s or 0.0), turn.arrival_s), index, turn)
+        self._schedule(max(now_s + (turn.think_s or 0.0), turn.arrival_s), index, turn)
 
-    def _come(self, arrival_s: float, index: int, request: TraceRequest) -> None:
+    def _schedule(self, arrival_s: float, index: int, request: TraceRequest) -> None:
         if request.session is not None:
             self._open.setdefault(request.session, _Session()).num_open += 1
         heapq.heappush(self._coming, (arrival_s, index, request))
 
     def _read(self) -> None:
-        """Up to the next request that comes at its own time."""
+        """Read up to the next request that arrives at its own time."""
         for request in self._requests:
             index, self._num_read = self._num_read, self._num_read + 1
             arrival_s = request.arrival_s
@@ -89,15 +92,15 @@ class OpenLoop:
                     continue
                 if request.session in self._ended_s:
                     arrival_s = max(self._ended_s[request.session] + request.think_s, arrival_s)
-            self._come(arrival_s, index, request)
+            self._schedule(arrival_s, index, request)
             if arrival_s == request.arrival_s:
                 self._ahead = index
                 return
 
 
 class ClosedLoop:
-    """`concurrency` clients that send the next request of a list as soon as their last has ended
-    (and `think_s` have passed); the times in the list count for nothing."""
+    """`concurrency` clients. Each sends the next request of a list as soon as its last has ended
+    and `think_s` have passed. Arrival times in the list are ignored."""
 
     def __init__(
         self, requests: Iterable[TraceRequest], concurrency: int, *, think_s: float = 0.0
@@ -108,7 +111,7 @@ class ClosedLoop:
             raise FieldError("think_s", f"{think_s} is not allowed", "give 0 or more seconds")
         self._requests = iter(requests)
         self._think_s = think_s
-        self._ready_s = [0.0] * concurrency  # a heap: when each idle client sends
+        self._ready_s = [0.0] * concurrency  # a heap: when each idle client sends its next request
         self._next = next(self._requests, None)
         self._num_taken = 0
 
@@ -126,8 +129,8 @@ class ClosedLoop:
 
 
 class Remote:
-    """A source whose requests take `latency_s` to reach the scheduler, what answers take on their
-    way back counted with it. They arrive, for every measure, when they were sent."""
+    """A source at a distance: a request reaches the scheduler `latency_s` after it was sent, which
+    includes the answer's way back. Measures count from the send."""
 
     def __init__(self, source: Source, latency_s: float) -> None:
         if not 0 <= latency_s < float("inf"):

@@ -15,7 +15,7 @@ import pytest
 
 from bench.simulator import compare, real, workloads
 from bench.simulator import host as bench_host
-from bench.simulator.foretold import Foretold, Outside, Probes, Run
+from bench.simulator.simulated import Outside, Probes, Run, SimulatedReplicas
 from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
@@ -117,7 +117,7 @@ def test_a_failed_call_ends_the_comparison() -> None:
 
 
 HOST = Host(cores=2, switch_s=2e-4, server=Work(2e-3, 1e-4, 3e-5), client=Work(5e-4, 3e-5, 1e-5))
-REPLICAS = Foretold(COST, 2, 300, host=msgspec.structs.replace(HOST, switch_s=0.0))
+REPLICAS = SimulatedReplicas(COST, 2, 300, host=msgspec.structs.replace(HOST, switch_s=0.0))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ REPLICAS = Foretold(COST, 2, 300, host=msgspec.structs.replace(HOST, switch_s=0.
 def test_what_prices_do_not_hold_is_found_by_probes(more: Outside, switch_s: float) -> None:
     """Of replicas that are the simulated ones, and that far away."""
     host = msgspec.structs.replace(HOST, switch_s=switch_s)
-    probes = Foretold(COST, 2, 300, host=host, outside=more).probes()
+    probes = SimulatedReplicas(COST, 2, 300, host=host, outside=more).probes()
     found = REPLICAS.explaining(probes)
     assert found.host is not None and found.host.switch_s == pytest.approx(switch_s, abs=3e-5)
     assert found.outside.request_s == pytest.approx(more.request_s, abs=2e-4)
@@ -209,7 +209,7 @@ def test_what_was_measured_is_predicted_again(
 def test_a_fleet_is_what_the_command_simulates() -> None:
     """Each replica has its own pool and slots, and what lies outside of it takes its time."""
     requests = workloads.shared_prefixes(20.0, 60, seed=2)
-    plain = Foretold(COST, 2, 300)
+    plain = SimulatedReplicas(COST, 2, 300)
     near, run = plain.replay(OpenLoop(requests), router="least-loaded")
     assert near.replicas is not None and {record.replica for record in run.records} == {0, 1}
     config = plain.config("off")
@@ -217,6 +217,8 @@ def test_a_fleet_is_what_the_command_simulates() -> None:
     away = msgspec.structs.replace(plain, outside=Outside(0.01))
     far, _ = away.replay(OpenLoop(requests), router="least-loaded")
     assert far.ttft_s.mean == pytest.approx((near.ttft_s.mean or 0.0) + 0.01, rel=0.05)
-    capacity = partial(Foretold.capacity_per_s, policy="off", make=workloads.shared_prefixes)
-    assert capacity(plain) > 1.5 * capacity(Foretold(COST, 1, 300))
-    assert capacity(Foretold(COST, 2, 300, host=Host(cores=1))) < 0.6 * capacity(plain)
+    capacity = partial(
+        SimulatedReplicas.capacity_per_s, policy="off", make=workloads.shared_prefixes
+    )
+    assert capacity(plain) > 1.5 * capacity(SimulatedReplicas(COST, 1, 300))
+    assert capacity(SimulatedReplicas(COST, 2, 300, host=Host(cores=1))) < 0.6 * capacity(plain)

@@ -139,7 +139,7 @@ def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> Non
     write_gguf(model, path, F32)
     threads = torch.get_num_threads()
     with Worker("llama_cpp", sys.executable, threads) as worker:
-        worker.start(model=str(path), most=3, tokens=40, threads=threads, exact_kv=False)
+        worker.start(model=str(path), max_sequences=3, tokens=40, threads=threads, exact_kv=False)
         prompts = make_prompts(model, 30, 3, real=False)
         run = worker.run(prompts, 8)
         together = run.outputs

@@ -30,7 +30,12 @@ from tests.runtime.hf_models import build
 
 
 def started(**settings: Any) -> Ours:
-    sizes = {"most": 4, "tokens": 40, "step_tokens": 64, "threads": torch.get_num_threads()}
+    sizes = {
+        "max_sequences": 4,
+        "tokens": 40,
+        "step_tokens": 64,
+        "threads": torch.get_num_threads(),
+    }
     return Ours(draft=None, lookahead="off", dtype="float32", **sizes | settings)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bench.simulator import __main__ as speed
 from bench.simulator import compare, real
-from bench.simulator.foretold import Foretold, Run
+from bench.simulator.simulated import Run, SimulatedReplicas
 from bench.simulator.workloads import from_prompts
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
@@ -140,7 +140,7 @@ def test_what_was_measured_is_predicted_again(
     found = compare.Comparison("engine", 1, COST, [[1, 0, 1]], None, [])
     for policy, factors in (("off", (1.0, 1.0, 1.0)), ("fixed:4", (2.0, 2.2))):
         case = compare.Case(policy, "round-robin", 0.4, requests(20, 0.02))
-        _, run = found.foretold(()).replay(OpenLoop(case.requests), policy)
+        _, run = found.simulated_replicas(()).replay(OpenLoop(case.requests), policy)
         case.runs = [slower(run, factor) for factor in factors]
         found.cases.append(case)
     rows = rows_of(found, tmp_path, capsys)
@@ -154,7 +154,7 @@ def test_what_was_measured_is_predicted_again(
 
 def test_loads_are_shares_of_what_a_policy_serves() -> None:
     args = compare.parse(["engine", "--policy", "off", "fixed:4", "--seconds", "2"])
-    world = Foretold(COST, fates=[[1] * 8])  # every draft is accepted
+    world = SimulatedReplicas(COST, fates=[[1] * 8])  # every draft is accepted
     cases = compare.make_cases(world, partial(from_prompts, PROMPTS), args)
     assert [(c.policy, c.load) for c in cases[:3]] == [("off", load) for load in (0.4, 0.8, 2.0)]
     rates = {(c.policy, c.load): len(c.requests) / (c.requests[-1].arrival_s or 1.0) for c in cases}

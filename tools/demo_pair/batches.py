@@ -31,7 +31,7 @@ class Streams:
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[Document], seed: int) -> Tensor:
-    """All documents in a seeded order, each followed by the end token."""
+    """Return the ids of all documents in a seeded order, each followed by the end token."""
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -42,7 +42,7 @@ def pack(tokenizer: Tokenizer, documents: Iterable[Document], seed: int) -> Tens
 
 
 def prepare(work: Path, seed: int) -> tuple[Tokenizer, Streams, Corpus]:
-    """Tokenizer and packed streams, built once and kept under `work`."""
+    """Return tokenizer, packed streams and corpus, which are built once and kept under `work`."""
     corpus_file = work / "corpus.pt"
     if not corpus_file.exists():
         corpus = load_corpus()
@@ -65,13 +65,13 @@ def prepare(work: Path, seed: int) -> tuple[Tokenizer, Streams, Corpus]:
 
 
 def windows(stream: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """`count` random windows [count, length] int64 of a packed stream."""
+    """Return `count` random windows [count, length] int64 of a packed stream."""
     starts = torch.randint(0, stream.numel() - length, (count, 1), generator=generator)
     return stream[starts + torch.arange(length)].long()
 
 
 def draw(streams: Streams, step: int, seed: int, count: int, length: int, tests: bool) -> Tensor:
-    """The batch of one step, a function of (seed, step) alone so that a restart repeats it."""
+    """Return the batch of a step. It depends on (seed, step) alone, so a restart repeats it."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     num_tests = int((torch.rand(count, generator=generator) < TEST_SHARE).sum()) if tests else 0
     parts = [windows(streams.library, count - num_tests, length, generator)]

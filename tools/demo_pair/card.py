@@ -80,7 +80,7 @@ Trained on windows of at most 512 tokens; positions up to 1,024 are allowed but 
 
 
 def render(report: dict, target: Llama, draft: Llama, size_bytes: int) -> str:
-    """The card's text from `report` (the evaluation, `data`, `training` and `machine`)."""
+    """Return the card's text for `report`: the evaluation, `data`, `training` and `machine`."""
     costs = report["costs"]
     return CARD.format(
         shapes="\n".join([shape_row("target", TARGET, target), shape_row("draft", DRAFT, draft)]),

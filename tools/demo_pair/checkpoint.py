@@ -26,7 +26,7 @@ def save_pretrained(net: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_pretrained(folder: Path) -> Llama:
-    """The stored net in fp32: the bf16 values, as the engine serves them."""
+    """Return the stored net in fp32, with the bf16 values that the engine serves."""
     net = Llama(NetConfig.from_hf(folder / "config.json"))
     weights = load_file(folder / "model.safetensors")
     net.load_state_dict({name: value.float() for name, value in weights.items()})

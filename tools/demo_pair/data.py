@@ -1,8 +1,8 @@
-"""The training text: the running interpreter's standard library, de-duplicated and held out.
+"""The training text: the running interpreter's standard library, de-duplicated and split.
 
 Every file is cut into chunks (top-level functions, methods, the text between them). Held-out
-modules are read first, so a training chunk that nearly copies one of theirs is dropped, as is a
-chunk that nearly copies an earlier training chunk.
+modules are read first. A training chunk is dropped if it nearly copies a chunk of theirs or an
+earlier training chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HELD_OUT_MODULES = (
     "queue", "sched", "shlex", "statistics", "textwrap", "wave",
 )  # fmt: skip
 
-# Tables, generated files and code nobody writes today: they cost tokens and teach no Python.
+# Tables, generated files and outdated code: they cost tokens and teach no present-day Python.
 SKIPPED_PARTS = frozenset({
     "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3",
     "idle_test", "tests", "config", "ensurepip", "_sysconfigdata", "bad_coding", "encoded_modules",
@@ -50,15 +50,16 @@ class Corpus:
 
 
 class NearDuplicates:
-    """Remembers runs of three normalised lines and tells how much of a chunk was seen before."""
+    """A memory of runs of three normalised lines, which finds chunks that were mostly seen
+    before."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
     def keep(self, chunk: str) -> bool:
-        """False if at least 70 % of the chunk's line runs were seen; remembers the chunk.
+        """Remember the chunk. Return False if at least 70 % of its line runs were seen before.
 
-        Chunks under five non-blank lines are always kept: short code is alike by nature.
+        Chunks under five non-blank lines are always kept, since short code is often similar.
         """
         lines = [line for raw in chunk.splitlines() if (line := normalise(raw))]
         shingles = {
@@ -70,7 +71,7 @@ class NearDuplicates:
 
 
 def normalise(line: str) -> str:
-    """A line without its comment and spacing, so that reformatted copies still match."""
+    """Return a line without its comment and spacing, so that reformatted copies still match."""
     return re.sub(r"\s+", "", re.sub(r"#.*", "", line))
 
 
@@ -92,12 +93,12 @@ def split_chunks(source: str) -> list[str]:
 
 
 def strip_duplicates(source: str, seen: NearDuplicates) -> str:
-    """The source without the chunks that `seen` already knows."""
+    """Return the source without the chunks that `seen` already contains."""
     return "".join(chunk for chunk in split_chunks(source) if seen.keep(chunk))
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a module, or the test of a module, belongs to the held-out set."""
+    """Return True if a module, or the module that a test is for, is held out."""
     parts = module.split(".")
     return parts[0] in HELD_OUT_MODULES or any(
         part.removeprefix("test_") in HELD_OUT_MODULES for part in parts if "test" in parts[0]
@@ -105,7 +106,7 @@ def is_held_out(module: str) -> bool:
 
 
 def read_source(path: Path) -> str | None:
-    """The file's text with trailing spaces removed, or None if it is no use for training."""
+    """Return the file's text without trailing spaces, or None if it is not useful for training."""
     if path.stat().st_size > MAX_FILE_BYTES:
         return None
     try:
@@ -122,7 +123,7 @@ def read_source(path: Path) -> str | None:
 
 
 def find_files(root: Path) -> Iterator[Path]:
-    """Python files below `root` in a fixed order, without the skipped folders."""
+    """Yield Python files below `root` in a fixed order, without the skipped folders."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if not any(part.startswith(skip) for part in parts for skip in SKIPPED_PARTS):
@@ -137,14 +138,14 @@ def module_name(path: Path, root: Path) -> str:
 def load_corpus(root: Path | None = None) -> Corpus:
     """Read, hold out and de-duplicate the standard library (or any folder of modules)."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    found = [(module_name(path, root), path) for path in find_files(root)]
-    # Held-out first, then the library, then its tests: the earlier copy is the one that stays.
-    found.sort(key=lambda item: (not is_held_out(item[0]), item[0].startswith("test"), item[0]))
+    modules = [(module_name(path, root), path) for path in find_files(root)]
+    # Held-out modules first, then the library, then its tests: the first copy is kept.
+    modules.sort(key=lambda item: (not is_held_out(item[0]), item[0].startswith("test"), item[0]))
     seen = NearDuplicates()
     train: list[Document] = []
     held_out: list[Document] = []
     raw_bytes = kept_bytes = 0
-    for module, path in found:
+    for module, path in modules:
         source = read_source(path)
         if source is None:
             continue

@@ -1,8 +1,8 @@
-"""Distillation of the draft: agreement with the target where the draft will be asked.
+"""Distillation of the draft: it learns to agree with the target on the text that it will draft.
 
-The draft first learns from text alone, which needs no target. Then it is distilled: a quarter of
-the rows is real text, the others text that the target itself continued from training prompts,
-greedily or by sampling, because that is what a draft sees when it is served.
+The draft first learns from text alone, which needs no target. Then it is distilled. A quarter of
+the rows is real text; the others were continued by the target from training prompts, greedily or by
+sampling, because a served draft sees such text.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ DECAY_SHARE = 0.4
 def distillation_loss(
     draft_logits: Tensor, top_ids: Tensor, top_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the target's likeliest tokens mixed with that to its argmax.
+    """Return a mix of the cross-entropy to the target's likeliest tokens and to its argmax.
 
-    The first is KL(target, draft) but for a constant, with the target cut to its top tokens. Also
-    returns the share of positions at which both would choose the same token.
+    The first is KL(target, draft) up to a constant, with the target cut to its top tokens. Also
+    return the share of positions at which target and draft have the same argmax.
     """
     log_draft = F.log_softmax(draft_logits, dim=-1)
-    chances = torch.softmax(top_logits.float(), dim=-1)
+    top_probs = torch.softmax(top_logits.float(), dim=-1)
     top_ids = top_ids.long()
-    soft = -(chances * log_draft.gather(-1, top_ids)).sum(-1).mean()
+    soft = -(top_probs * log_draft.gather(-1, top_ids)).sum(-1).mean()
     choice = top_ids[..., 0]
     greedy = F.nll_loss(log_draft.flatten(0, -2), choice.flatten())
     agreement = (draft_logits.argmax(-1) == choice).float().mean()
@@ -46,16 +46,16 @@ def distillation_loss(
 
 
 def project_embedding(embedding: Tensor, size: int) -> Tensor:
-    """The rows of a trained embedding along its `size` leading directions."""
+    """Return a trained embedding [vocab, size], projected on its `size` leading directions."""
     directions = torch.linalg.svd(embedding, full_matrices=False).Vh[:size]
     return embedding @ directions.T
 
 
 class Pretraining(TextTraining):
-    """Next-token loss on real text: cheap, and needs no finished target.
+    """Next-token loss on real text: cheap, and independent of a finished target.
 
-    The embedding, most of a draft, starts as a projection of the target's if a checkpoint of the
-    target is there.
+    The embedding, most of a draft's weights, starts as a projection of the target's if a checkpoint
+    of the target exists.
     """
 
     label = "draft (text)"
@@ -85,14 +85,14 @@ class Pretraining(TextTraining):
         batch = draw(self.streams, at, self.seed + 1, rows, CONTEXT_TOKENS + 1, False)
         micro_rows = MICROBATCH_ROWS if self.workers.count > 1 else rows
         loss, _ = self.workers.backward(self.losses, batch.to(self.device), self.params, micro_rows)
-        # No decay: distillation goes on from here.
+        # No learning rate decay: distillation continues from here.
         self.optimizers.step(wsd_scale(0.0, at - self.progress.warm_from_step))
         self.progress.tokens += rows * CONTEXT_TOKENS
         return loss
 
 
 class Distillation(Training):
-    """Learning from lessons; goes on from `start_from`, the draft trained on text."""
+    """Training on lessons; it continues from `start_from`, the draft trained on text."""
 
     label = "draft"
     figure = "agreement"

@@ -29,21 +29,21 @@ TIMED_REPEATS = 200
 
 
 @dataclass
-class Held:
-    """What is measured of held-out text: its loss, and the greedy continuations of its heads."""
+class HeldOut:
+    """Figures of held-out text: its loss, and greedy continuations of its function heads."""
 
     nats: float = 0.0
     tokens: int = 0
     num_bytes: int = 0
-    hits: list[list[bool]] = field(default_factory=list)  # of each prompt, see `agreements`
+    hits: list[list[bool]] = field(default_factory=list)  # per prompt, see `agreements`
     fresh: list[bool] = field(default_factory=list)
 
-    def add(self, other: Held) -> None:
+    def add(self, other: HeldOut) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def figures(self) -> dict[str, float | None]:
-        """Loss is over all tokens, acceptance over greedy continuations."""
+        """Return the figures: loss over all tokens, acceptance over greedy continuations."""
         count = sum(map(len, self.hits))
         return {
             "tokens": self.tokens,
@@ -60,7 +60,7 @@ class Held:
 
 @torch.inference_mode()
 def total_nats(net: Llama, ids: list[int]) -> float:
-    """Summed next-token loss; windows overlap so that a token sees at least 256 before it."""
+    """Return the summed next-token loss. Windows overlap, so a token has at least 256 before it."""
     stream = torch.tensor(ids, device=net.model.embed_tokens.weight.device)
     nats, scored = 0.0, 1
     for start in range(0, max(len(ids) - STRIDE_TOKENS, 1), STRIDE_TOKENS):
@@ -75,10 +75,11 @@ def total_nats(net: Llama, ids: list[int]) -> float:
 def agreements(
     target: Llama, draft: Llama, prompts: list[list[int]], end: int
 ) -> tuple[list[list[bool]], list[list[int]]]:
-    """Per prompt: whether the draft names each token of the target's greedy continuation.
+    """Return for each prompt whether the draft's argmax equals each token of the target's greedy
+    continuation; and the continuations.
 
-    The draft is teacher-forced along the target's tokens, which is what verification compares.
-    Tokens after the end token are not counted.
+    The draft reads the target's tokens, as in verification. Tokens after the end token do not
+    count.
     """
     hits: list[list[bool]] = []
     kept: list[list[int]] = []
@@ -95,7 +96,7 @@ def agreements(
 
 
 def tokens_per_step(rows: list[list[bool]], lookahead: int) -> float:
-    """Mean tokens a verification step commits when every step drafts `lookahead` tokens."""
+    """Return the mean tokens that a verification step commits if every step drafts `lookahead`."""
     steps = tokens = 0
     for row in rows:
         at = 0
@@ -107,7 +108,7 @@ def tokens_per_step(rows: list[list[bool]], lookahead: int) -> float:
 
 
 def fresh_hits(rows: list[list[bool]], continuations: list[list[int]]) -> list[bool]:
-    """The hits at tokens that do not complete a repeated run of four in their continuation.
+    """Return the hits at tokens that do not complete a repeated run of four in their continuation.
 
     A small target soon repeats itself when it decodes greedily, and a repetition is easy to draft.
     """
@@ -125,10 +126,11 @@ def fresh_hits(rows: list[list[bool]], continuations: list[list[int]]) -> list[b
 
 @torch.inference_mode()
 def measure_costs(target: Llama, draft: Llama) -> dict[str, float]:
-    """Step times in fp32 on this CPU, batch 1, and the ratio c of a draft to a verification step.
+    """Return step times in fp32 on this CPU, batch 1, and c, the ratio of a draft step to a
+    verification step.
 
-    The four measurements take turns and the best of each counts: other work on the machine only
-    ever adds time.
+    The four measurements alternate, and the shortest of each counts: other work on the machine can
+    only add time.
     """
     nets = {f"target_{rows}_ms": (target.cpu(), rows) for rows in (1, LOOKAHEAD + 1, 8)}
     nets["draft_1_ms"] = draft.cpu(), 1
@@ -152,19 +154,19 @@ def measure_costs(target: Llama, draft: Llama) -> dict[str, float]:
 def evaluate(
     target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: list[Document]
 ) -> dict[str, object]:
-    """All held-out figures as plain data: `modules`, `total`, `costs` and `completions`."""
+    """Return all held-out figures as plain data: `modules`, `total`, `costs` and `completions`."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     by_module: dict[str, list[Document]] = defaultdict(list)
     for document in held_out:
         by_module[document.module.split(".")[0]].append(document)
     modules: dict[str, dict[str, float | None]] = {}
     completions: list[dict[str, object]] = []
-    total = Held()
+    total = HeldOut()
     for module, documents in sorted(by_module.items()):
-        held, shown = _evaluate_module(target, draft, tokenizer, documents, end)
-        modules[module] = held.figures()
-        total.add(held)
-        completions += [{"module": module, **entry} for entry in shown]
+        figures, examples = _evaluate_module(target, draft, tokenizer, documents, end)
+        modules[module] = figures.figures()
+        total.add(figures)
+        completions += [{"module": module, **entry} for entry in examples]
         loss, acceptance = (modules[module][name] for name in ("nats_per_token", "acceptance"))
         print(f"{module:12} loss {loss:.3f} acceptance {acceptance}", flush=True)
     return {
@@ -177,29 +179,29 @@ def evaluate(
 
 def _evaluate_module(
     target: Llama, draft: Llama, tokenizer: Tokenizer, documents: list[Document], end: int
-) -> tuple[Held, list[dict[str, object]]]:
-    """And two of its continuations, to be shown."""
-    held = Held()
+) -> tuple[HeldOut, list[dict[str, object]]]:
+    """Return the figures of a module, and two of its continuations as examples."""
+    figures = HeldOut()
     for document in documents:
         ids = [end, *tokenizer.encode(document.text).ids]
-        held.nats += total_nats(target, ids)
-        held.tokens += len(ids) - 1
-        held.num_bytes += len(document.text.encode())
+        figures.nats += total_nats(target, ids)
+        figures.tokens += len(ids) - 1
+        figures.num_bytes += len(document.text.encode())
     heads = [head for document in documents for head in function_heads(document)]
     heads = heads[:: max(1, len(heads) // HEADS_PER_MODULE)][:HEADS_PER_MODULE]
     if not heads:
-        return held, []
-    held.hits, new = agreements(target, draft, [tokenizer.encode(h).ids for h in heads], end)
-    held.fresh = fresh_hits(held.hits, new)
-    shown: list[dict[str, object]] = [
+        return figures, []
+    figures.hits, new = agreements(target, draft, [tokenizer.encode(h).ids for h in heads], end)
+    figures.fresh = fresh_hits(figures.hits, new)
+    examples: list[dict[str, object]] = [
         {"prompt": head, "completion": tokenizer.decode(ids)}
         for head, ids in list(zip(heads, new, strict=True))[:2]
     ]
-    return held, shown
+    return figures, examples
 
 
 def speedup(total: dict[str, float], costs: dict[str, float]) -> float:
-    """Expected gain over plain decoding: tokens a step, over its cost in plain target steps."""
+    """Return the expected gain over plain decoding: tokens per step over its relative cost."""
     verify = costs[f"target_{LOOKAHEAD + 1}_ms"]
     step = verify + LOOKAHEAD * costs["draft_1_ms"]
     return total["tokens_per_step"] * costs["target_1_ms"] / step

@@ -1,4 +1,4 @@
-"""What the draft is taught from: text, and what the target says at each position of it."""
+"""Lessons for the draft: text, and the target's predictions at each of its positions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOP_TOKENS = 64
 
 @dataclass
 class Lessons:
-    """Rows of text with the target's opinion.
+    """Rows of text with the target's predictions.
 
-    `ids` is [row, context + 1]; `top_ids` and `top_logits` are [row, context, 64]: the target's
-    likeliest tokens after each position. They are kept because asking the target again costs more
-    than teaching the draft.
+    `ids` is [row, context + 1]. `top_ids` and `top_logits` are [row, context, 64], the target's
+    likeliest tokens after each position. They are stored because running the target again costs
+    more than training the draft.
     """
 
     ids: Tensor
@@ -56,7 +56,8 @@ class Lessons:
 def lesson_prompts(
     tokenizer: Tokenizer, streams: Streams, corpus: Corpus, seed: int, count: int
 ) -> list[list[int]]:
-    """Training prompts: half function heads, half windows of library text, at most 96 tokens."""
+    """Return training prompts: half function heads, half library windows, at most 96 tokens
+    each."""
     heads = [h for d in corpus.train if not d.is_test for h in function_heads(d)]
     random.Random(seed).shuffle(heads)
     encoded = [e.ids[-PROMPT_TOKENS:] for e in tokenizer.encode_batch(heads[: count // 2])]
@@ -67,14 +68,14 @@ def lesson_prompts(
 
 @torch.inference_mode()
 def read_lesson(target: Llama, rows: Tensor) -> Lessons:
-    """The target's opinion on given rows [n, context + 1]."""
+    """Return the target's predictions on given rows [n, context + 1]."""
     top = target(rows[:, :-1]).topk(TOP_TOKENS)
     return Lessons(rows.int().cpu(), top.indices.short().cpu(), top.values.half().cpu())
 
 
 @torch.inference_mode()
 def write_lesson(target: Llama, prompts: list[list[int]], temperature: float, seed: int) -> Lessons:
-    """The target continues the prompts, cut to the shortest of them, to full rows."""
+    """Let the target continue the prompts, cut to the length of the shortest, to full rows."""
     shortest = min(len(prompt) for prompt in prompts)
     ids = torch.tensor([prompt[-shortest:] for prompt in prompts], device=target.cos.device)
     pad = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
@@ -100,9 +101,9 @@ def build_lessons(
     seed: int,
     workers: Workers,
 ) -> Lessons:
-    """Lessons in batches of 64 rows, made for `seconds` (at least one batch per worker).
+    """Make lessons in batches of 64 rows for `seconds` (at least one batch per worker).
 
-    Of every four batches two are greedy continuations, one is sampled at temperature 0.8 and one
+    Of every four batches, two are greedy continuations, one is sampled at temperature 0.8 and one
     is real text.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -120,5 +121,5 @@ def build_lessons(
         chosen = [prompts[i] for i in batches[index]]
         return write_lesson(target, chosen, 0.8 if index % 4 == 2 else 0.0, seed + index)
 
-    made = workers.map(lesson, range(len(batches)))
-    return Lessons.join([part for part in made if part is not None])
+    parts = workers.map(lesson, range(len(batches)))
+    return Lessons.join([part for part in parts if part is not None])

@@ -36,7 +36,7 @@ class TrainingBudget:
 
 @dataclass
 class TrainingState:
-    """What a checkpoint restores beside the weights and the optimizer."""
+    """State of a checkpoint in addition to the weights and the optimizer."""
 
     layers: int
     step: int = 0
@@ -46,10 +46,10 @@ class TrainingState:
 
 
 class Training:
-    """A net, its optimizers and its progress; restored from the checkpoint if that exists.
+    """A net, its optimizers and its progress, restored from the checkpoint if it exists.
 
-    A subclass builds the net (`build`), does one optimizer step at a share of the budget
-    (`step`, which returns the figure to report) and names that figure.
+    A subclass builds the net (`build`) and runs one optimizer step at a share of the budget
+    (`step`, which returns the figure to report). It also names that figure.
     """
 
     label = "training"
@@ -77,14 +77,14 @@ class Training:
         raise NotImplementedError
 
     def adopt(self, net: Llama) -> None:
-        """Take over a net with fresh optimizers, warmed up again from this step."""
+        """Replace the net; create optimizers for it, whose warm-up starts at this step."""
         self.net = net
         self.params = list(net.parameters())
         self.optimizers = Optimizers(net, self.matrix_lr, self.embedding_lr, self.workers)
         self.progress.warm_from_step = self.progress.step
 
     def save(self) -> None:
-        """Write whole or not at all: a killed run must find the last good checkpoint."""
+        """Write the checkpoint in one operation, so that a killed run leaves the previous one."""
         part = self.checkpoint.with_suffix(".part")
         torch.save(
             {
@@ -97,7 +97,7 @@ class Training:
         part.replace(self.checkpoint)
 
     def run(self, budget: TrainingBudget) -> None:
-        """Step until the budget is spent, with a checkpoint every 150 s and at the end."""
+        """Step until the budget is used up, with a checkpoint every 150 s and at the end."""
         progress = self.progress
         saved_s, smooth = progress.elapsed_s, math.nan
         while (share := budget.share(progress.elapsed_s, progress.step)) < 1.0:

@@ -1,7 +1,7 @@
 """The Llama shape used to train the demo pair, with Hugging Face tensor names throughout.
 
-It exists so that training needs nothing but torch; serving uses `cbatch.runtime`. The state dict
-is what `model.safetensors` holds. `tests/tools/demo_pair` compares the logits with transformers'.
+Training needs only this module and torch; serving uses `cbatch.runtime`. The state dict has the
+tensors of `model.safetensors`. `tests/tools/demo_pair` compares the logits with transformers'.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class NetConfig:
-    """Sizes of one Llama-shaped model; the embedding is always tied to the output head."""
+    """Sizes of a Llama-shaped model; its embedding is always tied to the LM head."""
 
     hidden_size: int
     num_layers: int
@@ -32,11 +32,11 @@ class NetConfig:
     rms_norm_eps: float = 1e-5
 
     def to_hf(self, eos_token_id: int) -> dict[str, object]:
-        """The `config.json` of this shape as transformers reads it."""
+        """Return the `config.json` of this shape for transformers."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **{theirs: getattr(self, ours) for ours, theirs in _IN_CONFIG.items()},
+            **{hf_name: getattr(self, name) for name, hf_name in _IN_CONFIG.items()},
             "rope_scaling": None,
             "hidden_act": "silu",
             "attention_bias": False,
@@ -49,9 +49,9 @@ class NetConfig:
 
     @classmethod
     def from_hf(cls, path: Path) -> NetConfig:
-        """Read back what `to_hf` wrote; raises KeyError for a config of another family."""
+        """Read a config written by `to_hf`. Raises KeyError for a config of another family."""
         raw = json.loads(path.read_text())
-        return cls(**{ours: raw[theirs] for ours, theirs in _IN_CONFIG.items()})
+        return cls(**{name: raw[hf_name] for name, hf_name in _IN_CONFIG.items()})
 
 
 _IN_CONFIG = {field.name: field.name for field in dataclasses.fields(NetConfig)} | {
@@ -62,8 +62,8 @@ _IN_CONFIG = {field.name: field.name for field in dataclasses.fields(NetConfig)}
 }
 
 
-# Depth is what a small forward pass costs on a CPU, so the target is deep and the draft is one
-# layer; the README records the measurement.
+# On a CPU the cost of a small forward pass depends on its depth, so the target is deep and the
+# draft has one layer. The card has the measurement.
 TARGET = NetConfig(256, 12, 8, 4, 32, 352)
 DRAFT = NetConfig(128, 1, 4, 2, 32, 384)
 
@@ -71,8 +71,8 @@ DRAFT = NetConfig(128, 1, 4, 2, 32, 384)
 class PaddedKVCache:
     """Keys and values of a batch whose rows are left-padded to one length.
 
-    `keys` and `values` are [layer, batch, kv_head, position, head_dim]; `length` positions are
-    filled; `pad` [batch] is how many leading positions of each row are padding.
+    `keys` and `values` are [layer, batch, kv_head, position, head_dim], of which `length` positions
+    are filled. `pad` [batch] is the number of leading padding positions of each row.
     """
 
     def __init__(self, config: NetConfig, pad: Tensor, capacity: int) -> None:
@@ -83,12 +83,12 @@ class PaddedKVCache:
         self.length = 0
 
     def positions(self, num_new: int) -> Tensor:
-        """RoPE positions [batch, num_new] of the next `num_new` tokens."""
+        """Return the RoPE positions [batch, num_new] of the next `num_new` tokens."""
         columns = torch.arange(self.length, self.length + num_new, device=self.pad.device)
         return (columns[None] - self.pad[:, None]).clamp_min(0)
 
     def mask(self, num_new: int) -> Tensor:
-        """Boolean mask [batch, 1, num_new, length + num_new]; padding sees only itself."""
+        """Return a boolean mask [batch, 1, num_new, length + num_new]; padding sees only itself."""
         keys = torch.arange(self.length + num_new, device=self.pad.device)
         queries = keys[self.length :, None]
         visible = (keys[None] <= queries)[None] & (keys >= self.pad[:, None])[:, None]
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         if mask is None:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        # A long cache is not copied for each query head: the heads of a group become queries.
+        # Instead of copying a long cache for each query head, the heads of a group become queries.
         grouped = q.reshape(q.shape[0], self.config.num_kv_heads, -1, self.config.head_dim)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask.repeat(1, 1, groups, 1))
         return out.view_as(q)
@@ -176,7 +176,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder with a tied head: token ids [batch, length] to logits [batch, length, vocab]."""
+    """Decoder with a tied LM head: token ids [batch, length] to logits [batch, length, vocab]."""
 
     def __init__(self, config: NetConfig) -> None:
         super().__init__()
@@ -188,7 +188,8 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
 
     def init_weights(self) -> Llama:
-        """Normal(0.02), with the residual projections scaled down by depth (GPT-2)."""
+        """Draw weights from Normal(0.02), with smaller residual projections in deeper nets
+        (GPT-2)."""
         residual_std = 0.02 / (2 * self.config.num_layers) ** 0.5
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -214,7 +215,7 @@ class Llama(nn.Module):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding in the half-split layout of Hugging Face Llama weights."""
+    """Apply rotary embedding in the half-split layout of Hugging Face Llama weights."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

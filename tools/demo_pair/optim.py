@@ -1,7 +1,7 @@
-"""Muon for matrices and AdamW for the rest, in fp32.
+"""Muon for matrices and AdamW for the other weights, in fp32.
 
-`torch.optim.Muon` orthogonalises in bf16, which a CPU without bf16 instructions emulates slowly,
-and one matrix at a time; here equal shapes are stacked into one batched product.
+`torch.optim.Muon` orthogonalises one matrix at a time in bf16, which is slow on a CPU without bf16
+instructions. Here matrices of equal shape are stacked into one batched product.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Both optimizers behind one schedule: `step(scale)` multiplies every base rate."""
+    """Both optimizers with one schedule: `step(scale)` multiplies every base rate."""
 
     def __init__(
         self, net: nn.Module, matrix_lr: float, embedding_lr: float, workers: Workers
@@ -107,7 +107,7 @@ class Optimizers:
 def wsd_scale(
     progress: float, step: int, warmup_steps: int = 40, decay_share: float = 0.25
 ) -> float:
-    """Warm-up, stable, then linear decay to zero over the last `decay_share` of the budget."""
+    """Return the rate's scale: warm-up, stable, linear decay to 0 over the last `decay_share`."""
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, max(0.0, 1.0 - progress) / decay_share)
     return warmup * decay

@@ -1,7 +1,7 @@
 """Data parallelism over threads: each thread runs whole microbatches on one core.
 
-Splitting single operators over the cores makes every one of them wait for the slowest core; on a
-machine that also does other work this was 3 times slower than threads that take microbatches.
+If an operator is split over the cores, each operator waits for the slowest core. On a machine with
+other work this was 3 times slower than threads that take microbatches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
     def map(self, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
-        """Apply `function` to every item; results in the order of the items."""
+        """Apply `function` to every item. Return the results in the order of the items."""
         return list(self._pool.map(function, items))
 
     def backward(
@@ -38,8 +38,8 @@ class Workers:
     ) -> tuple[float, float]:
         """Set `.grad` to the mean gradient over `batch`, cut into microbatches of `rows`.
 
-        `losses` gives (loss, statistic) as means over its microbatch; their means are returned.
-        Sums run in the order of the microbatches, so the result does not depend on the timing.
+        `losses` returns (loss, statistic), each a mean over its microbatch. Their means over the
+        batch are returned. Sums have the order of the microbatches, so timing does not matter.
         """
 
         def run(part: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

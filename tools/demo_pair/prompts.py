@@ -13,9 +13,9 @@ MIN_BODY_LINES = 3
 
 
 def function_heads(document: Document) -> Iterator[str]:
-    """Signature and docstring of each documented function, dedented, without its body.
+    """Yield signature and docstring of each documented function, dedented, without its body.
 
-    De-duplication can leave a file that no longer parses; such a file gives no heads.
+    De-duplication can leave a file that no longer parses; such a file has no heads.
     """
     try:
         tree = ast.parse(document.text)
@@ -35,7 +35,7 @@ def function_heads(document: Document) -> Iterator[str]:
 
 
 def whole_functions(document: Document) -> Iterator[tuple[str, str]]:
-    """Name and dedented source of each documented function short enough for a prompt."""
+    """Yield name and dedented source of each documented function that fits a prompt."""
     for head in function_heads(document):
         name = head.removeprefix("def ").split("(")[0]
         for node in ast.walk(ast.parse(document.text)):
@@ -47,7 +47,8 @@ def whole_functions(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def choose_prompts(held_out: list[Document], per_document: int = 2) -> dict[str, list[str]]:
-    """What `prompts.json` holds: heads, and a function followed by the head of a renamed copy."""
+    """Return the contents of `prompts.json`: heads, and functions with the head of a renamed
+    copy."""
     functions: list[str] = []
     edits: list[str] = []
     for document in held_out:
@@ -60,6 +61,6 @@ def choose_prompts(held_out: list[Document], per_document: int = 2) -> dict[str,
 
 
 def edit_of(name: str, source: str) -> str:
-    """A function, then the head of a copy under another name."""
+    """Return a function, followed by the head of a copy under another name."""
     signature = source.split(":\n")[0].replace(f"def {name}", f"def {name}_copy", 1)
     return f"{source}\n\n\n{signature}:"

@@ -11,7 +11,7 @@ from tools.demo_pair.nets import Llama, PaddedKVCache
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts as ids [batch, longest] with zeros in front, and the count of zeros per row."""
+    """Return prompts as ids [batch, longest], left-padded with zeros, and the zeros per row."""
     longest = max(len(prompt) for prompt in prompts)
     pad = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -22,21 +22,22 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 def decode(
     net: Llama, ids: Tensor, pad: Tensor, new_tokens: int, temperature: float, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (logits [batch, fed, vocab], chosen [batch, 1]) per pass; greedy at temperature 0.
+    """Yield (logits [batch, input length, vocab], chosen [batch, 1]) per pass; greedy at
+    temperature 0.
 
-    The first pass feeds the prompts, each later one the token chosen before it.
+    The first pass reads the prompts, each later one the token chosen before it.
     """
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     cache = PaddedKVCache(net.config, pad, ids.shape[1] + new_tokens)
-    fed = ids
+    input_ids = ids
     for _ in range(new_tokens):
-        logits = net(fed, cache)
+        logits = net(input_ids, cache)
         if temperature > 0:
-            chances = torch.softmax(logits[:, -1] / temperature, dim=-1)
-            fed = torch.multinomial(chances, 1, generator=generator)
+            probs = torch.softmax(logits[:, -1] / temperature, dim=-1)
+            input_ids = torch.multinomial(probs, 1, generator=generator)
         else:
-            fed = logits[:, -1].argmax(-1, keepdim=True)
-        yield logits, fed
+            input_ids = logits[:, -1].argmax(-1, keepdim=True)
+        yield logits, input_ids
 
 
 def generate(
@@ -53,6 +54,6 @@ def generate(
 
 
 def cut_at(tokens: Sequence[int], end: int) -> list[int]:
-    """The tokens before the first `end`."""
+    """Return the tokens before the first `end`."""
     tokens = list(tokens)
     return tokens[: tokens.index(end)] if end in tokens else tokens

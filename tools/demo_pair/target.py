@@ -15,10 +15,10 @@ from tools.demo_pair.parallel import Workers
 
 TOKENS_PER_STEP = 2048
 MICROBATCH_TOKENS = 512
-# (share of the budget from which it holds, context): attention over short windows costs less and
+# (share of the budget at which it starts, context): attention over short windows is cheaper and
 # loses little while the model learns short-range structure.
 CONTEXTS = ((0.0, 128), (0.4, 256), (0.7, 512))
-# A third of the layers learn the first half: few tokens do not fill more, and steps are cheap.
+# A third of the layers learn the first half: enough for few tokens, and steps are cheap.
 SHALLOW_LAYERS = 4
 GROW_AT_SHARE = 0.5
 DECAY_SHARE = 0.3
@@ -26,10 +26,10 @@ WARMUP_STEPS = 40
 
 
 def grow(net: Llama, config: NetConfig) -> Llama:
-    """A deeper net that computes the same function.
+    """Return a deeper net that computes the same function.
 
-    Each layer is followed by copies of itself whose output projections are zero, so they add
-    nothing until they have learnt to. `config.num_layers` is a multiple of the net's layers.
+    Each layer is followed by copies of itself with zero output projections, so a copy adds nothing
+    before it has learned. `config.num_layers` is a multiple of the net's layers.
     """
     copies = config.num_layers // net.config.num_layers
     deeper = Llama(config)
@@ -56,7 +56,7 @@ class TargetTraining(TextTraining):
         return Llama(shape).init_weights().to(self.device)
 
     def grow(self) -> None:
-        """Go on with the full depth, if that has not happened yet."""
+        """Continue with the full depth, unless the net has it already."""
         if self.progress.layers < TARGET.num_layers:
             self.adopt(grow(self.net, TARGET))
             self.progress.layers = TARGET.num_layers
@@ -66,7 +66,7 @@ class TargetTraining(TextTraining):
             self.grow()
         context = [length for start, length in CONTEXTS if share >= start][-1]
         rows = TOKENS_PER_STEP // context
-        # Test code widens the stable phase; the decay settles on library code alone.
+        # Test code adds variety in the stable phase; the decay phase has library code only.
         with_tests = share < 1.0 - DECAY_SHARE
         at = self.progress.step
         batch = draw(self.streams, at, self.seed, rows, context + 1, with_tests).to(self.device)

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
-# A line break takes the indentation after it, so the next line starts with one token; names split
-# at underscores; numbers in groups of at most three digits.
+# A line break includes the next line's indentation, so every line starts with one token. Names are
+# split at underscores, numbers into groups of at most three digits.
 SPLIT_PATTERN = (
     r"[ \t]*[\r\n][\r\n \t]*"
     r"| ?_*\p{L}+| ?_+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+"
@@ -20,7 +20,7 @@ SPLIT_PATTERN = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Learn 4,096 tokens (the end token is id 0, then the 256 bytes, then merges)."""
+    """Learn 4,096 tokens: the end token has id 0, then come the 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -41,7 +41,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write `tokenizer.json` and the `tokenizer_config.json` that transformers wants."""
+    """Write `tokenizer.json`, and `tokenizer_config.json` for transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {

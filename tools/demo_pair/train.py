@@ -3,7 +3,7 @@
     python -m tools.demo_pair.train                  # everything: about two hours on two cores
     python -m tools.demo_pair.train draft evaluate   # some stages, from what is in --work
 
-Every stage can be killed and started again: it goes on from its last checkpoint.
+Every stage can be killed and restarted: it continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXT_SHARE = 0.1
 
 
 class Stages:
-    """What each stage needs of the others, and where it goes."""
+    """The stages, which exchange files in the folders `work` and `out`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work, self.out = args, args.work, args.out
@@ -75,7 +75,7 @@ class Stages:
             lessons.save(lesson_file)
         lessons = Lessons.load(lesson_file)
         print(f"lessons of {lessons.ids.numel():,} tokens", flush=True)
-        # No step is left in this budget: it only loads what the text stage trained.
+        # A budget of 0 s allows no step: it only loads the net of the text stage.
         start_from = self._draft_on_text(TrainingBudget(0.0)).net
         training = Distillation(self.work, lessons, seed, self.workers, start_from)
         share = 1 - LESSON_SHARE - TEXT_SHARE
@@ -152,7 +152,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training_lines(args: argparse.Namespace) -> list[str]:
-    """What the card says of the runs, from the progress files that they left."""
+    """Return the card's lines about the training runs, from their progress files."""
     what = {
         "target": "next-token loss, Muon and AdamW; warm-up, stable, decay",
         "draft-text": "the draft on text alone, next-token loss",
@@ -163,10 +163,10 @@ def training_lines(args: argparse.Namespace) -> list[str]:
     for stage, description in what.items():
         file = args.work / f"{stage}.json"
         if file.exists():
-            spent = json.loads(file.read_text())
+            progress = json.loads(file.read_text())
             lines.append(
-                f"{stage}: {spent['step']:,} steps, {spent['tokens']:,} tokens, "
-                f"{spent['elapsed_s'] / 60:.0f} minutes, seed {args.seed};\n  {description}"
+                f"{stage}: {progress['step']:,} steps, {progress['tokens']:,} tokens, "
+                f"{progress['elapsed_s'] / 60:.0f} minutes, seed {args.seed};\n  {description}"
             )
     return lines
 

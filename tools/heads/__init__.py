@@ -1,1 +1,1 @@
-"""Training of drafters that read a model's states, for any model that is served."""
+"""Training of heads: drafters that read a model's hidden states, for any model cbatch serves."""

@@ -14,9 +14,9 @@ from cbatch.cli.output import print_line
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 
-_TEXT_TOKENS = 256  # of a text that is read at once
+_TEXT_TOKENS = 256  # tokens per piece of a text that is read
 _QUESTIONS = 2000
-_TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of the answers, in turn
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of answers, in rotation
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise FieldError("prompts", "nothing to answer, nothing to read", "give lines, or texts")
     seconds = args.lesson_minutes * 60
     shards = record(model, prompts, args.out / "lessons", seconds, args.kind)
-    found = train_head(
+    scores = train_head(
         model,
         shards,
         args.out,
@@ -116,14 +116,16 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         init=args.init,
     )
-    depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
-    print(f"held out: {depths} of drafts by depth stood; {found.tokens_per_step:.2f} tokens a step")
-    print_line({"by_depth": found.by_depth, "tokens_per_step": found.tokens_per_step})
+    depths = ", ".join(f"{rate:.2f}" for rate in scores.by_depth)
+    print(
+        f"held out: {depths} of drafts by depth stood; {scores.tokens_per_step:.2f} tokens a step"
+    )
+    print_line({"by_depth": scores.by_depth, "tokens_per_step": scores.tokens_per_step})
     return 0
 
 
 def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list[int], Any]]:
-    """Token ids, and how they are answered."""
+    """Yield the token ids of each prompt or piece of text, and its sampling parameters."""
     from cbatch.core.request.request import SamplingParams
     from cbatch.engine.model_files import tokenizer_of
 
@@ -136,10 +138,10 @@ def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list
         return
     file = args.prompts or _own_questions(args, model)
     for number, line in enumerate(filter(str.strip, _read(file, "prompts").splitlines())):
-        text, whole = _asked(line, model, file, number)
+        text, is_rendered = _prompt_text(line, model, file, number)
         temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
         params = SamplingParams(max_tokens=args.answer_tokens, temperature=temperature)
-        yield tokenizer.encode(text, add_special_tokens=not whole), params
+        yield tokenizer.encode(text, add_special_tokens=not is_rendered), params
 
 
 def _own_questions(args: argparse.Namespace, model: str | Path) -> Path:
@@ -149,10 +151,12 @@ def _own_questions(args: argparse.Namespace, model: str | Path) -> Path:
     file: Path = args.out / "questions.jsonl"
     if not file.exists():
         texts = ask_itself(model, args.questions or _QUESTIONS, progress=True)
-        asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+        questions: list[dict[str, Any]] = [{"prompt": text} for text in texts]
         if chat_template_of(model) is not None:
-            asked = [{"messages": [{"role": "user", "content": text}]} for text in asked]
-        file.write_text("".join(json.dumps(each) + "\n" for each in asked), encoding="utf-8")
+            questions = [{"messages": [{"role": "user", "content": text}]} for text in questions]
+        file.write_text(
+            "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
+        )
     return file
 
 
@@ -163,28 +167,28 @@ def _read(file: Path, field: str) -> str:
         raise FieldError(field, f"{file} cannot be read ({error})", "name a text file") from None
 
 
-def _asked(line: str, model: str | Path, file: Path, number: int) -> tuple[str, bool]:
-    """The text of a prompt, and whether a chat template has made it."""
+def _prompt_text(line: str, model: str | Path, file: Path, number: int) -> tuple[str, bool]:
+    """Return the text of a prompt, and whether a chat template has rendered it."""
     from cbatch.engine.model_files import chat_template_of
 
-    found: Any = line
+    prompt: Any = line
     if line.lstrip().startswith("{"):
         try:
-            held = json.loads(line)
-            found = held["messages"] if "messages" in held else held["prompt"]
+            entry = json.loads(line)
+            prompt = entry["messages"] if "messages" in entry else entry["prompt"]
         except (ValueError, KeyError) as error:
             problem = f"{file}, line {number + 1}: {error!r}"
             raise FieldError("prompts", problem, "give text, {prompt} or {messages}") from None
-        if isinstance(found, str):
-            return found, False
+        if isinstance(prompt, str):
+            return prompt, False
     template = chat_template_of(model)
-    if isinstance(found, str):
+    if isinstance(prompt, str):
         if template is None:
-            return found, False
-        found = [{"role": "user", "content": found}]
+            return prompt, False
+        prompt = [{"role": "user", "content": prompt}]
     if template is None:
         raise FieldError("prompts", "this model has no chat template", "give {prompt}")
-    return template.render(found), True
+    return template.render(prompt), True
 
 
 if __name__ == "__main__":

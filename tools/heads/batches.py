@@ -1,4 +1,4 @@
-"""Lessons of about one length, padded to the longest of them."""
+"""Batches of lessons with similar lengths, padded to the longest of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.heads.lessons import Lesson
 class LessonBatch(NamedTuple):
     tokens: Tensor  # int64 [B, L]
     states: Tensor  # bf16 [B, L - 1, layers, hidden]
-    counts: Tensor  # bool [B, L]: tokens that are there, and that somebody would draft
+    counts: Tensor  # bool [B, L]: tokens that are not padding and not given in the prompt
 
 
 def batch_of(lessons: Sequence[Lesson]) -> LessonBatch:
@@ -29,9 +29,9 @@ def batch_of(lessons: Sequence[Lesson]) -> LessonBatch:
 
 
 def batches(lessons: Sequence[Lesson], tokens: int, seed: int) -> Iterator[list[Lesson]]:
-    """All lessons once, in batches of at most so many tokens with their padding."""
+    """Yield all lessons once, in batches of at most `tokens` tokens including padding."""
     rng = random.Random(seed)
-    order = sorted(lessons, key=lambda each: len(each.tokens) + rng.random() * 32)
+    order = sorted(lessons, key=lambda lesson: len(lesson.tokens) + rng.random() * 32)
     groups: list[list[Lesson]] = [[]]
     for lesson in order:
         longest = max(len(each.tokens) for each in (*groups[-1], lesson))

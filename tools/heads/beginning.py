@@ -1,9 +1,9 @@
-"""Where the training of an EAGLE-3 head begins: at a linear guess, found by least squares.
+"""Initial weights of an EAGLE-3 head: a linear prediction, fitted by least squares.
 
-What the model's last layer makes at t + 1, normed, is guessed as F x + B e, of the states x that
-are read at t and the embedding e of the token at t + 1. F is what `fc` holds. B, as far as the rank
-of the values goes, is done by one query head of each KV head, which attends to its own position
-alone. All else adds nothing yet. That takes a minute, and saves hundreds of steps.
+The target's last hidden state at t + 1, after its norm, is predicted as F x + B e. Here x are the
+hidden states read at t, and e is the embedding of the token at t + 1. F goes into `fc`. B, up to
+the rank of the values, goes into one query head of each KV head, which attends only to its own
+position. All other parts add nothing at first. This takes a minute and saves hundreds of steps.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ from torch import Tensor
 from tools.heads.eagle_net import EagleNet
 from tools.heads.lessons import Lesson
 
-RIDGE = 0.02  # of the mean of the diagonal
+RIDGE = 0.02  # ridge term, relative to the mean of the diagonal.
 MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13
-# Of what is guessed: a norm is behind it, and what is small learns faster.
+# RMS of the predictions: a norm follows, so their size is free, and small values learn faster.
 GUESS_RMS = 0.2
-# Where queries and keys meet at their own position: pairs of dimensions, those that turn fastest,
-# and how long they are there. One position on, that is worth exp(-7) of it.
+# Attention to the own position uses the pairs of dimensions that rotate fastest, and this length of
+# queries and keys. One position away the weight falls to exp(-7) of it.
 OWN_PAIRS, OWN_LENGTH = 4, 8.0
 
 
-class _Pair(NamedTuple):
-    """Of n places of a lesson: what is read [n, read], the normed embeddings behind it [n, hidden],
-    and what is to be guessed [n, hidden]."""
+class _Samples(NamedTuple):
+    """Data from n positions of a lesson: normed hidden states [n, read], normed embeddings of the
+    next tokens [n, hidden], and the targets of the prediction [n, hidden]."""
 
     read: Tensor
-    known: Tensor
-    wanted: Tensor
+    embedded: Tensor
+    targets: Tensor
 
 
 @torch.no_grad()
 def begin(net: EagleNet, lessons: Sequence[Lesson]) -> None:
-    """Sets the weights of `net`, but for its norms, which it goes by."""
+    """Set the weights of `net`, except its norms, which the fit uses as they are."""
     num_read = net.fc.weight.shape[1]
-    own, with_wanted = torch.zeros(2)
-    for pair in _pairs(net, lessons, MOST_TOKENS):
-        x = torch.cat((pair.read, pair.known), -1)
-        own, with_wanted = own + x.T @ x, with_wanted + x.T @ pair.wanted
-    linear = _solve(own, with_wanted)
+    gram, moments = torch.zeros(2)
+    for pair in _samples(net, lessons, MOST_TOKENS):
+        x = torch.cat((pair.read, pair.embedded), -1)
+        gram, moments = gram + x.T @ x, moments + x.T @ pair.targets
+    linear = _solve(gram, moments)
     net.fc.weight.copy_(linear[:, :num_read] * GUESS_RMS)
     net.layers[0].mlp.down_proj.weight.zero_()
     _attend_to_own(net, _constant(net, lessons))
-    _put_into_values(net, linear[:, num_read:] * GUESS_RMS, own[num_read:, num_read:])
+    _put_into_values(net, linear[:, num_read:] * GUESS_RMS, gram[num_read:, num_read:])
 
 
-def _solve(own: Tensor, with_wanted: Tensor) -> Tensor:
-    """[wanted, n] from sums of x x^T [n, n] and of x y^T [n, wanted]."""
-    found: Tensor = torch.linalg.solve(_ridged(own), with_wanted)
-    return found.T
+def _solve(gram: Tensor, moments: Tensor) -> Tensor:
+    """Return [targets, n] from the sums of x x^T [n, n] and of x y^T [n, targets]."""
+    solution: Tensor = torch.linalg.solve(_ridged(gram), moments)
+    return solution.T
 
 
-def _ridged(own: Tensor) -> Tensor:
-    return own + torch.eye(len(own)) * own.diagonal().mean() * RIDGE
+def _ridged(gram: Tensor) -> Tensor:
+    return gram + torch.eye(len(gram)) * gram.diagonal().mean() * RIDGE
 
 
-def _pairs(net: EagleNet, lessons: Sequence[Lesson], most: int) -> Iterator[_Pair]:
-    """Of places whose next token but one counts."""
+def _samples(net: EagleNet, lessons: Sequence[Lesson], max_tokens: int) -> Iterator[_Samples]:
+    """Yield samples of each lesson, until there are `max_tokens`."""
     used, norms = 0, list(net.fc_norm)
     for lesson in lessons:
         first = max(lesson.num_given - 2, 0)
@@ -70,26 +70,27 @@ def _pairs(net: EagleNet, lessons: Sequence[Lesson], most: int) -> Iterator[_Pai
         if len(states) < 2:
             continue
         read = torch.cat([norm(states[:-1, i]) for i, norm in enumerate(norms)], -1)
-        known = net.parts.embedding[lesson.tokens[first + 1 : -1].long()].float()
-        wanted = F.rms_norm(states[1:, -1], states.shape[-1:], eps=net.shape.rms_norm_eps)
-        yield _Pair(read, net.layers[0].input_layernorm(known), wanted)
-        used += len(wanted)
-        if used >= most:
+        embedded = net.parts.embedding[lesson.tokens[first + 1 : -1].long()].float()
+        targets = F.rms_norm(states[1:, -1], states.shape[-1:], eps=net.shape.rms_norm_eps)
+        yield _Samples(read, net.layers[0].input_layernorm(embedded), targets)
+        used += len(targets)
+        if used >= max_tokens:
             return
 
 
 def _constant(net: EagleNet, lessons: Sequence[Lesson]) -> Tensor:
-    """By which what attention reads, [2 hidden], gives nearly 1 everywhere."""
+    """Return the vector [2 hidden] whose product with the input of attention is nearly 1
+    anywhere."""
     parts = []
-    for pair in _pairs(net, lessons, MOST_FOR_CONSTANT):
+    for pair in _samples(net, lessons, MOST_FOR_CONSTANT):
         state = net.layers[0].hidden_norm(net.fc(pair.read))
-        parts.append(torch.cat((pair.known, state), -1))
+        parts.append(torch.cat((pair.embedded, state), -1))
     x = torch.cat(parts)
     return _solve(x.T @ x, x.sum(0)[:, None])[0]
 
 
 def _attend_to_own(net: EagleNet, constant: Tensor) -> None:
-    """The first query head of each KV head; the others do without the dimensions it uses."""
+    """Set the first query head of each KV head. The others get zeros in the dimensions it uses."""
     s, attention = net.shape, net.layers[0].self_attn
     pairs, half = min(OWN_PAIRS, s.head_dim // 2), s.head_dim // 2
     group = s.num_heads // s.num_kv_heads
@@ -104,8 +105,8 @@ def _attend_to_own(net: EagleNet, constant: Tensor) -> None:
 
 
 def _put_into_values(net: EagleNet, linear: Tensor, spread: Tensor) -> None:
-    """The best approximation, of the rank there is, of [hidden, hidden] for embeddings whose sum of
-    x x^T is `spread`."""
+    """Store `linear` [hidden, hidden] in values and outputs, approximated by the rank they allow.
+    The approximation is best for embeddings whose sum of x x^T is `spread`."""
     s, attention = net.shape, net.layers[0].self_attn
     root = torch.linalg.cholesky(_ridged(spread))
     out, sizes, into = torch.linalg.svd(linear @ root)

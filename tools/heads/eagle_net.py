@@ -1,5 +1,5 @@
-"""An EAGLE-3 head as it is trained: the layer runs several times over a text, each time on what it
-made itself (Li et al. 2025, arXiv 2503.01840, "training-time test")."""
+"""An EAGLE-3 head in training: the layer runs several times over a text, each time on its own
+previous output (Li et al. 2025, arXiv 2503.01840, "training-time test")."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ class _Layer(nn.Module):
 
 
 class EagleNet(nn.Module):
-    """Named as the tensors of a checkpoint are. Drafts ids of `draft_ids`, ascending."""
+    """The net, with parameters named like a checkpoint's tensors. It drafts ids of `draft_ids`,
+    which ascend."""
 
-    in_turn = True  # a draft reads the one before it
-    # What `beginning` sets: steps as long as those of the rest would soon have undone that.
+    in_turn = True  # a draft depends on the one before it
+    # Weights set by `beginning`: steps at the usual rate would soon undo the fit.
     slow = ("fc.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 
     def __init__(self, shape: EagleShape, parts: TargetParts, draft_ids: Tensor) -> None:
@@ -90,33 +91,35 @@ class EagleNet(nn.Module):
         return range(self.shape.num_layers_read)
 
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-        """Logits [B, L - 1, draft ids] of each step j: at t of the token t + 2 + j, as it would be
-        drafted with the states up to t. tokens [B, L], states [B, L - 1, layers, hidden]."""
+        """Return logits [B, L - 1, draft ids] of each step j: at t for the token t + 2 + j, as
+        drafted from the states up to t. tokens [B, L], states [B, L - 1, layers, hidden]."""
         return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
 
     def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-        """What those logits are made of, [B, L - 1, hidden] of each step."""
+        """Return the hidden states from which the logits follow, [B, L - 1, hidden] for each
+        step."""
         length, carry = states.shape[1], self.read(states)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        found = []
+        carries = []
         for step in range(steps):
-            known = F.pad(tokens[:, 1 + step :], (0, length - (tokens.shape[1] - 1 - step)))
-            carry = self.step(known, carry, keys, values)
-            found.append(carry)
-        return found
+            next_tokens = F.pad(tokens[:, 1 + step :], (0, length - (tokens.shape[1] - 1 - step)))
+            carry = self.step(next_tokens, carry, keys, values)
+            carries.append(carry)
+        return carries
 
     def read(self, states: Tensor) -> Tensor:
-        """What it carries into the first step, [B, L - 1, hidden]."""
+        """Return the input of the first step, [B, L - 1, hidden], from the target's states."""
         return self.fc(
             torch.cat([self.fc_norm[i](states[:, :, i].float()) for i in self._read()], -1)
         )
 
     def step(
-        self, known: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]
+        self, tokens: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        """What it carries on, with a token [B, L - 1] more; appends K and V of the step."""
-        return self._layer(self.parts.embedding[known].float(), carry, keys, values)
+        """Run one step with the next tokens [B, L - 1]; append its K and V. Return the new
+        carry."""
+        return self._layer(self.parts.embedding[tokens].float(), carry, keys, values)
 
     def logits(self, carry: Tensor) -> Tensor:
         return F.linear(self.norm(carry.float()), self.rows.float())
@@ -132,7 +135,7 @@ class EagleNet(nn.Module):
         return y + layer.mlp(layer.post_attention_layernorm(y.float()))
 
     def _attend(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Of step j at t: to what step 0 made up to t, and steps 1 to j at t."""
+        """Attend, in step j at t, to step 0 at all positions up to t, and to steps 1 to j at t."""
         s, a, step = self.shape, self.layers[0].self_attn, len(keys)
         batch, length, _ = x.shape
         where = slice(step, step + length)
@@ -160,6 +163,6 @@ class EagleNet(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves, as in the files of Llama."""
+    """Rotate in the half-split layout of Llama checkpoints."""
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

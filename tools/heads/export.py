@@ -1,5 +1,5 @@
-"""A trained head as files, as vLLM reads them too: EAGLE-3's in the layout of speculators, Medusa's
-in vLLM's own."""
+"""Files of a trained head that vLLM reads too: EAGLE-3 in the layout of speculators, Medusa in
+vLLM's own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def save_eagle3(
     drafts: int,
     with_head: bool,
 ) -> None:
-    """`layers` are those that it reads. Without its rows of the target's head the file is smaller,
-    and who loads it takes those of the target; vLLM wants them."""
+    """Save a head that reads the hidden states of `layers`. Without the LM head's rows the file is
+    smaller, and cbatch takes the target's rows; vLLM needs them in the file."""
     tensors = _tensors(net, with_head=with_head)
     ids, vocab = net.draft_ids, net.parts.config.vocab_size
     if len(ids) < vocab:
@@ -37,7 +37,7 @@ def save_eagle3(
 
 
 def load_eagle3(folder: Path, parts: TargetParts, draft_ids: Tensor | None = None) -> EagleNet:
-    """What `save_eagle3` wrote, to go on with; with other ids to draft, where they are given."""
+    """Load a file of `save_eagle3` to continue its training, optionally with other `draft_ids`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layer, tensors = config["transformer_layer_config"], load_file(folder / "model.safetensors")
     shape = EagleShape(
@@ -53,14 +53,15 @@ def load_eagle3(folder: Path, parts: TargetParts, draft_ids: Tensor | None = Non
     ids = torch.arange(config["draft_vocab_size"])
     ids = ids + tensors.pop("d2t", torch.zeros_like(ids))
     net = EagleNet(shape, parts, ids if draft_ids is None else draft_ids)
-    held = {name: tensors[name].float() for name in net.state_dict()}
-    net.load_state_dict(held)
+    weights = {name: tensors[name].float() for name in net.state_dict()}
+    net.load_state_dict(weights)
     return net
 
 
 def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
-    """As `save_eagle3`. vLLM counts heads and layers by fields whose names hold "num" and "heads",
-    or "layers": there is one of each. Its 0.32 refuses every file with a token map."""
+    """Save Medusa heads, like `save_eagle3`. vLLM finds the counts in fields whose names contain
+    "num" and "heads", or "layers", so there is one field of each. vLLM 0.32 refuses files with a
+    token map."""
     tensors = _tensors(net, with_head=with_head)
     ids, target = net.draft_ids, net.parts.config
     if len(ids) < target.vocab_size:
@@ -81,7 +82,7 @@ def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
 
 
 def load_medusa(folder: Path, parts: TargetParts) -> MedusaNet:
-    """What `save_medusa` wrote."""
+    """Load a file of `save_medusa`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "model.safetensors")
     ids = tensors.get("token_map", torch.arange(config["vocab_size"]))
@@ -92,14 +93,14 @@ def load_medusa(folder: Path, parts: TargetParts) -> MedusaNet:
 
 
 def _tensors(net: EagleNet | MedusaNet, *, with_head: bool) -> dict[str, Tensor]:
-    held = dict(net.state_dict())
+    tensors = dict(net.state_dict())
     if with_head:
-        held["lm_head.weight"] = net.rows
-    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in held.items()}
+        tensors["lm_head.weight"] = net.rows
+    return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Weights whole or not at all."""
+    """Write weights and config. The weights appear in one operation."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.part"
     save_file(tensors, part, metadata={"format": "pt"})

@@ -19,36 +19,38 @@ from tools.heads.lessons import Lesson
 from tools.heads.target_parts import TargetParts
 
 DEPTH_WEIGHT = 0.8
-SHARP = 1.3  # the target at temperature 0.77, between greedy and what chats are sampled at
+SHARP = 1.3  # logits are multiplied by it: temperature 0.77, between greedy and usual sampling
 BATCH_TOKENS = 1024
 REPORT_EVERY_S, SAVE_EVERY_S = 15.0, 60.0
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
-SLOW = 0.05  # of that, of weights that a net calls slow
+SLOW = 0.05  # factor of the learning rate for the weights that a net lists in `slow`
 DECAY_SHARE = 0.5
 WARMUP_STEPS = 10
 
 
 @dataclass
 class Acceptance:
-    """Of held-out tokens: `by_depth[j]` of drafts number j + 1 that were tried stood."""
+    """Acceptance on held-out tokens: `by_depth[j]` is the rate for drafts number j + 1, given that
+    the drafts before it were accepted."""
 
     by_depth: list[float]
     trials: int
 
     @property
     def tokens_per_step(self) -> float:
-        """With as many drafts in each step, and the one of the model."""
-        found, stands = 1.0, 1.0
+        """Return the expected tokens per step with all depths drafted, including the bonus
+        token."""
+        tokens, survival = 1.0, 1.0
         for rate in self.by_depth:
-            stands *= rate
-            found += stands
-        return found
+            survival *= rate
+            tokens += survival
+        return tokens
 
 
 class HeadTraining:
-    """`net` has `carried(tokens, states, steps)`, `logits(carried)`, `draft` of both, `draft_ids`,
-    `rows`, `in_turn` and `slow`, as `EagleNet` and `MedusaNet`. As many batches make a step as
-    torch has threads: each takes one."""
+    """Training of a net with the interface of `EagleNet` and `MedusaNet`: `carried`, `logits`,
+    `draft`, `draft_ids`, `rows`, `in_turn` and `slow`. A step takes one batch for each torch
+    thread."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class HeadTraining:
     def run(
         self, lessons: Sequence[Lesson], *, seconds: float, max_steps: int | None = None
     ) -> None:
-        """Until the budget is spent, what was spent before included."""
-        told = saved = self.elapsed_s
+        """Train until the budget is used up; time before a restart counts."""
+        reported_s = saved = self.elapsed_s
         epoch = 0
         while True:
             groups = list(batches(lessons, BATCH_TOKENS, self.seed + self.step + epoch))
@@ -95,8 +97,8 @@ class HeadTraining:
                 began = time.perf_counter()
                 self._learn(groups[first : first + self.workers.count], share)
                 self.elapsed_s += time.perf_counter() - began
-                if self.elapsed_s - told > REPORT_EVERY_S:
-                    told = self.elapsed_s
+                if self.elapsed_s - reported_s > REPORT_EVERY_S:
+                    reported_s = self.elapsed_s
                     print(self.progress(share), flush=True)
                 if self.elapsed_s - saved > SAVE_EVERY_S:
                     saved = self.elapsed_s
@@ -110,15 +112,18 @@ class HeadTraining:
         )
 
     def _depth(self, share: float) -> int:
-        """`least_depth` drafts first: what comes behind them is worth learning once they stand, and
-        each costs as much again. All that a net can tell at once are learnt at once."""
+        """Return how many drafts to learn at this share of the budget, starting from `least_depth`.
+        Later drafts matter once earlier ones are accepted, and each costs as much. A net whose
+        drafts do not depend on each other learns all at once."""
         if not self.net.in_turn:
             return self.steps
         return min(self.steps, max(self.least_depth, 1 + int(share * self.steps)))
 
     def _learn(self, groups: Sequence[Sequence[Lesson]], share: float) -> None:
         depth = self._depth(share)
-        counts = [sum(len(each.tokens) - each.num_given for each in group) for group in groups]
+        counts = [
+            sum(len(lesson.tokens) - lesson.num_given for lesson in group) for group in groups
+        ]
         params, loss = list(self.net.parameters()), 0.0
 
         def learn(at: int) -> tuple[float, tuple[Tensor, ...]]:
@@ -128,8 +133,8 @@ class HeadTraining:
         for part, gradients in self.workers.map(learn, range(len(groups))):
             loss += part
             for param, gradient in zip(params, gradients, strict=True):
-                found = torch.zeros_like(param) if gradient is None else gradient
-                param.grad = found if param.grad is None else param.grad.add_(found)
+                new = torch.zeros_like(param) if gradient is None else gradient
+                param.grad = new if param.grad is None else param.grad.add_(new)
         nn.utils.clip_grad_norm_(params, 1.0)
         scale = wsd_scale(share, self.step, WARMUP_STEPS, DECAY_SHARE)
         for optimizer, rate in ((self.muon, MATRIX_LR), (self.adam, OTHER_LR)):
@@ -142,29 +147,35 @@ class HeadTraining:
         self.tokens += sum(counts)
 
     def _loss(self, batch: LessonBatch, depth: int) -> Tensor:
-        """Cross-entropy to the target's own distribution over the ids that are drafted, sharpened,
-        mean over tokens, and over so many drafts by their weights."""
+        """Return the cross-entropy to the target's sharpened distribution over the draft ids: a
+        mean over tokens, then a weighted mean over `depth` drafts."""
         with torch.autocast("cpu", torch.bfloat16):
             carried = self.net.carried(batch.tokens, batch.states, depth)
-            every = self._pairs(batch, 0)[1]  # those of later drafts are among these
+            target_rows = self._pairs(batch, 0)[1]  # includes the rows of later drafts
             with torch.no_grad():
-                states = batch.states[:, :, -1].flatten(0, 1)[every]
-                wanted = F.linear(self.parts.normed(states), self.net.rows)
-                theirs = (wanted.float() * SHARP).softmax(-1)
+                states = batch.states[:, :, -1].flatten(0, 1)[target_rows]
+                logits = F.linear(self.parts.normed(states), self.net.rows)
+                target_probs = (logits.float() * SHARP).softmax(-1)
             loss, weight = torch.zeros((), requires_grad=True), 0.0
             for j, carry in enumerate(carried):
-                here, chances = self._pairs(batch, j)
-                if not len(here):
+                rows, target_row = self._pairs(batch, j)
+                if not len(rows):
                     continue
-                own = self.net.logits(carry.flatten(0, 1)[here]).float().log_softmax(-1)
-                by = DEPTH_WEIGHT**j
-                loss = loss - by * (theirs[torch.searchsorted(every, chances)] * own).sum(-1).mean()
-                weight += by
+                draft_logprobs = self.net.logits(carry.flatten(0, 1)[rows]).float().log_softmax(-1)
+                depth_weight = DEPTH_WEIGHT**j
+                loss = (
+                    loss
+                    - depth_weight
+                    * (target_probs[torch.searchsorted(target_rows, target_row)] * draft_logprobs)
+                    .sum(-1)
+                    .mean()
+                )
+                weight += depth_weight
         return loss / max(weight, 1e-9)
 
     def _pairs(self, batch: LessonBatch, j: int) -> tuple[Tensor, Tensor]:
-        """Flat rows t at which draft j is of a token that counts, and rows t + 1 + j, at which the
-        target says of the same."""
+        """Return flat rows t at which draft j is for a token that counts; and rows t + 1 + j, at
+        which the target predicts the same token."""
         length = batch.states.shape[1]
         last = batch.tokens.shape[1] - 2 - j
         if last <= 0:
@@ -177,32 +188,32 @@ class HeadTraining:
 
     @torch.no_grad()
     def acceptance(self, lessons: Sequence[Lesson]) -> Acceptance:
-        """Against what the target itself says is the likeliest token."""
+        """Return the acceptance, with the target's likeliest tokens as the reference."""
         hits, trials = torch.zeros(2, self.steps, dtype=torch.long)
         for group in batches(lessons, BATCH_TOKENS, 0):
             batch = batch_of(group)
-            found = self.net.draft(batch.tokens, batch.states, self.steps)
+            draft_logits = self.net.draft(batch.tokens, batch.states, self.steps)
             normed = self.parts.normed(batch.states[:, :, -1]).bfloat16()
             likeliest = F.linear(normed, self.parts.head).argmax(-1)
-            stands = torch.ones_like(batch.counts[:, :-1])
-            for j, logits in enumerate(found):
+            accepted = torch.ones_like(batch.counts[:, :-1])
+            for j, logits in enumerate(draft_logits):
                 last = batch.tokens.shape[1] - 2 - j
                 if last <= 0:
                     break
                 drafts = self.net.draft_ids[logits[:, :last].argmax(-1)]
                 hit = drafts == likeliest[:, 1 + j : 1 + j + last]
-                tried = stands[:, :last] & batch.counts[:, 2 + j :]
+                tried = accepted[:, :last] & batch.counts[:, 2 + j :]
                 trials[j] += tried.sum()
                 hits[j] += (tried & hit).sum()
-                # What follows counts where the text is what the target would say.
-                stands = stands[:, :last] & hit & (drafts == batch.tokens[:, 2 + j :])
+                # Later drafts count only where the text has the drafted token.
+                accepted = accepted[:, :last] & hit & (drafts == batch.tokens[:, 2 + j :])
         rates = (hits / trials.clamp(min=1)).tolist()
         return Acceptance(rates, int(trials[0]))
 
     # ---- checkpoints --------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Whole or not at all."""
+        """Write the checkpoint in one operation."""
         part = self.checkpoint.with_suffix(".part")
         torch.save(
             {

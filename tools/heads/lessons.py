@@ -1,7 +1,7 @@
-"""What a head learns from: texts, or a model's own answers, with what the model held at each token.
+"""Lessons for a head: texts, or a model's own answers, with the hidden states at each token.
 
-Both are served by an engine, many at a time, and recorded as they go: what the model computes for
-its answer is what the head will read."""
+An engine serves many of them at a time and records them: the states that the model computes for its
+answer are the input that the head will read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHARD_TOKENS = 8192
 
 
 class Lesson(NamedTuple):
-    """A sequence: int32 tokens [n], the first `num_given` of which nobody drafts, and states bf16
-    [n - 1, layers, hidden_size] of all but the last."""
+    """A sequence: int32 tokens [n], of which the first `num_given` are never drafted, and bf16
+    states [n - 1, layers, hidden_size] of all tokens but the last."""
 
     tokens: Tensor
     num_given: int
@@ -32,7 +32,8 @@ class Lesson(NamedTuple):
 
 
 class Shards:
-    """Lessons in files of a folder, some thousand tokens each; whole or not there."""
+    """Lessons in files of a folder, about `SHARD_TOKENS` tokens each. A file appears in one
+    operation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,9 +52,9 @@ class Shards:
         self.tokens += len(lesson.tokens)
 
     def record(self, tokens: Tensor, num_prompt: int, states: Tensor) -> None:
-        """Of a text, which has no answer, all counts."""
-        given = num_prompt if len(tokens) > num_prompt + 1 else 1
-        lesson = Lesson(tokens, given, states)
+        """Add a sequence. If it is a text without an answer, all tokens but the first count."""
+        num_given = num_prompt if len(tokens) > num_prompt + 1 else 1
+        lesson = Lesson(tokens, num_given, states)
         self._add(lesson)
         self._waiting.append(lesson)
         if sum(len(each.tokens) for each in self._waiting) >= SHARD_TOKENS:
@@ -65,23 +66,23 @@ class Shards:
         parts, self._waiting = self._waiting, []
         file = self.folder / f"lessons-{len(self.files):05d}.safetensors"
         lens = [len(each.tokens) for each in parts]
-        held = {
+        tensors = {
             "tokens": torch.cat([each.tokens for each in parts]),
             "lens": torch.tensor(lens, dtype=torch.int32),
             "num_given": torch.tensor([each.num_given for each in parts], dtype=torch.int32),
             "states": torch.cat([each.states for each in parts]),
         }
-        save_file(held, file.with_suffix(".part"))
+        save_file(tensors, file.with_suffix(".part"))
         file.with_suffix(".part").replace(file)
 
     def read(self) -> Iterator[Lesson]:
         for file in self.files:
-            held = load_file(file)
-            lens = held["lens"].tolist()
-            tokens = held["tokens"].split(lens)
-            states = held["states"].split([n - 1 for n in lens])
-            for each in zip(tokens, held["num_given"].tolist(), states, strict=True):
-                yield Lesson(*each)
+            stored = load_file(file)
+            lens = stored["lens"].tolist()
+            tokens = stored["tokens"].split(lens)
+            states = stored["states"].split([n - 1 for n in lens])
+            for parts in zip(tokens, stored["num_given"].tolist(), states, strict=True):
+                yield Lesson(*parts)
 
 
 def write_lessons(
@@ -92,13 +93,13 @@ def write_lessons(
     seconds: float,
     progress: Callable[[int], None],
 ) -> None:
-    """Serves `prompts` in order until all are answered, or no more are begun after `seconds`. The
-    engine's executor has the recorder, which writes to the shards, for its drafter."""
+    """Serve `prompts` in order. After `seconds` no more are started, and those running finish. The
+    recorder must be the drafter of the engine's executor; it writes to the shards."""
     batch: Batch[int] = Batch(engine)
     end, at = time.monotonic() + seconds, 0
-    most = 2 * recorder.table.max_slots
+    max_waiting = 2 * recorder.table.max_slots
     while True:
-        while len(batch.waiting) < most and at < len(prompts) and time.monotonic() < end:
+        while len(batch.waiting) < max_waiting and at < len(prompts) and time.monotonic() < end:
             tokens, params = prompts[at]
             batch.add(at, list(tokens), params)
             at += 1

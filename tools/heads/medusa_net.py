@@ -1,5 +1,5 @@
-"""Medusa heads as they are trained (Cai et al. 2024, arXiv 2401.10774, Medusa-1): blocks on the
-frozen target's last state, before the target's own head."""
+"""Medusa heads in training (Cai et al. 2024, arXiv 2401.10774, Medusa-1): blocks between the frozen
+target's last hidden state and its LM head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class _Block(nn.Module):
 
 
 class MedusaNet(nn.Module):
-    """Named as vLLM names the tensors. Drafts ids of `draft_ids`, ascending."""
+    """The net, with parameters named like vLLM's tensors. It drafts ids of `draft_ids`, which
+    ascend."""
 
     in_turn = False
     slow = ()
@@ -35,15 +36,17 @@ class MedusaNet(nn.Module):
         size = parts.config.hidden_size
         self.blocks = nn.ModuleList(_Block(size, num_blocks) for _ in range(heads))
         for weight in self.parameters():
-            nn.init.zeros_(weight)  # each begins by saying what the target says next
+            nn.init.zeros_(weight)  # each head starts with the target's own prediction
 
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-        """Logits [B, L - 1, draft ids] of head j: at t of the token t + 2 + j, by the state at t.
-        tokens [B, L], states [B, L - 1, layers, hidden], of which the last is read."""
+        """Return logits [B, L - 1, draft ids] of each head j: at t for the token t + 2 + j, from
+        the state at t. tokens [B, L], states [B, L - 1, layers, hidden], of which the last layer is
+        read."""
         return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
 
     def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-        """What those logits are made of, [B, L - 1, hidden] of each head."""
+        """Return the hidden states from which the logits follow, [B, L - 1, hidden] for each
+        head."""
         last = self.parts.normed(states[:, :, -1])
         return [block(last) for block in self.blocks[:steps]]
 

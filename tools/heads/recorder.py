@@ -1,4 +1,4 @@
-"""What a model held at every token that it read or wrote, taken down as an engine serves it."""
+"""The recorder of a model's hidden states at every token that an engine reads or writes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal, StepStates
 
 
 class Recorder(Drafter):
-    """Drafts nothing. Calls `keep(tokens, num_prompt_tokens, states)` with each sequence that ends:
-    int32 [n], and bf16 [n - 1, layers, hidden_size] of all positions but the last, which no pass
-    has seen. Of a sequence that is preempted that is the part before; one that begins on a prefix
-    hit is left out."""
+    """A drafter that drafts nothing. It calls `keep(tokens, num_prompt_tokens, states)` for each
+    sequence that ends: int32 [n], and bf16 [n - 1, layers, hidden_size] of all positions but the
+    last, which no pass has read. A preempted sequence is kept up to its preemption; one that starts
+    with a prefix hit is left out."""
 
     def __init__(
         self, layers: tuple[int, ...], keep: Callable[[Tensor, int, Tensor], None]
@@ -29,8 +29,8 @@ class Recorder(Drafter):
         self._states.clear()
 
     def admit(self, admission: NewSequence) -> None:
-        whole = admission.kv_len_tokens == 0
-        if whole and len(admission.tokens) == admission.num_prompt_tokens:
+        is_uncached = admission.kv_len_tokens == 0
+        if is_uncached and len(admission.tokens) == admission.num_prompt_tokens:
             self._prompts[admission.slot] = admission.num_prompt_tokens
             self._states[admission.slot] = []
 
@@ -43,7 +43,7 @@ class Recorder(Drafter):
         self._keep(tokens, self._prompts[slot], states)
 
     def close(self) -> None:
-        """Keep those that ended last."""
+        """Keep the sequences that have not been released."""
         for slot in list(self._states):
             self.release(slot)
 

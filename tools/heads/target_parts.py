@@ -1,4 +1,4 @@
-"""What a head in training borrows of its target, frozen: embedding, last norm, rows of the head."""
+"""The frozen parts of the target that a head in training uses: embedding, last norm, LM head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cbatch.runtime.model.config import ModelConfig
 
 class TargetParts(NamedTuple):
     config: ModelConfig
-    embedding: Tensor  # bf16 [vocab, hidden], as all of these
+    embedding: Tensor  # bf16 [vocab, hidden], like the others
     norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
 
@@ -29,6 +29,6 @@ class TargetParts(NamedTuple):
         return cls(config, embedding.bfloat16(), norm.bfloat16(), checkpoint.head().bfloat16())
 
     def normed(self, states: Tensor) -> Tensor:
-        """What the model's head takes, of what its last layer makes."""
+        """Return the input of the target's LM head, from the output of its last layer."""
         eps = self.config.rms_norm_eps
         return F.rms_norm(states.float(), self.norm.shape, self.norm.float(), eps)

@@ -1,4 +1,4 @@
-"""From a model and prompts to a head beside it: lessons, training, what came of it."""
+"""From a model and prompts to a trained head: lessons, training, acceptance, model card."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ Prompt = tuple[Sequence[int], SamplingParams]
 
 
 def hidden_layers(kind: str, num_layers: int) -> tuple[int, ...]:
-    """Those that an EAGLE-3 head reads, by the paper, and the last, by which all are taught; it is
-    what Medusa reads."""
+    """Return the layers whose states are recorded: the three that an EAGLE-3 head reads, as in the
+    paper, and the last, which is the training target and which Medusa reads."""
     if kind == "medusa":
         return (num_layers,)
     if num_layers < 6:
@@ -54,7 +54,8 @@ def record(
     seconds: float,
     kind: str = "eagle3",
 ) -> Shards:
-    """Lessons from the model's own answers, or what is there of an earlier run."""
+    """Record lessons from the model's own answers, or return the complete ones of an earlier
+    run."""
     shards, done = Shards(folder), folder / "done"
     if done.exists():
         return shards
@@ -79,17 +80,19 @@ def record(
         max_slots=SLOTS,
         drafter=recorder,
     )
-    told = time.monotonic()
+    reported_s = time.monotonic()
 
     def progress(answered: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > REPORT_EVERY_S:
-            told = time.monotonic()
+        nonlocal reported_s
+        if time.monotonic() - reported_s > REPORT_EVERY_S:
+            reported_s = time.monotonic()
             print(f"{answered} of {len(prompts)} answers, {shards.tokens:,} tokens", flush=True)
 
-    # A run that was interrupted goes on behind the prompts whose answers are there.
-    left = prompts[shards.count :]
-    write_lessons(Engine(Scheduler(config), executor), left, recorder, shards, seconds, progress)
+    # An interrupted run continues after the prompts whose answers are recorded.
+    remaining = prompts[shards.count :]
+    write_lessons(
+        Engine(Scheduler(config), executor), remaining, recorder, shards, seconds, progress
+    )
     done.touch()
     return shards
 
@@ -109,22 +112,22 @@ def train_head(
     steps: int | None = None,
     init: Path | None = None,
 ) -> Acceptance:
-    """Trains, or goes on from the checkpoint; writes the head and its card to `folder`. `init` is
-    an EAGLE-3 head to begin at. Raises `FieldError` of `init` where that is none for this model."""
+    """Train, or continue from the checkpoint; write the head and its card to `folder`. `init` is an
+    EAGLE-3 head to start from. Raises `FieldError` for `init` if it is no head for this model."""
     lessons = list(shards.read())
     if len(lessons) < LEAST_LESSONS:
         problem = f"{len(lessons)} answers are too few to learn from and to be tested on"
         raise FieldError("lesson_minutes", problem, f"record {LEAST_LESSONS} or more")
     held_out = lessons[::HELD_OUT_EVERY][:MOST_HELD_OUT]
-    taught = [each for i, each in enumerate(lessons) if i % HELD_OUT_EVERY]
+    taught = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT_EVERY]
     parts = TargetParts.of(model)
     c = parts.config
     layers = hidden_layers(kind, c.num_layers)
     if lessons[0].states.shape[1] < len(layers):
         problem = f"{folder} holds lessons of another kind, without the layers that {kind} reads"
         raise FieldError("out", problem, "give another folder")
-    most = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
-    ids, coverage = frequent(taught, min(most, c.vocab_size), c.vocab_size)
+    max_ids = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
+    ids, coverage = frequent(taught, min(max_ids, c.vocab_size), c.vocab_size)
     checkpoint = folder / f"training-{kind}.pt"
     net: EagleNet | MedusaNet
     if kind == "medusa":
@@ -135,10 +138,10 @@ def train_head(
         net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
         if not checkpoint.exists():
             begin(net, taught)
-    first = 1 if init is None else 2  # drafts that it has learnt already stay learnt
+    first = 1 if init is None else 2  # a head to start from has learned several drafts already
     training = HeadTraining(net, parts, checkpoint, steps=depth, least_depth=first)
     training.run(taught, seconds=seconds, max_steps=steps)
-    found = training.acceptance(held_out)
+    acceptance = training.acceptance(held_out)
     if isinstance(net, MedusaNet):
         save_medusa(net, folder, with_head=with_head)
     else:
@@ -148,9 +151,9 @@ def train_head(
         "tokens": sum(len(each.tokens) for each in taught),
         "coverage": coverage,
     }
-    card = _card(TITLES[kind], name, training, found, data, init)
+    card = _card(TITLES[kind], name, training, acceptance, data, init)
     (folder / CARD).write_text(card, encoding="utf-8")
-    return found
+    return acceptance
 
 
 def _eagle_at(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
@@ -175,11 +178,11 @@ def _eagle_shape(c: ModelConfig, intermediate_size: int | None) -> EagleShape:
 
 
 def frequent(lessons: Sequence[Lesson], count: int, vocab: int) -> tuple[Tensor, float]:
-    """The ids that are said most often, ascending, and their share of what is said. Of those said
-    equally often, or never, the lower ones: tokenizers number what they merge first, which is what
-    is most common anywhere."""
-    said = torch.cat([each.tokens[each.num_given :] for each in lessons]).long()
-    counts = said.bincount(minlength=vocab)
+    """Return the most frequent token ids, ascending, and their share of all tokens. Lower ids win
+    ties, also among unused ids: tokenizers number early merges first, which are common in all
+    texts."""
+    drafted = torch.cat([each.tokens[each.num_given :] for each in lessons]).long()
+    counts = drafted.bincount(minlength=vocab)
     ids = counts.argsort(descending=True, stable=True)[:count].sort().values
     return ids, float(counts[ids].sum() / counts.sum())
 
@@ -188,17 +191,17 @@ def _card(
     title: str,
     name: str,
     training: HeadTraining,
-    found: Acceptance,
+    acceptance: Acceptance,
     data: dict[str, float],
     init: Path | None,
 ) -> str:
-    begun = "" if init is None else f", beginning at the head {init.name}"
-    depths = ", ".join(f"{rate:.2f}" for rate in found.by_depth)
+    start = "" if init is None else f", beginning at the head {init.name}"
+    depths = ", ".join(f"{rate:.2f}" for rate in acceptance.by_depth)
     weights = sum(p.numel() for p in training.net.parameters())
     answers, tokens, ids = data["answers"], data["tokens"], len(training.net.draft_ids)
     return f"""# {title} for {name}
 
-Made by `python -m tools.heads`{begun}.
+Made by `python -m tools.heads`{start}.
 
 - Data: {answers:,} answers of the model itself, {tokens:,} tokens.
 - Drafts {ids:,} ids, {data["coverage"]:.1%} of what is said.
@@ -206,5 +209,5 @@ Made by `python -m tools.heads`{begun}.
   {training.elapsed_s / 60:.0f} minutes. Loss {training.loss:.2f}: cross-entropy to the model's
   distribution among those ids, sharpened (logits times {SHARP}), {training.steps} drafts deep.
 - Held out, against the model's likeliest token: of drafts number 1, 2, ... that were tried
-  {depths} stood ({found.trials:,} positions): {found.tokens_per_step:.2f} tokens a step.
+  {depths} stood ({acceptance.trials:,} positions): {acceptance.tokens_per_step:.2f} tokens a step.
 """

@@ -1,1 +1,1 @@
-"""A process for each system, in the Python that has it: nothing of ours is needed there."""
+"""One process per system, under the Python that has it. cbatch need not be installed there."""

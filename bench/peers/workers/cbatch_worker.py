@@ -1,4 +1,4 @@
-"""Our engine."""
+"""The worker of cbatch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ours:
         lookahead: str,
         *,
         dtype: str,
-        most: int,
+        max_sequences: int,
         tokens: int,
         step_tokens: int,
         threads: int,
@@ -34,12 +34,12 @@ class Ours:
             None if draft is None else Path(draft),
             dtype=dtype,
             lookahead=lookahead,
-            max_slots=most,
+            max_slots=max_sequences,
             max_model_tokens=tokens,
             step_budget_tokens=step_tokens,
-            num_blocks=most * (-(-tokens // BLOCK_TOKENS) + 1),
+            num_blocks=max_sequences * (-(-tokens // BLOCK_TOKENS) + 1),
             block_size_tokens=BLOCK_TOKENS,
-            prefix_cache=False,  # the same prompts come again in every repeat
+            prefix_cache=False,  # every repeat has the same prompts
             tokenizer="none",
         )
         self._step = self._llm.engine.step
@@ -62,11 +62,13 @@ class Ours:
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        found = []
+        logprobs = []
         for completion in self._llm.generate(prompts, params):
-            told = [entry for entry in completion.prompt_logprobs or () if entry is not None]
-            found.append([float("-inf") if t.logprob is None else t.logprob for t in told])
-        return found
+            entries = [entry for entry in completion.prompt_logprobs or () if entry is not None]
+            logprobs.append(
+                [float("-inf") if entry.logprob is None else entry.logprob for entry in entries]
+            )
+        return logprobs
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What the machine allows: an engine that does nothing but multiply with its weights, and read them
-once a step where that takes longer."""
+"""The worker of the machine's limits: an engine that only multiplies with its weights, or reads
+them once a step if that takes longer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from bench.peers.workers.serving import serve
 
-READ_BYTES = 1 << 30  # beyond any cache
-WIDTH = 2048  # of the matrices
+READ_BYTES = 1 << 30  # larger than any cache.
+WIDTH = 2048  # of the square matrices.
 TRIES = 4
 
 
@@ -27,19 +27,21 @@ class MachineLimits:
         *,
         threads: int,
     ) -> None:
-        """`weight_bytes` are read a step, in which each sequence takes `row_flop`; a prompt takes
-        `token_flop` a token, and `prompt_flop` once. Products are of bf16 or of fp32, whichever is
+        """A step reads `weight_bytes` and takes `row_flop` for each sequence. A prompt takes
+        `token_flop` per token, and `prompt_flop` once. Products are in bf16 or fp32, whichever is
         faster here."""
         torch.set_num_threads(threads)
         self._weight_bytes, self._token_flop = weight_bytes, token_flop
         self._prompt_flop, self._row_flop = prompt_flop, row_flop
-        # numpy asks for large pages, as torch does not: a fifth faster to read.
+        # numpy allocates large pages, unlike torch; reading them is a fifth faster.
         self._buffer = torch.from_numpy(np.ones(READ_BYTES // 4, dtype=np.float32))
-        drawn = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
-        self._matrix = min(drawn, drawn.bfloat16(), key=lambda each: _best_s(lambda: each @ each))
+        matrix = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+        self._matrix = min(
+            matrix, matrix.bfloat16(), key=lambda candidate: _best_s(lambda: candidate @ candidate)
+        )
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As long as these would take, by what the machine can do just now."""
+        """Return the time for these prompts at the machine's present speed."""
         bytes_per_s = READ_BYTES / _best_s(self._buffer.sum)
         flop_per_s = 2 * WIDTH**3 / _best_s(lambda: self._matrix @ self._matrix)
         flop = sum(len(prompt) * self._token_flop + self._prompt_flop for prompt in prompts)

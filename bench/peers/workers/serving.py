@@ -1,4 +1,4 @@
-"""What all workers do: read calls of one object's methods, a JSON line each, and answer them."""
+"""The loop of all workers: read calls of one object's methods, a JSON line each, and answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def serve(start: Callable[..., Any]) -> None:
-    """The first line has what `start` is called with; it is answered with the seconds that took.
-    Every further line is a method and its arguments. Ends with standard input. What libraries print
-    goes to standard error."""
+    """Serve calls on standard input until it ends. The first line has the arguments of `start`, and
+    is answered with the seconds it took. Every further line has a method and its arguments. Output
+    of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    answers.write("{}\n")  # all is imported
+    answers.write("{}\n")  # imports are done
     started_s = time.perf_counter()
     system = None
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Hugging Face's `generate`, and its continuous batching."""
+"""The worker of Hugging Face's `generate` and its continuous batching."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from bench.peers.workers.serving import serve
 
 class Transformers:
     def __init__(
-        self, model: str, dtype: str, *, continuous: bool, most: int, tokens: int, threads: int
+        self,
+        model: str,
+        dtype: str,
+        *,
+        continuous: bool,
+        max_sequences: int,
+        tokens: int,
+        threads: int,
     ) -> None:
         torch.set_num_threads(threads)
         if continuous:
-            self._system = build_continuous(Path(model), dtype, most=most, tokens=tokens)
+            self._system = build_continuous(
+                Path(model), dtype, max_sequences=max_sequences, tokens=tokens
+            )
         else:
             self._system = build_transformers(Path(model), dtype)
 

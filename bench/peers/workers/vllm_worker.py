@@ -1,4 +1,4 @@
-"""vLLM, on a CPU, in one process. Needs vllm alone."""
+"""The worker of vLLM on a CPU, in one process. It needs vllm only."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PRELOADED = ("vllm/libs/libtcmalloc*.so*", "../../libiomp5.so")
 
 class Vllm:
     def __init__(
-        self, model: str, dtype: str, *, most: int, tokens: int, kv_bytes: int, eager: bool
+        self, model: str, dtype: str, *, max_sequences: int, tokens: int, kv_bytes: int, eager: bool
     ) -> None:
         from vllm import LLM
 
-        # What it compiled is kept under the path it is given: one that is the same in every run.
+        # vLLM caches compiled code under the given path, so give the same one in every run.
         os.chdir(Path(model).parent)
         self._llm = LLM(
             Path(model).name,
             skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=tokens,
-            max_num_seqs=most,
+            max_num_seqs=max_sequences,
             kv_cache_memory_bytes=kv_bytes,
             enable_prefix_caching=False,
             enforce_eager=eager,
@@ -42,37 +42,40 @@ class Vllm:
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         params = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
         started_s = time.perf_counter()
-        found = self._generate(prompts, **params)
+        completions = self._generate(prompts, **params)
         seconds = time.perf_counter() - started_s
-        return {"seconds": seconds, "outputs": [list(each.outputs[0].token_ids) for each in found]}
+        return {
+            "seconds": seconds,
+            "outputs": [list(completion.outputs[0].token_ids) for completion in completions],
+        }
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        found = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
+        completions = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
         return [
-            [told[token].logprob for token, told in pairs]
+            [entry[token].logprob for token, entry in pairs]
             for pairs in (
-                zip(ids[1:], each.prompt_logprobs[1:], strict=True)
-                for ids, each in zip(prompts, found, strict=True)
+                zip(ids[1:], completion.prompt_logprobs[1:], strict=True)
+                for ids, completion in zip(prompts, completions, strict=True)
             )
         ]
 
     def _generate(self, prompts: list[list[int]], **params: Any) -> Any:
         from vllm import SamplingParams
 
-        given = [{"prompt_token_ids": ids} for ids in prompts]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
         params |= {"temperature": 0.0, "detokenize": False}
-        return self._llm.generate(given, SamplingParams(**params), use_tqdm=False)
+        return self._llm.generate(requests, SamplingParams(**params), use_tqdm=False)
 
 
 def preload() -> None:
-    """Begins again with the libraries that its documentation asks for, where they are there."""
+    """Restart this process with the libraries that vLLM's documentation recommends, if present."""
     os.environ |= SETTINGS
     package = find_spec("vllm")
     if package is None or package.origin is None or "LD_PRELOAD" in os.environ:
         return
     site = Path(package.origin).parents[1]
-    found = [str(file) for pattern in PRELOADED for file in sorted(site.glob(pattern))[:1]]
-    os.environ["LD_PRELOAD"] = ":".join(found)
+    libraries = [str(file) for pattern in PRELOADED for file in sorted(site.glob(pattern))[:1]]
+    os.environ["LD_PRELOAD"] = ":".join(libraries)
     os.execv(sys.executable, [sys.executable, "-m", "bench.peers.workers.vllm_worker"])
 
 

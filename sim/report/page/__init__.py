@@ -1,1 +1,1 @@
-"""A run, or several side by side, as one HTML file that needs nothing else to be read."""
+"""One HTML file without dependencies that shows one run, or several for comparison."""

@@ -8,10 +8,10 @@ const color = (run) => `var(--run${run % 8})`;
 
 function node(tag, attributes = {}, text = null) {
   const svg = ["svg", "g", "path", "line", "circle", "text", "title"].includes(tag);
-  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== null) made.textContent = text;
-  return made;
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== null) element.textContent = text;
+  return element;
 }
 
 function compact(value) {
@@ -119,7 +119,7 @@ function chart(spec) {
         if (dx * dx + dy * dy < least) { least = dx * dx + dy * dy; best = p; }
       }
       return { line, best, least };
-    }).filter((found) => found.best);
+    }).filter((nearest) => nearest.best);
     if (!near.length) return;
     svg.querySelectorAll(".cross").forEach((old) => old.remove());
     const first = near.reduce((a, b) => (a.least <= b.least ? a : b));
@@ -141,12 +141,12 @@ function chart(spec) {
 }
 
 const redraws = [];
-const each = (make) => RUNS.map((run, index) => ({ run: index, name: run.name, points: make(run) || [] }));
+const perRun = (make) => RUNS.map((run, index) => ({ run: index, name: run.name, points: make(run) || [] }));
 
 function cdf(title, note, measure) {
   chart({
     title, note, xName: "time", canLog: true, log: true, yRange: [0, 1], x: seconds, y: percent,
-    lines: each((run) => {
+    lines: perRun((run) => {
       const cuts = run.quantiles[measure] || [];
       return cuts.map((cut, index) => [cut, index / (cuts.length - 1)]);
     }),
@@ -157,7 +157,7 @@ function overTime(title, note, format, columns, yRange = null) {
   chart({
     title, note, xName: "time", x: seconds, y: format, yRange, fromZero: true,
     lines: columns.flatMap(([field, name, dash]) =>
-      each((run) => run.series && run.series[field] && run.series[field].some((value) => value !== null)
+      perRun((run) => run.series && run.series[field] && run.series[field].some((value) => value !== null)
         ? run.series[field].map((value, index) => [index * run.series.length_s, value]) : null)
         .map((line) => ({ ...line, dash, name: columns.length > 1 ? `${line.name}, ${name}` : line.name }))),
   });
@@ -166,7 +166,7 @@ function overTime(title, note, format, columns, yRange = null) {
 function scatter(title, note, measure, format) {
   chart({
     title, note, xName: "arrival", x: seconds, y: format, dots: 2.2, fromZero: true,
-    lines: each((run) => run.points && run.points.arrival_s
+    lines: perRun((run) => run.points && run.points.arrival_s
       .map((arrival, index) => [arrival - run.points.arrival_s[0], run.points[measure][index],
         `${run.points.prompt_tokens[index]} in, ${run.points.output_tokens[index]} out`])
       .filter((p) => p[1] !== null)),
@@ -251,7 +251,7 @@ function versus(title, note, value, format) {
   const of = (run) => run.report.requests_per_s;
   chart({
     title, note, xName: "requests a second", x: compact, y: format, dots: 4, fromZero: true,
-    lines: each((run) => of(run) !== null && value(run.report) !== null && value(run.report) !== undefined ? [[of(run), value(run.report)]] : null),
+    lines: perRun((run) => of(run) !== null && value(run.report) !== null && value(run.report) !== undefined ? [[of(run), value(run.report)]] : null),
   });
 }
 

@@ -1,4 +1,4 @@
-"""What the page shows of a run: its report, and enough of its requests and its time to draw."""
+"""The data of the page: a run's report, and samples of its requests and its timeline."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from sim.report.report import Record, Report
 from sim.report.timeline import Series
 
 QUANTILES = 201
-MOST_POINTS = 2_000  # of requests drawn one by one
+MOST_POINTS = 2_000  # requests drawn one by one
 
 _PLACE = "/*data*/"
 
 
 class Points(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests, evenly picked if there are very many; columns of equal length, in seconds."""
+    """A sample of requests, evenly spaced if there are more than `MOST_POINTS`; columns of equal
+    length, times in seconds."""
 
-    of: int  # that finished
+    of: int  # number of finished requests
     arrival_s: list[float]
     prompt_tokens: list[int]
     output_tokens: list[int]
@@ -34,13 +35,13 @@ class Points(msgspec.Struct, frozen=True, kw_only=True):
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     report: Report
-    quantiles: dict[str, list[float]]  # by measure, at equal steps from 0 to 1
+    quantiles: dict[str, list[float]]  # by measure, `QUANTILES` values at equal steps from 0 to 1
     points: Points | None
     series: Series | None
 
 
 class PageCollector:
-    """Takes the records of a run as it goes on: five numbers a request."""
+    """Collects seven numbers of each record while a run goes on. It is a callback for records."""
 
     def __init__(self) -> None:
         self._columns = {
@@ -76,7 +77,8 @@ class PageCollector:
 
 
 def quantiles_of(values: np.ndarray) -> list[float]:
-    """At `QUANTILES` equal steps; NaN counts as absent. Empty if nothing is there."""
+    """Return the quantiles at `QUANTILES` equal steps from 0 to 1; NaN counts as absent. Empty if
+    no value is present."""
     present = values[~np.isnan(values)]
     if not len(present):
         return []
@@ -84,7 +86,7 @@ def quantiles_of(values: np.ndarray) -> list[float]:
 
 
 def write_page(path: Path, title: str, runs: list[RunView]) -> None:
-    """The first run is what the others are compared with."""
+    """Write the page; the other runs are compared with the first one."""
     path.write_text(page(title, runs), encoding="utf-8")
 
 
@@ -93,7 +95,7 @@ def page(title: str, runs: list[RunView]) -> str:
         return resources.files("sim.report.page").joinpath(name).read_text(encoding="utf-8")
 
     data = msgspec.json.encode({"title": title, "runs": runs}).decode()
-    # Inside a script only "</" and "<!--" could end it, and both begin with "<".
+    # Inside a script element only "</" and "<!--" could end it, and both begin with "<".
     data = data.replace("<", "\\u003c")
     script = text("page.js").replace(_PLACE, data)
     return text("page.html").replace("/*style*/", text("page.css")).replace("/*script*/", script)

@@ -107,12 +107,17 @@ def test_samples_are_windows_shares_and_heads() -> None:
     trace = [request(float(i), prompt=i + 1) for i in range(2000)]
     found = list(sample(trace, start_s=10, end_s=20))
     assert [(r.arrival_s, r.prompt_tokens) for r in found] == [(i, i + 11) for i in range(10)]
-    assert list(sample(trace, most=3)) == trace[:3]
+    assert list(sample(trace, max_requests=3)) == trace[:3]
     kept = [r.prompt_tokens for r in sample(trace, share=0.3, seed=5)]
     assert abs(len(kept) - 600) < 5 * math.sqrt(2000 * 0.3 * 0.7)  # once in 1.7 million seeds
     assert kept == [r.prompt_tokens for r in sample(trace, share=0.3, seed=5)]
     assert kept != [r.prompt_tokens for r in sample(trace, share=0.3, seed=6)]
-    for bad in ({"share": 0.0}, {"share": 1.5}, {"most": 0}, {"start_s": 5.0, "end_s": 5.0}):
+    for bad in (
+        {"share": 0.0},
+        {"share": 1.5},
+        {"max_requests": 0},
+        {"start_s": 5.0, "end_s": 5.0},
+    ):
         with pytest.raises(FieldError):
             list(sample(trace, **bad))
 

@@ -23,7 +23,7 @@ from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
 _FIT_ROUNDS = 12
-_LEAST_S = 1e-9  # of a step
+_LEAST_S = 1e-9  # smallest duration of a step
 
 
 class Run(msgspec.Struct):
@@ -33,30 +33,30 @@ class Run(msgspec.Struct):
     prefix_hit_tokens: int = 0
 
     def measures(self, replicas: int) -> dict[str, float]:
-        """Return tokens a second and percentiles; of several replicas also the share of prompt
+        """Return tokens a second and percentiles. Several replicas also have the share of prompt
         tokens found in prefix caches, and the busiest replica's share of the requests."""
         records = self.records
-        end_s = max(each.arrival_s + each.e2e_s for each in records)
-        duration_s = end_s - min(each.arrival_s for each in records)
-        found = {"tokens_per_s": sum(each.output_tokens for each in records) / duration_s}
+        end_s = max(record.arrival_s + record.e2e_s for record in records)
+        duration_s = end_s - min(record.arrival_s for record in records)
+        measures = {"tokens_per_s": sum(record.output_tokens for record in records) / duration_s}
         series = {
-            "ttft": [each.ttft_s for each in records],
-            "tpot": [each.tpot_s for each in records if each.tpot_s is not None],
+            "ttft": [record.ttft_s for record in records],
+            "tpot": [record.tpot_s for record in records if record.tpot_s is not None],
         }
         for name, values in series.items():
             for percent in (50, 99):
-                found[f"{name}_p{percent}_ms"] = float(np.percentile(values, percent)) * 1e3
+                measures[f"{name}_p{percent}_ms"] = float(np.percentile(values, percent)) * 1e3
         if replicas > 1:
-            prompt_tokens = sum(each.prompt_tokens for each in records)
-            counts = [sum(each.replica == i for each in records) for i in range(replicas)]
-            found["prefix_hits"] = self.prefix_hit_tokens / prompt_tokens
-            found["busiest"] = max(counts) / len(records)
-        return found
+            prompt_tokens = sum(record.prompt_tokens for record in records)
+            counts = [sum(record.replica == i for record in records) for i in range(replicas)]
+            measures["prefix_hits"] = self.prefix_hit_tokens / prompt_tokens
+            measures["busiest"] = max(counts) / len(records)
+        return measures
 
 
 class Probes(msgspec.Struct, frozen=True):
-    """Medians of `probe_runs`: of requests to an idle replica, of many that one replica serves at a
-    time, and of one on each replica at once."""
+    """Medians of `probe_runs`: of requests to an idle replica, of requests to one full replica, and
+    of requests to all replicas at once."""
 
     ttft_s: float
     tpot_s: float
@@ -78,8 +78,8 @@ class Probes(msgspec.Struct, frozen=True):
 
 
 class Outside(msgspec.Struct, frozen=True):
-    """Seconds that the prices of an in-process engine do not include: of a request on its way, and
-    the extra time of a step and of a row in a server (which may be negative)."""
+    """Seconds that the prices of an in-process engine do not include: the transport of a request,
+    and the extra time of a step and of a row in a server (which may be negative)."""
 
     request_s: float = 0.0
     step_s: float = 0.0
@@ -87,17 +87,17 @@ class Outside(msgspec.Struct, frozen=True):
 
     def priced(self, calibration: Calibration) -> Calibration:
         replace, prices = msgspec.structs.replace, calibration.prices
-        target_s = tuple(max(each + self.step_s, _LEAST_S) for each in prices.target_s)
+        target_s = tuple(max(step_s + self.step_s, _LEAST_S) for step_s in prices.target_s)
         row_s = max(prices.price("host_row_s") + self.row_s, 0.0)
         further = prices.further | {"host_row_s": row_s}
         return replace(calibration, prices=replace(prices, target_s=target_s, further=further))
 
 
-class Foretold(msgspec.Struct, frozen=True):
-    """Simulated replicas, as `cbatch sim --replicas N --cost FILE --host FILE` would have them.
+class SimulatedReplicas(msgspec.Struct, frozen=True):
+    """Simulated replicas, as in `cbatch sim --replicas N --cost FILE --host FILE`.
 
     `num_blocks` is each replica's pool with a prefix cache; None: the calibrated engine's pool
-    without one. `fates` are, by prompt, which drafts are accepted."""
+    without one. `fates` say, by prompt, which drafts are accepted."""
 
     calibration: Calibration
     replicas: int = 1
@@ -144,7 +144,7 @@ class Foretold(msgspec.Struct, frozen=True):
         return report, Run(records, report.prefix_hit_tokens or 0)
 
     def capacity_per_s(self, policy: str, make: Callable[..., list[TraceRequest]]) -> float:
-        """Return the requests a second that the replicas serve at most, in turns."""
+        """Return the highest rate of requests a second that the replicas reach, in turns."""
         clients = self.replicas * self.calibration.engine["max_slots"]
         return self.replay(ClosedLoop(make(1.0, 500, 0), clients), policy)[0].requests_per_s or 1.0
 
@@ -153,22 +153,23 @@ class Foretold(msgspec.Struct, frozen=True):
         worlds = ((msgspec.structs.replace(self, replicas=n), some) for n, some in runs)
         return Probes.of(*(world.replay(OpenLoop(some))[1].records for world, some in worlds))
 
-    def explaining(self, real: Probes) -> Foretold:
-        """Return these replicas with what real probes took and simulated ones did not: before the
-        first token, in a step, in each row, and where replicas run at once."""
+    def explaining(self, real: Probes) -> SimulatedReplicas:
+        """Return these replicas with the extra time of real probes over simulated ones: before the
+        first token, per step, per row, and when all replicas run."""
         world, replace = self, msgspec.structs.replace
         for _ in range(_FIT_ROUNDS):
-            made, ours, host = world.outside, world.probes(), world.host
-            one_s, full_s = real.tpot_s - ours.tpot_s, real.full_tpot_s - ours.full_tpot_s
+            outside, simulated, host = world.outside, world.probes(), world.host
+            one_s, full_s = real.tpot_s - simulated.tpot_s, real.full_tpot_s - simulated.full_tpot_s
             row_s = (full_s - one_s) / (FULL_ROWS - 1)
-            made = Outside(
-                max(made.request_s + real.ttft_s - ours.ttft_s, 0.0),
-                made.step_s + one_s - row_s,
-                made.row_s + row_s,
+            outside = Outside(
+                max(outside.request_s + real.ttft_s - simulated.ttft_s, 0.0),
+                outside.step_s + one_s - row_s,
+                outside.row_s + row_s,
             )
             if host is not None:
-                # Each step has its server's work and the client's, on two processors or more.
-                more_s = (real.beside_tpot_s - ours.beside_tpot_s - one_s) / 2
+                # Each step has work of its server and of the client, and needs two processors or
+                # more.
+                more_s = (real.beside_tpot_s - simulated.beside_tpot_s - one_s) / 2
                 host = replace(host, switch_s=max(host.switch_s + more_s, 0.0))
-            world = replace(world, outside=made, host=host)
+            world = replace(world, outside=outside, host=host)
         return world
