@@ -14,7 +14,7 @@ _NUMBER = frozenset(("fraction", "integer"))
 TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
 _NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
 _DEPTH = 4  # how deep references and nested schemas are followed.
-MOST_PARTS = 50_000  # how many parts all calls on one schema may visit: a bound on time
+MAX_PARTS = 50_000  # how many parts all calls on one schema may visit: a bound on time
 
 
 class SchemaSets:
@@ -22,7 +22,7 @@ class SchemaSets:
 
     def __init__(self, target: Callable[[str], Schema]) -> None:
         self._target = target
-        self._budget = MOST_PARTS
+        self._budget = MAX_PARTS
 
     def _parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
         """Yield schemas whose conjunction equals `schema`: itself, and those of `allOf` and `$ref`.
@@ -95,8 +95,8 @@ def _type_of(value: Any) -> str:
 
 def _types(part: dict[str, Any]) -> frozenset[str]:
     """Return the possible types of a value. A number is an "integer" or a "fraction"."""
-    given, values = part.get("type", TYPES), _values(part)
-    types = frozenset([given] if isinstance(given, str) else given)
+    kind, values = part.get("type", TYPES), _values(part)
+    types = frozenset([kind] if isinstance(kind, str) else kind)
     types = types | _NUMBER if "number" in types else types
     return types if values is None else types & frozenset(map(_type_of, values))
 

@@ -14,7 +14,7 @@ _STRING = rb'"(?:[^"\\]|\\.)*"'
 _SEPARATORS = b", \t\r\n"
 _WHOLE_ITEM = re.compile(rb',\s*"[^"]*"')
 _FEW = 64  # allowed tokens: up to this many are tried one by one.
-_MOST_TRIED = 1000  # cached results
+_MAX_TRIED = 1000  # cached results
 
 
 class UniqueItems:
@@ -54,7 +54,7 @@ class UniqueItems:
             elif few and (b'"' in word or any(rest.startswith(word) for rest in rests)):
                 longer = text + self._words[token]
                 if longer not in self._tried:
-                    if len(self._tried) > _MOST_TRIED:
+                    if len(self._tried) > _MAX_TRIED:
                         self._tried.clear()
                     self._tried[longer] = leads_on(token)
                 allowed[token] = self._tried[longer]

@@ -9,7 +9,7 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 
 SETTING = "kv_events_config"
-_MOST = 2**31 - 1  # the largest value ZeroMQ takes for a high-water mark
+_MAX_INT = 2**31 - 1  # the largest value ZeroMQ takes for a high-water mark
 _FIELDS = (
     "enable_kv_cache_events (true, false), publisher (zmq, null), endpoint, replay_endpoint, topic "
     "(text), buffer_steps, hwm, max_queue_size (numbers)"
@@ -66,8 +66,8 @@ def field_error(name: str, value: Any, remedy: str, problem: str = "is not allow
 def _check(config: KVEventsConfig) -> None:
     for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
         value = getattr(config, name)
-        if value is not None and not least <= value <= _MOST:
-            raise field_error(name, value, f"give {least} to {_MOST}")
+        if value is not None and not least <= value <= _MAX_INT:
+            raise field_error(name, value, f"give {least} to {_MAX_INT}")
     if config.buffer_steps is not None and config.replay_endpoint is None:
         remedy = "give a replay_endpoint, or leave buffer_steps out"
         raise field_error("buffer_steps", config.buffer_steps, remedy, "is for nobody")

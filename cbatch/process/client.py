@@ -297,7 +297,7 @@ class EngineClient:
         for row in step.rows:
             transcript = self._by_wire_id.get(row.request_id)
             if transcript is None:
-                continue  # its owner ended it while the step ran
+                continue  # cancelled or finished while the step ran
             link.committed = True
             transcript.tokens += row.tokens
             self.num_tokens += len(row.tokens)

@@ -14,10 +14,10 @@ from cbatch.core.scheduler.sequence import Commit
 from cbatch.process.messages import BlockMap, SlotSnapshot, StepSnapshot
 
 PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # between snapshots
-MOST_SHARE = 0.005  # share of the engine's time for snapshots; slow ones are made less often.
-MOST_STEPS = 4  # of a snapshot: the latest.
-MOST_ROWS = 256
-MOST_CELLS = 512
+MAX_SHARE = 0.005  # share of the engine's time for snapshots; slow ones are made less often.
+MAX_STEPS = 4  # of a snapshot: the latest.
+MAX_ROWS = 256
+MAX_CELLS = 512
 
 
 class _StepArrays(NamedTuple):
@@ -33,7 +33,7 @@ class Monitor:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._steps: deque[_StepArrays] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[_StepArrays] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
         self._due_s = 0.0
 
@@ -50,11 +50,11 @@ class Monitor:
     def on_sent(self, now_s: float, took_s: float) -> None:
         """Schedule the next snapshot. `took_s` is the processor time of the last one: wall time
         would seem too long whenever other processes run."""
-        self._due_s = now_s + min(max(PERIOD_S, took_s / MOST_SHARE), LONGEST_PERIOD_S)
+        self._due_s = now_s + min(max(PERIOD_S, took_s / MAX_SHARE), LONGEST_PERIOD_S)
 
     def take_steps(self) -> tuple[tuple[StepSnapshot, ...], int]:
         """Return some of the steps since the last call, oldest first, and the number of all."""
-        num_steps, rows = self._num_steps, slice(MOST_ROWS)
+        num_steps, rows = self._num_steps, slice(MAX_ROWS)
         steps = tuple(
             StepSnapshot(
                 plan.slots[rows].tolist(),
@@ -69,10 +69,10 @@ class Monitor:
         return steps, num_steps
 
     def rows(self) -> tuple[SlotSnapshot, ...]:
-        """Return the requests in the lowest slots, at most `MOST_ROWS`."""
+        """Return the requests in the lowest slots, at most `MAX_ROWS`."""
         state = self._scheduler.state
         table = state.table
-        owners = [owner for owner in state.owners if owner is not None][:MOST_ROWS]
+        owners = [owner for owner in state.owners if owner is not None][:MAX_ROWS]
         slots = np.array([owner.slot for owner in owners], dtype=np.intp)
         acceptances = state.policy.estimated_acceptance(slots)
         columns = zip(
@@ -96,5 +96,5 @@ class Monitor:
         )
 
     def blocks(self) -> BlockMap:
-        size, used, cached = self._scheduler.state.pool.occupancy(MOST_CELLS)
+        size, used, cached = self._scheduler.state.pool.occupancy(MAX_CELLS)
         return BlockMap(size, used.tolist(), cached.tolist())

@@ -30,7 +30,7 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 RESERVED = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
 
-_MOST_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
+_MAX_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
 Message = Mapping[str, Any]
 
@@ -77,8 +77,8 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self.text, self._tool_use = text, tool_use
-        if len(text) > _MOST_CHARS:
-            problem = f"has {len(text)} characters, {_MOST_CHARS} may be"
+        if len(text) > _MAX_CHARS:
+            problem = f"has {len(text)} characters, {_MAX_CHARS} may be"
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
         try:
             self._template = _environment().from_string(text)
@@ -147,9 +147,9 @@ class ChatTemplate:
         problem = str(first) or type(first).__name__
         raise ChatTemplateError(problem, refused=bool(refusals)) from first
 
-    def _renders(self, messages: Sequence[Message], given: Mapping[str, Any], text: str) -> bool:
+    def _renders(self, messages: Sequence[Message], values: Mapping[str, Any], text: str) -> bool:
         with suppress(Exception):
-            return self._template.render(given, messages=messages) == text
+            return self._template.render(values, messages=messages) == text
         return False
 
     def _knows(self, role: str) -> bool:

@@ -24,10 +24,10 @@ _SPACE = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # All ways to split a token in two are tried, which costs its length squared. This limits the sum.
-_MOST_CUTTING = 200_000_000
-_MOST_TOKEN_CHARS = 1 << 12
+_MAX_CUTTING = 200_000_000
+_MAX_TOKEN_CHARS = 1 << 12
 # Total length of added tokens, which the library searches for with one automaton.
-_MOST_FOUND_CHARS = 1 << 18
+_MAX_FOUND_CHARS = 1 << 18
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -76,7 +76,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         raw = _MODELS[kind](keys)
         for types, special in (((_UNKNOWN, _CONTROL), True), ((_USER_DEFINED,), False)):
             texts = [text for text, i in keys.vocab.items() if keys.types[i] in types]
-            if sum(map(len, texts)) > _MOST_FOUND_CHARS:
+            if sum(map(len, texts)) > _MAX_FOUND_CHARS:
                 raise keys.error("token_type", f"{len(texts)} of {types} are too many or too long")
             raw.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
     except TokenizerError:
@@ -148,8 +148,8 @@ class _Keys:
     def tokens(self) -> list[str]:
         texts = self.strings("tokens")
         longest = max(map(len, texts))
-        if longest > _MOST_TOKEN_CHARS:
-            raise self.error("tokens", f"one has {longest} characters, {_MOST_TOKEN_CHARS} may be")
+        if longest > _MAX_TOKEN_CHARS:
+            raise self.error("tokens", f"one has {longest} characters, {_MAX_TOKEN_CHARS} may be")
         return [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
 
     @cached_property
@@ -214,7 +214,7 @@ def _sentence_piece(keys: _Keys) -> Tokenizer:
     vocab, scores = keys.vocab, keys.numbers("scores")
     if scores is None:
         raise keys.error("scores", "missing")
-    if sum(len(text) ** 2 for text in vocab) > _MOST_CUTTING:
+    if sum(len(text) ** 2 for text in vocab) > _MAX_CUTTING:
         raise keys.error("tokens", "too long to be words")
     merges = []
     for text, token in vocab.items():

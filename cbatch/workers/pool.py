@@ -28,7 +28,7 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",  # a backtrace needs memory, and hangs when there is none
     "TOKENIZERS_PARALLELISM": "false",
 }
-MOST_IDLE = 2  # workers kept for later tasks, for each value of `TaskLimits.aside`
+MAX_IDLE = 2  # workers kept for later tasks, for each value of `TaskLimits.aside`
 # A worker whose task took longer ends, so that all its memory is returned.
 _QUICK_S = 0.5
 _AT_ONCE_S = 0.02  # a reused worker that dies sooner was dead before the task.
@@ -79,7 +79,7 @@ class WorkerPool:
             value = -signal.SIGPROF
         finally:
             took_s = time.monotonic() - begin_s
-            has_room = len(idle) < MOST_IDLE and not self._closed
+            has_room = len(idle) < MAX_IDLE and not self._closed
             if kind in (DONE, RAISED) and took_s < _QUICK_S and has_room:
                 idle.append(worker)
             else:

@@ -359,11 +359,11 @@ def test_what_is_said_of_sets_is_true(a: Any, b: Any) -> None:
 @given(schemas, schemas)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_also_where_they_are_too_large_to_be_seen_through(a: Any, b: Any) -> None:
-    most, schema_sets.MOST_PARTS = schema_sets.MOST_PARTS, 3
+    most, schema_sets.MAX_PARTS = schema_sets.MAX_PARTS, 3
     try:
         check_sets(a, b)
     finally:
-        schema_sets.MOST_PARTS = most
+        schema_sets.MAX_PARTS = most
 
 
 def test_branches_are_compared_within_bounds() -> None:
@@ -382,12 +382,12 @@ def test_branches_are_compared_within_bounds() -> None:
     parts = SchemaSets._parts
 
     def counted(self: SchemaSets, *args: Any) -> Any:
-        seen.append(self._left)
+        seen.append(self._budget)
         return parts(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SchemaSets, "_parts", counted)
         with pytest.raises(FieldError, match="oneOf: values may be valid by both"):
             GRAMMARS.check(StructuredOutputs(json=schema))
-    assert len(seen) < 20 * schema_sets.MOST_PARTS
+    assert len(seen) < 20 * schema_sets.MAX_PARTS
     assert all(before >= after for before, after in pairwise(seen[:100]))

@@ -12,7 +12,7 @@ from cbatch import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.process import monitor as monitor_module
 from cbatch.process.messages import StepSnapshot
-from cbatch.process.monitor import LONGEST_PERIOD_S, MOST_SHARE, MOST_STEPS, PERIOD_S, Monitor
+from cbatch.process.monitor import LONGEST_PERIOD_S, MAX_SHARE, MAX_STEPS, PERIOD_S, Monitor
 from tests.toy_engine import make_engine
 
 
@@ -80,13 +80,13 @@ def test_no_belief_where_none_is_held(lookahead: str) -> None:
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor_module, "MOST_ROWS", 3)
-    monkeypatch.setattr(monitor_module, "MOST_CELLS", 5)
+    monkeypatch.setattr(monitor_module, "MAX_ROWS", 3)
+    monkeypatch.setattr(monitor_module, "MAX_CELLS", 5)
     engine, monitor = busy()
-    for _ in range(MOST_STEPS + 7):
+    for _ in range(MAX_STEPS + 7):
         last = step(engine, monitor)
     steps, num_steps = monitor.take_steps()
-    assert num_steps == MOST_STEPS + 7 and len(steps) == MOST_STEPS
+    assert num_steps == MAX_STEPS + 7 and len(steps) == MAX_STEPS
     assert steps[-1].drafted == last.num_drafted[:3].tolist()  # the latest ones
     assert all(len(each.slots) == 3 for each in steps) and len(monitor.rows()) == 3
     assert len(monitor.blocks().used) <= 5
@@ -120,7 +120,7 @@ def test_it_is_due_ten_times_a_second_or_as_seldom_as_it_must() -> None:
     times_s = np.arange(0.0, 5.0, 0.003)
     for took_s, period_s in (
         (0.0, PERIOD_S),
-        (0.002, 0.002 / MOST_SHARE),
+        (0.002, 0.002 / MAX_SHARE),
         (0.02, LONGEST_PERIOD_S),
     ):
         due = []

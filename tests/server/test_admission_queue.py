@@ -86,7 +86,7 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
     queue.reserve(1, 30).release()
     queue.require_in_time()
     last = queue.reserve(1, 250)
-    assert queue.reading_s() == pytest.approx(3.2)
+    assert queue.estimated_prefill_s() == pytest.approx(3.2)
     with pytest.raises(OverloadedError, match="3.2 s, later than 1 s") as refused:
         queue.require_in_time()
     assert refused.value.retry_after_s == 3

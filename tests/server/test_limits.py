@@ -7,23 +7,23 @@ import resource
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.limits import MOST_CONNECTIONS, OWN_FILES, ConnectionLimits, connections_for
+from cbatch.server.http.limits import MAX_CONNECTIONS, OWN_FILES, ConnectionLimits, connections_for
 
 NO_LIMIT = resource.RLIM_INFINITY
-MOST_FILES = MOST_CONNECTIONS + OWN_FILES
+MAX_FILES = MAX_CONNECTIONS + OWN_FILES
 
 
 @pytest.mark.parametrize(
     ("soft", "hard", "asked", "room", "files"),
     [
-        (20_000, 20_000, None, MOST_CONNECTIONS, 20_000),
-        (1024, 20_000, None, MOST_CONNECTIONS, MOST_FILES),
+        (20_000, 20_000, None, MAX_CONNECTIONS, 20_000),
+        (1024, 20_000, None, MAX_CONNECTIONS, MAX_FILES),
         (1024, 20_000, 10_000, 10_000, 10_000 + OWN_FILES),
         (1024, 2048, None, 2048 - OWN_FILES, 2048),
         (1024, NO_LIMIT, 50_000, 50_000, 50_000 + OWN_FILES),
-        (NO_LIMIT, NO_LIMIT, None, MOST_CONNECTIONS, NO_LIMIT),
+        (NO_LIMIT, NO_LIMIT, None, MAX_CONNECTIONS, NO_LIMIT),
         (1024, 1024, 1024 - OWN_FILES, 1024 - OWN_FILES, 1024),
-        (1024, 1024, MOST_CONNECTIONS, None, 1024),
+        (1024, 1024, MAX_CONNECTIONS, None, 1024),
     ],
 )
 def test_connections_leave_open_files_for_the_rest(

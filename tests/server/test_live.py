@@ -23,7 +23,7 @@ from cbatch.process.monitor import Monitor
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving import live_feed as live_module
-from cbatch.server.serving.live_feed import MOST_UNREAD, LiveFeed
+from cbatch.server.serving.live_feed import MAX_UNREAD, LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from tests.process.factories import SimFactory
 from tests.server.http_client import Client, serving, wait_until
@@ -161,7 +161,7 @@ def test_who_comes_is_shown_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(live_module, "MAX_WATCHERS", 1)
     with serving(make_engine()) as client:
         with watching(client) as first:
             next(frames(first))
@@ -210,7 +210,7 @@ def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
         for number in range(100):
             service.on_snapshot(snapshot(number))
         kept = [json.loads((await anext(watcher))[6:])["look"]["num_steps"] for _ in range(2)]
-        assert kept == [98, 99] and MOST_UNREAD == 2
+        assert kept == [98, 99] and MAX_UNREAD == 2
         assert service.on_snapshot is not None
         service.over = True
         with pytest.raises(StopAsyncIteration):

@@ -219,6 +219,6 @@ def test_many_tasks_at_once_have_workers_of_their_own() -> None:
     async def scene(workers: WorkerPool) -> None:
         pids = await asyncio.gather(*(workers.run(own_pid, LIMITS) for _ in range(8)))
         assert len(set(pids)) > 1
-        assert len(workers._idle[False]) <= pool_module.MOST_IDLE
+        assert len(workers._idle[False]) <= pool_module.MAX_IDLE
 
     run(scene)

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cbatch.server.http.errors import error_body
-from cbatch.server.http.limits import LEAST_READ_BYTES, ConnectionLimits
+from cbatch.server.http.limits import MIN_READ_BYTES, ConnectionLimits
 from cbatch.server.http.middleware import RequestMiddleware
 from cbatch.server.serving.response_builder import encode
 
@@ -75,9 +75,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits, self._reject = config.limits, config.reject
         self._lingering = config.lingering
         self._watch: asyncio.TimerHandle | None = None
-        self._asking_since_s: float | None = None  # since when a request has been arriving
+        self._request_since_s: float | None = None  # since when a request has been arriving
         self._in_head = False
-        self._head_bytes = self._fed_bytes = (
+        self._head_bytes = self._partial_bytes = (
             0  # of complete fields, and of data without a complete one
         )
         self._data = b""  # what the parser reads now
@@ -91,8 +91,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > limit:
             self._refuse(503, "connections", f"{limit} connections are open", b"retry-after: 1\r\n")
         else:
-            self._asking_since_s = self.loop.time()
-            self._look()
+            self._request_since_s = self.loop.time()
+            self._check_timeouts()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:
@@ -113,22 +113,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = Unread(self.loop.time(), num_bytes)
         return self._unread
 
-    def _look(self) -> None:
+    def _check_timeouts(self) -> None:
         """Timer callback: end what has waited since `late_s` or longer."""
         limit_s = self._limits.request_timeout_s
         late_s = self.loop.time() - limit_s
         before = self._unread
         if before is not None and before.since_s <= late_s:
-            if self._note_unread().num_bytes > before.num_bytes - LEAST_READ_BYTES:
+            if self._note_unread().num_bytes > before.num_bytes - MIN_READ_BYTES:
                 self.transport.abort()
                 return
         elif before is None and self.transport.is_closing():  # the client has not read all of it
             self._note_unread()
-        if self._asking_since_s is not None and self._asking_since_s <= late_s:
+        if self._request_since_s is not None and self._request_since_s <= late_s:
             self._end_late_request()
-        begun_s = (self._asking_since_s, self._unread and self._unread.since_s)
+        begun_s = (self._request_since_s, self._unread and self._unread.since_s)
         due_s = (begun + limit_s for begun in begun_s if begun is not None and begun > late_s)
-        self._watch = self.loop.call_at(min(due_s, default=late_s + 2 * limit_s), self._look)
+        self._watch = self.loop.call_at(
+            min(due_s, default=late_s + 2 * limit_s), self._check_timeouts
+        )
 
     def _end_late_request(self) -> None:
         if self._answering:
@@ -144,15 +146,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self in self._lingering:
             return
-        if self._asking_since_s is None:
-            self._asking_since_s = self.loop.time()
+        if self._request_since_s is None:
+            self._request_since_s = self.loop.time()
         was_in_head, self._data = self._in_head, data
         super().data_received(data)
         refused = self in self._lingering or self.transport.is_closing()
         if was_in_head and self._in_head and not refused:
-            self._fed_bytes += len(data)
-            if self._fed_bytes > 2 * MAX_HEAD_BYTES:  # a header field without an end
-                self._head_bytes = self._fed_bytes
+            self._partial_bytes += len(data)
+            if self._partial_bytes > 2 * MAX_HEAD_BYTES:  # a header field without an end
+                self._head_bytes = self._partial_bytes
                 self.send_400_response("")
 
     def _should_upgrade(self) -> bool:
@@ -174,9 +176,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = self._fed_bytes = 0
-        if self._asking_since_s is None:
-            self._asking_since_s = self.loop.time()
+        self._head_bytes = self._partial_bytes = 0
+        if self._request_since_s is None:
+            self._request_since_s = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -196,16 +198,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise HeadError
         self._in_head = False
-        self._asking_since_s = self.loop.time()
+        self._request_since_s = self.loop.time()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._asking_since_s = None
+        self._request_since_s = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._asking_since_s is not None:  # the next request has its full time from now on
-            self._asking_since_s = self.loop.time()
+        if self._request_since_s is not None:  # the next request has its full time from now on
+            self._request_since_s = self.loop.time()
         super().on_response_complete()
 
     # ---- responses of the connection itself ---------------------------------------------------
@@ -227,7 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reject(reason)
         body = encode(error_body(message, _KINDS.get(status, "invalid_request_error")))
         self.transport.write(_HEAD % (STATUS_LINE[status], len(body), header) + body)
-        self._asking_since_s = None
+        self._request_since_s = None
         if self._answering or len(self._lingering) >= MAX_LINGERING:
             self.transport.close()
         else:

@@ -14,20 +14,20 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 
 _limits = partial(knob, "limits")
-MOST_CONNECTIONS = 4096  # default, if the limit on open files allows it
+MAX_CONNECTIONS = 4096  # default, if the limit on open files allows it
 # Other files than connections: the engine's pipes, logs, models, and connections just refused.
 OWN_FILES = 256
-LEAST_READ_BYTES = 2**14  # what a client must read of a response within `request_timeout_s`
+MIN_READ_BYTES = 2**14  # what a client must read of a response within `request_timeout_s`
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
-    and its body as long again. A client must read `LEAST_READ_BYTES` of a response in that time.
+    and its body as long again. A client must read `MIN_READ_BYTES` of a response in that time.
     All bodies that are being read share `max_reading_bytes`."""
 
     max_connections: Annotated[
         int | None,
-        _limits(f"beyond: 503 (default: {MOST_CONNECTIONS}, or what open files allow)", "N"),
+        _limits(f"beyond: 503 (default: {MAX_CONNECTIONS}, or what open files allow)", "N"),
     ] = None
     request_timeout_s: Annotated[
         float,
@@ -45,7 +45,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def most_connections(self) -> int:
-        return self.max_connections or MOST_CONNECTIONS
+        return self.max_connections or MAX_CONNECTIONS
 
 
 def connections_for(max_connections: int | None) -> int:
@@ -53,7 +53,7 @@ def connections_for(max_connections: int | None) -> int:
     necessary. Raises `FieldError` if `max_connections` exceeds what the system allows."""
     import resource  # not on Windows, where `cbatch serve` does not run either
 
-    needed = (MOST_CONNECTIONS if max_connections is None else max_connections) + OWN_FILES
+    needed = (MAX_CONNECTIONS if max_connections is None else max_connections) + OWN_FILES
     files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != files < needed:
         files = needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit)

@@ -180,7 +180,7 @@ def _request_id(client_id: bytes) -> bytes:
 
 
 async def _allow(send: Any, fields: bytes) -> None:
-    """ResponseBuilder a browser's preflight request, allowing these header fields."""
+    """Answer a browser's preflight request, allowing these header fields."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-allow-headers", fields),

@@ -111,11 +111,11 @@ def _content(value: Any, field: str) -> str:
     return "\n".join(texts)
 
 
-def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the variables. Raises `FieldError` for names that the server sets itself."""
-    for name in given or {}:
+    for name in variables or {}:
         if name in RESERVED:
             raise FieldError(
                 "chat_template_kwargs", f"{name!r} is not yours to set", "leave it out"
             )
-    return given or {}
+    return variables or {}

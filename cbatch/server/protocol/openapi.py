@@ -141,8 +141,10 @@ def _limited(schema: Schema, limit: Schema) -> Schema:
 
 def _body(fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]) -> Schema:
     """Return a request's schema. All fields but the required ones may be null, like absent."""
-    known = {name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()}
-    return {"type": "object", "properties": known | required, "required": list(required)}
+    properties = {
+        name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()
+    }
+    return {"type": "object", "properties": properties | required, "required": list(required)}
 
 
 def _or_null(schema: Schema) -> Schema:

@@ -68,7 +68,7 @@ ReadPrompt = str | tuple[int, ...] | PendingPrompt
 AnyPrompt = Prompt | PendingPrompt
 
 
-def most_tokens(prompt: AnyPrompt) -> int:
+def max_prompt_tokens(prompt: AnyPrompt) -> int:
     """Return an upper bound of the prompt's tokens, to reserve until they are counted."""
     if isinstance(prompt, PendingPrompt):
         return prompt.num_bytes

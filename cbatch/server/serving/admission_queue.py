@@ -123,7 +123,7 @@ class AdmissionQueue:
         self.num_prompt_tokens += prompt_tokens
         return QueueTicket(self, num_requests, prompt_tokens)
 
-    def reading_s(self) -> float:
+    def estimated_prefill_s(self) -> float:
         """Return the estimated seconds to compute all prompts received so far, ignoring prefix
         cache hits; 0 while the time per token is unknown."""
         stats = self._stats()
@@ -134,7 +134,7 @@ class AdmissionQueue:
     def require_in_time(self) -> None:
         """Raise `OverloadedError` if the prompts received so far, including the newest, cannot be
         computed within `ttft_target_s`."""
-        target_s, needed_s = self._limits.ttft_target_s, self.reading_s()
+        target_s, needed_s = self._limits.ttft_target_s, self.estimated_prefill_s()
         if target_s is not None and needed_s > target_s:
             problem = f"the prompt would be read in {needed_s:.2g} s, later than {target_s:g} s"
             raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))

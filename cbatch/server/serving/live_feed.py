@@ -19,8 +19,8 @@ from cbatch.server.serving.metrics import Histogram, Metrics
 from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.service import EngineService
 
-MOST_WATCHERS = 32
-MOST_UNREAD = 2  # events buffered for a page.
+MAX_WATCHERS = 32
+MAX_UNREAD = 2  # events buffered for a page.
 QUIET_S = 0.5  # longest time between events.
 _ID_CHARS = slice(6)  # the part of a request's id that a page is sent.
 Mean = tuple[float, int]  # sum in seconds, and number of values.
@@ -77,8 +77,8 @@ class LiveFeed:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield events until the server has stopped. The first item is empty; request it before the
         response begins, since it may raise `OverloadedError` if too many pages are open."""
-        if len(self._watchers) >= MOST_WATCHERS:
-            raise OverloadedError(f"{MOST_WATCHERS} pages are open; close one", 10)
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise OverloadedError(f"{MAX_WATCHERS} pages are open; close one", 10)
         unread: asyncio.Queue[bytes] = asyncio.Queue()
         self._num_watches += 1
         number = self._num_watches
@@ -105,7 +105,7 @@ class LiveFeed:
         self._latest = snapshot
         frame = self._frame(snapshot)
         for unread in self._watchers.values():
-            if unread.qsize() >= MOST_UNREAD:
+            if unread.qsize() >= MAX_UNREAD:
                 unread.get_nowait()
             unread.put_nowait(frame)
 

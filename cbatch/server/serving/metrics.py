@@ -213,7 +213,9 @@ class Metrics(Collector):
         text = "Prompt tokens of calls none of whose sequences has had a slot."
         yield self._gauge("cbatch:queued_prompt_tokens", text, service.queue.num_prompt_tokens)
         text = "Until the prompts that came so far are read, estimated; seconds."
-        yield self._gauge("cbatch:estimated_prompt_seconds", text, service.queue.reading_s())
+        yield self._gauge(
+            "cbatch:estimated_prompt_seconds", text, service.queue.estimated_prefill_s()
+        )
         text = "Calls on their way, those included whose prompt or grammar is still being read."
         yield self._gauge("cbatch:open_calls", text, service.num_open)
         text = "Times that the engine died and was started again."

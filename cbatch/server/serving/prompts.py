@@ -23,7 +23,7 @@ from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerP
 
 SHORT_BYTES = 10_000  # longer texts are tokenized in a worker, and count as slow.
 QUICK_S = 0.25  # processor time after which a short task starts again as a slow one
-MOST_QUICK = MOST_SLOW = 2  # workers at once
+MAX_QUICK = MAX_SLOW = 2  # workers at once
 WAIT_S = 30.0  # longest wait for one of the slow workers
 T = TypeVar("T")
 _logger = logging.getLogger("cbatch")
@@ -52,7 +52,7 @@ class PromptReader:
     ) -> None:
         self._model, self._workers, self._queue = model, workers, queue
         self._limits = TaskLimits(limits.prompt_timeout_s, limits.prompt_memory_bytes, aside=True)
-        self._quick, self._slow = asyncio.Semaphore(MOST_QUICK), asyncio.Semaphore(MOST_SLOW)
+        self._quick, self._slow = asyncio.Semaphore(MAX_QUICK), asyncio.Semaphore(MAX_SLOW)
 
     async def ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
         """Return the token ids of a prompt. Raises `FieldError`, `OverloadedError`."""

@@ -22,7 +22,7 @@ from cbatch.process.client import EngineClient
 from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, most_tokens
+from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, max_prompt_tokens
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest, OutputStream
 from cbatch.server.serving.prompts import PromptReader, WorkerState
@@ -34,7 +34,7 @@ from cbatch.workers import PoolClosedError, WorkerPool
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-LEAST_UNREAD_TOKENS = 64  # per choice, since a single step may emit many tokens.
+MIN_UNREAD_TOKENS = 64  # per choice, since a single step may emit many tokens.
 READING_S = 2.0  # time after a stop signal for prompts that are being tokenized
 # Prompt lengths of the warm-up requests. A next one is skipped if one took over `_LONG_WARM_S`. The
 # first of each size is slower; the last, of a repeated size, gives a true time per prompt token.
@@ -228,7 +228,7 @@ class EngineService:
         assert prompts is not None, "open comes first"
         with ExitStack() as holds:
             self._open_one(holds)
-            reserved_tokens = min(most_tokens(prompt), engine.config.max_sequence_tokens)
+            reserved_tokens = min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens)
             ticket = self.queue.reserve(params.n, reserved_tokens)
             holds.callback(ticket.release)
             ids = await prompts.ids(prompt)
@@ -247,7 +247,7 @@ class EngineService:
             self.queue.require_in_time()
             accepted = Accepted(request_id, ids, requests[0].seed, params.n)
             unread_share = self.limits.max_unread_tokens // num_prompts
-            most_unread = max(unread_share, LEAST_UNREAD_TOKENS * params.n)
+            most_unread = max(unread_share, MIN_UNREAD_TOKENS * params.n)
             open_request = OpenRequest(accepted, self._client, ticket, most_unread, holds)
             self._open_requests[request_id] = open_request
             holds.callback(self._open_requests.pop, request_id)

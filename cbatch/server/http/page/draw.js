@@ -1,4 +1,4 @@
-// What every part of the page draws and writes with.
+// Drawing and formatting helpers, and the charts.
 
 export const $ = (id) => document.getElementById(id);
 export const put = (node, text) => {
@@ -35,7 +35,7 @@ export function readColours() {
     colours[name] = style.getPropertyValue(`--${name}`);
 }
 
-// A canvas as large as its box, in device pixels: what is drawn stays sharp.
+// Resize a canvas to its box in device pixels, so that drawings are sharp.
 export function fit(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   canvas.width = Math.max(1, Math.round(width * devicePixelRatio));
@@ -45,14 +45,14 @@ export function fit(canvas) {
 // ---- charts: the last minute ------------------------------------------------------------------
 
 export class Chart {
-  static SECONDS = [15, 60]; // shown at first, and at most
+  static SECONDS = [15, 60]; // time span at first, and the longest one
 
   constructor(name, colour, { ceiling = 0, write = null } = {}) {
     [this.canvas, this.output] = [$(`c-${name}`), $(`v-${name}`)];
     this.scale = this.canvas.parentNode.querySelector("figcaption span");
-    this.write = write; // the top of the scale, where that is worth telling
+    this.write = write; // formats the top of the scale; null: not shown
     this.colour = colour;
-    this.ceiling = ceiling; // the least that the scale reaches
+    this.ceiling = ceiling; // lower bound for the top of the scale
     this.points = []; // [second, value or null, low, high]
   }
 
@@ -102,7 +102,7 @@ export class Chart {
     }
   }
 
-  // Stretches without a gap: where nothing is known no line is drawn.
+  // Runs of points without a null between them, since no line is drawn across a gap.
   runs() {
     const runs = [[]];
     for (const point of this.points)

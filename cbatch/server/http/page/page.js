@@ -1,5 +1,5 @@
-// The live page. Frames come in over one stream (cbatch/server/serving/live_feed.py), prompts go out. What is
-// not known is a dash; texts are only ever set as text.
+// The live page. It receives frames (see cbatch/server/serving/live_feed.py) and sends prompts. An
+// unknown value is shown as a dash. Text is set as text, never as HTML.
 
 import {
   $,
@@ -108,15 +108,15 @@ const charts = {
   load: new Chart("load", "own", { ceiling: 4, write: count }),
 };
 let [hello, lastLook, lastSaid] = [null, null, 0];
-let [frames, looks] = [[], []]; // of the last seconds
+let [frames, looks] = [[], []]; // the last two seconds of each
 
-// The oldest of `past` within `seconds` before its newest, which the rates are over.
+// Drop older entries, and return the oldest within `seconds` of the newest: rates are over these.
 function since(past, seconds) {
   while (past.length > 2 && past[1].at_s <= past.at(-1).at_s - seconds) past.shift();
   return past[0];
 }
 
-// Of what has come to a [sum, count] that grows.
+// Mean of the values between two states of a growing [sum, count].
 function mean(now, then) {
   return now[1] > then[1] ? (now[0] - then[0]) / (now[1] - then[1]) : null;
 }
@@ -129,7 +129,7 @@ function onFrame(frame) {
   frames.push(frame);
   const then = since(frames, 2);
   const passed = frame.at_s - then.at_s;
-  const now = performance.now() / 1e3; // the server's clock may begin anew
+  const now = performance.now() / 1e3; // the server's clock may restart
   const says = now - lastSaid >= 0.25;
   if (says) lastSaid = now;
   const rate = passed >= 0.5 ? (frame.generation_tokens - then.generation_tokens) / passed : null;
@@ -160,7 +160,7 @@ function onLook(frame, now, says) {
     frame.look.stats;
   lastLook = frame;
   const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
-  if (looks.length && totals.steps < looks.at(-1).steps) looks = []; // another engine
+  if (looks.length && totals.steps < looks.at(-1).steps) looks = []; // the engine was restarted
   looks.push(look);
   const then = since(looks, 2);
   const did = totals.steps - then.steps;
@@ -255,7 +255,7 @@ function onHello(told) {
   $("max-tokens").max = hello.max_model_tokens;
 }
 
-// For ever: a page that nobody sees lets go of the stream, one whose server is gone comes back.
+// Keep a stream open for ever: close it while the page is hidden, reconnect if the server is gone.
 async function follow() {
   for (let wait = 250; ;) {
     if (document.hidden)
@@ -342,14 +342,14 @@ async function onSubmit(event) {
   halting = null;
 }
 
-// One button for another, in the place of the keyboard's focus, too.
+// Replace a button by another one, which also takes over the keyboard focus.
 function swap(old, next) {
   const focused = document.activeElement === old;
   [old.hidden, next.hidden] = [true, false];
   if (focused) next.focus();
 }
 
-// ---- beginning --------------------------------------------------------------------------------
+// ---- start ------------------------------------------------------------------------------------
 
 function redraw() {
   readColours();

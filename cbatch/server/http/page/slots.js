@@ -1,16 +1,16 @@
-// The slots: a row each, and in it a column a step, swept like an oscilloscope: what is drawn stays
-// where it is until the sweep comes round again.
+// The slots: a row per slot and a column per step. Drawing sweeps from left to right like an
+// oscilloscope and overwrites the previous sweep.
 
 import { $, DASH, colours, count, fit, make, percent, put } from "./draw.js";
 
-const PAST = 2048; // columns remembered, for another width
-const AHEAD = 6; // columns cleared before the sweep
+const PAST = 2048; // columns stored, to redraw after a resize
+const AHEAD = 6; // columns cleared in front of the sweep
 const NONE = 0,
   DECODE = 1,
   PROMPT = 2;
 
 class Slot {
-  static deepest = 3; // drafts that a column has room for
+  static deepest = 3; // drafts that fit in a column
 
   constructor(number, list) {
     this.node = make("li", "", list);
@@ -118,7 +118,7 @@ export const board = {
   mine: null,
   quietSince: 0,
 
-  // As many rows as slots were in use of late: the lowest free slot is always taken next.
+  // Show as many rows as slots were in use recently. The scheduler takes the lowest free slot.
   resize(used, now) {
     if (used >= this.slots.length) this.quietSince = now;
     if (used > this.slots.length || now - this.quietSince > 8) {
