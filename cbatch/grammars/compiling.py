@@ -52,8 +52,7 @@ T = TypeVar("T")
 
 
 class Compiled:
-    """A compiled grammar in its initial state. `Grammars` caches it while any caller refers to
-    it."""
+    """A compiled grammar in its initial state. `Grammars` caches it while it is in use."""
 
     __slots__ = ("__weakref__", "forbid_repeats", "matcher", "took_s")
 
@@ -88,8 +87,7 @@ class Grammars:
             _ = self._vocabulary
 
     def check(self, spec: StructuredOutputs, field: str = FIELD) -> None:
-        """Raise `FieldError` about `field` for a grammar that is invalid or unsupported. May be
-        slow."""
+        """Raise `FieldError` about `field` for an invalid or unsupported grammar. May be slow."""
         try:
             self.compiled(spec)
         except FieldError as error:
@@ -104,8 +102,7 @@ class Grammars:
         return self.compiled(spec).forbid_repeats
 
     def plain_token(self, text: bytes) -> int | None:
-        """Return the longest token that `text` starts with, or None. Added tokens are not
-        considered."""
+        """Return the longest token that `text` starts with, or None, ignoring added tokens."""
         ids = self._vocabulary.greedy_tokenize(text.decode(errors="ignore"))
         return ids[0] if ids else None
 
@@ -242,8 +239,7 @@ def read(spec: StructuredOutputs) -> StructuredOutputs:
 
 
 def grammar_text(spec: StructuredOutputs) -> str:
-    """Return the grammar of a spec that `read` has converted, in llguidance's form. Raises
-    `FieldError`."""
+    """Return the grammar of a converted spec in llguidance's form. Raises `FieldError`."""
     text = _answer_text(spec)
     if spec.around is None:
         return text

@@ -14,7 +14,7 @@ from cbatch.grammars.compiling import STACK_BYTES, Grammars, read, with_stack
 from cbatch.workers import TaskLimits
 
 MEMORY_BYTES = 128 * 2**20  # for one grammar, on top of the stacks of the compiling threads
-# The engine runs grammars in a thread with 8 MiB, of which a long grammar needs more.
+# Half of the engine's stack for grammars, as a margin: the need grows with the text's length.
 _TRIAL_STACK_BYTES = 4 * 2**20
 LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=True)
 
@@ -22,8 +22,7 @@ LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a trial. `problem` and `remedy` are set for an invalid grammar. `quick` is the
     result of `read`, if it differs from the grammar. `compile_s` is the processor time to compile
-    `quick`. `begin_s` is the time that each choice adds to an engine's step to start the
-    grammar."""
+    `quick`. `begin_s` is the time to start the grammar, in an engine's step for each choice."""
 
     problem: str | None = None
     remedy: str = ""

@@ -18,8 +18,7 @@ _MAX_TRIED = 1000  # cached results
 
 
 class UniqueItems:
-    """A filter of tokens. `names` are the properties with unique lists, `words` the text of each
-    token."""
+    """A filter of tokens. `names` are properties with unique lists, `words` the tokens' texts."""
 
     def __init__(self, names: Sequence[str], words: Sequence[bytes]) -> None:
         keys = (re.escape(json.dumps(name, ensure_ascii=False).encode()) for name in names)

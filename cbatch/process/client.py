@@ -156,8 +156,7 @@ class EngineClient:
     # ---- watching -----------------------------------------------------------------------------
 
     def watch(self, on_snapshot: Callable[[Snapshot], None] | None) -> None:
-        """Call `on_snapshot` several times a second from now on, also after a restart; None stops
-        it."""
+        """Call `on_snapshot` several times a second, also after a restart; None stops it."""
         self._on_snapshot = on_snapshot
         if self._link is not None and self._link.ready:
             self._link.send(Watch(on_snapshot is not None))
@@ -170,8 +169,7 @@ class EngineClient:
     # ---- commands to the engine ---------------------------------------------------------------
 
     def _dispatch(self, transcripts: Sequence[Transcript]) -> None:
-        """Send the requests of one group. After an exception they must be cancelled: some may be
-        sent."""
+        """Send one group's requests. After an exception, cancel them: some may have been sent."""
         assert self._link is not None
         named = {next(self._wire_ids): transcript for transcript in transcripts}
         choices = (
@@ -191,8 +189,7 @@ class EngineClient:
         self._link.send(Cancel(wire_id))
 
     def _dispatch_open(self) -> None:
-        """Send all open requests to the engine, or only the first suspected group if there is
-        one."""
+        """Send all open requests, or only the first suspected group if there is one."""
         if self._canary is not None:
             return
         self._trial = next(iter(self._suspects.groups), None)

@@ -38,8 +38,7 @@ class CrashSuspects:
 
     def on_death(self, in_flight: Mapping[str, str], *, alone: bool) -> str | None:
         """Count a death. `in_flight` maps the suspected requests to their groups. `alone` says that
-        only one group was in flight, cancelled requests included. Returns the guilty group, if
-        known."""
+        only one group was in flight, cancelled requests included. Returns the guilty group."""
         if alone:
             for group in set(in_flight.values()):
                 self._lone_deaths[group] = self._lone_deaths.get(group, 0) + 1

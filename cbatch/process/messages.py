@@ -98,8 +98,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted. `drafters` are the names
-    that requests may use, `info` is for people. `follows_grammars`: `structured_outputs` are
-    supported."""
+    that requests may use, `info` is for people. `follows_grammars`: grammars are supported."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]

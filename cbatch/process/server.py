@@ -100,8 +100,7 @@ class EngineServer:
             pass
 
     def iterate(self) -> bool:
-        """Handle pending commands, then run a step if there is work. Return False after a stop
-        command."""
+        """Handle pending commands, then run a step if needed. Return False after a stop command."""
         if not self._handle_commands():
             return False
         if self.busy:
@@ -115,8 +114,7 @@ class EngineServer:
         return bool(self._scheduler.has_work or self._scheduler.num_in_flight or self._rejected)
 
     def _handle_commands(self) -> bool:
-        """Handle pending commands; an idle engine waits for one. Return False after a stop
-        command."""
+        """Handle pending commands; if idle, wait for one. Return False after a stop command."""
         if not self.busy:
             timeout_s = COMPILING_TICK_S if self._loop.late.pending else HEARTBEAT_S
             timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else timeout_s

@@ -86,8 +86,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat template: {source} does not parse ({error})") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: the parsed template is left out, and parsed again from the
-        text."""
+        """Return the state to pickle. The parsed template is left out, and parsed again later."""
         return {name: value for name, value in vars(self).items() if name != "_template"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,8 +152,7 @@ class ChatTemplate:
         return False
 
     def _knows(self, role: str) -> bool:
-        """Return whether the template compares the role. The three common roles are always
-        known."""
+        """Return whether the template tests for the role. Three common roles are always known."""
         comparison = rf"""role[^%}}]{{0,200}}['"]{re.escape(role)}['"]"""
         return (
             role in ("system", "user", "assistant") or re.search(comparison, self.text) is not None

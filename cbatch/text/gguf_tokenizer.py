@@ -185,8 +185,7 @@ class _Keys:
 
 
 def _byte_level(keys: _Keys) -> Tokenizer:
-    """Return GPT-2's BPE over bytes. Model families differ in how a text is first split into
-    words."""
+    """Return GPT-2's BPE over bytes. Families differ in how a text is first split into words."""
     vocab, pre = keys.vocab, keys.get("pre")
     cuts = _CUTS_OF.get(pre) if isinstance(pre, str) else None
     if cuts is None:

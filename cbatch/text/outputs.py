@@ -22,14 +22,12 @@ class Speculation(msgspec.Struct):
 
     @property
     def mean_accepted_tokens(self) -> float | None:
-        """Mean tokens that a decoding step yields, with its bonus token: 1.0 without
-        speculation."""
+        """Mean tokens that a decoding step yields, bonus token included: 1.0 without drafts."""
         return 1 + self.accepted_tokens / self.steps if self.steps else None
 
     @property
     def acceptance(self) -> float | None:
-        """Share of verified draft tokens that were accepted. Those after a rejection do not
-        count."""
+        """Share of verified draft tokens that were accepted, up to the first rejection."""
         verified = self.accepted_tokens + self.rejections
         return self.accepted_tokens / verified if verified else None
 
@@ -116,8 +114,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """The part of a choice that one step added. `finished` is set in the choice's last output
-    only."""
+    """The part of a choice that one step added. `finished` is set in the last output only."""
 
     request_id: str
     index: int

@@ -67,8 +67,7 @@ class TextTokenizer:
 
     @cached_property
     def has_patterns(self) -> bool:
-        """True if the tokenizer uses regular expressions, which may be slow even on a short
-        text."""
+        """True if the tokenizer uses regular expressions, which may be slow on any text."""
         parts = (self.raw.normalizer, self.raw.pre_tokenizer)
         return any(part is not None and b'"Regex"' in part.__getstate__() for part in parts)
 
@@ -92,8 +91,7 @@ class TextTokenizer:
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the UTF-8 of a text. Empty for a special token or
-        an invalid id."""
+        """Return the bytes that a token adds to the UTF-8 of a text; none for a special token."""
         token = self.raw.id_to_token(token_id)
         if token is None or token_id in self.special_ids:
             return b""

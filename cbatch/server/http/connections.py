@@ -163,8 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Parse the request again without its `upgrade` field, which a server may ignore (RFC 9110,
-        7.8). The first parser has raised after the head, and would take the rest for the other
-        protocol."""
+        7.8). The first parser stopped after the head."""
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
         target = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
@@ -237,8 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Read on for a moment before closing. Data that arrives at a closed connection makes the
-        client's system drop the response, read or not. The connection does not count against the
-        limit."""
+        client's system drop the response. The connection does not count against the limit."""
         self._lingering.add(self)
         self.connections.discard(self)
         self.transport.write_eof()

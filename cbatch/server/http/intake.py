@@ -23,8 +23,7 @@ FREE_BYTES = 2**14
 
 
 class BodyIntake:
-    """`num_bytes` is the counted memory of all bodies. `overloaded` makes the error for an
-    excess."""
+    """`num_bytes` is the counted memory of all bodies. `overloaded` makes the error for more."""
 
     def __init__(
         self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]

@@ -26,8 +26,7 @@ async def submit(
     owner: str | None,
     stack: AsyncExitStack,
 ) -> list[OutputStream]:
-    """Submit each prompt and return its stream. If one is rejected, `stack` closes the earlier
-    ones."""
+    """Submit each prompt and return its stream. If one is rejected, `stack` closes the others."""
     api_request, streams = builder.api_request, []
     for position, prompt in enumerate(api_request.prompts):
         stream = await service.submit(
@@ -86,8 +85,7 @@ async def events(
 
 
 async def or_disconnect(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """Await `work`, but cancel it if the client disconnects: the framework cancels no plain
-    handler."""
+    """Await `work`, but cancel it if the client disconnects, which the framework does not do."""
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))
     try:

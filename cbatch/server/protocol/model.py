@@ -24,8 +24,7 @@ _PROMPT_END_TOKENS = 32  # enough for the marks around a thought
 class ServedModel:
     """The model as clients see it. `root` is its path or hub name, `created_s` seconds since the
     epoch. `tool_parser` is the format of its tool calls, None if unknown; `reasoning_parser` that
-    of its thoughts. `sampling_defaults` are values for fields of `SamplingParams` that a request
-    leaves out."""
+    of its thoughts. `sampling_defaults` are the model's values for `SamplingParams`."""
 
     def __init__(
         self,
@@ -116,8 +115,7 @@ class ServedModel:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def require_length(self, field: str, text: str) -> None:
-        """Raise `FieldError` for a text that is too long however it is tokenized. This takes no
-        time."""
+        """Raise `FieldError` for a text that is too long however it is tokenized. Takes no time."""
         require_length(field, text, self.tokenizer, self.max_model_tokens)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

@@ -314,8 +314,8 @@ def _parse(
 
 
 def _unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
-    """Yield unknown members of `raw`, such as `tools[0].function.color`. `read` is the parsed
-    value."""
+    """Yield unknown members of `raw`, such as `tools[0].function.color`. `read` is `raw`,
+    parsed."""
     if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
         for name, value in raw.items():
             if name in read.__struct_fields__:
@@ -331,8 +331,7 @@ AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
 def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
-    """Remove the fields that `kind` declares from `record`, check them and return them. Raises
-    `FieldError`."""
+    """Remove the fields that `kind` declares from `record` and check them. Raises `FieldError`."""
     values = {}
     for field in _fields_of(kind):
         if field.name in record:
@@ -374,8 +373,7 @@ def _check_stops(stop: Any) -> None:
 
 
 def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a text, a list of token ids, or a list of either. Raises
-    `FieldError`."""
+    """Return the prompts of a text, of token ids, or of a list of either. Raises `FieldError`."""
     remedy = "send a text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return (value,)
@@ -398,8 +396,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
 def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
 ) -> ReadPrompt:
-    """Return the prompt for the engine. A text is tokenized later, and stays text if no option
-    applies."""
+    """Return the prompt for the engine: a text only if no option of the request changes its ids."""
     last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
         return _truncated(prompt, last)

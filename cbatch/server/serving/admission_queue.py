@@ -116,8 +116,7 @@ class AdmissionQueue:
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> QueueTicket:
-        """Reserve a place. `prompt_tokens` may be estimated until `settle`. Raises
-        `OverloadedError`."""
+        """Reserve a place, with an estimate until `settle`. Raises `OverloadedError`."""
         self._require(num_requests, prompt_tokens)
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
@@ -140,8 +139,7 @@ class AdmissionQueue:
             raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))
 
     def require_room(self) -> None:
-        """Raise `OverloadedError` if even the shortest request would be rejected. Called before any
-        work on a request."""
+        """Raise `OverloadedError` if even the shortest request would be rejected."""
         self._require(1, 1)
 
     def _require(self, num_requests: int, prompt_tokens: int) -> None:

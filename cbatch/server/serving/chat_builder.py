@@ -129,8 +129,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
         return {kind: "".join(pieces) for kind, pieces in texts.items()}, calls
 
     def _reason(self, state: ChoiceState, choice: Choice) -> str:
-        """Return `tool_calls` for complete calls, even of a forced function: clients test for
-        it."""
+        """Return `tool_calls` for complete calls, also forced ones: clients test for it."""
         reader = state.reader
         if choice.finish_reason is FinishReason.STOP and reader is not None and reader.complete:
             return "tool_calls"

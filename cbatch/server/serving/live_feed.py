@@ -43,8 +43,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveView(msgspec.Struct, frozen=True):
-    """A snapshot of the engine. The structs in it are encoded as arrays. `slots` are those in
-    use."""
+    """A snapshot of the engine. Structs in it are encoded as arrays. `slots` are those in use."""
 
     slots: list[Slot]
     steps: tuple[StepSnapshot, ...]

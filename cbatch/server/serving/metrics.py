@@ -364,8 +364,8 @@ class RequestMetrics:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return fields for the log line. Times in seconds; `acceptance` is a share of draft
-        tokens."""
+        """Return fields of the log line. Times are in seconds; `acceptance` is a share of
+        drafts."""
         begun = [times for times in self._sequences if times.num_tokens]
         drafted = self._drafting.drafted_tokens
         first_s = min((times.first_s for times in begun), default=None)

@@ -73,7 +73,7 @@ class OutputStream:
 
     def ended(self) -> bool:
         """Return whether all outputs were taken. Raises the `ServiceError` that ended the
-        request."""
+        stream."""
         if self._unread:
             return False
         if self._error is not None and self._num_running:

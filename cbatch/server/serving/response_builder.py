@@ -171,8 +171,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return b""
 
     def _shown(self, output: Output) -> Output:
-        """Return the output to show: without the token that was generated only to process a
-        prompt."""
+        """Return the output without the token that was generated only to process a prompt."""
         done = output.finished
         if not self.api_request.prompt_only or (done and done.finish_reason is FinishReason.ERROR):
             return output

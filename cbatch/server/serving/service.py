@@ -98,8 +98,7 @@ class EngineService:
 
     @property
     def stats(self) -> EngineMetrics | None:
-        """Statistics of the engine's last step or heartbeat. Totals restart at 0 with the
-        engine."""
+        """Statistics of the last step or heartbeat. Totals restart at 0 with the engine."""
         return self._client.stats
 
     @property
@@ -154,8 +153,8 @@ class EngineService:
         return self._prompts
 
     async def warm(self, *, steps: bool = True) -> None:
-        """Start the workers and, with `steps`, run a few requests, so that the first request does
-        not wait for either."""
+        """Start the workers and, with `steps`, run requests, so that the first client need not
+        wait."""
         if self._workers is not None and self._tokenizer is not None:
             await self._workers.warm()
         if not steps:
@@ -328,8 +327,7 @@ class EngineService:
 
 
 def within(params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]) -> SamplingParams:
-    """Return parameters whose structured output is in the grammar that the prompt implies around
-    it."""
+    """Return parameters with the grammar that the prompt implies around a structured output."""
     output = params.structured_outputs
     if output is None or not isinstance(prompt, PendingPrompt) or prompt.around is None:
         return params
