@@ -1,7 +1,7 @@
 """A serving engine for language models with per-slot speculative lookahead.
 
-Names are imported when they are first used, so that a part of the package (the scheduler alone,
-say) loads nothing of the others.
+Public names are imported on first use, so that importing a part of the package, such as the
+scheduler, does not import torch.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _MODULES = {
     "cbatch.text.outputs": ("Choice", "Completion", "Output", "Speculation", "TokenLogprob"),
     "cbatch.engine.engine": ("Engine",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""Complete many prompts at once, from Python."""
+"""Offline inference from Python: `LLM`, and batches of prompts in an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Key = TypeVar("Key")
 
 
 class LLM:
-    """A model ready to complete prompts. `model` and `draft` are Hugging Face directories (or hub
-    names); the options are the fields of `EngineOptions`. `info` says what was put together."""
+    """A loaded model that completes prompts. `model` and `draft` are Hugging Face directories, hub
+    names or `.gguf` files; `options` are fields of `EngineOptions`. `info` is an `EngineInfo`."""
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, **options: Any) -> None:
         refuse_options(options)
@@ -33,35 +33,35 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """One completion for each prompt (text or token ids), in order.
+        """Return one completion per prompt (text or token ids), in order.
 
-        `params` serves all prompts, or one each; None stands for the model's own defaults
-        (`info.sampling_defaults`). A request that cannot run is answered with its
-        `error`, which names the field; the others go on. Raises `FieldError` only where `prompts`
-        is no sequence, or `params` are no `SamplingParams` or not as many as there are prompts.
+        `params` are for all prompts, or a sequence with one per prompt; None means the model's
+        defaults (`info.sampling_defaults`). The completion of a request that cannot run has an
+        `error` that names the field. Raises `FieldError` if `prompts` is not a sequence, or if
+        `params` has the wrong type or length.
         """
         batch = as_batch(prompts)
         if params is None or isinstance(params, SamplingParams):
-            each: list[SamplingParams | None] = [params] * len(batch)
+            params_list: list[SamplingParams | None] = [params] * len(batch)
         else:
-            each = list(params)
-            if not all(one is None or isinstance(one, SamplingParams) for one in each):
+            params_list = list(params)
+            if not all(p is None or isinstance(p, SamplingParams) for p in params_list):
                 problem = f"{short(params)} is not allowed"
                 raise FieldError("params", problem, "give SamplingParams, or one for each prompt")
-        if len(each) != len(batch):
-            raise FieldError(
-                "params", f"{len(each)} for {len(batch)} prompts", "give one, or one for each"
-            )
+        if len(params_list) != len(batch):
+            problem = f"{len(params_list)} for {len(batch)} prompts"
+            raise FieldError("params", problem, "give one, or one for each")
         if not progress:
-            return complete_all(self.engine, batch, each)
+            return complete_all(self.engine, batch, params_list)
         from cbatch.engine.progress import ProgressBar
 
         with ProgressBar(len(batch)) as bar:
-            return complete_all(self.engine, batch, each, on_outputs=bar.update)
+            return complete_all(self.engine, batch, params_list, on_outputs=bar.update)
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A lone prompt, text or token ids, is a batch of one."""
+    """Return a list of prompts; a single prompt (text or token ids) becomes a list of one. Raises
+    `FieldError` if `prompts` is not a sequence."""
     if isinstance(prompts, str | bytes):
         return [prompts]
     try:
@@ -81,15 +81,17 @@ def complete_all(
     *,
     on_outputs: Callable[[list[Output]], None] | None = None,
 ) -> list[Completion]:
-    """Runs the engine until every one of these prompts is answered. If it is interrupted (or
-    `on_outputs` raises) what still runs is cancelled, so that the engine can be used again."""
+    """Step the engine until all prompts are complete, and return their completions in order.
+
+    `on_outputs` is called with the outputs of each step. After an interrupt or any other exception
+    the unfinished requests are cancelled, so that the engine can be used again."""
     batch: Batch[int] = Batch(engine)
     done: dict[int, Completion] = {}
     try:
-        for at, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            refusal = batch.add(at, prompt, each)
+        for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            refusal = batch.add(i, prompt, prompt_params)
             if refusal is not None:
-                done[at] = refusal
+                done[i] = refusal
         while batch.waiting:
             outputs = engine.step()
             done |= batch.take(outputs)
@@ -98,12 +100,12 @@ def complete_all(
     finally:
         for request_id in list(batch.waiting):
             engine.cancel(request_id)
-    return [done[at] for at in range(len(prompts))]
+    return [done[i] for i in range(len(prompts))]
 
 
 class Batch(Generic[Key]):
-    """Prompts in an engine, each under a key of the caller's, until all choices of it are there.
-    `waiting` has those that are not, by request id."""
+    """Prompts in an engine, under keys that the caller chooses. `waiting` has the incomplete
+    requests by request id: key, `Accepted`, and the choices that are finished so far."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -112,7 +114,8 @@ class Batch(Generic[Key]):
     def add(
         self, key: Key, prompt: Prompt, params: SamplingParams | None, *, priority: int = 0
     ) -> Completion | None:
-        """None: it runs. A prompt that cannot is answered at once."""
+        """Add a request to the engine. Returns None, or, for an invalid request, a completion with
+        the error."""
         try:
             accepted = self._engine.add(prompt, params, priority=priority)
         except FieldError as error:
@@ -122,7 +125,7 @@ class Batch(Generic[Key]):
         return None
 
     def take(self, outputs: Sequence[Output]) -> list[tuple[Key, Completion]]:
-        """What these outputs complete."""
+        """Return the (key, completion) pairs of the requests that these outputs finish."""
         completed = []
         for output in outputs:
             if output.finished is None or output.request_id not in self.waiting:

@@ -1,1 +1,1 @@
-"""The commands: generate, demo, serve."""
+"""The `cbatch` command, and its subcommands generate, serve, demo and calibrate."""

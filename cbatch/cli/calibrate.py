@@ -1,4 +1,5 @@
-"""`cbatch calibrate`: measure what steps of a model cost here, for `cbatch sim --cost`."""
+"""`cbatch calibrate`: measure step durations on this machine and write a cost profile for
+`cbatch sim --cost`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cbatch.core.request.errors import FieldError
 if TYPE_CHECKING:
     from cbatch.core.prices.calibration import Accuracy
 
-ROUNDS, STEPS = 2, 32
+ROUNDS, STEPS = 2, 32  # defaults: rounds through all batches, and steps of a batch
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,18 +70,18 @@ def run(args: argparse.Namespace) -> int:
             calibrator.measure(
                 seed=args.seed + i, steps=args.steps, held_out=last, on_batch=bar.advance
             )
-    found = calibrator.calibration(info)
-    args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-    console.print(f"fitted to {_words(found.fitted)}", soft_wrap=True)
-    console.print(f"held-out batches: {_words(found.held_out)}", soft_wrap=True)
-    row = msgspec.to_builtins({"fitted": found.fitted, "held_out": found.held_out})
-    document = {"results": [row], "machine": found.machine, "versions": found.versions}
+    profile = calibrator.calibration(info)
+    args.out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    console.print(f"fitted to {_accuracy_text(profile.fitted)}", soft_wrap=True)
+    console.print(f"held-out batches: {_accuracy_text(profile.held_out)}", soft_wrap=True)
+    row = msgspec.to_builtins({"fitted": profile.fitted, "held_out": profile.held_out})
+    document = {"results": [row], "machine": profile.machine, "versions": profile.versions}
     print_figures(document, args.json)
     return 0
 
 
-def _words(found: Accuracy) -> str:
+def _accuracy_text(accuracy: Accuracy) -> str:
     return (
-        f"{found.steps:,} steps, {found.total:+.1%} in all; "
-        f"of a step {found.p50:.1%} (p50) and {found.p90:.1%} (p90)"
+        f"{accuracy.steps:,} steps, {accuracy.total:+.1%} in all; "
+        f"of a step {accuracy.p50:.1%} (p50) and {accuracy.p90:.1%} (p90)"
     )

@@ -1,4 +1,5 @@
-"""`cbatch demo`: watch the shipped pair complete Python functions, and a real model chat."""
+"""`cbatch demo`: show the shipped model pair completing Python functions, then a chat with SmolLM2
+if it is installed."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch, complete_all
 from cbatch.text.outputs import Completion
 
-STEPS_PER_S = 12.0  # as fast as an eye can follow; the figures count the steps alone
-STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # where a function is over
+STEPS_PER_S = 12.0  # slow enough to watch; throughput figures leave the pauses out
+STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # a function ends before these
 _ENGINE = {"max_slots": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
 _SAMPLING = {"max_tokens": 120, "temperature": 0.0}
-FREQUENCY_PENALTY = 0.4  # so small a model falls into loops without
-RACE_PROMPTS = 6  # of one sequence at a time
-LEAST_GAIN = 1.02
+FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself.
+RACE_PROMPTS = 6  # prompts of the measurement that runs one sequence at a time.
+LEAST_GAIN = 1.02  # `NO_GAIN` is printed if speculation is less than this many times as fast
 NO_GAIN = "with {} at once nothing is gained here: to verify a draft costs about what it saves"
 
 
@@ -64,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
     prompts = demo_prompts()[: args.prompts]
-    asked = read_settings(SamplingParams, args, defaults=_SAMPLING).values
-    params = replace(asked, frequency_penalty=FREQUENCY_PENALTY, stop=STOPS)
+    sampling = read_settings(SamplingParams, args, defaults=_SAMPLING).values
+    params = replace(sampling, frequency_penalty=FREQUENCY_PENALTY, stop=STOPS)
     batch: Batch[str] = Batch(engine)
     for prompt in prompts:
         batch.add(prompt, prompt, params)
@@ -76,18 +77,18 @@ def run(args: argparse.Namespace) -> int:
     done, elapsed_s = watch(engine, batch, titles, console, options.max_slots, pace_s)
     for prompt in prompts:
         _print_function(console, prompt, done[prompt])
-    shown = BatchRun(
+    watched = BatchRun(
         info=info,
-        stats=copy.deepcopy(engine.stats),  # what follows is counted apart
+        stats=copy.deepcopy(engine.stats),  # a copy: the runs below add to the engine's
         batch=at_once,
         num_requests=len(prompts),
         num_errors=sum(c.error is not None for c in done.values()),
         elapsed_s=elapsed_s,
     )
     with console.status("measuring what speculation gains"):
-        runs = [shown, *_race(engine, info, console, prompts, params)]
-    print_summary(shown, console)
-    print_results(runs + chat(options, asked, console, pace_s), args.json)
+        runs = [watched, *_race(engine, info, console, prompts, params)]
+    print_summary(watched, console)
+    print_results(runs + chat(options, sampling, console, pace_s), args.json)
     return 0
 
 
@@ -97,7 +98,7 @@ def _title(prompt: str) -> str:
 
 
 def _print_function(console: Console, prompt: str, completion: Completion) -> None:
-    """The prompt, and what the model wrote behind a bar in the margin."""
+    """Print the prompt, then the model's text marked by a bar in the margin."""
     console.rule(_title(prompt), align="left", style="dim")
     console.print(Text(prompt.rstrip("\n"), style="dim"), soft_wrap=True)
     code = Syntax("", "python", background_color="default").highlight(completion.text.strip("\n"))
@@ -108,8 +109,10 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
 def _race(
     engine: Engine, info: EngineInfo, console: Console, prompts: list[str], params: SamplingParams
 ) -> list[BatchRun]:
-    """What speculation gains, many sequences at a time and one at a time: each without lookahead
-    and with it, at full speed. Every prompt is in the prefix cache by now, so decoding is timed."""
+    """Measure and print the speed-up by speculation, for a full batch and for single sequences.
+
+    Both run without lookahead and with it, at full speed. `run` has put all prompts into the
+    prefix cache, so this times decoding alone. Returns the four runs."""
     slots = min(engine.scheduler.config.max_slots, len(prompts))
     table = Table(title="What speculation gains, in tokens/s", title_justify="left")
     for name in ("at once", "lookahead off", f"lookahead {info.lookahead}", "gain", "same text"):
@@ -135,7 +138,7 @@ def _race(
 def _timed(
     engine: Engine, info: EngineInfo, groups: list[list[str]], params: SamplingParams
 ) -> tuple[BatchRun, list[str]]:
-    """One group of prompts after another, and their texts."""
+    """Complete the groups of prompts one after another. Returns the run and the texts in order."""
     stats, before_steps = EngineStats(), engine.stats.steps
     started_s = time.perf_counter()
     done = [each for group in groups for each in complete_all(engine, group, [params] * len(group))]

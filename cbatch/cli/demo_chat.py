@@ -1,4 +1,4 @@
-"""The second half of `cbatch demo`: conversations with a real model, where it is installed."""
+"""Second half of `cbatch demo`: conversations with SmolLM2, if it is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch
 from cbatch.text import ChatTemplate
 
-NAME = "smollm2"
+NAME = "smollm2"  # as `find_model` knows it
 QUESTIONS = (
     "Why is the sky blue?",
     "How do plants make food?",
@@ -25,8 +25,8 @@ QUESTIONS = (
     "Tell me about the moon.",
 )
 FOLLOW_UP = "Can you explain that to a child?"
-LOOKUP = ("ngram",)
-FREQUENCY_PENALTY = 0.3  # so small a model falls into loops without
+LOOKUP = ("ngram",)  # the drafter, if the options name none but a draft model
+FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
 
 Messages = list[dict[str, str]]
 
@@ -34,8 +34,10 @@ Messages = list[dict[str, str]]
 def chat(
     options: EngineOptions, params: SamplingParams, console: Console, pace_s: float
 ) -> list[BatchRun]:
-    """All conversations at once, two turns each; the second finds the first in the prefix cache.
-    Empty, with a word why, where the model is not installed."""
+    """Run all conversations as one batch, two turns each, and print them.
+
+    The second turn finds the first in the prefix cache. Returns the run in a list, or an empty
+    list, after a message, if the model is not installed."""
     console.print()
     console.rule(f"a chat with {NAME}", align="left")
     try:
@@ -51,51 +53,53 @@ def chat(
     template = chat_template_of(model)
     assert template is not None
     params = replace(params, frequency_penalty=FREQUENCY_PENALTY)
-    talks: dict[str, Messages] = {each: [_said("user", each)] for each in QUESTIONS}
-    num_errors, elapsed_s = _answer(engine, template, talks, params, console, pace_s)
-    for messages in talks.values():
-        messages.append(_said("user", FOLLOW_UP))
-    more_errors, more_s = _answer(engine, template, talks, params, console, pace_s)
-    for question, messages in talks.items():
+    conversations: dict[str, Messages] = {each: [_message("user", each)] for each in QUESTIONS}
+    num_errors, elapsed_s = _answer(engine, template, conversations, params, console, pace_s)
+    for messages in conversations.values():
+        messages.append(_message("user", FOLLOW_UP))
+    more_errors, more_s = _answer(engine, template, conversations, params, console, pace_s)
+    for question, messages in conversations.items():
         console.rule(question, align="left", style="dim")
         for message in messages[1:]:
-            asked = message["role"] == "user"
+            is_question = message["role"] == "user"
             for line in message["content"].strip().split("\n"):
-                bar = Text("" if asked else "│ ", style="green")
-                console.print(bar + Text(line, style="dim" if asked else ""), soft_wrap=True)
+                bar = Text("" if is_question else "│ ", style="green")
+                style = "dim" if is_question else ""
+                console.print(bar + Text(line, style=style), soft_wrap=True)
     run = BatchRun(
         info=info,
         stats=engine.stats,
-        batch=min(options.max_slots, len(talks)),
-        num_requests=2 * len(talks),
+        batch=min(options.max_slots, len(conversations)),
+        num_requests=2 * len(conversations),
         num_errors=num_errors + more_errors,
         elapsed_s=elapsed_s + more_s,
     )
     print_summary(run, console)
-    told = engine.scheduler.stats
-    share = told.prefix_hit_tokens / told.prompt_tokens
+    stats = engine.scheduler.stats
+    share = stats.prefix_hit_tokens / stats.prompt_tokens
     console.print(f"of the prompts {share:.0%} was found in the prefix cache", highlight=False)
     return [run]
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 def _answer(
     engine: Engine,
     template: ChatTemplate,
-    talks: dict[str, Messages],
+    conversations: dict[str, Messages],
     params: SamplingParams,
     console: Console,
     pace_s: float,
 ) -> tuple[int, float]:
-    """The next turn of each, appended. Returns how many failed, and the seconds spent in steps."""
+    """Append the model's answer to each conversation. Returns the number of errors, and the seconds
+    spent in steps."""
     batch: Batch[str] = Batch(engine)
-    for question, messages in talks.items():
+    for question, messages in conversations.items():
         batch.add(question, template.render(messages), params)
-    titles = {question: question for question in talks}
-    done, elapsed_s = watch(engine, batch, titles, console, len(talks), pace_s)
+    titles = {question: question for question in conversations}
+    done, elapsed_s = watch(engine, batch, titles, console, len(conversations), pace_s)
     for question, completion in done.items():
-        talks[question].append(_said("assistant", completion.text))
+        conversations[question].append(_message("assistant", completion.text))
     return sum(each.error is not None for each in done.values()), elapsed_s

@@ -1,4 +1,4 @@
-"""`cbatch generate`: complete prompts to JSON lines."""
+"""`cbatch generate`: complete prompts, and write one JSON line per prompt."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and 
 which come before the options. A line at fault is answered with its error, and the others go on.
 The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
-
-
-SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # where defaults of `SamplingParams` differ
+SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # differ from the defaults of `SamplingParams`
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(EngineSettings, args)
     options = msgspec.structs.replace(settings.values.engine, generation_config="none")
     jobs = _jobs(args, read_settings(SamplingParams, args, defaults=SAMPLING).values)
-    # Without an output file standard output carries results: what is for people goes elsewhere.
+    # Messages go to standard error if results go to standard output.
     console = Console(stderr=args.output is None, highlight=False)
     with open_results(args.output, jobs, resume=args.resume) as results:
         todo = [job for job in jobs if job.index not in results.done]
@@ -129,8 +127,10 @@ def _complete(
 
 
 def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
-    """The answer of a job that cannot run. With `engine_seed` its tokens depend on that and its
-    place in the input alone, so that a run which was interrupted ends as one that was not."""
+    """Add a job to the batch. Returns a completion with the error if the job cannot run, else None.
+
+    With an `engine_seed`, a job without a seed gets one from it and the job's index in the input.
+    A resumed run therefore generates the same tokens as an uninterrupted run."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)
     params = job.params

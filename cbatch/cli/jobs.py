@@ -1,4 +1,4 @@
-"""Prompts of `cbatch generate`: from arguments, a text file, or JSON lines."""
+"""Input of `cbatch generate`: prompts from arguments, a text file, or a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cbatch.core.request.typed import require_text
 from cbatch.core.request.unsupported import without_neutral_fields
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-LINE_FIELDS = ("prompt", "id", "priority")  # besides the sampling fields
-MOST_ERROR_CHARS = 1000  # a line may hold a field whose name is longer
+LINE_FIELDS = ("prompt", "id", "priority")  # all other fields of a line are sampling parameters
+MAX_ERROR_CHARS = 1000  # an error quotes the name of an unknown field, which can be any length
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt of the input. `index` counts prompts from 0, `line` the lines of a file from 1;
-    `error` says why it cannot run."""
+    """One prompt of the input: `index` counts prompts from 0, `line` counts lines of the file
+    from 1. A job with an `error` does not run; the error is its result."""
 
     index: int
     prompt: str | list[int]
@@ -41,16 +41,18 @@ def jobs_of_prompts(prompts: Iterable[str], defaults: SamplingParams) -> list[Jo
 
 
 def read_jobs(path: Path, defaults: SamplingParams) -> list[Job]:
-    """`.jsonl`: an object a line, with `prompt` (text or token ids), optional `id`, `priority` and
-    sampling fields. Any other file: a prompt a line. Empty lines and byte order marks are skipped.
-    A line at fault, whatever it holds, becomes a job with an `error`; raises `FieldError` where the
-    file cannot be read."""
+    """Read a prompt from each line of a file; empty lines and byte order marks are skipped.
+
+    A line of a `.jsonl` or `.ndjson` file is an object: `prompt` (text or token ids), optional
+    `id`, `priority` and sampling parameters, which override `defaults`. In any other file a line
+    is a prompt. An invalid line becomes a job with an `error`. Raises `FieldError` if the file
+    cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise FieldError("--input", f"{path} cannot be read ({error})", "name a file") from error
     make = _json_job if path.suffix in (".jsonl", ".ndjson") else _text_job
-    lines = [(at, line) for at, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
     jobs = []
     for index, (number, line) in enumerate(lines):
         try:
@@ -61,7 +63,7 @@ def read_jobs(path: Path, defaults: SamplingParams) -> list[Job]:
         except RecursionError:
             job = Job(index, "", defaults, error="line: is nested too deeply")
         except FieldError as wrong:
-            job = Job(index, "", defaults, error=str(wrong)[:MOST_ERROR_CHARS])
+            job = Job(index, "", defaults, error=str(wrong)[:MAX_ERROR_CHARS])
         jobs.append(msgspec.structs.replace(job, line=number))
     return jobs
 

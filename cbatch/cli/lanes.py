@@ -1,4 +1,4 @@
-"""A live picture of a batch: one line for each running sequence."""
+"""Live view of a running batch for `cbatch demo`: one line of the terminal per sequence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from cbatch.engine.engine import Engine
 from cbatch.llm import Batch
 from cbatch.text.outputs import Completion, Output, Speculation
 
+# Colour of a lane's lookahead, by k; the last colour is for larger k too.
 K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
 
 
 class _Lane:
+    """One sequence: its text so far, and k and accepted drafts of its last step."""
+
     def __init__(self, title: str) -> None:
         self.title = title
         self.text = ""
@@ -29,7 +32,8 @@ class _Lane:
 
 
 class Lanes:
-    """Sequences side by side. A finished one keeps its lane until another needs it."""
+    """Table of `num_lanes` sequences. A finished sequence keeps its lane until a new one needs it.
+    `titles` are by request id."""
 
     def __init__(self, num_lanes: int, titles: dict[str, str]) -> None:
         self._titles = titles
@@ -49,8 +53,8 @@ class Lanes:
 
     def _enter(self, request_id: str) -> _Lane:
         lane = _Lane(self._titles[request_id])
-        free = [at for at, old in enumerate(self._lanes) if old is None]
-        free = free or [at for at, old in enumerate(self._lanes) if old is not None and old.done]
+        free = [i for i, old in enumerate(self._lanes) if old is None]
+        free = free or [i for i, old in enumerate(self._lanes) if old is not None and old.done]
         self._lane_of[request_id] = lane
         self._lanes[free[0] if free else 0] = lane
         return lane
@@ -87,8 +91,10 @@ def watch(
     num_lanes: int,
     pace_s: float,
 ) -> tuple[dict[str, Completion], float]:
-    """Steps until all of `batch` is done; what came of its keys, which `titles` names, and the
-    seconds spent in steps. Without a terminal there is nothing to watch, and nothing is drawn."""
+    """Step the engine until `batch` is done, and draw its lanes if `console` is a terminal.
+
+    Returns the completions by key, and the seconds spent in steps. A step that is drawn takes at
+    least `pace_s` seconds. `titles` are by key."""
     lanes = Lanes(
         min(num_lanes, len(batch.waiting)),
         {request_id: titles[key] for request_id, (key, *_) in batch.waiting.items()},
@@ -112,7 +118,7 @@ def watch(
 
 def _cells(lane: _Lane, room: int) -> tuple[Text, Text, Text, Text]:
     share = lane.speculation.acceptance
-    # One dot for each draft of the last step, filled where it was accepted.
+    # One dot per draft token of the last step, filled if it was accepted.
     dots = "●" * lane.accepted + "○" * (lane.k - lane.accepted)
     k = Text(f"{lane.k} {dots}", style=K_COLOURS[min(lane.k, len(K_COLOURS) - 1)])
     tail = lane.text.replace("\n", "⏎").replace("    ", "⇥")[-room:]

@@ -1,4 +1,4 @@
-"""`cbatch`: the command line."""
+"""Entry point of the `cbatch` command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cbatch.cli.output import INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 
-# In the order of the help: the module of each, which has an `add_parser`, and what it does.
+# Command: (module with its `add_parser`, help). Help lists the commands in this order.
 COMMANDS = {
     "generate": ("cbatch.cli.generate", "complete prompts to JSON lines"),
     "serve": ("cbatch.cli.serve", "serve completions over HTTP"),
@@ -26,18 +26,22 @@ COMMANDS = {
     "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
     "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
 }
-# Commands of earlier versions, and what to run instead.
+# Removed commands, each with the remedy that its error message names.
 MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
-TWO_WORDS = ("sim capacity",)  # a trace may stand where a command of `sim` would
-FAILED = 2  # exit status for bad input, as argparse's
-# What the system refuses, which is no fault of a command's and needs no traceback.
+# Not subparsers of `sim`: its first argument may be a trace file.
+TWO_WORDS = ("sim capacity",)
+FAILED = 2  # exit status for bad input, the same as argparse's
+
+# Errors of the operating system that are printed without a traceback, such as a full disk.
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
-UNREAD = 141  # as shells report SIGPIPE, which Python ignores: sockets must not end a server
+# Exit status after a broken pipe, as shells report SIGPIPE. Python ignores the signal itself, as a
+# server must: a client that closes its socket may not end the process.
+UNREAD = 141
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of `command` alone, whatever else is named in its help; None: of every command,
-    with all that they import."""
+    """Return the parser. Only the module of `command` is imported; the other commands have a help
+    line alone. None imports the modules of all commands."""
     parser = CommandParser(
         prog="cbatch",
         description="Serves language models: many sequences in every step, each speculating with "
@@ -45,11 +49,11 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cbatch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (module, what) in COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         if command in (None, name):
             importlib.import_module(module).add_parser(commands)
         else:
-            commands.add_parser(name, help=what)
+            commands.add_parser(name, help=summary)
     return parser
 
 
@@ -57,8 +61,8 @@ def main(
     argv: Sequence[str] | None = None,
     parser_of: Callable[[str], argparse.ArgumentParser] = make_parser,
 ) -> int:
-    """Run one command and return its exit status. `parser_of` makes a parser from the first word;
-    the parser sets `run`, a function of the parsed arguments."""
+    """Run one command and return its exit status. `parser_of` makes a parser from the name of the
+    command. The parser sets the default `run`, a function of the parsed arguments."""
     try:
         try:
             return _run(argv, parser_of)
@@ -76,13 +80,10 @@ def main(
         _abandon_output()
         return FAILED
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich makes that of it
+        if isinstance(error.__context__, BrokenPipeError):  # rich exits on a broken pipe
             _abandon_output()
             return UNREAD
         raise
-
-
-# -- inside
 
 
 def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.ArgumentParser]) -> int:
@@ -104,15 +105,15 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
 
 
 def _abandon_output() -> None:
-    """Drop what a stream cannot take, as of a pipe to `head` or on a full disk: it would be written
-    at exit, and complained about."""
+    """Redirect a stream that cannot be flushed to the null device. Python would flush it again at
+    exit, and print a second error about a closed pipe or a full disk."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def _is_bad_input(error: ValueError) -> bool:

@@ -1,5 +1,5 @@
-"""One engine and what stands before it, as settings say: `cbatch serve` puts it behind a socket of
-its own, a replica of Ray Serve behind Serve's."""
+"""The engine service built from `ServeSettings`, with its tokenizer, chat template and keys. It is
+the part that `cbatch serve` and a replica of Ray Serve have in common."""
 
 from __future__ import annotations
 
@@ -34,29 +34,32 @@ _logger = logging.getLogger("cbatch")
 
 
 class ModelParts:
-    """Raises `FieldError` for what can be known to be wrong before an engine starts."""
+    """Parts of a server: the model's files, tokenizer, chat template, API keys, engine options.
+    The constructor checks the settings. The engine starts in `start`."""
 
     def __init__(self, settings: ServeSettings) -> None:
+        """Raises `FieldError` for every setting that can be checked without an engine."""
         self._settings = settings
         model, draft = model_paths(settings.model, settings.draft)
         self._model = find_model(model)
         self._draft = None if draft is None else find_model(draft, "draft")
         for field, path in (("model", self._model), ("draft", self._draft)):
             require_model(field, path)
-        more = [] if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
-        secrets = [*settings.api_key, *more]
+        key_file = settings.api_key_file
+        secrets = [*settings.api_key, *([] if key_file is None else read_keys(Path(key_file)))]
         self.keys = KeyRing(secrets, max_requests_per_key=settings.max_requests_per_key)
-        how = settings.generation_config
         share = settings.engine.prompt_share
         self._options = msgspec.structs.replace(
             settings.engine,
-            generation_config=how,
+            generation_config=settings.generation_config,
             prompt_share=PROMPT_SHARE if share is None else share,
         )
-        held = gguf_of(self._model)  # so that it is read once for both
+        gguf = gguf_of(
+            self._model
+        )  # keeps the file in `read_gguf`'s weak cache for both calls below
         self._chat_template = chat_template_of(self._model, settings.chat_template)
         self._tokenizer = load_tokenizers(self._model, self._draft, self._options)
-        del held
+        del gguf
         for origin in settings.cors_origin:
             if origin != "*" and "://" not in origin:
                 remedy = "give a scheme and a host, as https://app.example, or *"
@@ -66,7 +69,8 @@ class ModelParts:
         require_record(settings.record)
 
     def make_service(self) -> EngineService:
-        """Its engine is not started yet. It publishes, where that is asked for, from now on."""
+        """Return the service with its engine not yet started. The publisher of KV events, if the
+        settings ask for one, listens from now on."""
         settings = self._settings
         kv_events = kv_event_publisher(settings)
         factory = EngineFactory(
@@ -87,7 +91,7 @@ class ModelParts:
         )
 
     async def start(self, service: EngineService) -> ServedModel:
-        """The model as clients see it, once the engine runs and the log has told what it is."""
+        """Start the engine, log its `EngineInfo`, and return the model as the API shows it."""
         engine = await service.start()
         info = msgspec.convert(engine.info, EngineInfo)
         for line in info.lines():
@@ -110,14 +114,14 @@ class ModelParts:
 
 
 def require_model(field: str, path: str | Path | None) -> None:
-    """Raises `FieldError` for a directory that is no model's. A name may be one of the hub's."""
+    """Check that a directory is a model's; any other name may be a hub id. Raises `FieldError`."""
     if path is not None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         remedy = "name a Hugging Face model directory (config.json, *.safetensors) or a .gguf file"
         raise FieldError(field, f"{path} has no config.json", remedy)
 
 
 def require_record(path: str | None) -> None:
-    """Raises `FieldError` where no step log can be written."""
+    """Check that a step log can be written to `path`. Raises `FieldError`."""
     if path is None:
         return
     try:
@@ -128,7 +132,8 @@ def require_record(path: str | None) -> None:
 
 
 def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
-    """None: nothing is to be published. Raises `FieldError`."""
+    """Return a publisher that listens on its endpoints, or None if KV events are not configured.
+    Raises `FieldError` for an invalid configuration."""
     text = settings.kv_events_config
     config = KVEventsConfig() if text is None else read_config(text)
     if not config.publishes:

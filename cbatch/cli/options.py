@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean to the engine."""
+"""Settings that several commands share: the model, the draft model and the engine's options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL_HELP = "directory, .gguf file, hub name or smollm2 (default: the demo pair
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a command's models are loaded and run."""
+    """The draft model and the engine's options."""
 
     draft: Annotated[
         str | None,
@@ -30,13 +30,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSettings(EngineSettings, frozen=True, kw_only=True):
-    """Settings of a command whose first word is the model."""
+    """Settings of a command whose first positional argument is the model."""
 
     model: Annotated[str | None, knob("", MODEL_HELP, "MODEL")] = None
 
 
 def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str | Path | None]:
-    """The model and draft asked for, or the pair that is shipped with the package."""
+    """Return the given model and draft, or, without a model, the demo pair. Raises `FieldError` for
+    a draft without a model."""
     if model is not None:
         return model, draft
     if draft is not None:

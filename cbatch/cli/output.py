@@ -1,4 +1,4 @@
-"""What commands leave for programs: JSON at their end, files, and an exit status."""
+"""Output that programs read: the JSON line at the end of a command, files, exit statuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 
 from cbatch.core.request.errors import FieldError
 
-INTERRUPTED = 130  # exit status, as shells report SIGINT
-STDOUT = Path("-")
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells report SIGINT
+STDOUT = Path("-")  # value of `--json` for standard output
 
 
 def add_json_option(group: argparse._ActionsContainer, what: str = "the figures") -> None:
@@ -20,15 +20,15 @@ def add_json_option(group: argparse._ActionsContainer, what: str = "the figures"
 
 
 def print_figures(document: Any, place: Path | None) -> None:
-    """Write `document` to `place`, the value of `--json`, if it is a file, and print its line."""
+    """Write `document` to the file of `--json` (`place`), if given, and call `print_line`."""
     if names_file(place):
         place.write_text(json.dumps(document) + "\n", encoding="utf-8")
     print_line(document, place)
 
 
 def print_line(document: Any, place: Path | None = None) -> None:
-    """Print `document` as a line of JSON, the last of a command. On a terminal, where a table has
-    said the same, only if `place` asks for it."""
+    """Print `document` as one line of JSON, the last line of a command. On a terminal, which has
+    shown the figures in a table, it is printed only if `place` is `STDOUT`."""
     if place == STDOUT or not sys.stdout.isatty():
         print(json.dumps(document), flush=True)
 
@@ -38,6 +38,7 @@ def names_file(place: Path | None) -> TypeGuard[Path]:
 
 
 def require_place(option: str, path: Path | None) -> None:
-    """Raises `FieldError` if no file can be there: before the work, not after it."""
+    """Check that `path` can be a file, so that a command fails before its work, not after it.
+    Raises `FieldError` for a directory, or a folder that does not exist."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise FieldError(option, f"{path} cannot be a file", "name one in a folder that exists")

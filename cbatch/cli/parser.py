@@ -1,5 +1,5 @@
-"""The parser of every command: its errors show the usage of the command that was typed, and what
-may have been meant."""
+"""Argument parser of all commands. Its errors show the usage of the subcommand that was typed, and
+suggest a known option or choice."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from cbatch.core.request.errors import did_you_mean
 
 class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Take nothing that is unknown: argparse would leave it to the parser of all commands,
-        whose usage says nothing about this one."""
+        """Reject unknown arguments in the subcommand's parser. argparse would leave them to the
+        main parser, whose usage message does not show the subcommand's options."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [each for each in unknown if each.startswith("-")]
             known = self._option_string_actions
-            meant = did_you_mean(options[0].partition("=")[0], known) if options else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            hint = did_you_mean(options[0].partition("=")[0], known) if options else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Complete an abbreviation to a name that help shows, where one fits."""
+        """Return the options that an abbreviation may mean: those that help shows, or, if it shows
+        none of them, the hidden ones."""
         matches = super()._get_option_tuples(option_string)
         return [each for each in matches if each[0].help != argparse.SUPPRESS] or matches
 

@@ -1,4 +1,4 @@
-"""Where `cbatch generate` writes results, each when it is done, and how it continues a file."""
+"""Output of `cbatch generate`: result lines are appended one by one, so a run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cbatch.core.request.errors import FieldError
 
 
 class ResultStream:
-    """Results on standard output, or for a pipe or device."""
+    """Writer of results to standard output, a pipe or a device; such output cannot be resumed."""
 
     done: frozenset[int] = frozenset()
     num_failed = 0
@@ -30,15 +30,15 @@ class ResultStream:
 
 
 class ResultFile:
-    """Results in a file that no other run writes to until it is closed. Whatever ends the program,
-    a full disk included, leaves whole lines, and at most one broken line as the last.
+    """Writer of results to a file, which is locked against other runs until it is closed. After a
+    crash or on a full disk, only the last line can be incomplete.
 
-    `done` are the indices of the jobs that the file answers already. Answers that were errors of
-    the engine are not among them but dropped, `num_failed` of them: their jobs are to run again."""
+    On resume, `done` has the indices of the jobs with a result in the file. Results that are errors
+    of the engine are removed from the file and counted in `num_failed`; their jobs run again."""
 
     def __init__(self, path: Path, jobs: Sequence[Job], *, resume: bool) -> None:
-        """Raises `FieldError` if the file cannot be written, another run writes to it, or it has
-        results but `resume` is False, or results of other jobs."""
+        """Raises `FieldError` if the file cannot be written, another run writes to it, it has
+        results and `resume` is False, or its results are not of these `jobs`."""
         self.done: set[int] = set()
         self.num_failed = 0
         self._path = path
@@ -58,8 +58,9 @@ class ResultFile:
         self._file.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Raises `FieldError` if the file is not as this run left it, or cannot take the line."""
-        if os.fstat(self._file.fileno()).st_size != self._size or not self._is(self._file):
+        """Append a result. Raises `FieldError` if another program changed or removed the file, or
+        if the line cannot be written."""
+        if os.fstat(self._file.fileno()).st_size != self._size or not self._is_current(self._file):
             problem = f"another program changed or removed {self._path} during this run"
             raise FieldError("--output", problem, "put it right, then continue with --resume")
         rest = memoryview(_encoded(line))
@@ -73,27 +74,28 @@ class ResultFile:
         self._size = self._file.tell()
 
     def _open(self) -> IO[bytes]:
-        """The file, locked until it is closed."""
+        """Open and lock the file."""
         try:
             file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error, "or name another file") from error
-        # One that was replaced since it was opened belongs to the run that did it.
-        if _lock(file) and self._is(file):
+        # If another run replaced the file after it was opened, the lock is on the old file.
+        if _lock(file) and self._is_current(file):
             return file
         file.close()
         remedy = "wait until it has ended, or name another file"
         raise FieldError("--output", f"another run writes to {self._path}", remedy)
 
-    def _is(self, file: IO[bytes]) -> bool:
-        """Whether an open file is the one in the folder."""
+    def _is_current(self, file: IO[bytes]) -> bool:
+        """Return whether `self._path` still names this open file."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
 
     def _continue(self, jobs: Sequence[Job]) -> None:
-        """Find what is answered; drop a broken last line, and errors that may not come again."""
+        """Set `done` and `num_failed` from the file. Remove an incomplete last line, and
+        results that `_read` says to run again."""
         content = self._path.read_bytes()
         content = content[: content.rfind(b"\n") + 1]
         kept = []
@@ -113,7 +115,8 @@ class ResultFile:
             raise self._unwritable(error, "continue with --resume") from error
 
     def _read(self, place: str, raw: bytes, jobs: Sequence[Job]) -> tuple[int, bool]:
-        """The index of the job that a line answers, and whether it is to run again."""
+        """Return the index of the line's job, and whether that job runs again: the engine failed,
+        and the job itself is valid. `place` names the line in errors."""
         try:
             line = json.loads(raw)
             index, error = line["index"], line["error"]
@@ -132,7 +135,7 @@ class ResultFile:
         return index, error is not None and job.error is None
 
     def _replace(self, content: bytes) -> None:
-        """Put a file with this content in the place of this one: one of them is always whole."""
+        """Atomically replace the file by a file with this content, and lock the new file."""
         target = self._path.resolve()
         part = target.with_name(f"{target.name}.part")
         try:
@@ -156,7 +159,7 @@ class ResultFile:
 def open_results(
     path: Path | None, jobs: Sequence[Job], *, resume: bool
 ) -> Iterator[ResultFile | ResultStream]:
-    """Continue or create a file; write to a pipe, a device, or standard output (None) as it is.
+    """Open the output: a file to create or resume, a pipe or device, or standard output (None).
     Raises `FieldError`."""
     is_stream = path is None or path.is_fifo() or path.is_char_device()
     if resume and is_stream:
@@ -173,12 +176,13 @@ def open_results(
 
 def _encoded(line: dict[str, Any]) -> bytes:
     text = json.dumps(line, ensure_ascii=False) + "\n"
-    return text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+    return text.encode(errors="backslashreplace")  # escapes half a surrogate pair as JSON does
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """False where another process holds it. Without effect where there are no such locks."""
-    with contextlib.suppress(ImportError, OSError):  # of the system, of the file system
+    """Lock the file. Returns False if another process has locked it, and True if the system or the
+    file system has no such locks."""
+    with contextlib.suppress(ImportError, OSError):
         import fcntl
 
         try:

@@ -1,4 +1,4 @@
-"""The results of `cbatch generate`: a line of JSON for each prompt."""
+"""Result lines of `cbatch generate`: one JSON object per prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cbatch.text.outputs import Choice, Completion, Speculation, TokenLogprob
 
 
 def result_line(job: Job, completion: Completion) -> dict[str, Any]:
-    """What is written for a prompt. With `seed` and `params` it can be generated again."""
+    """Return the JSON object of a prompt's result. Its `prompt`, `params` and `seed` are enough to
+    generate the same text again."""
     line: dict[str, Any] = {"index": job.index}
     if job.name is not None:
         line["id"] = job.name
@@ -29,23 +30,23 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "error": choice.error,
         "speculation": _speculation(choice.speculation),
         **{
-            name: [_logprob(each) for each in asked_for]
-            for name, asked_for in (
+            name: [_logprob(each) for each in logprobs]
+            for name, logprobs in (
                 ("logprobs", choice.logprobs),
                 ("prompt_logprobs", choice.prompt_logprobs),
             )
-            if asked_for is not None
+            if logprobs is not None
         },
     }
 
 
-def _logprob(found: TokenLogprob | None) -> dict[str, Any] | None:
-    if found is None:
+def _logprob(logprob: TokenLogprob | None) -> dict[str, Any] | None:
+    if logprob is None:
         return None
     return {
-        "token_id": found.token_id,
-        "logprob": found.logprob,
-        "top": [{"token_id": i, "logprob": value} for i, value in found.top],
+        "token_id": logprob.token_id,
+        "logprob": logprob.logprob,
+        "top": [{"token_id": i, "logprob": value} for i, value in logprob.top],
     }
 
 

@@ -1,4 +1,4 @@
-"""`cbatch serve`: completions over HTTP."""
+"""`cbatch serve`: the OpenAI API over HTTP, in this process or in replicas on Ray Serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cbatch.server.protocol.errors import EngineLostError
 from cbatch.system.logs import configure
 
 _logger = logging.getLogger("cbatch")
-LOST = 1  # exit status where the engine cannot be kept running
+LOST = 1  # exit status if the engine died and cannot be restarted
 
 EPILOG = """\
 Every option is also a variable of the environment (--max-slots is CBATCH_MAX_SLOTS) and a key of a
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             require_alone(settings)
             limits = settings.values.connections
-            most = connections_for(limits.max_connections)  # an event loop takes open files too
-            limits = msgspec.structs.replace(limits, max_connections=most)
+            max_connections = connections_for(limits.max_connections)  # before uvloop opens files
+            limits = msgspec.structs.replace(limits, max_connections=max_connections)
             uvloop.run(_serve(settings.values, limits))
     except EngineLostError as error:
         _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
@@ -73,7 +73,7 @@ def _serve_by_ray(settings: Settings[ServeSettings]) -> None:
 
 
 def require_alone(settings: Settings[ServeSettings]) -> None:
-    """Raises `FieldError` for what only replicas could obey."""
+    """Check that no setting is for replicas alone. Raises `FieldError`."""
     for name in ("min_replicas", "max_replicas", "session_header"):
         if name in settings.given:
             raise FieldError(settings.origin(name), "is for replicas", "give --ray as well")
@@ -107,7 +107,9 @@ async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
             def announce(port: int) -> None:
                 _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
-            await service.warm(steps=settings.record is None)  # a recording is of clients' alone
+            await service.warm(
+                steps=settings.record is None
+            )  # a step log records only clients' requests
             server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
             await server.serve([listener])
         finally:
@@ -120,7 +122,7 @@ def _import_http() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The server's socket, which does not listen yet. Raises `FieldError`."""
+    """Return a bound TCP socket that does not listen yet. Raises `FieldError`."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -134,11 +136,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _unbound(host, port, error) from error
+        raise _bind_error(host, port, error) from error
     return listener
 
 
-def _unbound(host: str, port: int, error: OSError) -> FieldError:
+def _bind_error(host: str, port: int, error: OSError) -> FieldError:
     if error.errno == errno.EADDRINUSE:
         remedy = "stop what listens there, or choose another (0: any that is free)"
         return FieldError("port", f"{port} is taken", remedy)

@@ -1,4 +1,4 @@
-"""The settings of `cbatch serve`."""
+"""Settings of `cbatch serve`: flags, environment variables and keys of a TOML file."""
 
 from __future__ import annotations
 

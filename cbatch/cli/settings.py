@@ -1,7 +1,8 @@
-"""Settings of a command: a struct whose fields with a knob, and those of its parts, are flags,
-environment variables and keys of a TOML file under one name (`--max-slots`, `CBATCH_MAX_SLOTS`,
-`max_slots`). A flag counts more than the environment, and that more than the file. An error names
-the flag, variable or key as it was given."""
+"""Settings of a command, declared as fields of a struct that are marked with `knob`.
+
+A setting is a flag, an environment variable and a key of a TOML file (`--max-slots`,
+`CBATCH_MAX_SLOTS`, `max_slots`). Flags override the environment, which overrides the file. Nested
+structs add their settings to the same namespace. Errors use the name that the user gave."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ from cbatch.core.request.typed import kinds_of
 
 PREFIX = "CBATCH_"
 T = TypeVar("T", bound=msgspec.Struct)
-Layer = dict[str, tuple[Any, str]]  # by setting: its value, and what to call it in a message
+Layer = dict[str, tuple[Any, str]]  # setting: (value, origin); an origin is its name in errors
 
 
 class Setting:
-    """A field with a knob: its names, its help, and how its value is read."""
+    """A struct's field that is marked with `knob`: its names, help, and conversion of values."""
 
     def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
         more = mark.extra or {}
-        one = info.name.removesuffix("s") if info.name.endswith("_ids") else info.name
-        self.field, self.name = info.name, str(more.get("name", one))  # one of a list at a time
+        # A flag takes one id of a list at a time, so its name is in the singular.
+        singular = info.name.removesuffix("s") if info.name.endswith("_ids") else info.name
+        self.field, self.name = info.name, str(more.get("name", singular))
         self.aliases: tuple[str, ...] = more.get("aliases", ())
         self.type = more.get("type", info.type)
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
@@ -51,7 +53,7 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which it may be given, its own first."""
+        """The setting's name, then its aliases."""
         return (self.name, *self.aliases)
 
     @property
@@ -63,13 +65,13 @@ class Setting:
         return [str(each) for each in get_args(self.plain)]
 
     def add_to(self, group: argparse._ActionsContainer, default: Any = None) -> None:
-        """Add its flag, or its place on the command line. Names that help does not show: aliases,
-        and the other side of a switch that is off."""
+        """Add the flag or positional argument. Help hides aliases, and the `--no-` flag of a switch
+        that is off by default. `default` overrides the field's default."""
         default = self.default if default is None else default
-        shown = default is not None and default is not False and default != ()
-        text = f"{self.help} (default: {default})" if shown else self.help
+        has_default = default is not None and default is not False and default != ()
+        text = f"{self.help} (default: {default})" if has_default else self.help
         options: dict[str, Any] = {"help": text.replace("%", "%%") or None, "dest": self.name}
-        options["action"] = partial(_Give, self)
+        options["action"] = partial(_StoreSetting, self)
         optional = not self.group and not self.required
         flags = [self.flag]
         hidden = [flag_of(each) for each in (self.names if optional else self.aliases)]
@@ -91,7 +93,8 @@ class Setting:
             group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
 
     def convert(self, value: Any, origin: str, *, strict: bool) -> Any:
-        """Raises `FieldError` naming `origin`."""
+        """Convert a value to the setting's type. With `strict` it has a TOML type; otherwise it is
+        text. Raises `FieldError` naming `origin`."""
         if self.plain is bool and not strict:
             value = {"on": True, "off": False}.get(value, value)
         try:
@@ -108,19 +111,19 @@ class Setting:
             }
             remedy = remedies.get(get_origin(self.plain) or self.plain, str(error))
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
-        if result != result:  # not a number
+        if result != result:  # NaN
             raise FieldError(origin, f"{result} is not allowed", "give a number")
         return result
 
-    def meant(self, value: Any) -> Any:
-        """Return what the field is to hold."""
+    def to_field(self, value: Any) -> Any:
+        """Return the field's value for a setting's value: in the field's unit, not negated."""
         if self._unit is not None and value is not None:
             return int(value * self._unit)
         return not value if self._negated else value
 
 
-class _Give(argparse.Action):
-    """Keep what a setting is given, and the name under which it was: (value, name)."""
+class _StoreSetting(argparse.Action):
+    """Store (value, flag as typed) in the namespace."""
 
     def __init__(self, setting: Setting, **options: Any) -> None:
         super().__init__(**options)
@@ -146,21 +149,25 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _from_text(kind: Any, value: Any) -> Any:
-    """Make a value of a type that msgspec does not know, such as a path."""
+    """Convert to a type that msgspec does not know, such as `Path`."""
     return kind(value)
 
 
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
-    """Return its settings by name; those of a part are in its place."""
+    """Return the settings of a struct and its nested structs, by name, in order of declaration."""
     settings: dict[str, Setting] = {}
     for info in msgspec.structs.fields(kind):
-        read = _read(info)
-        settings |= fields_of(read) if isinstance(read, type) else {s.name: s for s in read}
+        part_or_settings = _part_or_settings(info)
+        settings |= (
+            fields_of(part_or_settings)
+            if isinstance(part_or_settings, type)
+            else {s.name: s for s in part_or_settings}
+        )
     return settings
 
 
-def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Setting]:
-    """Return the type of a part with settings of its own, or the setting of a field, if any."""
+def _part_or_settings(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Setting]:
+    """Return the field's type if it is a nested struct, else a list of its setting, if any."""
     if _is_struct(info.type):
         part: type[msgspec.Struct] = info.type
         return part
@@ -168,15 +175,17 @@ def _read(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Settin
     return [Setting(info, mark) for mark in marks]
 
 
-def _made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Raises `FieldError` by the struct's own names."""
+def _build(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
     given: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
-        read = _read(info)
-        if isinstance(read, type):
-            given[info.name] = _made(read, values)
+        part_or_settings = _part_or_settings(info)
+        if isinstance(part_or_settings, type):
+            given[info.name] = _build(part_or_settings, values)
         else:
-            given |= {s.field: s.meant(values[s.name]) for s in read if s.name in values}
+            given |= {
+                s.field: s.to_field(values[s.name]) for s in part_or_settings if s.name in values
+            }
     return kind(**given)
 
 
@@ -188,8 +197,8 @@ def add_flags(
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every setting, or for `only` some, `but` these. `defaults` (by field) are the
-    command's own."""
+    """Add a flag for every setting except `but`, or for those of `only`. `defaults`, by field, are
+    the command's own defaults."""
     groups: dict[str, argparse._ActionsContainer] = {}
     for setting in fields_of(kind).values():
         name = setting.group
@@ -201,7 +210,8 @@ def add_flags(
 
 
 class Settings(Generic[T]):
-    """`values`, what was `given`, and what to call each in a message."""
+    """The struct `values`, and the names of the settings that were `given`. Later `layers` override
+    earlier ones."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
@@ -213,22 +223,22 @@ class Settings(Generic[T]):
         self._origins |= {name: origin for name, (_, origin) in merged.items()}
         self._names = {known: each.name for each in fields for known in (each.field, each.name)}
         with self.naming():
-            self.values = _made(kind, {name: value for name, (value, _) in merged.items()})
+            self.values = _build(kind, {name: value for name, (value, _) in merged.items()})
 
     def origin(self, name: str) -> str:
-        """Return what to call a setting in a message: as it was given, else its flag."""
+        """Return a setting's name in messages: as the user gave it, otherwise its flag."""
         return self._origins[name]
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Raise errors of what is done in it under the names that were given."""
+        """Context manager that passes every `FieldError` raised in it through `named`."""
         try:
             yield
         except FieldError as error:
             raise self.named(error) from error
 
     def named(self, error: FieldError) -> FieldError:
-        """Return an error about a field, or about its flag, under the name that was given."""
+        """Return the error with the field's or flag's name replaced by the setting's `origin`."""
         field = error.field.partition(".")[0]
         name = self._names.get(field.removeprefix("--").replace("-", "_"))
         if name is None or type(error) is not FieldError:
@@ -244,8 +254,8 @@ def read_settings(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> Settings[T]:
-    """Read flags, the `environment` and a `file`; all count more than the command's own `defaults`
-    (by field). Raises `FieldError` naming the flag, the variable, or the file and its key."""
+    """Read flags, the `environment` and a TOML `file`; `defaults`, by field, are the command's own.
+    Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     own = defaults or {}
     layers = [{s.name: (own[s.field], s.flag) for s in fields.values() if s.field in own}]
@@ -255,20 +265,20 @@ def read_settings(
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Settings[T]:
-    """Read values by name, as a TOML file has them. Raises `FieldError` with `where` they are."""
+    """Read `values` as from a TOML file. Raises `FieldError`, which names their place `where`."""
     return Settings(kind, [_of_mapping(values, fields_of(kind), where)])
 
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
-    """Return variables that look like settings and are none: most likely misspelt."""
+    """Return environment variables with the prefix that name no setting: probably misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
     known = {PREFIX + name.upper() for name in (*names, "config", *_READ_ELSEWHERE)}
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in unknown if not name.startswith(_LINKS)]
 
 
-_READ_ELSEWHERE = ("kernels",)  # in cbatch/runtime/cpu/compiled/builds.py
-# A service named `cbatch` makes Kubernetes set these, and CBATCH_PORT to an address.
+_READ_ELSEWHERE = ("kernels",)  # CBATCH_KERNELS, in cbatch/runtime/cpu/compiled/builds.py
+# Kubernetes sets these variables for a service named `cbatch`, and CBATCH_PORT to an address.
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"
 
@@ -302,7 +312,9 @@ def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
         with path.open("rb") as file:
             document = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
+        raise FieldError(
+            str(path), f"cannot be part_or_settings ({error})", "name a TOML file"
+        ) from error
     return _of_mapping(document, fields, str(path))
 
 

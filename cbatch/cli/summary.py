@@ -1,4 +1,4 @@
-"""The end of a run: a table for people, figures for programs."""
+"""Summary of a run of `cbatch generate` or `cbatch demo`: a table to read, and JSON figures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BAR_WIDTH = 30
 
 
 class BatchRun(msgspec.Struct, frozen=True):
-    """A finished run. `elapsed_s` is the time spent in steps and between them, not in loading."""
+    """A finished run. `elapsed_s` starts after the engine is loaded."""
 
     info: EngineInfo
     stats: EngineStats
-    batch: int  # sequences that ran at once, at most
+    batch: int  # maximum number of sequences that ran at once
     num_requests: int
     num_errors: int
     elapsed_s: float
@@ -32,7 +32,7 @@ class BatchRun(msgspec.Struct, frozen=True):
         return self.stats.output_tokens / self.elapsed_s if self.elapsed_s > 0 else None
 
     def result(self) -> dict[str, Any]:
-        """One entry of `results`, as every benchmark of the project prints it."""
+        """Return the entry of `results` in the JSON of all commands and benchmarks."""
         rate = self.tokens_per_s
         mean = self.stats.speculation.mean_accepted_tokens
         return {
@@ -68,7 +68,7 @@ def print_summary(run: BatchRun, console: Console) -> None:
 
 
 def print_results(runs: Sequence[BatchRun], json_file: Path | None) -> None:
-    """End a command with the figures of its runs, for programs."""
+    """Print the JSON line with the figures of `runs`, or write it to `json_file`."""
     from cbatch.system.machine import describe_machine, describe_versions
 
     document = {
@@ -91,5 +91,5 @@ def _histogram(steps_by_k: dict[int, int], total: int) -> Table:
     return table
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
