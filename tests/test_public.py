@@ -67,7 +67,7 @@ def test_data_files_ship_with_their_package(top: str) -> None:
         ),
         ("cbatch.text", ("torch", "cbatch.core.scheduler", "cbatch.engine")),
         ("cbatch.grammars", ("torch", "llguidance", "cbatch.engine")),
-        ("cbatch.engine.loop", ("torch", "cbatch.text", "cbatch.runtime")),
+        ("cbatch.engine.core", ("torch", "cbatch.text", "cbatch.runtime")),
         ("cbatch.engine.model_files", ("torch", "cbatch.runtime.cpu")),
         ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
         ("sim.replay.replay", ("torch", "cbatch.engine", "cbatch.text", "matplotlib", "rich")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.core import EngineCore, LateCode
 from cbatch.engine.engine import Engine
-from cbatch.engine.loop import LateCode
 from cbatch.text import TextTokenizer
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
@@ -46,6 +46,5 @@ def make_engine(
     )
     if late is not None:
         vars(executor)["late"] = late
-    return Engine(
-        Scheduler(config), executor, tokenizer=tokenizer, clock=clock, depth=depth, seed=seed
-    )
+    core = EngineCore(Scheduler(config), executor, clock=clock, depth=depth)
+    return Engine(core, tokenizer=tokenizer, seed=seed)

@@ -30,6 +30,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.options import parse_lookahead
 from cbatch.engine.prices.startup import profile_costs
@@ -231,7 +232,8 @@ class ModelBench:
             if self._prices is None:
                 self._prices = profile_costs(self._executor, config, budget_s=_PROFILE_S)
             config = structs.replace(config, cost_profile=self._prices)
-        return Engine(Scheduler(config), self._executor, depth=1, seed=0, drafters=("model",))
+        core = EngineCore(Scheduler(config), self._executor, depth=1, drafters=("model",))
+        return Engine(core, seed=0)
 
     def _decoding(self, way: Way) -> Engine:
         """Return a warm engine in which all sequences decode."""

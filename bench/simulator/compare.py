@@ -114,7 +114,7 @@ class Calibrating:
     """Measures the prices of an engine's steps, a few batches at a time."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._calibrator = Calibrator(engine.loop.executor, engine.scheduler.config)
+        self._calibrator = Calibrator(engine.core.executor, engine.scheduler.config)
         self._info, self._turns = info, 0
 
     def turn(self) -> None:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         engine, info = load_engine(*model_paths(values.model, values.draft), options)
     for line in info.lines():
         console.print(line, soft_wrap=True)
-    executor = engine.loop.executor
+    executor = engine.core.executor
     assert isinstance(executor, Executor)
     calibrator = Calibrator(executor, engine.scheduler.config)
     total = args.rounds * len(calibrator.fitted) + len(calibrator.held_out)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
@@ -36,18 +35,6 @@ class OverlappedExecutor(Protocol):
     def wait(self) -> StepResult: ...
 
     def reset(self) -> None: ...
-
-
-class LateCode:
-    """What an executor compiles while it runs steps, as its attribute `late`; here nothing."""
-
-    pending: tuple[str, ...] = ()  # not compiled yet, in words
-
-    def begin(self) -> None: ...
-
-    def must_wait(self, params: SamplingParams) -> bool:
-        """Return whether a request with these parameters has to wait."""
-        return False
 
 
 class StepLoop:
@@ -79,40 +66,15 @@ class StepLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self.late: LateCode = getattr(executor, "late", LateCode())
-        self.late.begin()
-        self.waiting: dict[str, tuple[Request, tuple[int, ...]]] = {}  # until it is compiled
         self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
         self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
         self.plan_s = self.commit_s = 0.0  # in the scheduler so far, by the clock
-        self.last_plan: StepPlan | None = None  # the one last committed, for displays
-        self.last_result: StepResult | None = None  # and what came of it
-        # Told before a step runs, and after one is committed, which requests are in flight; so that
-        # whoever outlives this process knows what it died of.
+        self.last: tuple[StepPlan, StepResult, Commit] | None = None  # the step last committed
+        # Called before a step runs and after its commit with the requests in flight, so that their
+        # names outlive this process.
         self.on_in_flight: Callable[[Collection[str]], None] | None = None
-
-    @property
-    def executor(self) -> Executor | OverlappedExecutor:
-        return self._executor
-
-    def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
-        """`Scheduler.add`, at once or by `admit_waiting`. Raises what that raises."""
-        if self.late.must_wait(request.params):
-            self._scheduler.config.check_request(request, output)
-            self.waiting[request.request_id] = request, output
-        else:
-            self._scheduler.add(request, self._clock(), output)
-
-    def admit_waiting(self) -> bool:
-        """Let requests enter the scheduler that need not wait any longer; return whether others
-        still have to. To be called between steps."""
-        for request, output in list(self.waiting.values()):
-            if not self.late.must_wait(request.params):
-                del self.waiting[request.request_id]
-                self._scheduler.add(request, self._clock(), output)
-        return bool(self.waiting)
 
     def step(self) -> Commit | None:
         """One turn. None when nothing can run now. Faults are handled here, by trying again."""
@@ -168,10 +130,10 @@ class StepLoop:
         return plan
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
-        self.last_plan, self.last_result = plan, result
         start_s = self._clock()
         commit = self._scheduler.commit(result, start_s)
         self.commit_s += self._clock() - start_s
+        self.last = plan, result, commit
         self._tell_in_flight(self._in_flight)
         return commit
 

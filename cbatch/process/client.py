@@ -19,15 +19,14 @@ from typing import TypeVar
 
 from cbatch.core.request.output import Ending
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.engine.core import EngineMetrics
 from cbatch.process.connection import EngineLink, EngineStartError, Launch, start_error
 from cbatch.process.crash_suspects import CrashSuspects
 from cbatch.process.messages import (
     Add,
     Cancel,
-    EngineMetrics,
     Event,
     Finish,
-    Heartbeat,
     NewChoice,
     Ready,
     Snapshot,
@@ -259,8 +258,6 @@ class EngineClient:
                 self._dispatch_open()
             case StartFailed():
                 link.failure = event
-            case Heartbeat(stats):
-                self._update_stats(stats)
             case Snapshot(stats=stats):
                 self._update_stats(stats)
                 if self._on_snapshot is not None:
@@ -280,18 +277,19 @@ class EngineClient:
         self._update_stats(step.stats)
         if self.on_step is not None:
             _call_watcher(self.on_step, step)
-        step_s = 0.0 if step.times is None else step.times.total_s
-        for wire_id in step.admitted:
+        output = step.output
+        step_s = 0.0 if output.times is None else output.times.total_s
+        for wire_id in output.admitted:
             transcript = self._by_wire_id.get(wire_id)
             if transcript is not None and not transcript.admitted:
                 transcript.admitted = True
                 self._notify(transcript, partial(transcript.listener.on_admitted, step_s))
-        for wire_id, entry in step.logprobs:
+        for wire_id, entry in output.logprobs:
             transcript = self._by_wire_id.get(wire_id)
             if transcript is not None:
                 self._notify(transcript, partial(transcript.listener.on_logprobs, entry))
-        endings = {ending.request_id: ending for ending in step.endings}
-        for row in step.rows:
+        endings = {ending.request_id: ending for ending in output.endings}
+        for row in output.rows:
             transcript = self._by_wire_id.get(row.request_id)
             if transcript is None:
                 continue  # cancelled or finished while the step ran
@@ -311,7 +309,8 @@ class EngineClient:
 
     def _check_canary(self, step: Stepped) -> None:
         """End the test after a token of the canary: the engine itself works."""
-        if self._canary is not None and any(row.request_id == self._canary for row in step.rows):
+        rows = step.output.rows
+        if self._canary is not None and any(row.request_id == self._canary for row in rows):
             self._canary, self._barren_deaths = None, 0
             self._dispatch_open()
 

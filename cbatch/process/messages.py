@@ -9,12 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cbatch.core.request.logprobs import TokenLogprobs
-from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.sequence import SchedulerStats
-from cbatch.core.speculation.stats import Outlook
+from cbatch.engine.core import EngineMetrics, StepOutput
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,24 +75,6 @@ Command = Add | Cancel | Finish | Stop | Watch
 # ---- events, from the engine ------------------------------------------------------------------
 
 
-class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """The scheduler's present state, and its totals since the process started."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    free_blocks: int
-    cached_blocks: int  # unreferenced, kept for prefix hits
-    remaining_prompt_tokens: int  # of requests with a slot, not computed yet
-    prompt_token_s: float  # estimated seconds per prompt token at this load; 0: unknown
-    step_s: float  # total of all steps, with planning and committing
-    plan_s: float  # part of `step_s`; with overlap it runs during the step before
-    commit_s: float
-    totals: SchedulerStats
-    outlook: Outlook | None  # None: the policy is not `goodput`
-    compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
-
-
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted. `drafters` are the names
     that requests may use, `info` is for people. `follows_grammars`: grammars are supported."""
@@ -114,31 +93,13 @@ class StartFailed(Message, frozen=True):
     remedy: str | None = None
 
 
-class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds: drafting and the target model as measured by the executor, and the whole iteration
-    with planning and committing."""
-
-    draft_s: float
-    target_s: float
-    total_s: float
-
-
 class Stepped(Message, frozen=True):
-    """The result of a committed step. It also shows that the engine makes progress."""
+    """The result of a step, or endings without one. It also shows that the engine makes progress;
+    an idle engine sends an empty one."""
 
-    admitted: tuple[str, ...]  # requests that got a slot in this step
-    rows: tuple[OutputRow, ...]
-    endings: tuple[Ending, ...]
-    logprobs: tuple[tuple[str, TokenLogprobs], ...]
-    times: StepTimes | None  # None: only endings or KV events, without a step
+    output: StepOutput
     stats: EngineMetrics
     kv_events: bytes = b""  # a batch of `cbatch.kv_events.wire`; empty: no events
-
-
-class Heartbeat(Message, frozen=True):
-    """A sign of life of an idle engine."""
-
-    stats: EngineMetrics
 
 
 class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -180,7 +141,7 @@ class Snapshot(Message, frozen=True):
     stats: EngineMetrics
 
 
-Event = Ready | StartFailed | Stepped | Heartbeat | Snapshot
+Event = Ready | StartFailed | Stepped | Snapshot
 
 # ---- bytes ------------------------------------------------------------------------------------
 

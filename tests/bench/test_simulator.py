@@ -16,6 +16,7 @@ from bench.simulator import compare, real
 from bench.simulator.simulated import Run, SimulatedReplicas
 from bench.simulator.workloads import from_prompts
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.prices.calibrator import designed
 from cbatch.text.outputs import Output
@@ -50,7 +51,7 @@ def engine(lookahead: str) -> Engine:
         draft_context_tokens=config.draft_context_tokens,
         drafter=config.default_chain,
     )
-    return Engine(Scheduler(config), executor, seed=0)
+    return Engine(EngineCore(Scheduler(config), executor), seed=0)
 
 
 def requests(count: int, gap_s: float) -> list[TraceRequest]:

@@ -208,6 +208,6 @@ def test_a_reset_executor_has_nothing_cached() -> None:
     world.scheduler.executor_reset(world.clock())
     assert world.scheduler.state.pool.take_changes() == [CacheCleared()]
     world.follower.blocks.clear()
-    world.loop.executor.reset()
+    world.executor.reset()
     world.run()
     assert world.follower.num_events == {"BlockStored": 3}

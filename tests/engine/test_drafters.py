@@ -80,7 +80,7 @@ def test_goodput_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
 
 def test_each_request_may_choose(pair, plain):
     llm = make(pair, drafter=("suffix", "model"), lookahead="fixed:3")
-    assert llm.engine.drafters == ("model", "ngram", "suffix")
+    assert llm.engine.core.drafters == ("model", "ngram", "suffix")
     chains = [("ngram",), ("model", "suffix"), ("suffix",), None]
     params = [msgspec.structs.replace(GREEDY, drafter=chain) for chain in chains]
     assert tokens(llm, params) == plain[0]
@@ -99,7 +99,7 @@ def test_lookups_beside_a_draft_are_held_without_being_asked_for(pair, plain):
 
 def test_without_drafters_nobody_drafts_and_a_request_is_told_so(pair):
     llm = make(pair, draft=False)
-    assert llm.engine.drafters == llm.info.drafter == ()
+    assert llm.engine.core.drafters == llm.info.drafter == ()
     (done,) = llm.generate("abc", SamplingParams(drafter=("ngram",)))
     assert "start the engine with one" in (done.error or "")
     (done,) = make(pair, draft=False, drafter=("suffix",)).generate(

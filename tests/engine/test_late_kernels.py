@@ -60,7 +60,7 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
     add(calm, *PARAMS)
     undisturbed = steps(calm, set())
     engine = make_engine(depth=depth, late=late.kernels)
-    assert engine.loop.late.pending == GROUPS
+    assert engine.core.late.pending == GROUPS
     add(engine, *PARAMS)
     found = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
     assert set(found) == {"plain", "filtered"}
@@ -68,10 +68,10 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
         assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
     late.end(BLOCKS)
     found |= steps(engine, WAITS[SHAPED])
-    assert engine.loop.late.pending == (SHAPED,)
+    assert engine.core.late.pending == (SHAPED,)
     late.end(SHAPED)
     found |= steps(engine, set())
-    assert engine.loop.late.pending == ()
+    assert engine.core.late.pending == ()
     texts = {kind: choice.text for kind, choice in found.items()}
     assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
     assert all(choice.finish_reason is FinishReason.LENGTH for choice in found.values())
@@ -103,7 +103,7 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     assert reasons == [FinishReason.CANCELLED] * 3
     assert not engine.has_work
     late.end(SHAPED)
-    while SHAPED in engine.loop.late.pending:
+    while SHAPED in engine.core.late.pending:
         pass
     assert engine.step() == [] and not engine.scheduler.has_work
 

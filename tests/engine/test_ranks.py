@@ -61,8 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks_of(llm: LLM) -> Ranks:
-    executor = llm.engine.loop.executor
-    executor = getattr(executor, "executor", executor)
+    executor = llm.engine.core.executor
     assert isinstance(executor, RankedExecutor)
     return executor.ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.peers.gguf_writer import gguf_bytes
 from cbatch import SamplingParams
-from cbatch.engine.build import sampling_defaults
+from cbatch.engine.model_files import sampling_defaults
 from cbatch.runtime.model.config import ModelError
 
 

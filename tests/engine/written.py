@@ -19,6 +19,7 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.backends import executor_for
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from cbatch.engine.options import parse_lookahead
@@ -144,7 +145,8 @@ def write(
     priced = config.lookahead.policy == "goodput"
     steps = Watched(executor_for(pair.target, draft, config), priced=priced)
     runner = ThreadedExecutor(steps) if depth else steps
-    engine = Engine(Scheduler(config), runner, tokenizer=pair.tokenizer, depth=depth)
+    core = EngineCore(Scheduler(config), runner, depth=depth)
+    engine = Engine(core, tokenizer=pair.tokenizer)
     params = [
         SamplingParams(seed=2**40 + i, max_tokens=n, **COMMON, **PARAMS[i % len(PARAMS)])
         for i, n in enumerate(lengths)

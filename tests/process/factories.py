@@ -18,8 +18,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.engine.loop import StepLoop
-from cbatch.process.server import EngineParts
+from cbatch.engine.core import EngineCore
 from cbatch.steplog.recorder import StepRecorder
 from tests.checking.executor import SimExecutor
 from tests.checking.models import ModelledAcceptance
@@ -46,6 +45,7 @@ class MortalExecutor:
         self._held, self._num_steps = held, 0
         self._inner, self._step_s, self._parts = inner, step_s, parts
         self.progress = np.zeros(1, dtype=np.int64)
+        self.report_progress = self._report if parts > 1 else None
         self._poison, self._at, self._death = poison, at, death
         self._doomed: dict[int, int] = {}  # slot: tokens it may still emit
 
@@ -79,7 +79,7 @@ class MortalExecutor:
     def reset(self) -> None:
         self._inner.reset()
 
-    def report_progress(self, counter: NDArray[np.int64]) -> None:
+    def _report(self, counter: NDArray[np.int64]) -> None:
         self.progress = counter
 
 
@@ -138,7 +138,7 @@ class SimFactory(msgspec.Struct, frozen=True):
             acceptance=ModelledAcceptance(0.7),
         )
 
-    def __call__(self) -> EngineParts:
+    def __call__(self) -> EngineCore:
         if self.once is not None:
             Path(self.once).touch(exist_ok=False)
         recorder = None if self.record is None else StepRecorder(self.record)
@@ -150,16 +150,16 @@ class SimFactory(msgspec.Struct, frozen=True):
             executor = MortalExecutor(
                 executor, self.step_s, self.poison, self.poison_at, death, self.parts, self.held
             )
-        loop = StepLoop(scheduler, executor, clock=time.monotonic, depth=self.depth)
-        close = None if recorder is None else recorder.close
-        return EngineParts(
+        core = EngineCore(
             scheduler,
-            loop,
+            executor,
+            depth=self.depth,
             info={"model": "sim"},
             grammars=cast(Any, DeadlyGrammars()),
-            close=close,
-            report_progress=executor.report_progress if self.parts > 1 else None,
         )
+        if recorder is not None:
+            core.closing.callback(recorder.close)
+        return core
 
 
 class FrozenFactory(msgspec.Struct, frozen=True):
@@ -167,11 +167,13 @@ class FrozenFactory(msgspec.Struct, frozen=True):
 
     path: str
 
-    def __call__(self) -> EngineParts:
+    def __call__(self) -> EngineCore:
         def close() -> None:
             Path(self.path).write_text(str(gc.get_freeze_count()))
 
-        return SimFactory()()._replace(close=close)
+        core = SimFactory()()
+        core.closing.callback(close)
+        return core
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):
@@ -179,7 +181,7 @@ class BrokenFactory(msgspec.Struct, frozen=True):
 
     names_field: bool
 
-    def __call__(self) -> EngineParts:
+    def __call__(self) -> EngineCore:
         if self.names_field:
             raise FieldError("num_blocks", "too few", "give more")
         raise RuntimeError("no such device")

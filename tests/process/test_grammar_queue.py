@@ -107,18 +107,19 @@ def test_without_grammars_each_is_refused_by_name() -> None:
 
 def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     grammars: Any = SlowGrammars()
-    parts = SimFactory(lookahead="off")()._replace(grammars=grammars)
+    core = SimFactory(lookahead="off")()
+    core.grammars = grammars
     plain = Add(make_request("", 5, max_tokens=40), (NewChoice("plain"),))
     slow = Add(asking("", "x", max_tokens=3), (NewChoice("slow"), NewChoice("gone", 1)))
     bad = Add(asking("", "bad", max_tokens=3), (NewChoice("bad"),))
     socket: Any = OneCommand(slow, bad, plain, Cancel("gone"))
     recorder = InFlightJournal.create(tmp_path / "journal")
-    server = EngineServer(parts, socket, recorder)
-    while server.iterate() and server.busy:
+    server = EngineServer(core, socket, recorder)
+    while server.iterate() and core.busy:
         pass
     assert recorder.read() == ["slow"], "whoever outlives the engine is to know"
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
-    assert [e.request_id for s in steps for e in s.endings] == ["plain"], "the others wait"
+    assert [e.request_id for s in steps for e in s.output.endings] == ["plain"], "the others wait"
     grammars.release.set()
     endings: dict[str, FinishReason] = {}
     deadline_s = time.monotonic() + 30
@@ -126,7 +127,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
         assert time.monotonic() < deadline_s
         server.iterate()
         events = [event for event in socket.sent if isinstance(event, Stepped)]
-        endings = {e.request_id: e.reason for event in events for e in event.endings}
+        endings = {e.request_id: e.reason for event in events for e in event.output.endings}
     assert endings == {
         "plain": FinishReason.LENGTH,
         "slow": FinishReason.LENGTH,

@@ -106,9 +106,9 @@ class OneCommand:
 def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     depth: int, tmp_path: Path
 ) -> None:
-    parts = SimFactory(lookahead="off", depth=depth)()
+    core = SimFactory(lookahead="off", depth=depth)()
     recorder = InFlightJournal.create(tmp_path / "journal")
-    inner = parts.loop.executor
+    inner = core.executor
     seen: list[list[str]] = []
 
     verb = "submit" if depth else "run"
@@ -121,20 +121,20 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     setattr(inner, verb, spy)
     adds = [Add(make_request(n, 5, max_tokens=3), (NewChoice(n),)) for n in ("a", "b")]
     socket: Any = OneCommand(*adds)
-    server = EngineServer(parts, socket, recorder)
-    while server.iterate() and server.busy:
+    server = EngineServer(core, socket, recorder)
+    while server.iterate() and core.busy:
         pass
     assert seen[0] == ["a", "b"] and all(seen), "a step ran unannounced"
     assert recorder.read() == []
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
-    assert [e.reason for s in steps for e in s.endings] == [FinishReason.LENGTH] * 2
-    assert steps[0].admitted == ("a", "b") and steps[0].times is not None
+    assert [e.reason for s in steps for e in s.output.endings] == [FinishReason.LENGTH] * 2
+    assert steps[0].output.admitted == ("a", "b") and steps[0].output.times is not None
 
 
 def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None:
-    parts = SimFactory()()
+    core = SimFactory()()
     socket: Any = OneCommand(Add(make_request("", [10**6]), (NewChoice("a"),)))
-    server = EngineServer(parts, socket, InFlightJournal.create(tmp_path / "journal"))
+    server = EngineServer(core, socket, InFlightJournal.create(tmp_path / "journal"))
     server.iterate()
-    ((ending,),) = (event.endings for event in socket.sent)
+    ((ending,),) = (event.output.endings for event in socket.sent)
     assert ending.request_id == "a" and "out of range" in ending.message

@@ -18,10 +18,10 @@ from tests.toy_engine import make_engine
 
 def step(engine: Engine, monitor: Monitor) -> Any:
     """One turn, noted; the commit."""
-    commit = engine.loop.step()
+    commit = engine.core.loop.step()
     assert commit is not None
-    assert engine.loop.last_plan is not None and engine.loop.last_result is not None
-    monitor.note(engine.loop.last_plan, engine.loop.last_result, commit)
+    assert engine.core.loop.last is not None
+    monitor.note(*engine.core.loop.last)
     return commit
 
 
@@ -97,8 +97,9 @@ def test_an_executor_may_use_its_arrays_again() -> None:
     engine, monitor = busy()
     for _ in range(3):
         commit = step(engine, monitor)
-    accepted, result = commit.num_accepted.tolist(), engine.loop.last_result
-    assert result is not None and any(accepted)
+    accepted = commit.num_accepted.tolist()
+    assert engine.core.loop.last is not None and any(accepted)
+    _, result, _ = engine.core.loop.last
     result.num_accepted[:] = 99
     assert monitor.take_steps()[0][-1].accepted == accepted
 
@@ -108,8 +109,8 @@ def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
     engine, monitor = busy()
     result_rows = step(engine, monitor)
     monitor.take_steps()
-    plan, result = engine.loop.last_plan, engine.loop.last_result
-    assert plan is not None and result is not None
+    assert engine.core.loop.last is not None
+    plan, result, _ = engine.core.loop.last
     fewer = structs.replace(result_rows, owners=result_rows.owners[:-1])
     monitor.note(plan, result, fewer)
     assert monitor.take_steps() == ((), 1)

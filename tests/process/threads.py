@@ -6,12 +6,10 @@ import asyncio
 import threading
 from pathlib import Path
 
-from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.engine.loop import StepLoop
-from cbatch.grammars import Grammars
+from cbatch.engine.core import EngineCore
 from cbatch.process.connection import Death
 from cbatch.process.in_flight import InFlightJournal
-from cbatch.process.server import EngineParts, EngineServer, connect
+from cbatch.process.server import EngineServer, connect
 
 
 class EngineThread:
@@ -19,17 +17,8 @@ class EngineThread:
 
     pid = None
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        loop: StepLoop,
-        endpoint: str,
-        journal: Path,
-        *,
-        drafters: tuple[str, ...] = (),
-        grammars: Grammars | None = None,
-    ) -> None:
-        self._parts = EngineParts(scheduler, loop, drafters, grammars=grammars)
+    def __init__(self, core: EngineCore, endpoint: str, journal: Path) -> None:
+        self._core = core
         self._where = (endpoint, journal)
         self._owner = asyncio.get_running_loop()
         self.dead: asyncio.Future[None] = self._owner.create_future()
@@ -40,7 +29,7 @@ class EngineThread:
         endpoint, journal = self._where
         socket = connect(endpoint)
         try:
-            EngineServer(self._parts, socket, InFlightJournal(journal)).run()
+            EngineServer(self._core, socket, InFlightJournal(journal)).run()
         except Exception as error:
             self.error = error
         finally:

@@ -14,6 +14,7 @@ from msgspec import structs
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu import verify as verification
@@ -62,7 +63,7 @@ class World:
         self.scheduler = Scheduler(config)
         self.executor = RecordingExecutor(tiny_model(), drafter=drafter, **sizes)
         runner = ThreadedExecutor(self.executor) if depth else self.executor
-        self.engine = Engine(self.scheduler, runner, depth=depth, seed=1)
+        self.engine = Engine(EngineCore(self.scheduler, runner, depth=depth), seed=1)
 
     def complete(self, **extra: Any) -> list[Completion]:
         params = [

@@ -106,7 +106,7 @@ def test_text_is_that_of_its_own_eager_pass(tmp_path: Path) -> None:
         assert bool(stats.preemptions) == (slots > 1) and stats.prefix_hit_tokens
         assert bool(stats.accepted_tokens) == (lookahead != "off")
         assert llm.info.ranks == 2 and llm.info.code.startswith("transformers ")
-        executor = llm.engine.loop.executor
+        executor = llm.engine.core.executor
         assert isinstance(executor, RankedExecutor)
         executor.ranks.close()
 

@@ -138,8 +138,7 @@ def serving(
 ) -> Iterator[Client]:
     """Serves what the engine would run, in a thread, until the block ends. `options` are those of
     `serving_service`."""
-    held = {"drafters": engine.drafters, "grammars": engine.grammars}
-    client = EngineClient(partial(EngineThread, engine.scheduler, engine.loop, **held))
+    client = EngineClient(partial(EngineThread, engine.core))
     service = EngineService(client, engine.tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, engine.tokenizer, **options) as served:
         yield served

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import cbatch.server.http
+from cbatch.engine.core import EngineMetrics
 from cbatch.process import server as process
-from cbatch.process.messages import BlockMap, EngineMetrics, Snapshot
+from cbatch.process.messages import BlockMap, Snapshot
 from cbatch.process.monitor import Monitor
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.pages import PAGE_PATHS

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cbatch.engine.core import EngineCore
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Stepped
-from cbatch.process.server import EngineParts
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Speculation
 from tests.process.factories import SimFactory
@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 300, "seed": 1, "ignore_
 
 class World(NamedTuple):
     client: Client
-    engine: EngineParts
+    engine: EngineCore
     steps: list[Stepped]
 
 
@@ -33,7 +33,8 @@ class World(NamedTuple):
 def served(lookahead: str, step_s: float = 0.012) -> Iterator[World]:
     # A real step takes longer than the simulator says it does: its parts fit into it.
     engine = SimFactory(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, step_s=step_s)()
-    link = EngineClient(partial(EngineThread, engine.scheduler, engine.loop))
+    engine.grammars = None
+    link = EngineClient(partial(EngineThread, engine))
     steps: list[Stepped] = []
     link.on_step = steps.append
     with serving_service(EngineService(link, TOKENIZER), TOKENIZER) as client:
@@ -56,7 +57,8 @@ def test_a_steps_parts_make_the_step(world: World) -> None:
     assert all(part_s > 0 for part_s in parts_s)
     loop, stats = world.engine.loop, world.engine.scheduler.stats
     assert parts_s == pytest.approx([loop.plan_s, stats.draft_s, stats.target_s, loop.commit_s])
-    assert total_s == pytest.approx(sum(s.times.total_s for s in world.steps if s.times))
+    outputs = [step.output for step in world.steps]
+    assert total_s == pytest.approx(sum(each.times.total_s for each in outputs if each.times))
     assert sum(parts_s) < total_s  # the rest is between them
 
 
@@ -75,7 +77,8 @@ def test_a_requests_parts_make_the_request(world: World) -> None:
 
 def test_a_step_is_no_time_in_the_queue(world: World) -> None:
     """An engine tells that it admitted a request with the tokens of its first step."""
-    admitting_s = [s.times.target_s for s in world.steps if s.times for _ in s.admitted]
+    outputs = [step.output for step in world.steps]
+    admitting_s = [s.times.target_s for s in outputs if s.times for _ in s.admitted]
     prefill_s = sample(world.client, "vllm:request_prefill_time_seconds_sum")
     assert len(admitting_s) == 6 and prefill_s > 0.9 * sum(admitting_s) > 0
 
@@ -123,7 +126,7 @@ def test_only_that_policy_has_a_price() -> None:
 def recounted(steps: list[Stepped]) -> Speculation:
     """Lookahead as the engine told it, step by step. A request's first tokens end its prompt."""
     found, begun = Speculation(), set()
-    for row in (row for step in steps for row in step.rows):
+    for row in (row for step in steps for row in step.output.rows):
         if row.request_id in begun:
             found.observe(row.num_drafted, row.num_accepted)
         begun.add(row.request_id)
@@ -139,7 +142,7 @@ def test_what_prometheus_reads() -> None:
         assert usage["completion_tokens"] == 80
         counts, stats = recounted(steps), engine.scheduler.stats
         assert counts.accepted_tokens > 5 and stats.target_s > 0
-        total_s = sum(step.times.total_s for step in steps if step.times is not None)
+        total_s = sum(step.output.times.total_s for step in steps if step.output.times)
         wasted = counts.drafted_tokens - counts.accepted_tokens
         drafting = counts.steps - counts.k_histogram.get(0, 0)
         for name, labels, value in (

@@ -38,11 +38,12 @@ class Scene(NamedTuple):
 def one_slot(limits: Limits) -> Iterator[Scene]:
     sizes = {"max_slots": 1, "num_blocks": 512}
     # Steps so long that a call has the slot until it leaves, on a busy machine too.
-    parts = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
-    link = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
+    core = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
+    core.grammars = None
+    link = EngineClient(partial(EngineThread, core))
     service = EngineService(link, TOKENIZER, limits=limits)
     with serving_service(service, TOKENIZER, chat_template=TEMPLATE) as client:
-        yield Scene(client, service, parts.scheduler)
+        yield Scene(client, service, core.scheduler)
 
 
 def test_what_the_queue_refuses_is_counted_by_why() -> None:

@@ -35,8 +35,9 @@ async def service(
 ) -> AsyncIterator[EngineService]:
     vocab_size = TOKENIZER.vocab_size
     factory = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)
-    parts = factory()
-    client = EngineClient(partial(EngineThread, parts.scheduler, parts.loop))
+    core = factory()
+    core.grammars = None
+    client = EngineClient(partial(EngineThread, core))
     made = EngineService(client, TOKENIZER, limits=limits)
     engine = await made.start()
     made.open(served_model(engine, TOKENIZER))

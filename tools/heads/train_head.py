@@ -13,6 +13,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.executor import TorchExecutor
@@ -90,9 +91,8 @@ def record(
 
     # An interrupted run continues after the prompts whose answers are recorded.
     remaining = prompts[shards.count :]
-    write_lessons(
-        Engine(Scheduler(config), executor), remaining, recorder, shards, seconds, progress
-    )
+    engine = Engine(EngineCore(Scheduler(config), executor))
+    write_lessons(engine, remaining, recorder, shards, seconds, progress)
     done.touch()
     return shards
 

@@ -24,6 +24,7 @@ from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.loop import Executor
@@ -125,7 +126,8 @@ class Calibrator:
 
     def _make(self, lookahead: LookaheadConfig, *, prefix_cache: bool = False) -> Engine:
         config = structs.replace(self._config, lookahead=lookahead, prefix_cache=prefix_cache)
-        return Engine(Scheduler(config), self._meter, clock=self._clock, seed=0)
+        core = EngineCore(Scheduler(config), self._meter, clock=self._clock)
+        return Engine(core, seed=0)
 
     def measure(
         self,

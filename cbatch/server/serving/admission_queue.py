@@ -16,7 +16,7 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
-from cbatch.process.messages import EngineMetrics
+from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
 
 _limits = partial(knob, "limits")

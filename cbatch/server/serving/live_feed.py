@@ -12,7 +12,8 @@ from importlib.metadata import version
 
 import msgspec
 
-from cbatch.process.messages import BlockMap, EngineMetrics, Snapshot, StepSnapshot
+from cbatch.engine.core import EngineMetrics
+from cbatch.process.messages import BlockMap, Snapshot, StepSnapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.metrics import Histogram, Metrics

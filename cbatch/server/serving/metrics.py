@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.stats import Outlook
-from cbatch.process.messages import EngineMetrics
+from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Output

@@ -16,10 +16,11 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
+from cbatch.engine.core import EngineMetrics
 from cbatch.grammars import FIELD, GrammarsBusyError, GrammarValidator, ValidatedGrammar, not_served
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
-from cbatch.process.messages import EngineMetrics, Ready, Snapshot, Stepped
+from cbatch.process.messages import Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, max_prompt_tokens

@@ -1,0 +1,187 @@
+"""The engine below text: a scheduler, its step loop, and the one end of every request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.sequence import SchedulerStats
+from cbatch.core.speculation.stats import Outlook
+from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
+
+if TYPE_CHECKING:
+    from cbatch.grammars import Grammars
+
+COMPILING_TICK_S = 0.05  # how often an idle engine checks whether its kernels are compiled
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds: drafting and the target model as measured by the executor, and the whole step with
+    planning and committing."""
+
+    draft_s: float
+    target_s: float
+    total_s: float
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """The new tokens of a step, and the endings since the previous step."""
+
+    admitted: tuple[str, ...] = ()  # entered a slot with this step
+    rows: tuple[OutputRow, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()
+    times: StepTimes | None = None  # None: no step was committed
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """The scheduler's present state, and its totals since the process started."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int  # unreferenced, kept for prefix hits
+    remaining_prompt_tokens: int  # of requests with a slot, not computed yet
+    prompt_token_s: float  # estimated seconds per prompt token at this load; 0: unknown
+    step_s: float  # total of all steps, with planning and committing
+    plan_s: float  # part of `step_s`; with overlap it runs during the step before
+    commit_s: float
+    totals: SchedulerStats
+    outlook: Outlook | None  # None: the policy is not `goodput`
+    compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
+
+
+class LateCode:
+    """Code that an executor compiles while it runs steps, as its attribute `late`; here none."""
+
+    pending: tuple[str, ...] = ()  # not compiled yet, in words
+
+    def begin(self) -> None: ...
+
+    def must_wait(self, params: SamplingParams) -> bool:
+        """Return whether a request with these parameters has to wait."""
+        return False
+
+
+class EngineCore:
+    """Requests of token ids in, a `StepOutput` a step out. `Engine` adds text to it, `EngineServer`
+    a socket. Not thread-safe: one thread drives it.
+
+    `drafters` are the names that requests may ask for, `grammars` those that the executor follows;
+    `info` is for people. The owner closes `closing` once no step runs any more.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor | OverlappedExecutor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        depth: int = 0,
+        drafters: Sequence[str] = (),
+        grammars: Grammars | None = None,
+        info: dict[str, Any] | None = None,
+        closing: ExitStack | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
+        self.executor = getattr(executor, "executor", executor)  # without the thread around it
+        self.drafters = tuple(drafters)
+        self.grammars = grammars
+        self.info = info or {}
+        self.closing = closing or ExitStack()
+        self.late: LateCode = getattr(executor, "late", LateCode())
+        self.late.begin()
+        self.waiting: dict[str, tuple[Request, tuple[int, ...]]] = {}  # for late code
+        self._clock = clock
+        self._rejected: list[Ending] = []
+        self._step_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Return whether `step` has something to do now, late code to wait for not included."""
+        scheduler = self.scheduler
+        return bool(scheduler.has_work or scheduler.num_in_flight or self._rejected)
+
+    def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
+        """Accept a request, as `Scheduler.add` does; it waits where it needs late code."""
+        if self.late.must_wait(request.params):
+            self.scheduler.config.check_request(request, output)
+            self.waiting[request.request_id] = request, output
+        else:
+            self.scheduler.add(request, self._clock(), output)
+
+    def reject(self, request_id: str, error: BaseException) -> None:
+        """End a request that was not added, with the next step."""
+        self._rejected.append(Ending(request_id, FinishReason.ERROR, str(error)))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request as CANCELLED, running, waiting or unknown."""
+        self.waiting.pop(request_id, None)
+        self.scheduler.cancel(request_id, self._clock())
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        """End a request whose text ended: its output is its first `keep_tokens` tokens."""
+        self.waiting.pop(request_id, None)
+        self.scheduler.finish(request_id, keep_tokens, self._clock())
+
+    def step(self) -> StepOutput:
+        """Run a step if there is work. `StepLoop` handles faults of the executor. Raises
+        `RuntimeError` if requests can neither run nor end."""
+        start_s = self._clock()
+        self._admit_waiting()
+        scheduler, commit = self.scheduler, None
+        if scheduler.has_work or scheduler.num_in_flight:
+            commit = self.loop.step()
+        ended = (*(commit.finished if commit else ()), *scheduler.take_finished())
+        endings = [Ending(end.request_id, end.reason, end.message) for end in ended]
+        endings += self._rejected
+        self._rejected = []
+        if commit is None:
+            if scheduler.has_work and not endings:
+                raise RuntimeError("the scheduler has requests that it cannot plan")
+            return StepOutput(endings=tuple(endings))
+        assert self.loop.last is not None
+        plan, result, _ = self.loop.last
+        total_s = self._clock() - start_s
+        self._step_s += total_s
+        return StepOutput(
+            admitted=tuple(new.request_id for new in plan.deltas.new_sequences),
+            rows=tuple(commit.updates()),
+            endings=tuple(endings),
+            logprobs=commit.logprobs,
+            times=StepTimes(result.draft_s, result.target_s, total_s),
+        )
+
+    def metrics(self) -> EngineMetrics:
+        scheduler, pool = self.scheduler, self.scheduler.state.pool
+        return EngineMetrics(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            remaining_prompt_tokens=scheduler.remaining_prompt_tokens,
+            prompt_token_s=scheduler.prompt_token_s,
+            step_s=self._step_s,
+            plan_s=self.loop.plan_s,
+            commit_s=self.loop.commit_s,
+            totals=scheduler.stats,
+            outlook=scheduler.state.policy.outlook,
+            compiling=self.late.pending,
+        )
+
+    def _admit_waiting(self) -> None:
+        for request, output in list(self.waiting.values()):
+            if not self.late.must_wait(request.params):
+                del self.waiting[request.request_id]
+                self.scheduler.add(request, self._clock(), output)

@@ -1,0 +1,99 @@
+"""The core of an engine: what enters, what a step brings, and the one end of each request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cbatch import FieldError, FinishReason, SamplingParams
+from cbatch.engine.core import EngineCore, StepOutput
+from cbatch.runtime.gpu.late import BLOCKS, SHAPED
+from tests.engine.late import held
+from tests.helpers import make_request
+from tests.toy_engine import make_engine
+
+
+def run(core: EngineCore) -> list[StepOutput]:
+    steps = []
+    while core.busy:
+        steps.append(core.step())
+        core.scheduler.check()
+    return steps
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_request_has_one_ending(depth: int) -> None:
+    core = make_engine(depth=depth, lookahead="off").core
+    for name in ("ends", "stopped", "cancelled"):
+        core.add(make_request(name, [5, 6, 7], max_tokens=9))
+    core.reject("rejected", FieldError("prompt", "is bad", "give another"))
+    first = core.step()
+    assert first.admitted == ("ends", "stopped", "cancelled") and first.times is not None
+    core.finish("stopped", 1)
+    core.cancel("cancelled")
+    core.cancel("unknown")
+    steps = [first, *run(core)]
+    endings = [ending for step in steps for ending in step.endings]
+    assert {ending.request_id: ending.reason for ending in endings} == {
+        "ends": FinishReason.LENGTH,
+        "stopped": FinishReason.STOP,
+        "cancelled": FinishReason.CANCELLED,
+        "rejected": FinishReason.ERROR,
+    }
+    assert len(endings) == 4 and "is bad" in str(first.endings[0].message)
+    tokens = [
+        t for step in steps for row in step.rows if row.request_id == "ends" for t in row.tokens
+    ]
+    assert len(tokens) == 9
+    metrics = core.metrics()
+    assert metrics.num_running == 0 and metrics.totals.steps == sum(
+        s.times is not None for s in steps
+    )
+    assert metrics.step_s == pytest.approx(sum(s.times.total_s for s in steps if s.times))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(steps[-1]), type=StepOutput)
+    assert sent == steps[-1]
+
+
+def test_without_work_a_step_brings_nothing() -> None:
+    core = make_engine().core
+    assert not core.busy and core.step() == StepOutput()
+    core.add(make_request("a", [5, 6, 7]))
+    core.cancel("a")
+    assert [ending.reason for ending in core.step().endings] == [FinishReason.CANCELLED]
+    assert core.step() == StepOutput()
+
+
+def test_requests_that_can_neither_run_nor_end_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = make_engine().core
+    core.add(make_request("a", [5, 6, 7]))
+    monkeypatch.setattr(core.scheduler, "plan", lambda now_s: None)
+    core.reject("b", ValueError("bad"))
+    assert len(core.step().endings) == 1, "what has ended comes first"
+    with pytest.raises(RuntimeError, match="cannot plan"):
+        core.step()
+
+
+def test_of_choices_that_wait_for_kernels_none_stays_where_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = held(tmp_path, monkeypatch)
+    engine = make_engine(late=late.kernels)
+    add = engine.core.add
+
+    def refusing(request: object, output: tuple[int, ...] = ()) -> None:
+        if getattr(request, "choice", 0) == 2:
+            raise FieldError("request_id", "is running", "use another")
+        add(request, output)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.core, "add", refusing)
+    for params in (SamplingParams(n=3, logit_bias={5: 1.0}), SamplingParams(n=3)):
+        with pytest.raises(FieldError, match="is running"):
+            engine.add([5, 6], params)
+        assert not engine.core.waiting and not engine.scheduler.has_work and not engine.has_work
+    for group in (SHAPED, BLOCKS):
+        late.end(group)
+    late.end_all()
