@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,8 @@ def test_probes(client: Client) -> None:
 def test_the_document_names_every_path_and_field(client: Client) -> None:
     status, document = client.get("/openapi.json")
     assert status == 200 and document["openapi"].startswith("3.1")
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+    assert set(references) <= set(document["components"]["schemas"]) and len(references) > 20
     for path, methods in document["paths"].items():
         (method,) = set(methods) - {"parameters"}
         assert call(client, method.upper(), path.replace("{name}", MODEL))[0] != 404

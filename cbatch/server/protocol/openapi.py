@@ -166,7 +166,7 @@ def _paths() -> dict[str, Schema]:
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     return {
-        "/v1/completions": _posted("CompletionFields", "Completion", streamed=True),
+        "/v1/completions": _posted("CompletionFields", "CompletionResponse", streamed=True),
         "/v1/chat/completions": _posted("ChatFields", "ChatCompletion", streamed=True),
         "/tokenize": _posted("TokenizeFields", "Tokenized"),
         "/detokenize": _posted("DetokenizeFields", "Detokenized"),
