@@ -1,4 +1,4 @@
-"""`cbatch sim capacity`: the highest rate at which a trace is served within an SLO."""
+"""`cbatch sim capacity`: find the highest arrival rate at which a trace meets an SLO."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from sim.report.report import Record
 
 COMMAND = "sim capacity"
-PERCENTILE = 99.0
+PERCENTILE = 99.0  # default, unless a goodput share is given
 _level = partial(knob, "service level")
-PACE = ("rate", "rate_scale", "concurrency", "think")  # when requests come: the search says
+PACE = ("rate", "rate_scale", "concurrency", "think")  # not options here: the search sets the rate
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """The service level, and where its capacity is looked for."""
+    """The SLO, and the range of rates to search."""
 
     percentile: Annotated[
         float | None,
@@ -45,8 +45,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Raises `FieldError`."""
-        ends = [each.partition("/") for each in self.rate_scales.split(":")]
+        """The lowest and highest factor on the trace's rate. Raises `FieldError`."""
+        ends = [end.partition("/") for end in self.rate_scales.split(":")]
         try:
             lowest, highest = (float(n) / float(parts or 1) for n, _, parts in ends)
         except (ValueError, ZeroDivisionError) as error:
@@ -104,6 +104,8 @@ def _run(args: argparse.Namespace, options: Search) -> int:
 def search(
     scenario: Scenario, level: ServiceLevel, rates: tuple[float, float], bar: Bar | None = None
 ) -> Capacity:
+    """Return the highest rate in the range `rates` that meets `level`. Rates are factors on the
+    trace's own rate."""
     from sim.cli.simulation import build
     from sim.replay.capacity import find_capacity, judge, try_rate
 
@@ -122,9 +124,6 @@ def search(
     return find_capacity(
         lambda rate: try_rate(partial(serve, rate)), lowest=rates[0], highest=rates[1]
     )
-
-
-# -- inside
 
 
 def _service_level(options: Search, slo: tuple[str, ...]) -> ServiceLevel:
@@ -160,20 +159,23 @@ def _print(variant: Variant, capacity: Capacity) -> None:
     for name in ("× the rate", "arrivals/s", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms", "goodput"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
-    for one in sorted(capacity.tried, key=lambda one: one.rate):
+    for trial in sorted(capacity.tried, key=lambda trial: trial.rate):
         table.add_row(
-            f"{one.rate:.4g}",
-            f"{one.arrivals_per_s:,.3f}",
-            _number(one.output_tokens_per_s, 1.0, ",.1f"),
-            *(_number(seconds, 1e3, ",.2f") for seconds in (one.ttft_s, one.tpot_s, one.e2e_s)),
-            _number(one.goodput_share, 1.0, ".1%"),
-            "meets" if one.meets else "fails",
+            f"{trial.rate:.4g}",
+            f"{trial.arrivals_per_s:,.3f}",
+            _number(trial.output_tokens_per_s, 1.0, ",.1f"),
+            *(
+                _number(seconds, 1e3, ",.2f")
+                for seconds in (trial.ttft_s, trial.tpot_s, trial.e2e_s)
+            ),
+            _number(trial.goodput_share, 1.0, ".1%"),
+            "meets" if trial.meets else "fails",
         )
     console.print(table)
-    console.print(_verdict(capacity), soft_wrap=True)
+    console.print(_conclusion(capacity), soft_wrap=True)
 
 
-def _verdict(capacity: Capacity) -> str:
+def _conclusion(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
         return f"even {capacity.tried[-1].rate:.4g} times the rate fails: lower --rate-scales"
@@ -187,5 +189,5 @@ def _verdict(capacity: Capacity) -> str:
     return f"capacity: {rate}"
 
 
-def _number(value: float | None, times: float, form: str) -> str:
-    return "-" if value is None else format(value * times, form)
+def _number(value: float | None, factor: float, spec: str) -> str:
+    return "-" if value is None else format(value * factor, spec)

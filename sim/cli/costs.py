@@ -1,4 +1,4 @@
-"""The cost model that a scenario names, and what it says about the engine."""
+"""A scenario's cost model: roofline, calibration, kernel table, layer table, or a constant."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from sim.traces.files import read_whole
 
 
 class Priced(msgspec.Struct, kw_only=True):
-    """A cost model, and how far it goes."""
+    """A scenario's cost model, and what its source implies for the scheduler's configuration."""
 
     cost: CostModel
-    names: dict[str, Any]  # for the report
-    engine: dict[str, Any]  # fields of the scheduler's configuration that it suggests
-    most: dict[str, int | None] = {}  # of these fields, that was measured
+    names: dict[str, Any]  # source of the costs, for the report
+    engine: dict[str, Any]  # defaults for fields of the scheduler's configuration
+    limits: dict[str, int | None] = {}  # by field of it, the largest value that was measured
 
 
 def priced(scenario: Scenario, policy: str) -> Priced:
-    """Raises `FieldError` naming the option at fault. `policy` is that of lookahead."""
+    """Return the cost model that the options choose. `policy` is the lookahead policy. Raises
+    `FieldError` naming the option."""
     drafts = policy != "off"
     if scenario.step_seconds is not None:
         names = {"cost": "constant", "step_duration_s": scenario.step_seconds}
@@ -49,7 +50,7 @@ def priced(scenario: Scenario, policy: str) -> Priced:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises `FieldError` if the file is no calibration, or one of another version."""
+    """Read a file of `cbatch calibrate`. Raises `FieldError` for another format or version."""
     remedy = "write one with cbatch calibrate"
     try:
         return decode_calibration(read_whole(path))
@@ -60,16 +61,16 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def _calibrated(path: str, policy: str) -> Priced:
-    found = read_calibration(Path(path))
-    if policy != "off" and found.draft is None:
+    calibration = read_calibration(Path(path))
+    if policy != "off" and calibration.draft is None:
         raise FieldError("--lookahead", "no draft was measured", "calibrate with --draft")
-    names = {"cost": "calibrated", "machine": found.machine.get("cpu"), "model": found.model}
-    names["draft_model"] = found.draft
+    names = {"cost": "calibrated", "machine": calibration.machine.get("cpu")}
+    names |= {"model": calibration.model, "draft_model": calibration.draft}
     return Priced(
-        cost=ProfiledCost(found.prices, controlled=policy == "goodput"),
-        names=names | {"held_out_total_error": found.held_out.total},
-        engine={"cost_profile": found.profile} | found.engine,
-        most={"max_slots": found.max_rows},
+        cost=ProfiledCost(calibration.prices, controlled=policy == "goodput"),
+        names=names | {"held_out_total_error": calibration.held_out.total},
+        engine={"cost_profile": calibration.profile} | calibration.engine,
+        limits={"max_slots": calibration.max_rows},
     )
 
 
@@ -82,7 +83,7 @@ def _layers(path: str, model: str, *, drafts: bool) -> Priced:
         cost=table,
         names={"cost": "table", "table": path, "model": model},
         engine={"max_model_tokens": shape.max_position_embeddings},
-        most={"max_slots": table.most_rows, "step_budget_tokens": table.most_step_tokens},
+        limits={"max_slots": table.most_rows, "step_budget_tokens": table.most_step_tokens},
     )
 
 
@@ -90,20 +91,21 @@ def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
     tables = read_kernel_tables(path)
     config, names, engine = _devices(scenario, gpu_within(tables.device), drafts=drafts)
     cost = KernelCost(tables, config)
-    own = {"cost": "kernel table", "table": path, "kernels": tables.framework}
-    own["from_roofline"] = ", ".join(cost.from_roofline)
+    table_names = {"cost": "kernel table", "table": path, "kernels": tables.framework}
+    table_names["from_roofline"] = ", ".join(cost.from_roofline)
     return Priced(
         cost=cost,
-        names=own | names,
+        names=table_names | names,
         engine=engine,
-        most={"max_slots": cost.most_rows, "step_budget_tokens": cost.most_step_tokens},
+        limits={"max_slots": cost.most_rows, "step_budget_tokens": cost.most_step_tokens},
     )
 
 
 def _devices(
     scenario: Scenario, gpu: str, *, drafts: bool
 ) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
-    """Models on devices, their names, and what these hold."""
+    """Return the roofline of the models on the device, their names for the report, and `engine` of
+    `Priced`: the context, the size of the KV pool, and the draft's relative price."""
     model = scenario.model or MODEL_SHAPE
     parts = 1 if scenario.tensor_parallel is None else scenario.tensor_parallel
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
@@ -124,13 +126,14 @@ def _devices(
 
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
-    """Of an engine with these sizes, as far as options name them."""
-    usual = USUAL | {"memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
-    found = usual | {name: v for name in usual if (v := getattr(scenario, name)) is not None}
+    """Return the options that size the KV pool, or their defaults."""
+    defaults = USUAL | {"memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
+    given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
+    values = defaults | given
     return PoolSettings(
-        block_tokens=found["block_size_tokens"],
-        step_tokens=found["step_budget_tokens"],
-        max_rows=found["max_slots"],
-        memory_share=found["memory_share"],
-        rules=found["pool"],
+        block_tokens=values["block_size_tokens"],
+        step_tokens=values["step_budget_tokens"],
+        max_rows=values["max_slots"],
+        memory_share=values["memory_share"],
+        rules=values["pool"],
     )

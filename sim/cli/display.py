@@ -1,4 +1,4 @@
-"""What is seen of a simulation: a bar while it runs, a table, files beside them."""
+"""Output of a simulation: progress on a terminal, tables, the JSON line, and report files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from sim.report.perfetto import PerfettoTrace
 from sim.report.report import Record, Report, Spread, to_json, to_line
 from sim.report.timeline import Observer, Timeline
 
-PIPE_WIDTH = 120  # columns of text
+PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
+
+# Settings of a report that say where step costs come from.
 PRICED = ("cost", "gpu", "machine", "model", "draft_model", "tensor_parallel", "step_duration_s")
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
@@ -32,7 +34,7 @@ SPREADS = (
 
 
 class Bar:
-    """Simulated time and requests, on a terminal alone."""
+    """Progress line with simulated time and request counts; shown only on a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -54,22 +56,23 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def update(self, at: ReplayProgress) -> None:
+    def update(self, state: ReplayProgress) -> None:
         words = (
-            f"{self.prefix}{at.now_s:,.1f} s simulated · {at.finished:,} done · "
-            f"{at.running} running · {at.waiting} waiting · {at.steps:,} steps"
+            f"{self.prefix}{state.now_s:,.1f} s simulated · {state.finished:,} done · "
+            f"{state.running} running · {state.waiting} waiting · {state.steps:,} steps"
         )
         self._progress.update(self._task, words=words)
 
 
 class Files:
-    """What is written beside the report, as it goes; each only where it is asked for."""
+    """Report files of the options --json, --records, --page and --perfetto. Records and Perfetto
+    events are written during the run, the others by `write`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._open = ExitStack()
         self.observers: list[Observer] = []
-        self._takers: list[Callable[[Record], Any]] = []
+        self._consumers: list[Callable[[Record], Any]] = []
         for name in ("json", "records", "page", "perfetto"):
             require_place(f"--{name}", getattr(args, name))
 
@@ -77,10 +80,10 @@ class Files:
         args = self._args
         if args.records is not None:
             file = self._open.enter_context(args.records.open("wb"))
-            self._takers.append(lambda record: file.write(to_line(record)))
+            self._consumers.append(lambda record: file.write(to_line(record)))
         if args.page is not None:
             self._collector, self._timeline = PageCollector(), Timeline()
-            self._takers.append(self._collector)
+            self._consumers.append(self._collector)
             self.observers.append(self._timeline)
         if args.perfetto is not None:
             self.observers.append(self._open.enter_context(PerfettoTrace(args.perfetto)))
@@ -91,14 +94,14 @@ class Files:
 
     @property
     def on_record(self) -> Callable[[Record], None] | None:
-        return self._take if self._takers else None
+        return self._consume if self._consumers else None
 
-    def _take(self, record: Record) -> None:
-        for taker in self._takers:
-            taker(record)
+    def _consume(self, record: Record) -> None:
+        for consume in self._consumers:
+            consume(record)
 
     def write(self, report: Report) -> None:
-        """What needs the report."""
+        """Write the files that need the whole report: --json and --page."""
         args = self._args
         if names_file(args.json):
             args.json.write_bytes(to_json(report))
@@ -109,7 +112,7 @@ class Files:
 
 
 def wide_console() -> Console:
-    """For a table of many columns: a pipe has no width of its own to keep to."""
+    """Return a console for wide tables; on a pipe it has `PIPE_WIDTH` columns, not rich's 80."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -126,21 +129,21 @@ def print_report(report: Report, json_file: Path | None) -> None:
 def prices_of(*scenarios: dict[str, Any]) -> str:
     """Name the device, the model and the source of step prices of these scenarios' settings."""
     words = {name: name.replace("_", " ") for name in PRICED}
-    found = (
+    sources = (
         ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios
     )
-    return f"simulated: {'; '.join(dict.fromkeys(found))}"
+    return f"simulated: {'; '.join(dict.fromkeys(sources))}"
 
 
 def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:
-    """A row for each of these spreads: what it is called, and its field."""
+    """Return a table with a row per (label, field of `report`), in milliseconds."""
     table = Table(title=f"{name}, {report.kind}", title_justify="left")
     for column in ("", "mean", "p50", "p90", "p99", "max"):
         table.add_column(column, justify="right" if column else "left")
-    for words, field in spreads:
+    for label, field in spreads:
         spread: Spread = getattr(report, field)
         cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(words, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+        table.add_row(label, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
     return table
 
 
@@ -186,7 +189,7 @@ def _lines(report: Report) -> list[str]:
 
 
 def summary_of(report: Report) -> dict[str, Any]:
-    """The last line: the report, with the number of refusals for their list."""
+    """Return the report as JSON data, with the number of refused requests instead of their list."""
     document: dict[str, Any] = msgspec.to_builtins(report)
     document["refused"] = len(report.refused)
     return document

@@ -1,4 +1,4 @@
-"""The options of commands that simulate: what is compared, and what is written about it."""
+"""Options of `cbatch sim` and `cbatch sim capacity`: --sweep, and the report's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on scenarios, in processes of their own."""
+"""Runs scenarios in parallel processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 def num_processes(given: int | None, num_scenarios: int) -> int:
+    """Return how many processes to use: --processes if `given`, else a process per usable core, and
+    never more than there are scenarios. Raises `FieldError`."""
     if given is None:
-        # Those that this process may use, where the system tells.
-        usable = getattr(os, "sched_getaffinity", None)
-        given = len(usable(0)) if usable else os.cpu_count() or 1
+        affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+        given = len(affinity(0)) if affinity else os.cpu_count() or 1
     if given < 1:
         raise FieldError("--processes", f"{given} is not allowed", "use at least 1")
     return min(given, num_scenarios)
@@ -31,15 +32,15 @@ def num_processes(given: int | None, num_scenarios: int) -> int:
 def run_scenarios(
     work: Callable[[Scenario], T], scenarios: Sequence[Scenario], processes: int
 ) -> list[T]:
-    """`work` of each, in the order given; in this process where one is enough. A bar counts them.
-    An error ends them all."""
+    """Return the results of `work` in order of `scenarios`, with a progress bar. A single process
+    is this process. The first exception cancels the rest and is raised."""
     with _bar() as bar:
         task = bar.add_task("scenarios", total=len(scenarios))
         if processes == 1:
             return [_step(bar, task, work(scenario)) for scenario in scenarios]
-        # Spawned, not forked: a child must not inherit this process's threads' locks.
+        # Spawn: a forked child could inherit a lock that another thread of this process holds.
         pool = ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), initializer=_let_interrupts_end_it
+            processes, multiprocessing.get_context("spawn"), initializer=_exit_on_interrupt
         )
         try:
             futures = [pool.submit(work, scenario) for scenario in scenarios]
@@ -48,9 +49,6 @@ def run_scenarios(
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-# -- inside
 
 
 def _bar() -> Progress:
@@ -70,6 +68,6 @@ def _step(bar: Progress, task: object, result: T) -> T:
     return result
 
 
-def _let_interrupts_end_it() -> None:
-    """Ctrl-C reaches every process; the first one says what happened."""
+def _exit_on_interrupt() -> None:
+    """Let Ctrl-C end a worker without a traceback. The parent gets it too and reports it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`cbatch sim`: replay a trace through the scheduler on a virtual clock."""
+"""`cbatch sim`: replay a trace through the engine's scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
         if args.sweep and given is not None:
             raise FieldError(option, "would be ignored with --sweep", "leave one of them out")
     refuse_processes_without_sweep(args)
-    found = variants(args)
+    runs = variants(args)
     for option, given in (("--page", args.page), ("--perfetto", args.perfetto)):
-        if given is not None and any(variant.scenario.replicas > 1 for variant in found):
+        if given is not None and any(variant.scenario.replicas > 1 for variant in runs):
             raise FieldError(option, "shows one engine", "leave out --replicas")
     if args.sweep:
-        compare(args, found)
+        compare(args, runs)
         return 0
-    simulation = build(found[0].scenario)
+    simulation = build(runs[0].scenario)
     with Bar() as bar, files:
         report = simulation.run(
             on_record=files.on_record, on_progress=bar.update, observers=files.observers

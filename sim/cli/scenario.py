@@ -1,5 +1,5 @@
-"""One simulation as a value: it can be compared, changed, and run in another process. Its fields
-are the options of the command line, those of the engine by the engine's own knobs."""
+"""Options of one simulation, as an immutable struct that can be sent to another process. Its fields
+are the command line's options; those of the engine reuse the engine's knobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sim.distributions.arrivals import require_positive
 from sim.traces.changes import rate_of
 from sim.traces.request import TraceRequest
 
-# Defaults where neither an option nor the cost of a step says otherwise.
+# Defaults for options that neither the user nor the cost model gives.
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE, ROUTER = "0.7", "round-robin"
 USUAL: dict[str, Any] = {
@@ -29,7 +29,7 @@ USUAL: dict[str, Any] = {
     "block_size_tokens": 16,
     "queue_policy": "fcfs",
 }
-# Options with the name of a field of the scheduler's configuration that they set.
+# Options that set the field of `SchedulerConfig` with the same name.
 SIZES = (*USUAL, "num_blocks", "max_model_tokens", "itl_target_s")
 
 _SOURCES = ("step_seconds", "cost", "cost_table")
@@ -44,7 +44,7 @@ SLO_KNOB = knob("goodput", "ttft, tpot or e2e in seconds, for goodput; repeatabl
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How a trace is read."""
+    """Options to read a trace."""
 
     format: Annotated[str | None, _reading("what the trace must be", default="found out")] = None
     skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
@@ -68,13 +68,14 @@ class TraceFile(Reading, frozen=True, kw_only=True):
 
 
 class PacedTrace(TraceFile, frozen=True, kw_only=True):
-    """A trace, and how fast its requests arrive."""
+    """A trace, and options to change its arrival rate."""
 
     rate: Annotated[float | None, _load("the trace at R requests a second", "R")] = None
     rate_scale: Annotated[float | None, RATE_SCALE_KNOB] = None
 
     def scale_of(self, requests: Callable[[], Iterable[TraceRequest]]) -> float:
-        """Return how many times as fast that is. Raises `FieldError`."""
+        """Return the factor on the trace's own rate that --rate or --rate-scale asks for.
+        `requests` opens the trace, to measure that rate. Raises `FieldError`."""
         if self.rate is None:
             return 1.0 if self.rate_scale is None else self.rate_scale
         if self.rate_scale is not None:
@@ -90,7 +91,7 @@ class PacedTrace(TraceFile, frozen=True, kw_only=True):
 
 
 class Scenario(PacedTrace, frozen=True, kw_only=True):
-    """None: left to a default that depends on others."""
+    """All options of a simulation. None is a default that depends on other options."""
 
     slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
     requests: Annotated[int | None, _load("the first N only", "N")] = None
@@ -149,14 +150,14 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     ] = None
 
     def ignored(self) -> dict[str, str]:
-        """Return the fields that the others leave without effect, and why."""
+        """Return the given fields that other fields make ineffective, each with the reason."""
         open_loop, off = self.concurrency is None, self.lookahead == "off"
         unused = (
             ("think", open_loop, "there are no clients: give --concurrency"),
             *((n, not open_loop, "--concurrency ignores the stamps") for n in _STAMPS),
             *((n, off, "nothing is drafted: give --lookahead") for n in _DRAFTING),
-            *self._ignored_beside_cost(),
-            *self._ignored_beside_pool(),
+            *self._ignored_by_cost(),
+            *self._ignored_by_pool(),
             ("router", self.replicas == 1, "there is one replica: give --replicas"),
         )
         given = {name for name, *_ in unused if getattr(self, name) is not None}
@@ -164,26 +165,26 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     @property
     def holds_kernel_tables(self) -> bool:
-        """True if the cost table is of kernels: then it holds those of models of any shape."""
+        """True if --cost-table is of kernels, for any model, not of one model's layers."""
         from sim.cost.kernel_tables import holds_kernel_tables
 
         return self.cost_table is not None and holds_kernel_tables(self.cost_table)
 
     @property
     def has_device(self) -> bool:
-        """True if the cost is of a device whose memory is known."""
+        """True if the cost model is of a GPU with a known memory size."""
         if self.cost_table is not None:
             return self.holds_kernel_tables
         return self.step_seconds is None and self.cost is None
 
     @property
     def records_pool(self) -> bool:
-        """True if the pool is that of a run that was recorded."""
+        """True if --pool is the file of a recorded run, not the name of a rule."""
         from sim.cost.pool import RULES
 
         return self.pool is not None and self.pool not in RULES
 
-    def _ignored_beside_pool(self) -> list[tuple[str, bool, str]]:
+    def _ignored_by_pool(self) -> list[tuple[str, bool, str]]:
         if self.num_blocks is not None:
             whole = "--num-blocks is the whole pool"
             return [("pool", True, whole), ("memory_share", True, whole)]
@@ -192,8 +193,8 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         unknown = "no device's memory is known: give --num-blocks, or --pool a file"
         return [(field, not self.has_device, unknown) for field in ("pool", "memory_share")]
 
-    def _ignored_beside_cost(self) -> list[tuple[str, bool, str]]:
-        """Return what the chosen source of costs leaves without effect: (field, whether, why)."""
+    def _ignored_by_cost(self) -> list[tuple[str, bool, str]]:
+        """Return (field, ignored, reason) rows for the fields that a source of costs replaces."""
         tabled = _ROOFLINE[1:] if self.holds_kernel_tables else ("model",)
         rows = []
         for source in _SOURCES:
@@ -206,6 +207,6 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
 @cache
 def warn(words: str) -> None:
-    """Print a warning once, though a search or a sweep opens its trace many times."""
+    """Print a warning, only once: a search or a sweep opens its trace many times."""
     if parent_process() is None:
         print(f"cbatch: warning: {words}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A scenario becomes a simulation: checked, its trace open, every default filled in."""
+"""Builds a `Simulation` from a `Scenario`: checks options, opens the trace, fills in defaults."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from sim.traces.changes import endless, sample, scale
 from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 
+# Options that change the trace or its load; the report lists them under `settings`.
 _CHANGES = (
     *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "rate_scale"),
     *("concurrency", "think", "latency"),
@@ -39,7 +40,7 @@ _CHANGES = (
 
 
 def refuse_ignored(*scenarios: Scenario) -> None:
-    """Raises `FieldError` for an option that none of them makes use of."""
+    """Raises `FieldError` for an option that is ignored in all of these scenarios."""
     first, *others = (scenario.ignored() for scenario in scenarios)
     for option, why in first.items():
         if all(option in other for other in others):
@@ -47,17 +48,18 @@ def refuse_ignored(*scenarios: Scenario) -> None:
 
 
 class Simulation(NamedTuple):
-    """A scenario that was checked, with its trace open."""
+    """A checked scenario with its trace open, ready to run any number of times."""
 
     scenario: Scenario
     trace: OpenedTrace
     cost: CostModel
     config: SchedulerConfig
     objectives: Objectives | None
-    settings: dict[str, Any]  # of the report
+    settings: dict[str, Any]  # as the report lists them
     host: Host | None = None
 
     def source(self, rounds: int = 1) -> Source:
+        """Return the requests of the trace, `rounds` times in a row."""
         scenario, requests = self.scenario, _requests(self.scenario, self.trace)
         if scenario.rate_scale is not None:
             requests = scale(requests, rate=scenario.rate_scale)
@@ -83,7 +85,7 @@ class Simulation(NamedTuple):
         observers: Sequence[Observer] = (),
         rounds: int = 1,
     ) -> Report:
-        """`observers` are for one replica alone; the trace is served `rounds` times in a row."""
+        """Simulate the trace, `rounds` times in a row. `observers` need a single replica."""
         replicas, router = self.scenario.replicas, self.settings["router"]
         return replay(
             self.source(rounds),
@@ -101,19 +103,19 @@ class Simulation(NamedTuple):
 
 
 def build(scenario: Scenario) -> Simulation:
-    """Raises `FieldError` for whatever can be found wrong before it runs."""
+    """Check a scenario and open its trace. Raises `FieldError` for errors that a run would meet."""
     objectives = parse_objectives(scenario.slo)
     trace = OpenedTrace(scenario.trace, scenario, scenario.seed)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     if scenario.pool is not None and scenario.records_pool:
         settings["pool"] = Path(scenario.pool).name
         scenario = _with_recorded_pool(scenario, Path(scenario.pool))
-    taken: list[str] = []
+    from_log: list[str] = []
     if trace.recorded is not None:
         if scenario.has_device and scenario.gpu is None and scenario.cost_table is None:
             remedy = "calibrate the machine that recorded it, or name a device with --gpu"
             raise FieldError("--cost", "is missing: a step log has no prices", remedy)
-        scenario, taken = _as_recorded(scenario, trace.recorded)
+        scenario, from_log = _as_recorded(scenario, trace.recorded)
     if scenario.rate is not None:
         scale_of = scenario.scale_of(partial(_requests, scenario, trace))
         scenario = replace(scenario, rate_scale=scale_of)
@@ -128,13 +130,13 @@ def build(scenario: Scenario) -> Simulation:
         settings["acceptance"] = ACCEPTANCE if given is None else given
     settings |= {"replicas": scenario.replicas, "router": _router(scenario)}
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
-    if taken:
-        settings["as_recorded"] = taken
+    if from_log:
+        settings["as_recorded"] = from_log
     host = None if scenario.host is None else read_host(scenario.host)
     if host is not None:
         settings["host"] = msgspec.to_builtins(host)
     simulation = Simulation(scenario, trace, prices.cost, config, objectives, settings, host)
-    simulation.executor()  # raises for an acceptance that is no model
+    simulation.executor()  # raises `FieldError` for an invalid --acceptance
     return simulation
 
 
@@ -148,14 +150,16 @@ def _requests(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
 
 
 def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
-    """The scenario with the recording engine's settings where no option says otherwise, and the
-    options that these stand for. The pool stays that of a device whose memory is known. Lookahead
-    and its prices are nothing that a log can answer for: they are options as ever."""
-    known = {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
+    """Fill options that are not given from the `config` of the engine that recorded a step log.
+    Returns the scenario and the names of these options.
+
+    Lookahead and prices are never taken from a log. Nor is the number of KV blocks if the cost
+    model's device has a known memory, from which it is computed."""
+    recorded = {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
     if scenario.has_device:
-        del known["num_blocks"]
-    taken = {name: value for name, value in known.items() if getattr(scenario, name) is None}
-    return replace(scenario, **taken), sorted(taken)
+        del recorded["num_blocks"]
+    filled = {name: value for name, value in recorded.items() if getattr(scenario, name) is None}
+    return replace(scenario, **filled), sorted(filled)
 
 
 def _with_recorded_pool(scenario: Scenario, path: Path) -> Scenario:
@@ -179,27 +183,29 @@ def _scheduler(
     prices: Priced,
     recorded: SchedulerConfig | None,
 ) -> SchedulerConfig:
-    """Sizes as given, else the cost model's, else the usual ones (which keep to what it has
-    measured); of a recording engine also the rules that no option names."""
+    """Return the scheduler's configuration. A size is the option's, otherwise the cost model's,
+    otherwise that of `USUAL` up to the largest measured value. Settings without an option come from
+    `recorded`, the engine that recorded a step log. Raises `FieldError`."""
     given = {field: v for field in SIZES if (v := getattr(scenario, field)) is not None}
-    found: dict[str, Any] = USUAL | prices.engine
-    measured = {field: most for field, most in prices.most.items() if most is not None}
-    for field, most in measured.items():
+    fields: dict[str, Any] = USUAL | prices.engine
+    limits = {field: limit for field, limit in prices.limits.items() if limit is not None}
+    for field, limit in limits.items():
         if field not in prices.engine:
-            found[field] = min(found[field], most)
-    found |= given
+            fields[field] = min(fields[field], limit)
+    fields |= given
     for field in ("num_blocks", "max_model_tokens"):
-        if field not in found:
+        if field not in fields:
             raise FieldError(field, "is not known from this cost of a step", "give it")
-    for field, most in measured.items():
-        if found[field] > most:
-            raise FieldError(field, f"{found[field]} is more than was measured", f"use <= {most}")
-    found["draft_context_tokens"] = found.get("draft_context_tokens") or found["max_model_tokens"]
+    for field, limit in limits.items():
+        if fields[field] > limit:
+            raise FieldError(field, f"{fields[field]} is more than was measured", f"use <= {limit}")
+    draft_context_tokens = fields.get("draft_context_tokens") or fields["max_model_tokens"]
+    fields["draft_context_tokens"] = draft_context_tokens
     if lookahead.policy == "off":
-        found |= {"draft_context_tokens": None, "catch_up_price": 1.0, "cost_profile": None}
+        fields |= {"draft_context_tokens": None, "catch_up_price": 1.0, "cost_profile": None}
     if recorded is not None:
-        found["decode_reserve_tokens"] = recorded.decode_reserve_tokens
-        if found["queue_policy"] == recorded.queue_policy:
-            found["ageing_per_s"] = recorded.ageing_per_s
+        fields["decode_reserve_tokens"] = recorded.decode_reserve_tokens
+        if fields["queue_policy"] == recorded.queue_policy:
+            fields["ageing_per_s"] = recorded.ageing_per_s
     prefix_cache = scenario.prefix_cache is not False
-    return SchedulerConfig(**found, prefix_cache=prefix_cache, lookahead=lookahead)
+    return SchedulerConfig(**fields, prefix_cache=prefix_cache, lookahead=lookahead)

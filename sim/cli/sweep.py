@@ -1,4 +1,4 @@
-"""`--sweep`: all combinations of options' values, on the same trace and the same noise."""
+"""`--sweep`: run all combinations of options' values on the same trace with the same seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.report.timeline import Timeline
 
-_FIXED = ("trace", "slo")  # the same for all that are compared
+_FIXED = ("trace", "slo")  # options that cannot be swept
 HEADINGS = {
     "output_tokens_per_s": "tokens/s",
     "ttft_p50_s": "TTFT\np50",
@@ -39,21 +39,22 @@ HEADINGS = {
 
 
 class Variant(NamedTuple):
-    values: dict[str, str]  # of the swept options, as they were written
+    values: dict[str, str]  # by swept option, as typed
     scenario: Scenario
 
 
 def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[Variant]:
-    """All combinations, the last option's values changing fastest; checked, so that nothing runs
-    before all can. Without `--sweep` the one that the other options make. `fixed` are fields that
-    no sweep may set. Raises `FieldError`."""
+    """Return the scenarios of all combinations of swept values; the last option varies fastest.
+
+    Without `--sweep` that is one scenario. All are checked before any of them runs. Options in
+    `fixed` cannot be swept. Raises `FieldError`."""
     names = {
         known: name
         for name, setting in fields_of(Scenario).items()
         if name not in (*_FIXED, *fixed)
         for known in setting.names
     }
-    sweeps: dict[str, tuple[str, list[str]]] = {}  # by setting: its name as it was given, values
+    sweeps: dict[str, tuple[str, list[str]]] = {}  # setting: (name as typed, values)
     for text in args.sweep:
         given, values = _parse(text, names)
         name = names[given.replace("-", "_")]
@@ -64,13 +65,13 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
             raise FieldError(flag[1], "would be ignored: --sweep sets it", "leave it out")
     pairs = []
     for combination in itertools.product(*(values for _, values in sweeps.values())):
-        chosen = dict(zip(sweeps, combination, strict=True))
-        written = {sweeps[name][0]: value for name, value in chosen.items()}
+        values_by_name = dict(zip(sweeps, combination, strict=True))
+        typed = {sweeps[name][0]: value for name, value in values_by_name.items()}
         changed = copy.copy(args)
-        for name, value in chosen.items():
+        for name, value in values_by_name.items():
             setattr(changed, name, (value, f"--sweep {sweeps[name][0]}={value}"))
         settings = read_settings(Scenario, changed)
-        pairs.append((Variant(written, settings.values), settings))
+        pairs.append((Variant(typed, settings.values), settings))
     with pairs[0][1].naming():
         refuse_ignored(*(variant.scenario for variant, _ in pairs))
     for variant, settings in pairs:
@@ -80,7 +81,7 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
 
 
 def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
-    """Runs them all; writes and prints what each came to."""
+    """Run the scenarios in parallel; write the files and print a table and the JSON line."""
     scenarios = [variant.scenario for variant in variants]
     processes = num_processes(args.processes, len(scenarios))
     if args.page is None:
@@ -98,6 +99,7 @@ def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
 
 
 def figures(report: Report) -> dict[str, float | None]:
+    """Return the table's figures of a report: seconds, rates per second, and a share."""
     shown: dict[str, float | None] = {"output_tokens_per_s": report.output_tokens_per_s}
     for name in ("ttft", "tpot", "e2e"):
         spread = getattr(report, f"{name}_s")
@@ -106,9 +108,6 @@ def figures(report: Report) -> dict[str, float | None]:
     shown["goodput_share"] = None if good is None else good.share
     shown["goodput_requests_per_s"] = None if good is None else good.requests_per_s
     return shown
-
-
-# -- inside
 
 
 def _report(scenario: Scenario) -> Report:
@@ -122,7 +121,7 @@ def _view(scenario: Scenario) -> RunView:
 
 
 def _write_page(path: Path, variants: list[Variant], views: list[RunView]) -> None:
-    """A page of all; colours repeat after eight."""
+    """Write one HTML page with the plots of all scenarios."""
     names = (", ".join(f"{k} {v}" for k, v in variant.values.items()) for variant in variants)
     replace = msgspec.structs.replace
     named = [replace(view, name=name) for name, view in zip(names, views, strict=True)]
@@ -132,7 +131,7 @@ def _write_page(path: Path, variants: list[Variant], views: list[RunView]) -> No
 def _print(
     variants: list[Variant], reports: list[Report], rows: list[dict[str, float | None]]
 ) -> None:
-    """A row a scenario; below each figure its ratio to that of the first row."""
+    """Print a row per scenario, with the ratio to the first row under each figure."""
     console = wide_console()
     console.print(prices_of(*(report.settings for report in reports)), soft_wrap=True)
     title = f"{reports[0].settings['trace']}, simulated; times in ms"

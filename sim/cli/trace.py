@@ -1,4 +1,4 @@
-"""`cbatch trace`: look at traces of requests, and make others of them."""
+"""`cbatch trace`: show, convert, sample and scale traces of requests."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     convert = _writer(actions, "convert", "write it as our own request log", run_convert)
     convert.add_argument("--sort", action="store_true", help="by arrival; holds it in memory")
 
-    some = _writer(actions, "sample", "keep some of its requests", run_sample)
-    some.add_argument("--share", type=float, default=1.0, help="keep this share, sessions whole")
-    some.add_argument("--requests", type=int, metavar="N", help="keep the first N (of the share)")
-    some.add_argument("--window", type=_window, default=(0.0, math.inf), metavar="START:END")
+    keep = _writer(actions, "sample", "keep some of its requests", run_sample)
+    keep.add_argument("--share", type=float, default=1.0, help="keep this share, sessions whole")
+    keep.add_argument("--requests", type=int, metavar="N", help="keep the first N (of the share)")
+    keep.add_argument("--window", type=_window, default=(0.0, math.inf), metavar="START:END")
 
-    other = _writer(actions, "scale", "change its rate or its lengths", run_scale, PacedTrace)
-    other.add_argument("--prompt", type=float, default=1.0, help="times as long prompts")
-    other.add_argument("--output", type=float, default=1.0, help="times as long outputs")
+    change = _writer(actions, "scale", "change its rate or its lengths", run_scale, PacedTrace)
+    change.add_argument("--prompt", type=float, default=1.0, help="times as long prompts")
+    change.add_argument("--output", type=float, default=1.0, help="times as long outputs")
 
 
 def _writer(
-    actions: Any, name: str, what: str, run: Any, kind: type[TraceFile] = TraceFile
+    actions: Any, name: str, summary: str, run: Any, kind: type[TraceFile] = TraceFile
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=what)
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=summary)
     add_flags(parser, kind)
     parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
     parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
@@ -80,8 +80,8 @@ def run_show(args: argparse.Namespace) -> int:
     statistics = msgspec.to_builtins(summary.statistics)
     console = Console(highlight=False)
     console.print(_table(trace, statistics))
-    told = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}
-    print_figures(told | statistics, args.json)
+    header = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}
+    print_figures(header | statistics, args.json)
     return 0
 
 
@@ -115,9 +115,6 @@ def run_scale(args: argparse.Namespace) -> int:
     trace = _open(args)
     changed = scale(trace.requests(), rate=file.scale_of(trace.requests), **factors)
     return _write(args, trace, changed)
-
-
-# -- inside
 
 
 def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = False) -> OpenedTrace:
@@ -157,9 +154,9 @@ def _table(trace: OpenedTrace, statistics: dict[str, Any]) -> Table:
     return table
 
 
-def _lengths(found: dict[str, float]) -> str:
-    cuts = "  ".join(f"{name} {found[name]:,.0f}" for name in ("p50", "p90", "p99", "max"))
-    return f"mean {found['mean']:,.0f}  {cuts}"
+def _lengths(spread: dict[str, float]) -> str:
+    cuts = "  ".join(f"{name} {spread[name]:,.0f}" for name in ("p50", "p90", "p99", "max"))
+    return f"mean {spread['mean']:,.0f}  {cuts}"
 
 
 def _span(seconds: float) -> str:
@@ -167,5 +164,5 @@ def _span(seconds: float) -> str:
     return f"{hours:.0f} h {rest / 60:.0f} min" if hours else f"{seconds:.4g} s"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not told" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "not told" if value is None else format(value, spec)

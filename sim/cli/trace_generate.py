@@ -1,4 +1,4 @@
-"""`cbatch trace generate`: a trace that is made up."""
+"""`cbatch trace generate`: write a synthetic trace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sim.workload.distributions import (
 )
 from sim.workload.generate import Arrivals, Conversations, converse, generate
 
-THINK_S = 5.0
-ARRIVALS_LAW = "poisson"
+THINK_S = 5.0  # default mean pause before a turn
+DEFAULT_ARRIVALS = "poisson"  # default arrival process
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,14 +60,11 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises `FieldError` before anything is written."""
+    """Write the trace. Raises `FieldError` before anything is written."""
     if (args.requests is None) == (args.sessions is None):
         raise FieldError("--requests", "or --sessions: one of the two", "say how many")
     requests = _requests(args) if args.sessions is None else _sessions(args)
     return write_trace(args.out, requests, "made up")
-
-
-# -- inside
 
 
 def _requests(args: argparse.Namespace) -> Iterable[TraceRequest]:
@@ -76,7 +73,7 @@ def _requests(args: argparse.Namespace) -> Iterable[TraceRequest]:
             problem = "would be ignored: there are no sessions"
             raise FieldError(flag_of(option), problem, "give --sessions")
     seed = require_no_seed(args, drawing=_draws(args))
-    return generate(*_laws(args), requests=args.requests, seed=seed)
+    return generate(*_distributions(args), requests=args.requests, seed=seed)
 
 
 def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
@@ -84,7 +81,7 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
         problem = "would be ignored: sessions begin with none"
         raise FieldError("--system-prompts", problem, "give --system-prompt")
     turns = args.turns or "fixed:1"
-    arrivals, messages, outputs = _laws(args)
+    arrivals, messages, outputs = _distributions(args)
     conversations = Conversations(
         turns=parse_lengths("--turns", turns),
         messages=messages,
@@ -98,15 +95,15 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
     return converse(arrivals, conversations, sessions=args.sessions, seed=seed)
 
 
-def _laws(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
+def _distributions(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
     if args.rate is None is args.arrivals:
         raise FieldError("--rate", "is missing", "say how many requests a second")
     return (
-        parse_arrivals("--arrivals", args.arrivals or ARRIVALS_LAW, args.rate),
+        parse_arrivals("--arrivals", args.arrivals or DEFAULT_ARRIVALS, args.rate),
         parse_lengths("--prompt", args.prompt),
         parse_lengths("--output", args.output, "output_tokens"),
     )
 
 
 def _draws(args: argparse.Namespace) -> bool:
-    return any(map(is_drawn, (args.arrivals or ARRIVALS_LAW, args.prompt, args.output)))
+    return any(map(is_drawn, (args.arrivals or DEFAULT_ARRIVALS, args.prompt, args.output)))

@@ -1,4 +1,4 @@
-"""Traces named on a command line: their options, and the engine's own step log read as one."""
+"""Traces named on a command line, opened with their options. A step log is read as a trace too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from sim.traces.step_log import STEP_LOG, is_step_log, read_recording
 
 
 class OpenedTrace:
-    """A trace and how it is read. Iterating reads it anew."""
+    """A trace and the options to read it. Each iteration of `requests()` reads the file from the
+    start. Raises `FieldError` for an option that the format does not support."""
 
     def __init__(
         self, path: str | Path, args: Reading, seed: int, *, in_order: bool = True
@@ -31,7 +32,7 @@ class OpenedTrace:
             raise FieldError("--format", f"{args.format!r} is unknown", f"use {', '.join(known)}")
         self._trace: Trace | None = None
         self._from_log: list[TraceRequest] = []
-        self.recorded: SchedulerConfig | None = None  # of the last engine in a step log
+        self.recorded: SchedulerConfig | None = None  # configuration of a step log's last engine
         if is_step_log(self.path):
             if args.format not in (None, STEP_LOG) or args.skip_empty:
                 wrong = "--skip-empty" if args.skip_empty else "--format"
@@ -59,7 +60,7 @@ class OpenedTrace:
 
     @property
     def draws(self) -> bool:
-        """Whether reading it draws random numbers."""
+        """True if reading the trace draws random numbers."""
         return self._spread_s is not None or self.format == WINDOWS
 
     @property
@@ -74,7 +75,7 @@ class OpenedTrace:
 
 
 def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
-    """The seed, 0 where none is given. Raises `FieldError` if it would be ignored."""
+    """Return the seed, by default 0. Raises `FieldError` if one is given but would be ignored."""
     if args.seed is not None and not drawing:
         raise FieldError("--seed", "nothing is drawn here", "leave it out")
     return args.seed or 0
@@ -83,11 +84,11 @@ def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
 def write_trace(
     out: Path,
     requests: Iterable[TraceRequest],
-    what: str,
+    description: str,
     skipped: Callable[[], int] = lambda: 0,
 ) -> int:
-    """Writes our own request log, whole or not at all, and says so with `what` they are; `skipped`
-    is asked when all have been read. Raises `FieldError`."""
+    """Write a trace in cbatch's own format and print `description`. On an error no file is left.
+    `skipped` is called after all requests were read. Raises `FieldError` for an empty trace."""
     require_place("OUT", out)
     partial = out.with_name(f"{out.name}.part{out.suffix}")
     try:
@@ -97,6 +98,6 @@ def write_trace(
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{out}: {count:,} requests, {what}")
+    print(f"{out}: {count:,} requests, {description}")
     print_line({"out": str(out), "requests": count, "skipped": skipped()})
     return 0
