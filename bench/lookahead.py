@@ -50,7 +50,7 @@ CHATS: dict[str, list[str]] = json.loads(
 CHATS["both"] = [*itertools.chain(*zip(CHATS["stories"], CHATS["renames"], strict=True))]
 _SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
-POLICIES = ("off", *FIXED, "ema", "goodput")
+POLICIES = ("off", *FIXED, "ema", "adaptive")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -372,7 +372,7 @@ def main() -> None:
         series,
         x_label="requests in flight",
         y_label="tokens/s over lookahead off",
-        highlight="goodput",
+        highlight="adaptive",
     )
     print_report(
         f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, "

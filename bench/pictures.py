@@ -33,7 +33,7 @@ FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight.
 ACCEPTANCE = "beta:0.6,3"  # requests differ widely: some drafts do well, others never.
-COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "goodput": "#d4622a"}
+COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
 SERVER = "--max-slots 8 --num-blocks 480 --max-model-tokens 1024"
 PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
 LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
@@ -70,7 +70,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
     axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)))
     for policy, ratios in lines.items():
-        strong = policy == "goodput"
+        strong = policy == "adaptive"
         width, mark = (3.0, 5.5) if strong else (1.8, 3.5)
         axis.plot(
             CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
@@ -81,9 +81,9 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
         height = max(end, height + 0.075)
         color = COLORS.get(name, "0.35")
-        weight = "bold" if name == "goodput" else "normal"
+        weight = "bold" if name == "adaptive" else "normal"
         axis.annotate(
-            f"{name} (default)" if name == "goodput" else name,
+            f"{name} (default)" if name == "adaptive" else name,
             (CLIENTS[-1] * 1.12, height),
             color=color,
             weight=weight,

@@ -19,7 +19,7 @@ def main() -> None:
     hardware = RooflineConfig(
         gpu=load_gpu("H100"), shape=load_shape("llama-3.1-8b"), draft=load_shape("llama-3.2-1b")
     )
-    for policy in ("off", "fixed:4", "goodput"):
+    for policy in ("off", "fixed:4", "adaptive"):
         requests = generate(
             lambda rng: poisson(1.0, rng), lognormal(500, 1), lognormal(200, 1),
             requests=REQUESTS, seed=0,

@@ -19,7 +19,7 @@ PRINTS = {
     "client": ("24 tokens", True),
     "load_test": ("4 clients: ", True),
     "offline_batch": ("class Stack:", False),
-    "simulate_policy": ("goodput", False),
+    "simulate_policy": ("adaptive", False),
     "streaming": ("mean: length", False),
     "structured_output": ("stop\n", False),
 }

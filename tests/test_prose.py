@@ -33,7 +33,7 @@ PLAIN = (
     "bench/simulator",
     "bench/stalls.py",
     "bench/test_engine_micro.py",
-    "bench/test_goodput_micro.py",
+    "bench/test_adaptive_micro.py",
     "bench/test_http_micro.py",
     "bench/test_pool_micro.py",
     "bench/test_scheduler_micro.py",

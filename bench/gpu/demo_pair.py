@@ -14,7 +14,7 @@ from bench.gpu.world import Bench
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths, demo_prompts
 
-_LOOKAHEADS = ("off", "goodput", "fixed:3")
+_LOOKAHEADS = ("off", "adaptive", "fixed:3")
 _STREAMS, _TOKENS, _RUNS = 28, 96, 5
 _KV_BYTES = 1 << 30
 

@@ -44,8 +44,8 @@ OURS = "cbatch"
 ACCEPTANCE = 0.7
 # (lookahead, sampling) in order of measurement; the time limit cuts off the end.
 _WAYS = (
-    ("off", "greedy"), ("off", "top_p"), ("fixed:4", "greedy"), ("goodput", "greedy"),
-    ("fixed:4", "top_p"), ("goodput", "top_p"),
+    ("off", "greedy"), ("off", "top_p"), ("fixed:4", "greedy"), ("adaptive", "greedy"),
+    ("fixed:4", "top_p"), ("adaptive", "top_p"),
 )  # fmt: skip
 # Batch sizes for which the kernels of a step are listed.
 _PROFILED = {("off", "greedy"): (64, 1), ("off", "top_p"): (64, 1), ("fixed:4", "greedy"): (64,)}
@@ -146,7 +146,7 @@ class ModelBench:
         self.shape = limits.MODELS[model] if bench.full else TINY_MODEL
         self.draft = structs.replace(self.shape, num_hidden_layers=2 if bench.full else 1)
         self._executor: GpuExecutor | None = None
-        self._prices: CostProfile | None = None  # step prices, measured once for `goodput`
+        self._prices: CostProfile | None = None  # step prices, measured once for `adaptive`
 
     def start(self) -> Row:
         """Load weights, compile and capture graphs. Return the seconds."""
@@ -228,7 +228,7 @@ class ModelBench:
             draft_context_tokens=8192,
             lookahead=parse_lookahead(lookahead),
         )
-        if lookahead == "goodput":
+        if lookahead == "adaptive":
             if self._prices is None:
                 self._prices = profile_costs(self._executor, config, budget_s=_PROFILE_S)
             config = structs.replace(config, cost_profile=self._prices)

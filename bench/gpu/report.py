@@ -75,7 +75,7 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
             line[f"{r['lookahead']} tok/s"] = r["tokens_per_s"]
     for line in lines.values():
         line["ours/vllm"] = _ratio(line.get("ms"), line.get("vllm ms"))
-        for lookahead in ("fixed:4", "goodput"):
+        for lookahead in ("fixed:4", "adaptive"):
             speed = line.get(f"{lookahead} tok/s")
             line[f"{lookahead}/off"] = _ratio(speed, line.get("off tok/s"))
     return list(lines.values())

@@ -1,6 +1,6 @@
 """Speed compared with other engines, on the same weights: `python -m bench.peers`.
 
-The systems are cbatch with lookahead off and `goodput`, llama.cpp, vLLM, Hugging Face's `generate`
+The systems are cbatch with lookahead off and `adaptive`, llama.cpp, vLLM, Hugging Face's `generate`
 and continuous batching. Each has a process of its own and the same number of threads. A model is
 one of the names, a Hugging Face directory or a GGUF file. With `--type` llama.cpp first quantises
 it, even if it is quantised already. cbatch and llama.cpp read a GGUF file; the others get its
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=_MODELS)
     parser.add_argument("--type", type=str.upper, choices=TYPES, help="of a GGUF file to write")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
-    parser.add_argument("--lookahead", nargs="+", default=["off", "goodput"], help="off is first")
+    parser.add_argument("--lookahead", nargs="+", default=["off", "adaptive"], help="off is first")
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--llama", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("--vllm", metavar="PATH", help="a Python that has vLLM")

@@ -76,8 +76,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "engine": Kind(("off", "fixed:4", "goodput")),
-    "server": Kind(("off", "goodput")),
+    "engine": Kind(("off", "fixed:4", "adaptive")),
+    "server": Kind(("off", "adaptive")),
     # The pool has room for the running requests and some of the prefixes, but not for all.
     "fleet": Kind(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
 }

@@ -124,7 +124,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
     ) -> tuple[Report, Run]:
         config, records = self.config(policy), list[Record]()
         prices = self.outside.priced(self.calibration).prices
-        cost = ProfiledCost(prices, controlled=config.lookahead.policy == "goodput")
+        cost = ProfiledCost(prices, controlled=config.lookahead.policy == "adaptive")
         executors = [
             ModelledExecutor(
                 max_slots=config.max_slots,

@@ -17,7 +17,7 @@ from cbatch.core.speculation.config import LookaheadConfig
 
 _engine = partial(knob, "engine")
 _LOOKAHEAD = (
-    "off, ema, goodput, fixed; ema:K drafts at most K, fixed:K always; module:Class a policy of "
+    "off, adaptive, ema, fixed; ema:K drafts at most K, fixed:K always; module:Class a policy of "
     "your own"
 )
 _DRAFTER = (
@@ -55,7 +55,7 @@ _FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the c
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of an engine. Every field has a default that suits a small machine.
 
-    `lookahead` is "off", "ema", "goodput", "fixed:4" (k drafts), "ema:8" (at most k drafts), or a
+    `lookahead` is "off", "ema", "adaptive", "fixed:4" (k drafts), "ema:8" (at most k drafts), or a
     `LookaheadConfig`. `drafter` lists the drafters of a request that names none, preferred first:
     "model" (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Its
     default is the draft model, or no drafting without one.
@@ -91,7 +91,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "auto"
     tensor_parallel: Annotated[int, TENSOR_PARALLEL_KNOB] = 1
-    lookahead: Annotated[str | LookaheadConfig, LOOKAHEAD_KNOB] = "goodput"
+    lookahead: Annotated[str | LookaheadConfig, LOOKAHEAD_KNOB] = "adaptive"
     drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
     max_slots: Annotated[int, MAX_SLOTS_KNOB] = 32
     num_blocks: Annotated[int | None, NUM_BLOCKS_KNOB] = None
@@ -144,7 +144,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
-    """Parse "off", "goodput", "ema:8", "fixed:4", "module:Class" or "module:Class:6". Raises
+    """Parse "off", "adaptive", "ema:8", "fixed:4", "module:Class" or "module:Class:6". Raises
     `FieldError`."""
     if isinstance(value, LookaheadConfig):
         return value

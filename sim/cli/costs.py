@@ -67,7 +67,7 @@ def _calibrated(path: str, policy: str) -> Priced:
     names = {"cost": "calibrated", "machine": calibration.machine.get("cpu")}
     names |= {"model": calibration.model, "draft_model": calibration.draft}
     return Priced(
-        cost=ProfiledCost(calibration.prices, controlled=policy == "goodput"),
+        cost=ProfiledCost(calibration.prices, controlled=policy == "adaptive"),
         names=names | {"held_out_total_error": calibration.held_out.total},
         engine={"cost_profile": calibration.profile} | calibration.engine,
         limits={"max_slots": calibration.max_rows},

@@ -32,15 +32,15 @@ def test_ratios_are_paired_and_the_best_constant_is_found_afterwards():
     runs = {
         "off": [run_of(100.0), run_of(50.0), run_of(200.0)],
         "fixed:2": [run_of(120.0), run_of(60.0), run_of(240.0)],
-        "goodput": [run_of(132.0), run_of(66.0), run_of(264.0)],
+        "adaptive": [run_of(132.0), run_of(66.0), run_of(264.0)],
     }
     rows = {row["policy"]: row for row in rows_of("mix", 8, runs)}
-    assert rows["goodput"]["ratio_to_off"] == pytest.approx(1.32)
-    assert rows["goodput"]["ratio_to_off_low95"] == pytest.approx(1.32), "pairs do not vary"
-    assert rows["goodput"]["ratio_to_best_fixed"] == pytest.approx(1.1)
+    assert rows["adaptive"]["ratio_to_off"] == pytest.approx(1.32)
+    assert rows["adaptive"]["ratio_to_off_low95"] == pytest.approx(1.32), "pairs do not vary"
+    assert rows["adaptive"]["ratio_to_best_fixed"] == pytest.approx(1.1)
     assert {row["best_fixed"] for row in rows.values()} == {"fixed:2"}
-    assert rows["goodput"]["ci95"] > 100, "the speeds themselves do"
-    assert rows["goodput"]["steps_with_drafts"] == 0.6
+    assert rows["adaptive"]["ci95"] > 100, "the speeds themselves do"
+    assert rows["adaptive"]["steps_with_drafts"] == 0.6
     (row,) = rows_of("edit", 1, {"off": [run_of(10.0)]})
     assert row["ci95"] is None and row["ratio_to_off_low95"] is None
     assert row["survival_error"] is None
@@ -136,9 +136,9 @@ def test_spoilt_drafts_are_hardly_ever_accepted():
 
 
 def test_a_plot_is_a_picture(tmp_path):
-    panels = {"fresh": {"off": [(1, 1.0), (2, 1.0)], "goodput": [(1, 1.5), (2, 1.2)]}}
+    panels = {"fresh": {"off": [(1, 1.0), (2, 1.0)], "adaptive": [(1, 1.5), (2, 1.2)]}}
     path = tmp_path / "new" / "plot.png"
-    save_lines(path, panels, x_label="load", y_label="speed", highlight="goodput")
+    save_lines(path, panels, x_label="load", y_label="speed", highlight="adaptive")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -30,7 +30,7 @@ def test_it_runs_saves_and_compares(
     options = ["--baseline", str(path), "--only", "survival", "--seconds", "0.05"]
     assert _told(options + ["--save"], capsys)["ratio"] is None
     measured = json.loads(path.read_bytes())
-    assert list(measured["quartile_us"]) == ["goodput: survival"]
+    assert list(measured["quartile_us"]) == ["adaptive: survival"]
     monkeypatch.setattr(micro, "run", lambda _: measured)
     assert _told(options, capsys)["ratio"] == 1
 
@@ -38,7 +38,7 @@ def test_it_runs_saves_and_compares(
 def _told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     micro.main(argv)
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert row["benchmark"] == "goodput: survival" and row["quartile_us"] > 0
+    assert row["benchmark"] == "adaptive: survival" and row["quartile_us"] > 0
     found: dict[str, Any] = row
     return found
 
@@ -46,7 +46,7 @@ def _told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 def test_every_room_has_one_and_the_baseline_knows_it() -> None:
     suites = micro.BASELINE.parent.glob("test_*_micro.py")
     rooms = {path.stem.removeprefix("test_").removesuffix("_micro") for path in suites}
-    assert rooms >= {"scheduler", "goodput", "pool", "verification", "text", "http"}
+    assert rooms >= {"scheduler", "adaptive", "pool", "verification", "text", "http"}
     stored = json.loads(micro.BASELINE.read_bytes())
     assert {name.partition(":")[0] for name in stored["quartile_us"]} == rooms
     assert stored["machine"]["cpu"] and stored["yardstick_us"] > 0

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
         (("--model", "gone.gguf"), "--model: gone.gguf is none of"),
         (("--type", "Q3_K"), "argument --type: invalid choice: 'Q3_K'"),
         (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
-        (("--lookahead", "goodput"), "--lookahead: ratios are to off"),
+        (("--lookahead", "adaptive"), "--lookahead: ratios are to off"),
         (("--batch",), "--batch: none, and nothing else is asked for"),
         (("--perplexity", "gone.txt"), "--perplexity: gone.txt is no file"),
         (("--cpus", "0", "9999"), "--cpus: name some of 0"),

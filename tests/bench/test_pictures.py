@@ -16,4 +16,4 @@ def test_the_plot_of_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows = {row["policy"]: row for row in pictures.save_policies(path)}
     assert path.read_bytes().startswith(b"\x89PNG")
     for clients in ("1", "4"):
-        assert rows["goodput"][clients] == max(row[clients] for row in rows.values()) > 1
+        assert rows["adaptive"][clients] == max(row[clients] for row in rows.values()) > 1

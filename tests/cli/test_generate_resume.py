@@ -112,7 +112,7 @@ def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path
     line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
     source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
     command = ["generate", "--input", str(source), "--engine-seed", "7", "--no-progress"]
-    for output, lookahead, slots in zip(outputs, ("goodput", "fixed:6"), "83", strict=False):
+    for output, lookahead, slots in zip(outputs, ("adaptive", "fixed:6"), "83", strict=False):
         more = ["--lookahead", lookahead, "--max-slots", slots]
         assert main([*command, "--output", str(output), *more]) == 0
     whole = outputs[0].read_bytes().splitlines(keepends=True)

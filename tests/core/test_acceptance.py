@@ -1,4 +1,4 @@
-"""Beliefs about acceptance: |bias| <= 0.005, RMSE <= 0.075 at any k, and what `goodput` adds.
+"""Beliefs about acceptance: |bias| <= 0.005, RMSE <= 0.075 at any k, and what `adaptive` adds.
 
 Over 8000 rows the standard error of a bias is at most 0.0009 and that of an RMSE 0.0006. With other
 seeds an estimator of bias 0.0016 and RMSE 0.0729 would fail a cell by chance about once in 500
@@ -12,20 +12,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_model import StepPrices
 from cbatch.core.speculation import acceptance
-from cbatch.core.speculation.acceptance import (
-    DepthCorrection,
-    FleetPrior,
-    Tally,
-    decayed,
-    drift,
-    survival,
-)
+from cbatch.core.speculation.acceptance import Fleet, decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import StepPrices
 from cbatch.core.speculation.draft_allocation import decide
 
-CONFIG = LookaheadConfig(policy="goodput", k=8)
+CONFIG = LookaheadConfig(policy="adaptive", k=8)
 PRIOR = (4.2, 6.0)
 
 
@@ -68,7 +61,7 @@ def prices_at(rows: int, load: float) -> StepPrices:
 
 
 def achieved(estimate: np.ndarray, alpha: float, load: float) -> float:
-    """True goodput of the decision for these estimates over that of the best k, rows alike."""
+    """True speed of the decision for these estimates over that of the best k, rows alike."""
     rows = estimate.shape[1]
     prices = prices_at(rows, load)
     k = decide(survival(*estimate, 8).T, np.full(rows, 8, np.int32), prices).num_drafts
@@ -84,18 +77,14 @@ def test_twenty_steps_after_a_drop_nine_tenths_of_the_optimum(load: float) -> No
     assert achieved(after_steps(before, [0.4] * 20, 4, seed=2), 0.4, load) >= 0.9
 
 
-def test_one_step_is_its_trials_one_by_one_and_so_are_steps_told_together() -> None:
+def test_one_step_is_its_trials_one_by_one() -> None:
     """3 accepted of 4 is the same as three accepted single drafts and a rejected one, but for the
     order within: k does not enter."""
     at_once = decayed(CONFIG.decay, fresh(1), np.array([4]), np.array([3]))
-    singly, tally = fresh(1), Tally(1)
+    singly = fresh(1)
     for hit in (1, 1, 1, 0):
         singly = decayed(CONFIG.decay, singly, np.array([1]), np.array([hit]))
-        tally.add(slice(0, 1), np.array([1]), np.array([hit]), None)
     assert singly == pytest.approx(at_once, abs=0.3)
-    gained, trials = tally.take()
-    assert np.array_equal(decayed(CONFIG.decay, fresh(1), trials, gained), at_once)
-    assert not np.any(tally.take())
 
 
 @pytest.mark.parametrize("leak", [False, True], ids=["to the first rejection", "beyond it"])
@@ -136,26 +125,26 @@ MEMORY = 160.0  # trials
 
 
 def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:
-    fleet = FleetPrior(CONFIG)
-    assert fleet.sums() == pytest.approx(PRIOR)
+    fleet = Fleet(CONFIG)
+    assert fleet.prior == pytest.approx(PRIOR)
     fleet.observe(0.0, 0.0, MEMORY)
-    assert fleet.sums() == pytest.approx(PRIOR), "nothing was told"
+    assert fleet.prior == pytest.approx(PRIOR), "nothing was told"
     rng = np.random.default_rng(6)
     for alpha in (0.2, 0.8):
         for _ in range(60):
             fleet.observe(float(rng.binomial(30, alpha)), 30.0, MEMORY)
-        accepted, weight = fleet.sums()
+        accepted, weight = fleet.prior
         assert accepted / weight == pytest.approx(alpha, abs=0.1), "5 standard errors: 0.13"
         assert weight == CONFIG.prior_trials
     for _ in range(60):
         fleet.observe(0.0, 30.0, MEMORY)
-    assert 0 < fleet.sums()[0] / weight < 0.05, "never so low that nothing is tried again"
+    assert 0 < fleet.prior[0] / weight < 0.05, "never so low that nothing is tried again"
 
 
 # --- by depth -------------------------------------------------------------------------------------
 
 DEPTH, ROWS = 6, 500
-TO_DEPTH = LookaheadConfig(policy="goodput", k=DEPTH)
+TO_DEPTH = LookaheadConfig(policy="adaptive", k=DEPTH)
 RISING = np.array([0.5, 0.58, 0.66, 0.7, 0.72, 0.72])  # given that the draft before was accepted
 FALLING = RISING[::-1].copy()
 
@@ -166,15 +155,14 @@ def outcomes(rng: np.random.Generator, hazards: np.ndarray, k: np.ndarray) -> np
     return accepted
 
 
-def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> DepthCorrection:
+def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> Fleet:
     """After steps of ragged k of rows that are believed to survive so, float64 [depth]."""
-    rng, found = np.random.default_rng(3), DepthCorrection(TO_DEPTH, ROWS)
-    everyone = slice(0, ROWS)
+    rng, found = np.random.default_rng(3), Fleet(TO_DEPTH)
+    chances = np.repeat(believed[:, None], ROWS, axis=1)
     for _ in range(80):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
-        found.corrected(everyone, np.repeat(believed[:, None], ROWS, axis=1))
         accepted = outcomes(rng, hazards, k)
-        found.observe(everyone, np.full_like(k, DEPTH) if leak else k, accepted)
+        found.observe_depths(chances, np.full_like(k, DEPTH) if leak else k, accepted)
     return found
 
 
@@ -185,12 +173,11 @@ def test_survival_is_as_observed_whatever_the_profile(hazards: np.ndarray) -> No
     truth = np.cumprod(hazards)
     alpha = float(truth.sum() / (1 + truth[:-1].sum()))
     believed = survival(np.array([25 * alpha]), np.array([25.0]), DEPTH)[0]
-    one = slice(0, 1)
-    found = by_depth(hazards, believed).corrected(one, believed[:, None])[:, 0]
+    found = by_depth(hazards, believed).corrected(believed[:, None])[:, 0]
     assert found == pytest.approx(truth, rel=0.1)
     assert np.abs(believed / truth - 1).max() > 0.15, "it was needed"
     # Broken: what was not drafted counts as refused.
-    censored = by_depth(hazards, believed, leak=True).corrected(one, believed[:, None])[:, 0]
+    censored = by_depth(hazards, believed, leak=True).corrected(believed[:, None])[:, 0]
     assert censored[-1] < 0.7 * truth[-1]
 
 
@@ -201,57 +188,53 @@ def test_what_is_believed_of_all_depths_is_corrected_and_that_fades_while_nobody
     alpha = float(truth.sum() / (1 + truth[:-1].sum()))
     believed = survival(np.array([25 * alpha]), np.array([25.0]), DEPTH)[0]
     assert believed[0] > 1.3 * truth[0]
-    depths, one = by_depth(hazards, believed), slice(0, 1)
-    assert depths.corrected(one, believed[:, None])[:, 0] == pytest.approx(truth, rel=0.1)
+    depths = by_depth(hazards, believed)
+    assert depths.corrected(believed[:, None])[:, 0] == pytest.approx(truth, rel=0.1)
     for _ in range(6):
         depths.fade()
-    assert depths.corrected(one, believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
+    assert depths.corrected(believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
 
 
 def test_a_lookup_that_drafts_far_where_it_is_sure_is_foretold() -> None:
     """Half of the rows have one draft, which stands in half of all cases, the others six, which all
     stand in nine cases of ten: of 6th drafts more than of first ones. What is decided by never
     rises. A depth is drafted 5 000 times, with a standard error of 0.004."""
-    rng, found = np.random.default_rng(7), DepthCorrection(TO_DEPTH, ROWS)
+    rng, found = np.random.default_rng(7), Fleet(TO_DEPTH)
     sure, believed = np.arange(ROWS) % 2 == 1, survival(np.array([17.0]), np.array([25.0]), DEPTH)
     k = np.where(sure, DEPTH, 1).astype(np.int32)
     for step in range(80):
-        decided_by = found.corrected(slice(0, ROWS), np.repeat(believed.T, ROWS, axis=1))
+        chances = np.repeat(believed.T, ROWS, axis=1)
+        decided_by = found.corrected(chances)
         assert (np.diff(decided_by, axis=0) <= 0).all()
         if step == 60:
-            before = found.calibration
+            before = found.totals.copy()
         accepted = np.where(rng.random(ROWS) < np.where(sure, 0.9, 0.5), k, 0)
-        found.observe(slice(0, ROWS), k, accepted.astype(np.int32))
-    now = found.calibration
-    drafted, predicted, survived = (
-        np.array(getattr(now, name)) - np.array(getattr(before, name))
-        for name in ("drafted", "predicted", "survived")
-    )
+        found.observe_depths(chances, k, accepted.astype(np.int32))
+    drafted, predicted, survived = found.totals - before
     assert predicted / drafted == pytest.approx(survived / drafted, abs=0.02)
     assert (survived / drafted)[-1] > (survived / drafted)[0] + 0.15 > 0.8
 
 
 def test_survival_stays_a_chance_that_never_rises() -> None:
-    found, rng, k = DepthCorrection(TO_DEPTH, ROWS), np.random.default_rng(5), np.full(ROWS, DEPTH)
+    found, rng, k = Fleet(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
     for _ in range(60):
         chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
-        corrected = found.corrected(slice(0, ROWS), chances)
+        corrected = found.corrected(chances)
         assert (np.diff(corrected, axis=0) <= 0).all() and (corrected <= 1).all()
-        found.observe(slice(0, ROWS), k, np.where(rng.random(ROWS) < 0.5, k, 0))
+        found.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
 
 
 def counted(*, hazards: bool = False) -> np.ndarray:
     """Predicted and observed survivors over drafts, float [2, depth]: rows of a Beta law, each with
     25 trials' worth of it, so that what is believed of them is the truth."""
-    rng, found = np.random.default_rng(6), DepthCorrection(TO_DEPTH, ROWS)
+    rng, found = np.random.default_rng(6), Fleet(TO_DEPTH)
     chances = survival(np.full(ROWS, 15.0), np.full(ROWS, 25.0), DEPTH).T
     for _ in range(20):
-        found.corrected(slice(0, ROWS), np.repeat(chances[:1], DEPTH, 0) if hazards else chances)
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
         accepted = outcomes(rng, rng.beta(15.0, 10.0, (ROWS, 1)), k)
-        found.observe(slice(0, ROWS), k, accepted)
-    told = found.calibration
-    return np.array([told.predicted, told.survived]) / np.array(told.drafted)
+        found.observe_depths(np.repeat(chances[:1], DEPTH, 0) if hazards else chances, k, accepted)
+    drafted, predicted, survived = found.totals
+    return np.array([predicted, survived]) / drafted
 
 
 def test_what_was_predicted_and_what_came_of_it_are_counted_alike(

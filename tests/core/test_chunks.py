@@ -148,7 +148,7 @@ def test_a_slow_first_step_of_a_size_is_no_price() -> None:
 # ---- a target -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:4", "goodput:4"])
+@pytest.mark.parametrize("lookahead", ["off", "fixed:4", "adaptive:4"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_target_is_kept(lookahead: str, depth: int) -> None:
     cost = Attending(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0, noise=0.1)
@@ -160,7 +160,7 @@ def test_a_target_is_kept(lookahead: str, depth: int) -> None:
     assert len(set(tokens)) > 3  # contexts grow and chunks shrink
     untargeted = world_of(cost, depth=depth, lookahead=lookahead)
     _, longer = read_prompts(untargeted, *[PROMPT_TOKENS] * 2)
-    assert np.mean(np.array(longer) > 0.05) > 0.5
+    assert np.mean(np.array(longer) > 0.05) > 0.3
 
 
 def test_drafts_shrink_before_a_target_is_missed() -> None:

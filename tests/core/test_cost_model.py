@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_model import OnlineCostModel
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
+from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import OnlineCostModel
-from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
@@ -210,7 +210,7 @@ def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
 def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
     """One that was planned before their last tokens were known."""
     profile = CostProfile((1, 64), (2e-3, 3e-3))
-    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=2), PolicyLimits(1, 64, profile))
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), PolicyLimits(1, 64, profile))
     policy.enter(0, None)
     policy.choose(RowsToPlan(slice(0, 1), np.full(1, 2, np.int32), 2))
     nothing, before = np.zeros(1, np.int32), policy.costs.prices(1, 0, 2).step_s

@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from cbatch.core.speculation.cost_model import StepPrices
-from cbatch.core.speculation.draft_allocation import ShadowPrices, decide, weigh
+from cbatch.core.prices.cost_model import StepPrices
+from cbatch.core.speculation.draft_allocation import LookaheadDecision, decide, weights
 
 CASES = 400
 
 
 def random_case(
     rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray, StepPrices, ShadowPrices | None]:
+) -> tuple[np.ndarray, np.ndarray, StepPrices, LookaheadDecision | None]:
     """Few rows, with ties (rounded chances), caps, and costs from flat through stairs to steep."""
     rows, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5 if rng.random() < 0.3 else 4))
     chances = rng.random((rows, depth)).round(int(rng.integers(1, 4)))
@@ -23,24 +23,24 @@ def random_case(
     most = int(rng.integers(0, rows * depth + 1))
     stairs = rng.random(most + 1) * (rng.random(most + 1) < 0.4) * rng.choice([0.1, 0.3, 1.0])
     prices = StepPrices(1 + np.cumsum(stairs), float(rng.choice([0.0, 0.05, 0.2])))
-    market = None
+    before = None
     if rng.random() < 0.5:
-        market = ShadowPrices(rng.random() / rows, 0.3 * rng.random())
-    return np.multiply.accumulate(chances, axis=1), caps, prices, market
+        before = LookaheadDecision(rng.integers(0, depth + 1, rows).astype(np.int32), 0.1)
+    return np.multiply.accumulate(chances, axis=1), caps, prices, before
 
 
-def goodput_of(
+def speed_of(
     k: tuple[int, ...],
     survival: np.ndarray,
     caps: np.ndarray,
     prices: StepPrices,
-    market: ShadowPrices | None,
+    before: LookaheadDecision | None,
 ) -> float:
     """G(k) by its definition."""
     masked = np.where(np.arange(survival.shape[1]) < caps[:, None], survival, 0.0)
-    weights = np.ones(len(k)) if market is None else weigh(masked.T, market)
+    weight = np.ones(len(k)) if before is None else weights(masked.T, prices, before)
     tokens = [1 + masked[i, :drafts].sum() for i, drafts in enumerate(k)]
-    return float(weights @ tokens / (prices.step_s[sum(k)] + prices.pass_s * max(k)))
+    return float(weight @ tokens / (prices.step_s[sum(k)] + prices.pass_s * max(k)))
 
 
 def test_no_vector_k_is_better_by_more_than_worths_are_told_apart() -> None:
@@ -48,14 +48,14 @@ def test_no_vector_k_is_better_by_more_than_worths_are_told_apart() -> None:
     rng = np.random.default_rng(0)
     ratios, drafts = [], []
     while len(ratios) < CASES:
-        survival, caps, prices, market = case = random_case(rng)
+        survival, caps, prices, before = case = random_case(rng)
         if caps.sum() >= len(prices.step_s):
             continue
-        decision = decide(survival.T, caps, prices, market)
+        decision = decide(survival.T, caps, prices, before)
         assert (decision.num_drafts <= caps).all()
         every = itertools.product(*(range(cap + 1) for cap in caps.tolist()))
-        best = max(goodput_of(k, *case) for k in every)
-        ratios.append(best / goodput_of(tuple(decision.num_drafts.tolist()), *case))
+        best = max(speed_of(k, *case) for k in every)
+        ratios.append(best / speed_of(tuple(decision.num_drafts.tolist()), *case))
         drafts.append(int(decision.num_drafts.sum()))
     # Ties of coarse chances on steep stairs are the worst: all of them, or none.
     assert np.mean(ratios) < 1.003 and np.quantile(ratios, 0.99) < 1.06, sorted(ratios)[-9:]
@@ -98,7 +98,7 @@ def test_the_gain_is_over_drafting_nothing() -> None:
         decision = decide(survival.T, caps, prices)
         k = tuple(decision.num_drafts.tolist())
         reached, nothing = (
-            goodput_of(each, survival, caps, prices, None) for each in (k, (0,) * len(k))
+            speed_of(each, survival, caps, prices, None) for each in (k, (0,) * len(k))
         )
         assert decision.gain == pytest.approx(reached / nothing - 1) and decision.gain >= 0
         drafted += sum(k) > 0
@@ -115,13 +115,14 @@ def test_caps_hold_and_beyond_a_budget_nothing_is_counted_on() -> None:
         assert decision.gain == pytest.approx(0.9 * min(budget, caps.sum()) / 5)
 
 
-def test_weights_favour_whoever_costs_most_per_token() -> None:
+def test_weights_favour_rows_that_cost_most_per_token() -> None:
     survival = np.multiply.accumulate(np.array([[0.9, 0.3]] * 4), axis=0)  # an easy, a hard row
-    weights = weigh(survival, ShadowPrices(slot_s=1.0, token_s=0.2))
-    assert weights.mean() == pytest.approx(1) and weights[1] > weights[0]
+    prices = StepPrices(2.0 + 0.2 * np.arange(9), 0.0)  # a slot takes 1, a draft 0.2
+    found = weights(survival, prices, LookaheadDecision(np.array([4, 0], np.int32), 0.1))
+    assert found.mean() == pytest.approx(1) and found[1] > found[0]
     easy = min((1 + 0.2 * k) / (1 + survival[:k, 0].sum()) for k in range(5))
     hard = min((1 + 0.2 * k) / (1 + survival[:k, 1].sum()) for k in range(5))
-    assert weights[0] / weights[1] == pytest.approx(easy / hard)
+    assert found[0] / found[1] == pytest.approx(easy / hard)
 
 
 def test_shared_passes_are_not_charged_to_each_row() -> None:

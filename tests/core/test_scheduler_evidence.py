@@ -18,7 +18,7 @@ from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 CHANCES = {f"r{i}": 0.3 + 0.1 * i for i in range(6)}
-POLICIES = pytest.mark.parametrize("policy", ["ema", "goodput"])
+POLICIES = pytest.mark.parametrize("policy", ["ema", "adaptive"])
 
 
 def make_world(policy: str, depth: int = 0, temperature: float = 1.0, log: Any = None) -> World:
@@ -75,8 +75,8 @@ def test_the_log_keeps_reports_and_a_replay_learns_from_them(policy: str, tmp_pa
         for _ in range(40):
             world.step()
     events = read_step_log(path).events
-    # `goodput` learns when it decides; until then k is the same.
-    begin = events[: {"ema": 30, "goodput": 66}[policy]]
+    # `adaptive` learns when it decides; until then k is the same.
+    begin = events[: {"ema": 30, "adaptive": 66}[policy]]
     assert beliefs(replay(events)) == beliefs(world.scheduler)
     counts = [
         structs.replace(e, result=structs.replace(e.result, expected_accepted=None))

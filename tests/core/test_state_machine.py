@@ -31,7 +31,7 @@ NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 @st.composite
 def configs(draw):
     max_slots = draw(st.integers(1, 5))
-    policy = draw(st.sampled_from(["fixed", "ema", "goodput", "off"]))
+    policy = draw(st.sampled_from(["fixed", "ema", "adaptive", "off"]))
     draft_context = draw(st.sampled_from([64, 20, None]))
     chains = [None, ("suffix",), ("ngram", "suffix")]
     if draft_context is not None:

@@ -87,7 +87,7 @@ def speed(lookahead: str, rows: int, scale: float) -> tuple[float, float]:
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_faster_way_is_found(rows: int, scale: float) -> None:
     off, fixed = speed("off", rows, scale)[0], speed("fixed", rows, scale)[0]
-    adaptive, share = speed("goodput", rows, scale)
+    adaptive, share = speed("adaptive", rows, scale)
     assert adaptive >= 0.98 * off
     assert share > 0.8 if fixed > 1.02 * off else share < 0.05 or adaptive > off
     assert (fixed < 0.5 * off) if scale == 1.0 else (rows > 8 or fixed > 1.1 * off)
@@ -118,5 +118,5 @@ def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.M
 
     of_wall = CommittedStep.sample
     monkeypatch.setattr(CommittedStep, "sample", measured)
-    adaptive, share = speed("goodput", 8, 1.0)
+    adaptive, share = speed("adaptive", 8, 1.0)
     assert adaptive < 0.6 * speed("off", 8, 1.0)[0] and share > 0.9

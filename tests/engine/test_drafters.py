@@ -57,14 +57,14 @@ def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options
     assert "lookahead " + llm.info.lookahead + " by " + ", ".join(drafter) in llm.info.lines()[0]
 
 
-def test_goodput_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
+def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
     """Its prices are measured too, and are those of the lookup itself: it has no passes that follow
     one another, so a deeper draft costs it hardly more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    llm = make(pair, draft=False, drafter=("ngram",), lookahead="goodput:4")
+    llm = make(pair, draft=False, drafter=("ngram",), lookahead="adaptive:4")
     # Whether drafts pay is the machine's to say: where a step is short none does.
     assert tokens(llm, GREEDY) == plain[0]
-    model = make(pair, lookahead="goodput:4")
+    model = make(pair, lookahead="adaptive:4")
     profiles: list[CostProfile] = []
     for each in (llm, model):
         profile = each.engine.scheduler.config.cost_profile

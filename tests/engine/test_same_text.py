@@ -45,13 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
         f"k = {k}": {"lookahead": f"fixed:{k}", "batch": (2, 8, 32)[k % 3], "threads": 1 + k % 2}
         for k in range(1, 9)
     },
-    "goodput": {"lookahead": "goodput:8", "batch": 8, "threads": 2},
+    "adaptive": {"lookahead": "adaptive:8", "batch": 8, "threads": 2},
     "chunks of 16": {"lookahead": "fixed:2", "batch": 3, "chunk": 16, "threads": 2},
     "chunks of 33": {"lookahead": "fixed:2", "batch": 5, "chunk": 33, "threads": 2},
     "preemptions": {"lookahead": "fixed:3", "batch": 8, "scarce": True, "threads": 2},
     "prefix hits": {"lookahead": "fixed:3", "batch": 8, "prefix_cache": True, "threads": 2},
     "everything": {
-        "lookahead": "goodput:6",
+        "lookahead": "adaptive:6",
         "batch": 8,
         "chunk": 48,
         "scarce": True,
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 # Of the other models, whose other cases are left to `make test-statistics`, as is the grid.
-OFTEN = ("64 at once", "k = 3", "goodput", "chunks of 33", "everything")
+OFTEN = ("64 at once", "k = 3", "adaptive", "chunks of 33", "everything")
 
 
 def grid() -> dict[str, dict[str, Any]]:

@@ -118,7 +118,7 @@ def test_a_context_too_short_for_any_profile_is_served():
     """Prices are learnt while serving then."""
     model, draft = demo_paths()
     texts = []
-    for lookahead in ("goodput", "off"):
+    for lookahead in ("adaptive", "off"):
         llm = LLM(model, draft=draft, lookahead=lookahead, max_model_tokens=64)
         config = llm.engine.scheduler.config
         assert not can_profile(config) and config.cost_profile is None

@@ -142,7 +142,7 @@ def write(
         lookahead=parse_lookahead(lookahead),
     )
     # The prices of a made-up machine: on this one drafts may never pay.
-    priced = config.lookahead.policy == "goodput"
+    priced = config.lookahead.policy == "adaptive"
     steps = Watched(executor_for(pair.target, draft, config), priced=priced)
     runner = ThreadedExecutor(steps) if depth else steps
     core = EngineCore(Scheduler(config), runner, depth=depth)

@@ -72,7 +72,7 @@ class RecordingExecutor(TorchExecutor):
 
 
 class PricedExecutor(RecordingExecutor):
-    """Reports the durations of a made-up machine, so that what `goodput` decides repeats itself."""
+    """Reports the durations of a made-up machine, so that `adaptive` decides the same again."""
 
     def run(self, plan: StepPlan) -> StepResult:
         return made_up_durations(plan, super().run(plan))
@@ -153,8 +153,8 @@ def run_engine(
     scheduler = Scheduler(config)
     if executor is None:
         if kind is None:
-            # Real durations would make what `goodput` decides another thing in every run.
-            kind = PricedExecutor if config.lookahead.policy == "goodput" else RecordingExecutor
+            # Real durations would make what `adaptive` decides another thing in every run.
+            kind = PricedExecutor if config.lookahead.policy == "adaptive" else RecordingExecutor
         if held is None and draft is not None:
             held = DraftModel(draft)
         sizes = {"block_size_tokens": block_size_tokens, "max_slots": max_slots}

@@ -141,7 +141,7 @@ def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(mo
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("lookahead", ["ema:4", "goodput:4"])
+@pytest.mark.parametrize("lookahead", ["ema:4", "adaptive:4"])
 def test_lookups_without_a_model(lookahead, depth):
     ours, plain = requests(GREEDY)
     ours = [structs.replace(r, params=structs.replace(r.params, drafter=None)) for r in ours]

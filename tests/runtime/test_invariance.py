@@ -108,7 +108,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     },
     "a bad draft": ({"lookahead": "fixed:3", "noise": 0.5}, lambda r: r.acceptance < 0.4),
     "ema": ({"lookahead": "ema:6"}, ragged),
-    "goodput": ({"lookahead": "goodput:6"}, ragged),
+    "adaptive": ({"lookahead": "adaptive:6"}, ragged),
     "tiny chunks": (
         {"lookahead": "fixed:2", "step_budget_tokens": 12},
         lambda r: mixed_steps(r) >= 4,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.core.speculation.drafter_choice import DrafterChoice
 from cbatch.runtime.cpu.drafter import DraftRows, Proposal
 from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup

@@ -43,8 +43,8 @@ def served(lookahead: str, step_s: float = 0.012) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """`goodput`, after two calls that drafted."""
-    with served("goodput:4") as world:
+    """`adaptive`, after two calls that drafted."""
+    with served("adaptive:4") as world:
         for seed in (1, 2):
             assert world.client.post(BODY | {"seed": seed, "n": 3})[0] == 200
         yield world

@@ -96,7 +96,7 @@ def fast(config: Any, cost: Any = None) -> ModelledExecutor:
     )
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4", "goodput:4"])
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4", "adaptive:4"])
 def test_same_plans_and_counts_as_the_checking_executor(lookahead: str) -> None:
     config = config_for(lookahead)
     theirs, their_results, their_scheduler = serve(checked(config), config)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.core.speculation import acceptance as estimator
-from cbatch.core.speculation.acceptance import DepthCorrection
+from cbatch.core.speculation.acceptance import Fleet
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, Policy, Step, alive
@@ -77,22 +77,20 @@ def test_certain_drafts_tell_the_same_with_a_one_hot_q_and_without() -> None:
 
 # --- the estimator --------------------------------------------------------------------------------
 
-CONFIG = LookaheadConfig(policy="goodput", k=8)
-TO_SIX = LookaheadConfig(policy="goodput", k=6)
-TO_SIX = LookaheadConfig(policy="goodput", k=6)
-EVERYONE = slice(0, 3000)
+CONFIG = LookaheadConfig(policy="adaptive", k=8)
+TO_SIX = LookaheadConfig(policy="adaptive", k=6)
+ROWS = 3000
 
 
-def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, DepthCorrection]:
+def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, Fleet]:
     """N and D of rows that drafted k in every step, and the fleet's correction by depth, where
     j drafts survive with probability `survival[j]`."""
-    rng, rows = np.random.default_rng(k), EVERYONE.stop
+    rng, rows = np.random.default_rng(k), ROWS
     estimate = np.repeat([[4.2], [6.0]], rows, axis=1)
-    drafted, depths = np.full(rows, k, np.int32), DepthCorrection(TO_SIX, rows)
+    drafted, depths = np.full(rows, k, np.int32), Fleet(TO_SIX)
     for _ in range(steps):
         runs = (rng.random(rows)[:, None] < survival[1 : k + 1]).sum(axis=1).astype(np.int32)
-        depths.corrected(EVERYONE, estimator.survival(*estimate, 6).T)
-        depths.observe(EVERYONE, drafted, runs)
+        depths.observe_depths(estimator.survival(*estimate, 6).T, drafted, runs)
         estimate = estimator.decayed(CONFIG.decay, estimate, runs + (runs < k), runs)
     return estimate, depths
 
@@ -101,7 +99,7 @@ def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, De
 def test_what_the_estimator_says_of_survival(k: int, off: float) -> None:
     """N / D is accepted over tried, to 0.005. Later drafts of a block are accepted more often than
     the first (0.46, 0.55, 0.68, 0.77 in this world), so survival from N / D alone, as `ema` has it,
-    is wrong by up to 0.11. The correction by depth, as `goodput` has it, is of the depths among
+    is wrong by up to 0.11. The correction by depth, as `adaptive` has it, is of the depths among
     each other: the first one's error, of up to 0.1, stays."""
     law = alive(chain_world(), "block", 6)
     estimate, depths = told(law, k)
@@ -111,7 +109,7 @@ def test_what_the_estimator_says_of_survival(k: int, off: float) -> None:
     believed = estimator.survival(accepted, trials, k).T
     truth = law[1 : k + 1]
     alone = believed.mean(axis=1)
-    corrected = depths.corrected(EVERYONE, believed).mean(axis=1)
+    corrected = depths.corrected(believed).mean(axis=1)
     assert off - 0.03 < np.abs(alone - truth).max() < off
     profile = np.abs(corrected / corrected[0] - truth / truth[0])
     assert profile.max() < 0.03 < np.abs(alone / alone[0] - truth / truth[0]).max()

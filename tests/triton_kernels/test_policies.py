@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.core.prices.cost_model import StepPrices
 from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation import draft_allocation
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import StepPrices
 from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.helpers import DraftedRows, RowsToPlan
@@ -52,11 +52,11 @@ class Shipped(Policy):
         self.policy.observe(DraftedRows(step.at.numpy(), drafted, accepted))
 
 
-class Goodput(Policy):
+class Adaptive(Policy):
     """The joint decision, where a row's k also depends on what the others accepted, fed with the
     evidence that the estimator allows: 1 - TV up to and including the first rejection."""
 
-    config = LookaheadConfig(policy="goodput", k=DEEPEST, decay=0.7)
+    config = LookaheadConfig(policy="adaptive", k=DEEPEST, decay=0.7)
 
     def begin(self, count: int, world: World) -> None:
         self.estimate = np.full((2, count), 2.0)
@@ -179,7 +179,7 @@ class DropsUnlikely(Policy):
 FAIR = {
     "fixed": lambda: Shipped("fixed"),
     "ema": lambda: Shipped("ema"),
-    "goodput": Goodput,
+    "adaptive": Adaptive,
     "follows accepts": FollowsAccepts,
     "overlap of the rejected position": lambda: ReadsEvidence("overlap", beyond=0),
     "the reported field": lambda: FollowsField(leak=False),

@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # else none, and k is always 0.
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
-    cost_profile: CostProfile | None = None  # of `goodput`; None: prices are learned while serving
+    cost_profile: CostProfile | None = None  # of `adaptive`; None: prices are learned while serving
     # While rows decode, a chunk is as small as keeps this share of the best prompt throughput. With
     # 1 a step takes prompt tokens up to its whole budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE

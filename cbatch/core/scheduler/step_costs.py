@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.speculation.step_curve import StepCurve
+from cbatch.core.prices.step_curve import StepCurve
 
 # Share of the best prompt throughput that steps keep while rows decode.
 PROMPT_SHARE = 0.8

@@ -1,4 +1,4 @@
-"""What is known about the acceptance of drafts, by slot and of the fleet.
+"""Estimates of the acceptance of drafts, by slot and of all slots together (the fleet).
 
 The estimator is a decayed *ratio of sums* with decay per trial: a step with A accepted drafts and
 R in {0, 1} rejected ones has d = A + R trials, and
@@ -7,26 +7,14 @@ R in {0, 1} rejected ones has d = A + R trials, and
 
 with the prior inside both sums. Positions after the first rejection were not trials. The mean of
 A / k would be biased low and would depend on k (at alpha = 0.7, k = 4 it reads 0.44). A slot's
-chance that its first j drafts all survive is the Beta moment
+chance that its first j drafts are all accepted is the Beta moment
 
     S_j = prod_{m < j} (N + m) / (D + m),
 
 slightly above alpha^j while little is known, which keeps exploring.
 
-`ema` needs no more. `goodput` adds
-
-- a prior with the mean of the fleet's latest trials.
-- optionally, smoother evidence than accepted or not: the sum of 1 - TV(p, q) over the positions up
-  to and including the first rejection (`plan.StepResult.expected_accepted`). Its mean is that of
-  the count (the difference is a martingale, the first rejection a stopping time), its variance
-  lower. Later positions must not enter: their noise is used again by the next step. Of drafts
-  judged as a block (`cbatch/runtime/sampling/block_verification.py`) it is the chance that one
-  more was accepted, given those before: a martingale just so.
-- a correction by depth. S_j knows no depth: drafts of a block are accepted more often the deeper
-  they lie, a drafter may lose its way, and a lookup's first draft fails where the text leaves what
-  it repeats, while the ones behind it mostly stand: N / D, of all trials, is too high for a first
-  draft then. What survived over what was expected is the fleet's, since it is alike in all
-  requests. While nobody drafts it fades: a mistake would keep everybody from drafting for ever.
+Instead of A a step may report smoother evidence (`plan.StepResult.expected_accepted`): 1 - TV(p, q)
+summed up to the first rejection. Later positions must not enter: their noise is used again.
 """
 
 from __future__ import annotations
@@ -36,23 +24,19 @@ import math
 import numpy as np
 
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.stats import SurvivalStats
 
 Rows = slice | np.ndarray  # selects slots
 
-FLEET_TRIALS = 640.0  # memory of the prior's mean: some forty requests, so that a few that are
-# hard to guess do not keep everybody from drafting
-LATEST_TRIALS = 160.0  # the same while nobody drafts, and little is heard
-_DEPTH_MEMORY = 0.99  # of the correction by depth, a step that is looked at
-_IDLE_FADE = 0.5  # of that, a decision while nobody drafts
-DOUBT = 8.0  # drafts, gone as foretold, that stand for what is not known yet
+FLEET_TRIALS, IDLE_TRIALS = 640.0, 160.0  # memory of the prior while rows draft, and while none do
+RECENT = 160.0  # memory of the other averages, in drafts or steps
+DOUBT = 8.0  # drafts whose outcome is assumed to be as estimated, in each ratio of the fleet
+_DEPTH_MEMORY = 0.99  # of the ratios by depth, per observed step
+_IDLE_FADE = 0.5  # of these, per decision while nobody drafts
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
-    """S_1..S_depth for each row, float64 [rows, depth], non-increasing along a row.
-
-    `accepted` and `trials` are the decayed sums N and D, float64 [rows].
-    """
+    """Return S_1..S_depth of each row, float64 [rows, depth], non-increasing along a row, for the
+    sums N and D, float64 [rows]."""
     tried = np.arange(float(depth))[:, None]
     hazards: np.ndarray = accepted + tried  # [depth, rows]: numpy is fast along rows
     hazards /= trials + tried
@@ -64,7 +48,7 @@ def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray
 def decayed(
     decay: float, estimate: np.ndarray, trials: np.ndarray | float, gained: np.ndarray | float
 ) -> np.ndarray:
-    """N and D, float64 [2, ...], after so many trials each, [...], that gained so much."""
+    """Return N and D, float64 [2, ...], after `trials` more trials that gained `gained`."""
     after: np.ndarray = estimate * decay**trials
     after[0] += gained
     after[1] += trials
@@ -72,101 +56,65 @@ def decayed(
 
 
 def drift(idle_drift: float, estimate: np.ndarray, prior: np.ndarray, steps: int = 1) -> np.ndarray:
-    """N and D, float64 [2, ..., rows], after `steps` steps without drafts: closer to the prior,
-    [2, ...]."""
+    """Return N and D, float64 [2, ..., rows], after `steps` steps without drafts: closer to the
+    prior, [2, ...]."""
     kept = idle_drift**steps
     drifted: np.ndarray = kept * estimate + (1 - kept) * prior[..., None]
     return drifted
 
 
-class FleetPrior:
-    """N and D of a request without history: the mean of the fleet's latest trials, weakly held."""
+class Fleet:
+    """Decayed averages over all rows."""
 
     def __init__(self, config: LookaheadConfig) -> None:
-        self._weight = config.prior_trials
+        depth, self._weight = config.k, config.prior_trials
         self._sums = config.prior_acceptance * self._weight, self._weight
+        self._answered = DOUBT, DOUBT  # drafts that came, and that were planned
+        self.caught_up = 0.0  # tokens a step that drafts, beyond one a row
+        self._depths = np.arange(depth, dtype=np.int32)[:, None]
+        self._doubt = DOUBT * config.prior_acceptance ** np.arange(depth)
+        self._by_depth = np.tile(self._doubt, (2, 1))  # expected to survive, survived
+        self.totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
+
+    @property
+    def prior(self) -> tuple[float, float]:
+        """N and D of a request without history: the mean of the latest trials, weakly held."""
+        return self._weight * self._sums[0] / self._sums[1], self._weight
 
     def observe(self, accepted: float, trials: float, memory_trials: float) -> None:
         kept = math.exp(-trials / memory_trials)
         self._sums = kept * self._sums[0] + accepted, kept * self._sums[1] + trials
 
-    def sums(self) -> tuple[float, float]:
-        return self._weight * self._sums[0] / self._sums[1], self._weight
-
-
-class Tally:
-    """Verdicts of the steps since the last decision, by slot: the estimator is told of them
-    together, since that costs as much for one step as for many."""
-
-    def __init__(self, max_slots: int) -> None:
-        self._sums = np.zeros((2, max_slots))  # evidence for N, trials
-        self._steps: list[tuple[Rows, np.ndarray, np.ndarray, np.ndarray | None]] = []
-
-    def add(
-        self, rows: Rows, drafted: np.ndarray, accepted: np.ndarray, evidence: np.ndarray | None
-    ) -> None:
-        """Of one step, by row. None: what was accepted is the evidence."""
-        self._steps.append((rows, drafted, accepted, evidence))
-
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Evidence and trials, float64 [slots] each."""
-        self._sum_up()
-        (gained, trials), self._sums = self._sums, np.zeros_like(self._sums)
-        return gained, trials
-
-    def take_slot(self, slot: int) -> tuple[float, float]:
-        """The same of one slot."""
-        self._sum_up()
-        gained, trials = self._sums[:, slot].tolist()
-        self._sums[:, slot] = 0.0
-        return gained, trials
-
-    def _sum_up(self) -> None:
-        gained, trials = self._sums
-        for rows, drafted, accepted, evidence in self._steps:
-            gained[rows] += accepted if evidence is None else evidence
-            trials[rows] += accepted
-            trials[rows] += accepted < drafted
-        self._steps = []
-
-
-class DepthCorrection:
-    """How much more often, or less, drafts of a depth survive than their rows' N / D says."""
-
-    def __init__(self, config: LookaheadConfig, max_slots: int) -> None:
-        depth = config.k
-        self._depths = np.arange(depth, dtype=np.int32)[:, None]
-        self._expected = np.zeros((2, depth, max_slots))  # S of the last decision, and corrected
-        self._totals = np.zeros((3, depth))  # drafted, predicted to survive, survived
-        self._doubt = DOUBT * config.prior_acceptance ** np.arange(depth)
-        self._sums = np.tile(self._doubt, (2, 1))  # expected to survive, survived; decayed
-
-    def corrected(self, rows: Rows, survival: np.ndarray) -> np.ndarray:
-        """Float64 [depth, rows], as is `survival`, never rising. (Of the drafts that come those at
-        a depth may stand more often than those before: a lookup has many where it is sure.)"""
-        depth = len(survival)
-        by_depth = self._sums[1, :depth] / self._sums[0, :depth]
-        found = survival * by_depth[:, None]
-        np.minimum(found, 1.0, out=found)
-        self._expected[0][:depth, rows] = survival
-        self._expected[1][:depth, rows] = found
-        return np.minimum.accumulate(found, axis=0)
-
-    def observe(self, rows: Rows, num_drafted: np.ndarray, num_accepted: np.ndarray) -> None:
-        """A step behind a decision, int32 [rows] each."""
-        drafted = self._depths < num_drafted
-        survived = np.add.reduce(self._depths < num_accepted, axis=1)
-        expected, predicted = np.add.reduce(self._expected[:, :, rows] * drafted, axis=2)
-        self._totals += np.add.reduce(drafted, axis=1), predicted, survived
-        self._sums -= (1 - _DEPTH_MEMORY) * (self._sums - self._doubt)
-        self._sums += expected, survived
-
-    def fade(self) -> None:
-        """While nobody drafts: what was seen holds less and less."""
-        expected, survived = self._sums
-        survived += _IDLE_FADE * (expected - survived)
+    def observe_drafter(self, planned: int, drafted: int, caught_up: int) -> None:
+        """Take in how many drafts were planned in a step and how many came."""
+        kept = math.exp(-planned / RECENT)
+        self._answered = kept * self._answered[0] + drafted, kept * self._answered[1] + planned
+        self.caught_up += (caught_up - self.caught_up) / RECENT
 
     @property
-    def calibration(self) -> SurvivalStats:
-        """Since the beginning."""
-        return SurvivalStats(*self._totals.tolist())
+    def answered(self) -> float:
+        """Share of the planned drafts that the drafter has: a lookup often has none."""
+        return min(self._answered[0] / self._answered[1], 1.0)
+
+    def corrected(self, survival: np.ndarray, *, falling: bool = True) -> np.ndarray:
+        """Return `survival`, float64 [depth, rows], times what survived over what was expected at
+        each depth; never rising if `falling`. (S_j is too high for a lookup's first draft, which
+        fails where the text leaves what it repeats, and too low for the later ones.)"""
+        expected, survived = self._by_depth[:, : len(survival)]
+        found: np.ndarray = np.minimum(survival * (survived / expected)[:, None], 1.0)
+        return np.minimum.accumulate(found, axis=0) if falling else found
+
+    def observe_depths(
+        self, survival: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
+    ) -> None:
+        """Take in a step, int32 [rows] each, and the uncorrected [depth, rows] of before it."""
+        drafted = self._depths < num_drafted
+        survived = np.add.reduce(self._depths < num_accepted, axis=1)
+        predicted = np.add.reduce(self.corrected(survival, falling=False) * drafted, axis=1)
+        self.totals += np.add.reduce(drafted, axis=1), predicted, survived
+        self._by_depth -= (1 - _DEPTH_MEMORY) * (self._by_depth - self._doubt)
+        self._by_depth += np.add.reduce(survival * drafted, axis=1), survived
+
+    def fade(self) -> None:
+        """Forget part of the ratios by depth: while nobody drafts no mistake may last."""
+        self._by_depth[1] += _IDLE_FADE * (self._by_depth[0] - self._by_depth[1])

@@ -9,24 +9,26 @@ from cbatch.core.request.typed import convert_fields
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How each slot's k is chosen: by `off`, `fixed`, `ema`, `goodput`, or `module:Class`, which
-    names a `LookaheadPolicy` of somebody's own. `k` is the constant of `fixed` and the cap of the
-    others."""
+    """How each slot's k is chosen: by `off`, `fixed`, `ema`, `adaptive` (`goodput` until 2026-11),
+    or `module:Class`, a `LookaheadPolicy` of your own. `k` is the constant of `fixed` and the cap
+    of the others."""
 
     policy: str = "off"
     k: int = 4
-    # `ema`: decay per trial, prior acceptance and its weight in trials (notes on the estimator are
-    # in acceptance.py), survival below which a draft is not worth verifying, drift while idle.
+    # `ema`, and all but `min_survival` also `adaptive` (see acceptance.py): decay per trial, prior
+    # acceptance and its weight in trials, the least survival worth verifying, drift while idle.
     decay: float = 0.96
     prior_acceptance: float = 0.7
     prior_trials: float = 6.0
     min_survival: float = 0.2
     idle_drift: float = 0.95
-    # `goodput`: the gain over drafting nothing that is worth beginning to draft.
+    # `adaptive`: the gain over drafting nothing that is worth beginning to draft.
     switch_gain: float = 0.02
 
     def __post_init__(self) -> None:
         convert_fields(self)
+        if self.policy == "goodput":
+            msgspec.structs.force_setattr(self, "policy", "adaptive")
         for field, ok, remedy in (
             ("lookahead.k", 1 <= self.k <= 32, "use 1 to 32; policy `off` drafts nothing"),
             ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),

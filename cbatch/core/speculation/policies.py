@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.speculation.acceptance import decayed, drift, survival
+from cbatch.core.speculation.acceptance import Rows, decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.policy import (
-    DraftedStep,
-    LearningPolicy,
-    LookaheadPolicy,
-    PlannedRows,
-    PolicyLimits,
-)
+from cbatch.core.speculation.policy import DraftedStep, LookaheadPolicy, PlannedRows, PolicyLimits
 
 
 class FixedPolicy(LookaheadPolicy):
-    """The same k for every row that may."""
+    """The same k for every row whose cap allows it."""
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         self.max_depth = config.k
@@ -25,33 +19,58 @@ class FixedPolicy(LookaheadPolicy):
         return step.caps
 
 
+class LearningPolicy(FixedPolicy):
+    """The estimate of acceptance by slot, for policies that go by it."""
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        super().__init__(config, limits)
+        self.config = config
+        self.estimate = np.empty((2, limits.max_slots))  # N and D, see acceptance.py
+        self.estimate[:] = np.array(self.prior)[:, None]
+
+    @property
+    def prior(self) -> tuple[float, float]:
+        """N and D of a request without history."""
+        return self.config.prior_acceptance * self.config.prior_trials, self.config.prior_trials
+
+    def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
+        self.estimate[:, slot] = self.prior if carried is None else carried
+
+    def leave(self, slot: int) -> tuple[float, float] | None:
+        accepted, trials = self.estimate[:, slot].tolist()
+        return accepted, trials
+
+    def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
+        accepted, trials = self.estimate[:, slots]
+        found: list[float] = (accepted / trials).tolist()
+        return found
+
+    def learn(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
+        """Take in `trials` more trials of these rows, of which `gained` were accepted."""
+        decay = self.config.decay
+        self.estimate[:, rows] = decayed(decay, self.estimate[:, rows], trials, gained)
+
+    def observe(self, step: DraftedStep) -> None:
+        if step.shadow is not None:
+            self.learn(*step.shadow)
+        if step.total_drafted:
+            accepted = step.num_accepted
+            gained = accepted if step.evidence is None else step.evidence
+            self.learn(step.rows, accepted + (accepted < step.num_drafted), gained)
+
+
 class EmaPolicy(LearningPolicy):
     """Drafts position j of a row while S_j >= `config.min_survival`."""
 
-    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        self.max_depth = config.k
-        self.prior = config.prior_acceptance * config.prior_trials, config.prior_trials
-        self.estimate = np.zeros((2, limits.max_slots))
-        self._config = config
-
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         accepted, trials = self.estimate[:, step.rows]
-        worth = survival(accepted, trials, self.max_depth) >= self._config.min_survival
+        worth = survival(accepted, trials, self.max_depth) >= self.config.min_survival
         drafts: np.ndarray = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), step.caps)
         return drafts
 
     def observe(self, step: DraftedStep) -> None:
-        """A row that drafted nothing drifts to the prior, so that k = 0 never absorbs a slot."""
+        """Also move rows without drafts towards the prior, so that k = 0 never absorbs a slot."""
         before = self.estimate[:, step.rows]
-        after = drift(self._config.idle_drift, before, np.array(self.prior))
-        if step.total_drafted:
-            accepted = step.num_accepted
-            tried = accepted + (accepted < step.num_drafted)
-            gained = accepted if step.evidence is None else step.evidence
-            moved = decayed(self._config.decay, before, tried, gained)
-            after = np.where(step.num_drafted > 0, moved, after)
-        self.estimate[:, step.rows] = after
-        if step.shadow is not None:
-            slots, trials, hits = step.shadow
-            before = self.estimate[:, slots]
-            self.estimate[:, slots] = decayed(self._config.decay, before, trials, hits)
+        drifted = drift(self.config.idle_drift, before, np.array(self.prior))
+        self.estimate[:, step.rows] = np.where(step.num_drafted > 0, before, drifted)
+        super().observe(step)

@@ -1,4 +1,4 @@
-"""The contract of a lookahead policy: who drafts how many tokens, and what it is told in return."""
+"""The contract of a lookahead policy: its inputs, and the choice that it returns."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.acceptance import Rows
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.stats import Outlook
 
 
 class PolicyLimits(msgspec.Struct, frozen=True):
-    """What a policy is made for. `max_tokens` are the most target tokens of a step; `profile` is
-    what steps cost, for a policy that is `priced`, if it is known."""
+    """Sizes of the engine, and the cost of its steps."""
 
     max_slots: int
-    max_tokens: int
-    profile: CostProfile | None = None
+    max_tokens: int  # of the target, in a step
+    profile: CostProfile | None = None  # for a `priced` policy, if it is known
 
 
 class StepBudget(msgspec.Struct, frozen=True):
-    """What a step has for drafts besides money."""
+    """Context of a step, and what its requests have left."""
 
     context_tokens: int  # sum over the rows
     left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
 
 
 class PlannedRows(Protocol):
-    """The decoding rows of a step that is being planned. What is asked for is worked out then."""
+    """The decoding rows of a step that is being planned. Properties are computed when read."""
 
     rows: Rows  # their slots
     num_rows: int
@@ -42,17 +40,17 @@ class PlannedRows(Protocol):
 
     @property
     def lag(self) -> np.ndarray:
-        """How many tokens the drafter's KV is behind, int32 [rows]."""
+        """Tokens that the drafter's KV lacks, int32 [rows]."""
 
     @property
     def budget_tokens(self) -> int:
-        """The most drafts of all rows: who does not look at it is cut down."""
+        """The most drafts of all rows: a choice of more is cut."""
 
     def room(self) -> StepBudget: ...
 
 
 class Shadow(NamedTuple):
-    """What drafters that did not draft would have scored (`plan.ShadowEvidence`)."""
+    """Scores of drafters that did not draft (`plan.ShadowEvidence`), by row."""
 
     slots: np.ndarray
     trials: np.ndarray
@@ -65,63 +63,62 @@ class DraftedStep(Protocol):
     rows: Rows
     num_drafted: np.ndarray
     num_accepted: np.ndarray
-    evidence: np.ndarray | None  # float32, see `acceptance.observe`
-    total_planned: int  # drafts that were asked for: a lookup need not have so many
+    evidence: np.ndarray | None  # float32, in place of `num_accepted`, see acceptance.py
+    total_planned: int  # drafts; a lookup may have fewer
     total_drafted: int
     total_caught_up: int  # tokens that the drafter took in besides
-    has_chunks: bool  # of prompts, too
+    has_chunks: bool  # tokens of prompts, too
     shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
 
 
-class LookaheadPolicy:
-    """This one is `off`: nobody drafts. The others override what they need.
+class SurvivalStats(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts by depth, from the first, in the steps that were observed."""
 
-    `choose` in every plan, `observe` in every commit, `enter` and `leave` with slots. A policy has
-    no clock and no randomness: its inputs are these calls.
+    drafted: list[float]
+    predicted: list[float]  # to survive
+    survived: list[float]
+
+
+class Outlook(msgspec.Struct, frozen=True, array_like=True):
+    """The last decision of `adaptive`. Its numbers are None while nobody drafts."""
+
+    drafting: bool
+    price: float | None  # lambda, the least (weighted) chance of survival worth a draft; no time
+    tokens_per_s: float | None  # expected
+    gain: float | None  # of that over no drafts, less 1
+    calibration: SurvivalStats
+
+
+class LookaheadPolicy:
+    """This one is `off`: it drafts nothing. The others override what they need.
+
+    `choose` is called in every plan, `observe` in every commit, `enter` and `leave` with slots.
+    These calls are all of a policy's inputs: it has no clock and no randomness.
     """
 
-    max_depth = 0  # no row is ever asked for more
-    priced = False  # whether it is to be given a profile
-    outlook: Outlook | None = None  # what it goes by, for whoever watches
+    max_depth = 0  # the most drafts of a row
+    priced = False  # whether `limits.profile` is wanted
+    outlook: Outlook | None = None  # for metrics
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        """`config.k` is what was asked for on the command line behind the policy's name."""
+        """`config.k` is the number after the policy's name on the command line."""
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        """A sequence takes the slot, with what `leave` gave when it was preempted, if it was."""
+        """Assign the slot to a sequence, with what `leave` returned if it was preempted."""
 
     def leave(self, slot: int) -> tuple[float, float] | None:
-        """It leaves the slot, finished or preempted. Returns what to remember of it."""
+        """Free the slot of a finished or preempted sequence. Return what to remember of it."""
         return None
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
-        """k of each decoding row, int32 [rows] and at most its cap, or None if nobody drafts."""
+        """Return k of each decoding row, int32 [rows], at most its cap, or None for no drafts."""
         return None
 
     def observe(self, step: DraftedStep) -> None:
-        """What was drafted and accepted in a step that has committed."""
+        """Take in what was drafted and accepted in a step that has committed."""
 
     def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
-        """What is believed of the drafts of these slots; None: nothing is."""
+        """Return the estimated acceptance of drafts in these slots, if there is one."""
         return None
-
-
-class LearningPolicy(LookaheadPolicy):
-    """What those have in common that go by acceptance."""
-
-    prior: tuple[float, float]  # N and D of a request without history, see acceptance.py
-    estimate: np.ndarray  # float64 [2, slots], the same of each slot
-
-    def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        self.estimate[:, slot] = self.prior if carried is None else carried
-
-    def leave(self, slot: int) -> tuple[float, float] | None:
-        accepted, trials = self.estimate[:, slot].tolist()
-        return accepted, trials
-
-    def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
-        accepted, trials = self.estimate[:, slots]
-        found: list[float] = (accepted / trials).tolist()
-        return found

@@ -121,7 +121,7 @@ class Calibrator:
         self._plain = self._serving = self._make(plain)
         self._sharing = self._make(LookaheadConfig(), prefix_cache=True)
         if speculates:
-            self._controlled = self._make(LookaheadConfig(policy="goodput"))
+            self._controlled = self._make(LookaheadConfig(policy="adaptive"))
         self._generated_text: list[int] = []  # token ids that prompts are cut from
 
     def _make(self, lookahead: LookaheadConfig, *, prefix_cache: bool = False) -> Engine:

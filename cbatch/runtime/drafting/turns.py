@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.core.speculation.drafter_choice import DrafterChoice
 from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.model.arrays import I64, iota
 

@@ -24,7 +24,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.stats import Outlook
+from cbatch.core.speculation.policy import Outlook
 from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.server.serving.service import EngineService

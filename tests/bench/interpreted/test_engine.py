@@ -55,7 +55,7 @@ def test_every_policy_is_measured_and_no_capture_is_priced(
         for cell, row in zip(engine.cells(bench), rows, strict=True)
         if cell.labels["what"] == engine.STEPS
     }
-    drafting.pop("goodput")  # the clock tells it what to do
+    drafting.pop("adaptive")  # the clock tells it what to do
     assert drafting == {"off": False, "fixed:4": True}
     ((prices, captured, new),) = priced
     assert captured > 20 and not new and prices.target_s

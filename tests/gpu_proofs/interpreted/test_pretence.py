@@ -79,7 +79,7 @@ def test_a_gpu_serves_what_nobody_asked_to_run_elsewhere(
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "compiles", compiles)
         llm = load(pair)
-    assert llm.info.device == "cuda" and llm.info.lookahead.startswith("goodput")
+    assert llm.info.device == "cuda" and llm.info.lookahead.startswith("adaptive")
     captured = cuda.only.seen["captured"]
     found = tokens(llm)
     assert found == tokens(load(pair, device="cpu"))

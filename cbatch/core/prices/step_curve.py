@@ -1,9 +1,9 @@
 """A curve of seconds over a count of tokens, through points that follow what steps took.
 
-Points lie a few to a doubling of the count, each a mean of what was measured lately about there.
-Nothing is assumed of the curve but that it does not fall. Other work on the machine only makes
-steps longer: of a duration far above the expected one a part is believed, one far below replaces
-the point, and no point lies above a point to its right that was seen as often.
+Points lie a few to a doubling of the count. Each is a mean of recent measurements near its count.
+The curve is only assumed never to fall. Other work on the machine only makes steps longer.
+So a duration far above the expected one counts in part, and one far below replaces the point. A
+point above one to its right that was seen as often is lowered to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SLOPE_MEMORY = 0.99  # weight of the past after one more step, in the fit of th
 class StepCurve:
     """Seconds over a count of at least 1, plus `slope_s` times the context of the step."""
 
-    def __init__(self, most: int, *, fits_slope: bool = False) -> None:
-        """`most`: the largest count. `fits_slope`: learn `slope_s` from steps of one count."""
-        self._most, size = most, 1 + self._nearest(most)
+    def __init__(self, max_count: int, *, fits_slope: bool = False) -> None:
+        """`fits_slope`: learn `slope_s` from steps of one count."""
+        self._max_count, size = max_count, 1 + self._nearest(max_count)
         self._seen = [0.0] * size  # steps that a point remembers
         self._points = [(0.0, 0.0, 0.0)] * size  # means of count, seconds and context
         self.known: list[int] = []  # points with a measurement, ascending
@@ -46,7 +46,8 @@ class StepCurve:
             expected_s = max(y + self.slope_s * (context - z), _LEAST_S)
             if seconds < expected_s / _SURPRISE:
                 seen = 0.0
-            seconds = min(seconds, _SURPRISE * expected_s)
+            if seen >= 1:
+                seconds = min(seconds, _SURPRISE * expected_s)
             if seen and self._fits_slope:
                 self._fit_slope(seconds - y, context - z)
         else:
@@ -70,9 +71,14 @@ class StepCurve:
         at = self._nearest(count)
         return max(self._seen[max(at - 1, 0) : at + 2])
 
+    @property
+    def least(self) -> float:
+        """The least count that was measured; 0 if none was."""
+        return self._points[self.known[0]][0] if self.known else 0.0
+
     def hold_weakly(self) -> None:
-        """Count every measurement so far as one step."""
-        self._seen = [min(seen, 1.0) for seen in self._seen]
+        """Count the measurements so far as half a step."""
+        self._seen = [min(seen, 0.5) for seen in self._seen]
 
     def over(self, counts: np.ndarray | int, context: float) -> np.ndarray:
         """Return the seconds, float64, of steps of `counts` tokens and of `context`."""
@@ -85,7 +91,7 @@ class StepCurve:
         return float(self.over(count, self._points[nearest][2]))
 
     def _levels(self, context: float) -> tuple[list[float], list[float]]:
-        """Return counts, ascending to the most there can be, and seconds that never fall."""
+        """Return counts, ascending to the largest, and seconds that never fall."""
         lowest_s, often, counts, levels_s = math.inf, 0.0, [], []
         for at in reversed(self.known):
             count, seconds, about = self._points[at]
@@ -97,10 +103,10 @@ class StepCurve:
         counts.reverse()
         levels_s = list(accumulate(reversed(levels_s), max))
         last, before = counts[-1], bisect_right(counts, counts[-1] / 2) - 1
-        if last < self._most:  # on as it rose over the last doubling
+        if last < self._max_count:  # on as it rose over the last doubling
             slope_s = _UNTRIED * levels_s[-1] / last
             if before >= 0:
                 slope_s = max(slope_s, (levels_s[-1] - levels_s[before]) / (last - counts[before]))
-            counts.append(self._most)
-            levels_s.append(levels_s[-1] + slope_s * (self._most - last))
+            counts.append(self._max_count)
+            levels_s.append(levels_s[-1] + slope_s * (self._max_count - last))
         return counts, levels_s

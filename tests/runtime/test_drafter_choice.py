@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cbatch.core.speculation.drafter_choice import DrafterChoice
+from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 
 NGRAM, SUFFIX, MODEL = range(3)
 CHAIN = (NGRAM, SUFFIX, MODEL)

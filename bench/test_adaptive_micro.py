@@ -1,4 +1,4 @@
-"""Micro-benchmark (`pytest bench --benchmark-enable`) of the `goodput` decision at 256 rows and 8
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of the `adaptive` decision at 256 rows and 8
 depths.
 
 `flat` is memory-bound at this load, `steep` compute-bound, `stairs` rises in steps of 64 tokens.
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from cbatch.core.prices.cost_model import OnlineCostModel
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.speculation.acceptance import survival
+from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.cost_model import OnlineCostModel
 from cbatch.core.speculation.draft_allocation import decide
-from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits, Shadow, StepBudget
 
 ROWS, DEPTH = 256, 8
@@ -85,10 +85,10 @@ def to_plan(rows: int) -> ToPlan:
     return ToPlan(slice(0, rows), inputs(rows)[2], np.zeros(rows, np.int32))
 
 
-def policy_of(kind: str, rows: int) -> GoodputPolicy:
+def policy_of(kind: str, rows: int) -> AdaptivePolicy:
     """Return a policy with estimates for these rows."""
-    policy = GoodputPolicy(
-        LookaheadConfig(policy="goodput", k=DEPTH),
+    policy = AdaptivePolicy(
+        LookaheadConfig(policy="adaptive", k=DEPTH),
         PolicyLimits(rows, TOKENS, PROFILES[kind]),
     )
     policy.estimate[:] = inputs(rows)[:2]

@@ -1,4 +1,4 @@
-"""What `goodput` learns of the other way to serve, where the first steps of it take longer."""
+"""What `adaptive` learns of the other way to serve, where the first steps of it take longer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.speculation import goodput_policy
+from cbatch.core.speculation import adaptive_policy
+from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.goodput_policy import GoodputPolicy
 from cbatch.core.speculation.policy import PolicyLimits
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
@@ -23,7 +23,7 @@ SEEDS = 8
 STEADY_S, FIRST_S = 0.5e-3, 0.85e-3  # what a draft takes for good, and behind steps without
 
 
-def chosen(policy: GoodputPolicy, rows: int, depth: int) -> np.ndarray:
+def chosen(policy: AdaptivePolicy, rows: int, depth: int) -> np.ndarray:
     """k of so many rows that may all draft so far."""
     caps = np.full(rows, depth, np.int32)
     k = policy.choose(RowsToPlan(slice(0, rows), caps, rows * depth))
@@ -43,7 +43,7 @@ def of_one(
 ) -> float:
     """The same of one row, with the luck of that seed."""
     limits = PolicyLimits(1, 1 + depth, profile)
-    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=depth), limits)
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=depth), limits)
     policy.enter(0, (70.0, 100.0))
     rng, behind, drafted = np.random.default_rng(seed), 0, [True]
     for _ in range(steps):
@@ -75,7 +75,7 @@ def test_drafts_that_beat_only_the_steps_behind_drafts_are_given_up(
 ) -> None:
     """With experiments of a few steps, whatever is won, the warm ones are never seen."""
     assert share_where_steps_behind_drafts_are_dear() < 0.05
-    monkeypatch.setattr(goodput_policy, "LEAST_IDLE_STEPS", goodput_policy.LEAST_STEPS)
+    monkeypatch.setattr(adaptive_policy, "MOST_STEPS", adaptive_policy.LEAST_STEPS)
     assert share_where_steps_behind_drafts_are_dear() > 0.5
 
 
@@ -92,7 +92,8 @@ def share_where_first_drafts_are_dear() -> float:
 def test_drafts_that_pay_only_among_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With probes of a single step they never are."""
     assert share_where_first_drafts_are_dear() > 0.7
-    monkeypatch.setattr(goodput_policy, "LEAST_STEPS", 1)
+    monkeypatch.setattr(adaptive_policy, "LEAST_STEPS", 1)
+    monkeypatch.setattr(adaptive_policy, "MOST_STEPS", 1)
     assert share_where_first_drafts_are_dear() < 0.1
 
 
@@ -113,7 +114,7 @@ def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> No
     the others. What a step without either takes is a guess till one is tried: as much as one with
     drafts, which so gain 0.9. Who waits until that pays for it still drafts 300 steps later."""
     rows = 64
-    policy = GoodputPolicy(LookaheadConfig(policy="goodput", k=1), PolicyLimits(rows, 4 * rows))
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=1), PolicyLimits(rows, 4 * rows))
     for slot in range(rows):
         policy.enter(slot, (90.0, 100.0))
     accepted = np.arange(rows) < 0.9 * rows

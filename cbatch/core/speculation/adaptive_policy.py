@@ -1,0 +1,209 @@
+"""The `adaptive` policy: k of each row is what commits the most tokens a second at this load.
+
+Estimates (acceptance.py) and prices (cost_model.py) make a decision (draft_allocation.py). It holds
+for some steps, less if the batch changes by a quarter; a step in between costs a look at an array.
+
+The other side keeps its price by experiments, one rule for both sides: steps without drafts while
+rows draft, a draft of one row while none do. The first of them find caches as the chosen side left
+them, so the second half teaches. An experiment is longer the less a step of it loses, and waits
+until what it loses is a small share of the time since the last.
+
+No clock, no randomness: inputs are the calls.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cbatch.core.prices.cost_model import OWED_TOKENS, OnlineCostModel, StepPrices
+from cbatch.core.speculation import acceptance
+from cbatch.core.speculation.acceptance import Fleet, Rows, survival
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.draft_allocation import LookaheadDecision, decide
+from cbatch.core.speculation.policies import LearningPolicy
+from cbatch.core.speculation.policy import (
+    DraftedStep,
+    Outlook,
+    PlannedRows,
+    PolicyLimits,
+    SurvivalStats,
+)
+
+# Steps from a decision to the next: where something is new, while rows draft, while none do.
+SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
+# Steps of an experiment: at least, and at most, where a step of it loses no more than _LEAST_LOSS.
+LEAST_STEPS, MOST_STEPS = 4, 64
+_LEAST_LOSS = 0.02  # of a step's time
+_EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005  # of the time that experiments may lose
+
+
+class AdaptivePolicy(LearningPolicy):
+    priced = True
+
+    def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
+        self.costs = OnlineCostModel(limits.profile, max_tokens=limits.max_tokens)
+        self.fleet = Fleet(config)
+        super().__init__(config, limits)
+        self.drafting = True
+        self.decision = LookaheadDecision(np.zeros(0, np.int32))
+        self._gain = 0.0  # of drafting, average of the decisions since it began
+        self._num_drafts = np.zeros(limits.max_slots, dtype=np.int32)
+        self._newcomer_drafts = 0  # k of a row that enters, until the next decision
+        self._steps = 0  # calls of `choose`
+        self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
+        self._newcomers = 0  # rows since the last decision
+        self._experiment = range(0)  # steps of the last one
+
+    @property
+    def prior(self) -> tuple[float, float]:
+        return self.fleet.prior
+
+    def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
+        # While nobody drafts, experiments speak for newcomers.
+        self._newcomers += self.drafting or carried is not None
+        self._num_drafts[slot] = self._newcomer_drafts
+        super().enter(slot, carried)
+
+    def choose(self, step: PlannedRows) -> np.ndarray | None:
+        self._steps += 1
+        if self._steps not in self._experiment and (
+            self._steps >= self._decide_at or self._has_changed(step.num_rows)
+        ):
+            self._decide(step)
+        if self._steps in self._experiment:
+            return None if self.drafting else self._single_draft(step)
+        if not self.drafting:
+            return None
+        num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
+        return num_drafts
+
+    def observe(self, step: DraftedStep) -> None:
+        teaches = self._teaches()
+        if teaches and self.drafting and step.total_drafted:
+            accepted, trials = self.estimate[:, step.rows]
+            chances = survival(accepted, trials, self.max_depth).T
+            self.fleet.observe_depths(chances, step.num_drafted, step.num_accepted)
+        if step.shadow is not None and not self.drafting:
+            gained, trials = float(step.shadow.hits.sum()), float(step.shadow.trials.sum())
+            if gained * self.prior[1] > 2 * trials * self.prior[0]:  # news: twice as good
+                self._decide_at = min(self._decide_at, self._steps + SOON_STEPS)
+        super().observe(step)
+        if step.total_planned:
+            caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # one each is usual
+            self.fleet.observe_drafter(step.total_planned, step.total_drafted, caught_up)
+        if teaches:
+            self.costs.observe(step.sample())
+
+    def learn(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
+        super().learn(rows, trials, gained)
+        memory = acceptance.FLEET_TRIALS if self.drafting else acceptance.IDLE_TRIALS
+        self.fleet.observe(float(np.add.reduce(gained)), float(np.add.reduce(trials)), memory)
+
+    @property
+    def outlook(self) -> Outlook:  # type: ignore[override]
+        found, calibration = self.decision, SurvivalStats(*self.fleet.totals.tolist())
+        if found.tokens_per_s is None or not self.drafting:
+            return Outlook(self.drafting, None, None, None, calibration)
+        return Outlook(True, found.threshold, found.tokens_per_s, found.gain, calibration)
+
+    def _has_changed(self, num_rows: int) -> bool:
+        """Return whether a quarter of the batch is new or gone since the last decision."""
+        before = len(self.decision.num_drafts)
+        if abs(num_rows - before) > max(before // 4, 1):
+            return True
+        is_due = self._steps - self._decided_at >= SOON_STEPS
+        return is_due and 4 * self._newcomers >= max(num_rows, 1)
+
+    def _teaches(self) -> bool:
+        """Return whether this step teaches prices. One that decides takes longer, and so do those
+        right after it."""
+        if self._steps in self._experiment:
+            return 2 * self._steps >= self._experiment.start + self._experiment.stop
+        every = SOON_STEPS if self.drafting else DECISION_STEPS
+        return (self._steps - self._decided_at) % every == SOON_STEPS - 1 or not self.costs.is_known
+
+    def _decide(self, step: PlannedRows) -> None:
+        self._drift()
+        self._decided_at, self._newcomers = self._steps, 0
+        self._decide_at = self._steps + SOON_STEPS
+        depth = int(np.maximum.reduce(step.caps, initial=0))
+        most = min(step.budget_tokens, depth * step.num_rows)
+        if most <= 0 or not self.costs.is_known:
+            self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
+            self._num_drafts[step.rows] = 0
+            return
+        prices = self.costs.prices(step.num_rows, step.room().context_tokens, most)
+        found, was_drafting = self._best(step, prices, depth), self.drafting
+        self.drafting = found.gain > (0.0 if was_drafting else self.config.switch_gain)
+        self.decision = found
+        self._num_drafts[step.rows] = found.num_drafts if self.drafting else 0
+        # A newcomer drafts as the median row.
+        self._newcomer_drafts = 0
+        if self.drafting:
+            self._newcomer_drafts = int(np.sort(found.num_drafts)[step.num_rows // 2])
+        if self.drafting != was_drafting:
+            self._gain, self._experiment = found.gain, range(self._steps, self._steps)
+        else:
+            self._gain += (found.gain - self._gain) / SOON_STEPS
+            self._plan_experiment(step, prices)
+
+    def _drift(self) -> None:
+        """Move rows that had no drafts since the last decision towards the prior."""
+        idle = (self._num_drafts == 0).nonzero()[0] if self.drafting else slice(None)
+        steps, prior = self._steps - self._decided_at, np.array(self.prior)
+        before = self.estimate[:, idle]
+        self.estimate[:, idle] = acceptance.drift(self.config.idle_drift, before, prior, steps)
+        if not self.drafting:
+            self.fleet.fade()
+
+    def _best(self, step: PlannedRows, prices: StepPrices, depth: int) -> LookaheadDecision:
+        accepted, trials = self.estimate[:, step.rows]
+        values = self.fleet.corrected(survival(accepted, trials, depth).T)
+        owed_s = prices.ingest_s * self.fleet.caught_up  # others will come
+        if prices.ingest_s > 0 and np.maximum.reduce(step.lag) >= OWED_TOKENS:
+            # What catching up takes is spread over the steps that a request has left, two tokens
+            # each. Rows whose drafts are not worth that have none.
+            lag, left = step.lag, step.room().left_tokens
+            left = lag + 1 if left is None else np.maximum(left, 1)
+            debt_s = np.where(lag >= OWED_TOKENS, lag * (2 * prices.ingest_s / left), 0.0)
+            pays = np.add.reduce(values[:2]) * (prices.step_s[0] / step.num_rows) > debt_s
+            values = np.where(pays, values, 0.0)
+            owed_s = max(owed_s, float(np.add.reduce(debt_s * pays)))
+        step_s, answered = prices.step_s.copy(), self.fleet.answered
+        step_s[1:] += owed_s
+        if answered < 1:  # prices are by drafts that come, decisions by drafts that are planned
+            drafts = np.arange(len(step_s))
+            step_s, values = np.interp(answered * drafts, drafts, step_s), answered * values
+        return decide(values, step.caps, StepPrices(step_s, prices.pass_s), self.decision)
+
+    def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
+        """Begin an experiment, or set the step of the next decision: when one is due at latest."""
+        rows, plain_s = step.num_rows, float(prices.step_s[0])
+        loss, share = self._gain / (1 + self._gain), _EXPERIMENTS
+        if not self.drafting:
+            caught_up_s = prices.ingest_s * float(np.minimum.reduce(step.lag)) / LEAST_STEPS
+            loss = (float(prices.step_s[1]) + prices.pass_s + caught_up_s) / plain_s - 1
+            loss -= self.prior[0] / self.prior[1] / rows
+            share = _IDLE_EXPERIMENTS
+        loss = max(loss, _LEAST_LOSS)
+        length = int(max(MOST_STEPS * _LEAST_LOSS / loss, LEAST_STEPS))
+        wait = int(length * loss / share)
+        if self.drafting and not self.costs.is_measured(rows):  # the loss is a guess
+            wait = min(wait, 2 * DECISION_STEPS)
+        # A switch is judged again soon, then later and later; all else at a fixed pace.
+        since, due = self._steps - self._experiment.stop, self._experiment.stop + wait
+        pace = max(since, SOON_STEPS) if len(self._experiment) == 0 else IDLE_STEPS
+        if self._steps >= due:
+            self._experiment = range(self._steps, self._steps + length)
+            self._decide_at = self._experiment.stop
+        elif not self.drafting:
+            self._decide_at = min(self._steps + min(max(pace, DECISION_STEPS), IDLE_STEPS), due)
+        elif self.costs.is_measured(rows + self.decision.total_drafts, drafts=True):
+            self._decide_at = self._steps + min(pace, DECISION_STEPS)
+
+    def _single_draft(self, step: PlannedRows) -> np.ndarray:
+        """Return a draft of the row that the drafter has the least to catch up on for."""
+        row = int(np.argmin(np.where(step.caps > 0, step.lag, np.inf)))
+        num_drafts = np.zeros(step.num_rows, dtype=np.int32)
+        num_drafts[row] = min(step.budget_tokens, step.caps[row], 1)
+        return num_drafts
