@@ -1,8 +1,9 @@
 """Attention over paged KV for a ragged batch: prefill chunks, decodes and verifications at once.
 
-One kernel serves them all in one launch. A row's bits depend on its own keys only: not on the
-length of its query, nor on its neighbours, nor on how the work was shared out (see `work_items`).
-So a token verified among k drafts gets the bits that decoding it alone would give.
+One kernel serves them all in one launch. With fixed parts (see `work_items`) it is batch-invariant:
+a row's bits depend on its own keys only, not on the length of its query, the other sequences, or
+the assignment of work to programs. So a token verified among k drafts gets the bits of plain
+decoding.
 """
 
 from __future__ import annotations
@@ -65,19 +66,21 @@ def attention(
     num_programs: int,
     early: bool = False,
 ) -> None:
-    """Attend with the tokens of a step, whose K and V are in the pool, as `plan` laid them out.
+    """Write the attention output of a step's tokens, whose K and V are in the pool, to `out`.
 
-    q [T, kv_heads, group, head_dim], heads of a group side by side, otherwise any strides; k_pages
-    and v_pages [pages, page_tokens, kv_heads, head_dim] of the same strides, all multiples of 16,
-    in the type of q or fp8 (then `k_scale` and `v_scale` restore them); block_tables int32
-    [B, blocks], entries beyond a context or before its window are not read; out [T, kv_heads *
-    group * head_dim], contiguous rows; rows of queries that `work` does not take are left alone.
-    Scores are q k `scale` > 0, bounded by `soft_cap` tanh(. / `soft_cap`); no query sees keys
-    before position `first_key`. `num_programs` run at a time: as many as fit on the device
-    (`resident_programs`). Tiles with descriptors read the whole
-    of a page that holds keys: pools must then be finite there, and give the same bits. `early` as
-    `launch_options` has it: `work` and `block_tables` are read early. Raises ValueError naming the
-    argument that does not fit.
+    - q [T, kv_heads, group, head_dim]: the heads of a group are contiguous, other strides are free.
+    - k_pages, v_pages [pages, page_tokens, kv_heads, head_dim]: equal strides, multiples of 16. Of
+      q's type or fp8; fp8 values are multiplied by `k_scale` and `v_scale`.
+    - block_tables int32 [B, blocks]: entries outside a sequence's context or window are not read.
+    - out [T, kv_heads * group * head_dim]: contiguous rows. Rows of queries whose length `work`
+      excludes are not written.
+    - work: filled by `plan` for this step.
+
+    Scores are `scale` q k with `scale` > 0, then `soft_cap` tanh(score / `soft_cap`). No query sees
+    keys before position `first_key`. `num_programs`: launched programs, as many as fit on the
+    device (`resident_programs`). Tiles with descriptors read whole pages, so unused slots of a page
+    must be finite. `early` is that of `launch_options`: `work` and `block_tables` are read before
+    the previous kernel ends. Raises ValueError naming the argument that does not fit.
     """
     _check(q, k_pages, v_pages, block_tables, out, work)
     heads, tile = work.heads, work.tile
@@ -95,13 +98,13 @@ def attention(
         EARLY=early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         **launch_options(early),
-        # An option of NVIDIA's assembler, which else spills for an occupancy without a use.
+        # Without a register limit NVIDIA's assembler aims at a higher occupancy, and spills.
         **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
     )  # fmt: skip
 
 
 def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
-    """The pool as TMA reads it: a tile of keys of one head."""
+    """Return the descriptor by which TMA reads a tile of keys of one head from the pool."""
     block = [1, 1, tile.keys, triton.next_power_of_2(pages.shape[3])]
     return TensorDescriptor.from_tensor(pages.transpose(1, 2), block)
 

@@ -1,4 +1,5 @@
-"""Every tile of the table as the compile check builds it, and what it may take on its target."""
+"""Compile-check cases of the attention kernel: every tile of the table, with its resource
+limits."""
 
 from __future__ import annotations
 
@@ -12,24 +13,25 @@ from triton_kernels.attention.work_items import Tile, plan_kernel
 from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 
 SPLIT_TOKENS = 1024
-INVARIANT_ROWS = 64  # of the tile for queries of every length
-_STATISTICS = 24  # loads of maxima and sums of parts, in the stages of a pipeline
-_MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # a multiprocessor shares
-_AMD_REGISTERS = 512  # of a lane, for the waves that share a SIMD
+INVARIANT_ROWS = 64  # rows of the tile that batch-invariant attention uses for all query lengths
+_STATISTICS = 24  # narrow loads of partial maxima and sums, over all pipeline stages
+_MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # of a multiprocessor
+_AMD_REGISTERS = 512  # registers per lane that the waves of a SIMD share
 _TYPES = {16: "bf16", 32: "fp32", 8: "fp8e4nv"}
 _POINTERS = ("q", "tables", "out", "items", "num_items", "sums", "stats", "arrived")
 _STRIDES = ("q_token", "q_head", "page", "slot", "kv_head", "table", "out_token")
 
 
 def cases() -> list[KernelCase]:
-    """Plain, and with a window and a soft cap; fp16 where bf16 multiplies in another way."""
-    found = []
+    """Return each tile's case; for small groups and fp32 also one with a window and a soft cap; one
+    case in fp16; and the planning kernel."""
+    tile_cases = []
     for key, tile in entries().items():
-        found.append(_case(key, tile))
+        tile_cases.append(_case(key, tile))
         if key.group <= 4 or key.bits == 32:
-            found.append(_case(key, tile, window=4096, soft_cap=50.0))
+            tile_cases.append(_case(key, tile, window=4096, soft_cap=50.0))
     first = next(iter(entries().items()))
-    return [*found, _case(*first, dtype="fp16"), _plan_case()]
+    return [*tile_cases, _case(*first, dtype="fp16"), _plan_case()]
 
 
 def _case(
@@ -89,8 +91,8 @@ def _case(
 
 
 def _limits(arch: str, tile: Tile) -> CaseLimits:
-    """So many programs must fit on a multiprocessor; each takes a KiB there for itself, but on
-    AMD."""
+    """Return the limits at which `tile.programs` programs fit on a multiprocessor. On NVIDIA the
+    hardware reserves one KiB of shared memory for each program."""
     shared_bytes = (_MEMORY_KIB[arch] << 10) // tile.programs
     if arch == "gfx942":
         return CaseLimits(_AMD_REGISTERS // tile.programs, shared_bytes)

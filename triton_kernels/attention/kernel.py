@@ -1,4 +1,5 @@
-"""The attention kernel: work items of `planner`, a fixed number of programs, one launch."""
+"""The attention kernel: one launch with a fixed number of programs over the items of a
+`WorkList`."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ TOKENS = tl.constexpr(2)
 POSITION = tl.constexpr(3)  # absolute, of its first token
 FIRST_SPLIT = tl.constexpr(4)
 STOP_SPLIT = tl.constexpr(5)
-SLOT = tl.constexpr(6)  # where its partial result goes
-PART = tl.constexpr(7)  # 0 .. parts - 1; slots of the parts of one result follow one another
+SLOT = tl.constexpr(6)  # index of its partial result
+PART = tl.constexpr(7)  # 0 .. parts - 1; the parts of one result have successive slots
 PARTS = tl.constexpr(8)  # 1: the result is written directly
 ITEM_FIELDS = tl.constexpr(9)
 
 
 @jit
 def _fold(peak, mass, acc, more_peak, more_mass, more_acc):
-    """One softmax over the keys of both; adding one without visible keys changes no bit.
+    """Merge the online softmax of two sets of keys. Merging a set without visible keys changes no
+    bit.
 
-    The fused multiply-adds are spelled out: every place that folds must round alike.
+    The fused multiply-adds are explicit, so that every call rounds in the same way.
     """
     both = tl.maximum(peak, more_peak)
     base = tl.where(both == float("-inf"), 0.0, both)
@@ -40,16 +42,17 @@ def _attend_keys(
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum (log 2 units), sum and weighted V over the keys [start, stop)."""
+    """Return maximum (log 2 units), sum and weighted V of the softmax over the keys [start,
+    stop)."""
     ROWS: tl.constexpr = q.shape[0]
     positions = position + tl.arange(0, ROWS) // GROUP
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, q.shape[1]], tl.float32)
-    # Page ids are fetched one tile ahead, so that loads of K and V depend on nothing in flight.
+    # Page ids are fetched one tile ahead, so that loads of K and V do not wait for them.
     page = _page_ids(table_ptr, start, first_key, stop, PAGE, KEYS)
     masked = start
-    # The queries of a prompt see most of their keys whole.
+    # In prefill most key tiles are visible to all queries, and need no mask.
     if ROWS >= 128 and WINDOW is None and FIRST == 0:
         masked = tl.minimum(tl.maximum((position + 1) // KEYS * KEYS, start), stop)
         for tile in range(start, masked, KEYS):
@@ -71,8 +74,8 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The same with KEYS more keys, in `page`; the page of the next. Without MASKED every row sees
-    all of them."""
+    """Add the KEYS keys of `page` to the softmax; return it and the page ids of the next tile.
+    Without MASKED every row sees all keys."""
     keys = tile + tl.arange(0, KEYS)
     following = _page_ids(table_ptr, tile + KEYS, first_key, stop, PAGE, KEYS)
     if DESCRIPTORS:
@@ -101,7 +104,7 @@ def _attend_tile(
 
 @jit
 def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.constexpr):
-    """The page of a tile of keys, or that of each key where a tile spans several."""
+    """Load the page id of a tile of keys, or of each key if a tile spans several pages."""
     if PAGE % KEYS == 0:
         page = tl.load(table_ptr + tile // PAGE, mask=tile < stop, other=0)
     else:
@@ -112,8 +115,8 @@ def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.con
 
 @jit
 def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """K and V through pointers. What is not held is never read: it may be anything, and 0 times
-    NaN is NaN."""
+    """Load K and V through pointers. Keys with `held` false are not read: their memory may have
+    NaN, which a weight of 0 does not remove."""
     k_ptr, v_ptr, kv_head, stride_page, stride_slot, stride_kv_head = pool
     dims = tl.arange(0, BLOCK_DIM)
     at = (page * stride_page + offset * stride_slot)[:, None] + dims[None, :]
@@ -128,7 +131,8 @@ def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.c
 
 @jit
 def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """K and V through descriptors (TMA), rows that are not held too: they must be finite."""
+    """Load K and V through descriptors (TMA), including unused slots of the page, which must be
+    finite."""
     k = pool[0].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
     v = pool[1].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
     return k, v
@@ -136,7 +140,7 @@ def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr)
 
 @jit
 def _capped(x, SOFT_CAP: tl.constexpr):
-    """cap * tanh(x / cap) of scores in log 2 units."""
+    """Return cap * tanh(x / cap) in log 2 units."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     doubled = x * (2.0 / SOFT_CAP)  # 2 x log2(e) / cap: exp2 of it is exp(2 x / cap)
     return (SOFT_CAP * LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(doubled)))
@@ -147,7 +151,8 @@ def _load_partial(
     stats_ptr, sums_ptr, place, rows, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """From beyond the first-level cache, which other processors' stores do not reach."""
+    """Load a partial result, bypassing the L1 cache, which does not see other processors'
+    stores."""
     dims = tl.arange(0, BLOCK_DIM)
     stats_at = stats_ptr + place * (2 * ROWS) + rows
     sums_at = sums_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
@@ -163,7 +168,8 @@ def _combine(
     parts, out_ptr, stride_token, tokens, v_scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`parts`: statistics, sums, place of the first part, number of parts, places between them."""
+    """Fold the parts of a result in order and store it. `parts`: statistics, sums, index of the
+    first part, number of parts, index step between parts."""
     stats_ptr, sums_ptr, first, count, step = parts
     STRIP: tl.constexpr = 16
     for start in range(0, tokens * GROUP, STRIP):
@@ -172,7 +178,7 @@ def _combine(
         peak, mass, acc = _load_partial(
             stats_ptr, sums_ptr, first, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
         )
-        for i in tl.range(1, count, num_stages=4):  # several are fetched at a time
+        for i in tl.range(1, count, num_stages=4):  # stages: several loads in flight
             next_peak, next_mass, next_acc = _load_partial(
                 stats_ptr, sums_ptr, first + i * step, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
             )
@@ -199,11 +205,12 @@ def _store_result(
     out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """`out_ptr` is that of the first token and the first head of the group."""
+    """Normalise a result and store it. `out_ptr` points to the first token and head of the
+    group."""
     dims = tl.arange(0, acc.shape[1])
     at = (rows // GROUP) * stride_token + (rows % GROUP) * HEAD_DIM
     inside = (rows // GROUP < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
-    result = acc / tl.where(mass == 0.0, 1.0, mass)[:, None] * v_scale  # rows of no token have none
+    result = acc / tl.where(mass == 0.0, 1.0, mass)[:, None] * v_scale  # padding rows have mass 0
     tl.store(
         out_ptr + at[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside
     )
@@ -231,16 +238,17 @@ def _attend(
     FOLDS: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and weighted V over the splits of an item, with FOLDS each alone and then folded
-    in order."""
+    """Return maximum, sum and weighted V of the softmax over an item's splits. With FOLDS each
+    split is computed on its own, and the splits are folded in order."""
     ROWS: tl.constexpr = q.shape[0]
     end = position + tokens
     first_key = FIRST
     if WINDOW is not None:
         first_key = tl.maximum(position - WINDOW + 1, FIRST)
     start = tl.maximum(first_split * SPLIT, first_key // KEYS * KEYS)
-    # Not only a bound of the loop below: Triton before 3.9 takes a value that a loop carries, and
-    # that only bounds a loop inside, for the one before the first turn.
+    # `end` is changed here because of a fault of Triton before 3.9. If a value that a loop carries
+    # is only used as the bound of an inner loop, it keeps the value from before the first
+    # iteration.
     end = tl.minimum(stop_split * SPLIT, end)
     if FOLDS:
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -270,14 +278,16 @@ def attention_kernel(
     KEYS: tl.constexpr, SPLIT: tl.constexpr, FOLDS: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row of a tile is (token, head of the group): K and V are read once for all of them.
+    """Compute the work items of a step. A tile's rows are (token, head of the group) pairs, so K
+    and V are read once for all heads of a group.
 
     k_pages and v_pages are pointers to pools or, with DESCRIPTORS, descriptors of [pages, kv_heads,
-    page_tokens, head_dim]; the strides are then not looked at. Work items and block tables are
-    those of a step, and may be read EARLY: before the kernel before this one has ended."""
+    page_tokens, head_dim], for which the strides are not used. With EARLY, work items and block
+    tables are read before the previous kernel has ended."""
     row_ids, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     num_work = tl.load(num_items_ptr) * KV_HEADS
-    # Fields of an item are fetched while the one before is worked on; there is memory of the first.
+    # An item is fetched while the previous one is computed. The first is in bounds even without
+    # work.
     item = _load_item(items_ptr + tl.program_id(0) // KV_HEADS * ITEM_FIELDS)
     if EARLY:
         gdc_wait()
@@ -328,9 +338,9 @@ def attention_kernel(
 
 @jit
 def _is_last(arrived_ptr, parts):
-    """Whether the other parts of this result are in memory; then the count is zero again, for the
-    next layer."""
-    # All threads have stored before one of them says so; whoever comes last sees it all.
+    """Count a finished part; return whether it is the last of its result. If so, reset the counter
+    for the next layer."""
+    # The barrier orders all threads' stores before the count, so the last program sees every part.
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == parts - 1
     if last:

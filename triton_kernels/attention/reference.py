@@ -1,4 +1,4 @@
-"""Attention over paged KV in plain torch, one sequence after the other."""
+"""Reference of attention over paged KV in plain torch, one sequence after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def attention_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """fp32 [T, kv_heads, group, head_dim]; arguments as those of `attention` and `plan`."""
+    """Return the output, fp32 [T, kv_heads, group, head_dim]. The arguments are those of
+    `attention` and `plan`."""
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     page_tokens = k_pages.shape[1]
     starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -41,6 +42,6 @@ def attention_reference(
         if window is not None:
             visible &= keys > positions - window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-        weights = scores.softmax(-1).nan_to_num(0.0)  # of a query that sees no key
+        weights = scores.softmax(-1).nan_to_num(0.0)  # NaN: a query that sees no key
         out[rows] = torch.einsum("thgk,khd->thgd", weights, v * v_scale)
     return out

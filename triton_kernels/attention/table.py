@@ -1,7 +1,7 @@
-"""Which tile attention works with: a static table, never tuned at run time.
+"""The static table of attention tiles, never tuned at run time.
 
-`tiles.json` holds it, with its source; a sweep on a GPU may write another. Its entries are compiled
-for their own target by the compile check, each as it stands: what is shipped is what is checked.
+The table is `tiles.json`, which names its source; a sweep on a GPU can write another. The compile
+check compiles every entry for its own target.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PATH = Path(__file__).with_name("tiles.json")
 
 
 class TileKey(NamedTuple):
-    """What a tile is chosen by. An entry serves heads as wide as its own and narrower, groups as
-    large and smaller, pages as long and longer."""
+    """The key of a tile in the table. An entry also serves narrower heads, smaller groups and
+    longer pages than its own."""
 
     arch: str  # "sm_80", "sm_90", "sm_100" or "gfx942"
     bits: int  # of an element of q
@@ -33,22 +33,22 @@ class TileKey(NamedTuple):
 
 @cache
 def entries(path: Path = PATH) -> dict[TileKey, Tile]:
-    """The table. Raises ValueError naming an entry that is not one."""
-    found = {}
+    """Read the table. Raises ValueError naming an invalid entry."""
+    tiles = {}
     for entry in json.loads(path.read_text())["tiles"]:
         try:
             key = TileKey(
                 rows=entry["rows"], **{n: entry.pop(n) for n in TileKey._fields if n != "rows"}
             )
-            found[key] = Tile(**entry)
+            tiles[key] = Tile(**entry)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path.name}: {entry}: {error}") from error
-    return found
+    return tiles
 
 
 def arch_of(device: torch.device | str) -> str:
-    """The target that kernels for `device` are compiled for. Consumer GPUs have the instructions of
-    a later one and the shared memory of sm_80, and take its tiles; so does the interpreter."""
+    """Return the architecture whose tiles `device` uses. Consumer GPUs use those of sm_80: they
+    have newer instructions, but its size of shared memory. The interpreter uses them, too."""
     if torch.device(device).type != "cuda":
         return "sm_80"
     if torch.version.hip:
@@ -66,11 +66,11 @@ def tile_for(
     kv_dtype: torch.dtype | None = None,
     rows: int | None = None,
 ) -> Tile:
-    """The tile for queries of `dtype` over a pool of `kv_dtype` (theirs, if not given).
+    """Return the tile for queries of `dtype` over a pool of `kv_dtype`, by default `dtype`.
 
-    `rows`: of a typical block, group * query length; without it the largest tile, which serves
-    prefill. All queries of a model must use one tile, for bits to be a row's own. Raises ValueError
-    if nothing in the table serves.
+    `rows` (group * query length) picks the smallest tile with at least as many rows. Without it the
+    result is the largest tile, for prefill. For batch invariance all queries of a model must use
+    one tile. Raises ValueError if the table has no tile that fits.
     """
     kv_bits = (kv_dtype or dtype).itemsize * 8
     fitting = [
@@ -97,5 +97,5 @@ def tile_for(
 
 
 def resident_programs(tile: Tile, device: torch.device | str) -> int:
-    """How many programs of a launch run at a time on `device`, a CUDA one."""
+    """Return how many programs of a launch run at a time on a CUDA device."""
     return tile.programs * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,18 +1,20 @@
-"""Which program attends to what: the work of a step, laid out on the device from its lengths.
+"""Work items of the attention kernel, planned on the device from a step's query and context
+lengths.
 
 The tokens of a sequence are cut into blocks that fill a tile with (token, head) rows, and its keys
-into splits of `split_tokens` at absolute positions. A block is *whole*, one item, or *split* into
-parts, an item each: the program that finishes last folds their partial results.
+into splits of `split_tokens` at absolute positions. A block is *whole*, a single item, or *split*
+into parts, one item each: the program that finishes last folds their partial results.
 
-- With fixed parts softmax over a split is computed alone, and the splits are folded in order, also
-  by the program of a whole block. So the bits of a row depend on neither the batch nor who computes
-  what. A part is one split; short queries are split while memory for partial results lasts.
-- With balanced parts a part has as many splits as give every program about one part: bits follow
-  the load of the step. An item is one run over its keys.
+- Fixed parts: softmax is computed for each split on its own, and the splits are folded in order,
+also
+  in a whole block. So a row's bits depend neither on the batch nor on the assignment of work. A
+  part is one split. Short queries are split while memory for partial results lasts.
+- Balanced parts: a part has as many splits as give every program about one part. An item is one
+  running softmax over its keys, so a row's bits depend on the load of the step.
 
-Running out of memory for partial results costs time and never changes the kind of a result. Items
-are ordered roughly longest first. Their number stays on the device: nothing waits for the host, and
-a captured graph serves any mix.
+Without memory for partial results a block stays whole: slower, but just as correct. Items are
+ordered roughly longest first. Their number stays on the device: nothing waits for the host, and a
+captured graph serves any mix of queries.
 """
 
 from __future__ import annotations
@@ -39,28 +41,29 @@ from triton_kernels.attention.kernel import (
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 
-_MOST_SPLIT_BLOCKS = 8  # with more blocks a query keeps the device busy by itself
-_ANY = (1 << 30) - 1  # a number beyond all
+_MOST_SPLIT_BLOCKS = 8  # queries of more blocks are not split: they fill the device without it
+_ANY = (1 << 30) - 1  # no limit: larger than any token or block count
 _LANES = 128
-# Of one kernel for every list of work.
+# Arguments that must not specialise the planning kernel: one compilation serves every work list.
 _NUMBERS = ("most_partials", "num_sequences", "least_query", "most_query", "block_tokens", "split",
             "window", "programs", "most_blocks")  # fmt: skip
 
 
 class Tile(NamedTuple):
-    """How one program works: `rows` (token, head) by `keys`; powers of two, at least 16. See
-    `table` for those that are shipped."""
+    """Tile of one program: `rows` (token, head) by `keys`, powers of two of at least 16. `table`
+    has the shipped ones."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    programs: int = 1  # share a multiprocessor, so registers are bounded
-    descriptors: bool = False  # K and V through TMA: a page must hold whole tiles
+    programs: int = 1  # programs that share a multiprocessor, which bounds their registers
+    descriptors: bool = False  # load K and V by TMA; page_tokens must be a multiple of keys
 
     @property
     def most_registers(self) -> int:
-        """A thread's share of an NVIDIA multiprocessor's 65536, given out by eights."""
+        """Registers per thread with `programs` programs on an NVIDIA multiprocessor. It has 65536,
+        allocated in units of eight."""
         return min(65536 // (32 * self.num_warps * self.programs) // 8 * 8, 255)
 
 
@@ -71,7 +74,7 @@ class Heads(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Memory for the results of splits, shared by all layers; `arrived` is zero between launches.
+    """Memory for partial results, shared by all layers; `arrived` is zero between launches.
 
     sums fp32 [P, kv_heads, rows, head_dim]; stats fp32 [P, kv_heads, 2 (maximum, sum), rows];
     arrived int32 [P, kv_heads].
@@ -83,7 +86,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def allocate(cls, count: int, heads: Heads, tile: Tile, device: torch.device | str) -> Partials:
-        """For `count` >= 1 (block, split) pairs at a time."""
+        """Allocate memory for `count` >= 1 partial results (block, part)."""
         shape = (count, heads.kv_heads)
         return cls(
             torch.empty(*shape, tile.rows, heads.head_dim, device=device),
@@ -93,15 +96,16 @@ class Partials(NamedTuple):
 
 
 class WorkList(NamedTuple):
-    """The work of a step for layers of one window; `plan` fills it, the kernel reads it."""
+    """The work items of a step for layers with one window; `plan` fills them, the kernel reads
+    them."""
 
     items: Tensor  # int32 [capacity, ITEM_FIELDS]
     num_items: Tensor  # int32 [1]
     heads: Heads
     tile: Tile
     split_tokens: int
-    balanced: int | None  # over so many programs; None: parts are fixed
-    queries: tuple[int, int]  # the fewest and the most tokens of a query that is taken
+    balanced: int | None  # programs to balance parts over; None: fixed parts
+    queries: tuple[int, int]  # least and most tokens of a query; others get no items
     window: int | None  # in tokens, the token itself included
     partials: Partials
     most_tokens: int
@@ -121,7 +125,8 @@ class WorkList(NamedTuple):
         queries: tuple[int, int] = (1, _ANY),
         window: int | None = None,
     ) -> WorkList:
-        """Room for any step of up to `most_tokens` tokens in `most_sequences` sequences."""
+        """Allocate memory for steps of up to `most_tokens` tokens in `most_sequences` sequences.
+        Raises ValueError for `split_tokens` or `partials` that do not fit the tile."""
         tokens = block_tokens(heads, tile)
         if split_tokens % tile.keys:
             raise ValueError(f"split_tokens: give a multiple of the tile's {tile.keys} keys")
@@ -147,7 +152,7 @@ class WorkList(NamedTuple):
 
 
 def block_tokens(heads: Heads, tile: Tile) -> int:
-    """Tokens of a query that a tile holds."""
+    """Return the query tokens in a tile. Raises ValueError if a group does not fit it."""
     tokens = tile.rows // heads.group
     if tokens < 1:
         raise ValueError(f"tile.rows: {tile.rows} cannot hold a group of {heads.group} heads")
@@ -155,17 +160,17 @@ def block_tokens(heads: Heads, tile: Tile) -> int:
 
 
 def balanced_partials(programs: int, heads: Heads) -> int:
-    """The most (block, part) pairs of a step that is balanced over so many programs: a block is
-    split that has work for one and a half, so parts are at most a third more than programs."""
+    """Return the most partial results of a step balanced over `programs` programs. A block is split
+    if it has work for 1.5 programs or more, so there are at most 4/3 as many parts as programs."""
     return -(-4 * programs // (3 * heads.kv_heads)) + 1
 
 
 def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     """Fill `work` for a step.
 
-    query_starts int32 [B + 1]: flat row of the first token of each sequence, and the end; rows
-    without tokens are allowed. context_lens int32 [B]: the last token of a sequence stands at
-    position `context_lens[b] - 1`. Raises ValueError naming the argument that does not fit.
+    query_starts int32 [B + 1]: flat row of each sequence's first token, then the total; sequences
+    without tokens are allowed. context_lens int32 [B]: the position of a sequence's last token,
+    plus 1. Raises ValueError naming the argument that does not fit.
     """
     count = len(context_lens)
     check_tensor("context_lens", context_lens, torch.int32, (count,))
@@ -185,7 +190,7 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
 
 @jit
 def _first_split(position, split, window):
-    """The split of the first key that a token at `position` sees."""
+    """Return the split with the first key that a token at `position` sees."""
     return tl.maximum(position - window + 1, 0) // split
 
 
@@ -195,10 +200,11 @@ def plan_kernel(
     least_query, most_query, block_tokens, split, window, programs, most_blocks,
     BALANCED: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the items of one sequence; where they start, it counts for itself.
+    """Write the items of one sequence per program. Every program computes the item counts of all
+    sequences, to find where its own items start.
 
-    Three sections: whole blocks of several splits, then all parts but the last, then the last part
-    of every block and blocks of a single split.
+    The list has three sections: whole blocks of several splits; all parts but the last of each
+    split block; the last parts, and blocks of a single split.
     """
     mine = tl.program_id(0)
     every = tl.arange(0, BLOCK_SEQUENCES)
@@ -247,8 +253,8 @@ def plan_kernel(
 
 @jit
 def _write_items(items_ptr, of_sequence, places, block_tokens, split, window, LANES: tl.constexpr):
-    """The items of one sequence. `places`: where its whole blocks, its parts but the last, and the
-    rest begin, and its slots."""
+    """Write the items of one sequence. `places`: where its items begin in each of the three
+    sections, and its first slot for partial results."""
     sequence, row, query, position, num_blocks, splits, first_split, parts = of_sequence
     at_whole, at_full, at_last, slots = places
     for start in range(0, num_blocks * parts, LANES):
@@ -256,12 +262,12 @@ def _write_items(items_ptr, of_sequence, places, block_tokens, split, window, LA
         block, part = lane // parts, lane % parts
         skipped = block * block_tokens
         tokens = tl.minimum(query - skipped, block_tokens)
-        # A whole block passes over splits that none of its tokens sees; those would change nothing.
+        # A whole block skips splits that none of its tokens sees; folding them would change no bit.
         whole_first = _first_split(position + skipped, split, window)
         whole_stop = (position + skipped + tokens + split - 1) // split
         first = tl.where(parts > 1, first_split + part * splits // parts, whole_first)
         stop = tl.where(parts > 1, first_split + (part + 1) * splits // parts, whole_stop)
-        # Of the whole blocks the last sees the most keys and goes first.
+        # The last whole block sees the most keys, and goes first.
         place = tl.where(splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
         shared = tl.where(part == parts - 1, at_last + block, at_full + lane - block)
         item = items_ptr + tl.where(parts > 1, shared, place) * ITEM_FIELDS

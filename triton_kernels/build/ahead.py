@@ -1,9 +1,9 @@
-"""Kernels compiled ahead of their first launch: listed here, compiled by many processes at once,
-into Triton's cache, where the launch finds them.
+"""Compilation of kernels before their first launch. Several processes compile into Triton's cache,
+from which the launch loads the kernels.
 
     python -m triton_kernels.build.ahead NICENESS
 
-is such a process; its standard input is what it compiles.
+compiles the pickled list of `Specialisation` on its standard input.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 _MOST_PROCESSES = 16
-_KERNELS_A_PROCESS = 2  # for fewer it is not worth starting
-_MOST_S = 300  # that a process may take
-COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # and a niceness
+_KERNELS_A_PROCESS = (
+    2  # at least; starting a process for a single kernel takes longer than it saves
+)
+_MOST_S = 300  # time limit of a process, in seconds
+COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # followed by a niceness
 _logger = logging.getLogger("cbatch")
 
 
 class Specialisation(NamedTuple):
-    """What one compilation is made of. All of it can be pickled; the kernel by its name."""
+    """The arguments of one compilation. The kernel is given by module and name, so that all fields
+    can be pickled."""
 
     module: str
     name: str
@@ -55,43 +58,43 @@ class Specialisation(NamedTuple):
 
 @contextmanager
 def listed() -> Iterator[dict[str, Specialisation]]:
-    """Launches within do nothing but for kernels that are compiled already: by key, what they would
-    compile."""
-    found: dict[str, Specialisation] = {}
+    """Collect the kernels that launches in this context would compile, by cache key; these launches
+    do nothing. A kernel that is compiled already runs as usual."""
+    kernels: dict[str, Specialisation] = {}
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        told = json.loads(compile["specialization_data"])
-        found[f"{fn.name} {compile['key']}"] = Specialisation(
+        data = json.loads(compile["specialization_data"])
+        kernels[f"{fn.name} {compile['key']}"] = Specialisation(
             fn.module,
             fn.name,
             compile["signature"],
             compile["constants"],
             compile["configs"][0],
-            {name: _tuples(value) for name, value in told["options"].items()},
+            {name: _tuples(value) for name, value in data["options"].items()},
             driver.active.get_current_target(),
         )
-        return True  # it counts as done
+        return True  # tells Triton that the launch has been handled
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
-        yield found
+        yield kernels
     finally:
         knobs.runtime.jit_cache_hook = before
 
 
-def compile_all(found: dict[str, Specialisation], *, processes: int | None = None) -> None:
-    """Compile into Triton's cache, unless these were compiled there before."""
-    if is_compiled(found):
+def compile_all(kernels: dict[str, Specialisation], *, processes: int | None = None) -> None:
+    """Compile kernels into Triton's cache, unless an earlier start has compiled them all."""
+    if is_compiled(kernels):
         return
-    work, most = list(found.values()), len(os.sched_getaffinity(0))
-    count = processes or min(most, -(-len(work) // _KERNELS_A_PROCESS), _MOST_PROCESSES)
+    work, cpus = list(kernels.values()), len(os.sched_getaffinity(0))
+    count = processes or min(cpus, -(-len(work) // _KERNELS_A_PROCESS), _MOST_PROCESSES)
     _logger.info("compiling %d kernels by %d processes", len(work), count)
-    end([start(work[at::count]) for at in range(count)], found)
+    end([start(work[at::count]) for at in range(count)], kernels)
 
 
 def start(work: list[Specialisation], *, niceness: int = 0) -> subprocess.Popen[bytes]:
-    """Start a process that compiles these; its status is 0 if all compile."""
+    """Start a process that compiles these kernels; its exit status is 0 if all compile."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     with tempfile.TemporaryFile() as file:
         pickle.dump(work, file)
@@ -100,30 +103,30 @@ def start(work: list[Specialisation], *, niceness: int = 0) -> subprocess.Popen[
         return subprocess.Popen([*COMMAND, str(niceness)], stdin=file, env=environment)
 
 
-def is_compiled(found: dict[str, Specialisation]) -> bool:
-    """Return whether an earlier start has compiled them all."""
-    return not found or _mark(found).exists()
+def is_compiled(kernels: dict[str, Specialisation]) -> bool:
+    """Return whether an earlier start has compiled all of these kernels."""
+    return not kernels or _mark(kernels).exists()
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], found: dict[str, Specialisation]) -> None:
-    """Wait for the processes that compile these. One that fails is logged; the launch then compiles
-    again, and says what is wrong."""
+def end(processes: Sequence[subprocess.Popen[bytes]], kernels: dict[str, Specialisation]) -> None:
+    """Wait for the processes that compile these kernels. A failure is only logged: the first launch
+    compiles the kernel again, and raises the error."""
     if any([process.wait() for process in processes]):
-        names = ", ".join(sorted({each.name for each in found.values()}))
+        names = ", ".join(sorted({kernel.name for kernel in kernels.values()}))
         _logger.warning("not every kernel could be compiled ahead of: %s", names)
         return
-    with suppress(OSError):  # the next start then compiles them again
-        _mark(found).parent.mkdir(parents=True, exist_ok=True)
-        _mark(found).touch()
+    with suppress(OSError):  # without the marker the next start compiles them again
+        _mark(kernels).parent.mkdir(parents=True, exist_ok=True)
+        _mark(kernels).touch()
 
 
-def _mark(found: dict[str, Specialisation]) -> Path:
-    """A file in Triton's cache that is there once all of these are."""
+def _mark(kernels: dict[str, Specialisation]) -> Path:
+    """Return the path of the marker file that says that all of these kernels are in the cache."""
     digest = hashlib.sha256(triton.__version__.encode())
-    for key in sorted(found):
-        each = found[key]
-        kernel = getattr(importlib.import_module(each.module), each.name)
-        digest.update(f"{key} {kernel.cache_key} {each.target}".encode())
+    for key in sorted(kernels):
+        kernel = kernels[key]
+        function = getattr(importlib.import_module(kernel.module), kernel.name)
+        digest.update(f"{key} {function.cache_key} {kernel.target}".encode())
     return Path(knobs.cache.dir) / f"cbatch-{digest.hexdigest()[:24]}"
 
 
@@ -133,9 +136,9 @@ def _tuples(value: Any) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     os.nice(int(arguments[0]))
-    signal.alarm(_MOST_S)  # which ends the process
-    for each in pickle.load(sys.stdin.buffer):
-        each.compile()
+    signal.alarm(_MOST_S)  # its signal ends the process
+    for kernel in pickle.load(sys.stdin.buffer):
+        kernel.compile()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The executor for GPUs: step plans through Triton kernels and captured graphs.
+"""The executor for GPUs: it runs step plans with Triton kernels and captured CUDA graphs.
 
-Imports triton: only where `device` asks for it. Everything but the capture of graphs also runs on
-CPU tensors under `TRITON_INTERPRET=1`, which is how it is tested.
+Importing this package imports triton, so the engine does so only for a GPU. All of it except graph
+capture also runs on CPU tensors under `TRITON_INTERPRET=1`; the tests use that.
 """
 
 from cbatch.runtime.gpu.decoder import Decoder, load_decoder

@@ -1,4 +1,4 @@
-"""Attention of one model's passes: its KV pool, and the work lists that the device plans."""
+"""Attention of one model's passes: its paged KV cache, and work lists that the device fills."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from triton_kernels.attention.cases import INVARIANT_ROWS, SPLIT_TOKENS
 from triton_kernels.attention.table import arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
-_MOST_BLOCK_TOKENS = 8  # what verifies more has a tile more
-LEAST_PART_TOKENS = 64  # of keys, where parts are balanced
+_MOST_BLOCK_TOKENS = 8  # query tokens in one tile; a longer verification takes another tile
+LEAST_PART_TOKENS = 64  # keys in the smallest part of a context, with balanced parts
 
 
 class Tuning(NamedTuple):
-    """How to attend with queries that fit `tile` or have `query_tokens`, and with longer ones: as
-    `longer` says, or the same way if that is None."""
+    """Tile and launch sizes for queries that fit `tile` or have up to `query_tokens` tokens. Longer
+    queries use `longer`, or the same tuning if that is None."""
 
     tile: Tile
     num_programs: int  # as many as fit on the device at a time
-    most_partials: int  # (block of queries, part of keys) pairs whose results may wait
+    most_partials: int  # most partial results (block of queries, part of keys) in memory at a time
     split_tokens: int = SPLIT_TOKENS
-    balanced: bool = False  # else bits of a row are its own
+    balanced: bool = False  # parts fitted to the load; if not, attention is batch-invariant
     longer: Tuning | None = None
     query_tokens: int = 1
 
@@ -56,9 +56,10 @@ class Tuning(NamedTuple):
         numerics: str = "fast",
         query_tokens: int = 1,
     ) -> Tuning:
-        """From the static table. With `numerics` "invariant" one tile serves queries of every
-        length; with "fast" there is one for queries of up to `query_tokens`, which decode or
-        verify, and one for chunks of prompts. Raises FieldError if nothing there serves."""
+        """Return the tuning for a model and device from the static table. With `numerics`
+        "invariant" one tile serves all queries. With "fast" one tile serves queries of up to
+        `query_tokens` tokens (decode, verify), another chunks of prompts. Raises FieldError if the
+        table has no tile that fits."""
         if device.type != "cuda":
             rows = max(_INTERPRETED.rows, triton.next_power_of_2(heads.group))
             tiles, processors = [_INTERPRETED._replace(rows=rows)], 4
@@ -89,8 +90,8 @@ class Tuning(NamedTuple):
 
     def partial_bytes(self, heads: Heads) -> int:
         """Return the bytes of memory for partial results."""
-        held = self.most_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
-        return held + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
+        own = self.most_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
+        return own + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
 
     def work_lists(
         self,
@@ -101,36 +102,38 @@ class Tuning(NamedTuple):
         most_sequences: int,
         windows: Iterable[int | None] = (None,),
     ) -> dict[int | None, list[tuple[WorkList, int]]]:
-        """By window, of queries that fit the tile, and of longer ones: work, and how many programs
-        do it."""
+        """Return, for each window, the work list of short queries and that of long ones, each with
+        its number of programs."""
         short = most_tokens
         if self.longer is not None:
             short = max(block_tokens(heads, self.tile), self.query_tokens)
-        found: dict[int | None, list[tuple[WorkList, int]]] = {w: [] for w in windows}
-        for each, queries in ((self, (1, short)), (self.longer, (short + 1, most_tokens))):
-            if each is None:
+        by_window: dict[int | None, list[tuple[WorkList, int]]] = {w: [] for w in windows}
+        for tuning, queries in ((self, (1, short)), (self.longer, (short + 1, most_tokens))):
+            if tuning is None:
                 continue
-            partials = Partials.allocate(each.most_partials, heads, each.tile, device)
-            for window, works in found.items():
+            partials = Partials.allocate(tuning.most_partials, heads, tuning.tile, device)
+            for window, works in by_window.items():
                 work = WorkList.allocate(
                     partials,
                     heads,
-                    each.tile,
+                    tuning.tile,
                     most_tokens=most_tokens,
                     most_sequences=most_sequences,
-                    split_tokens=each.split_tokens,
-                    balanced=each.num_programs if each.balanced else None,
+                    split_tokens=tuning.split_tokens,
+                    balanced=tuning.num_programs if tuning.balanced else None,
                     queries=queries,
                     window=window,
                 )
-                works.append((work, each.num_programs))
-        return found
+                works.append((work, tuning.num_programs))
+        return by_window
 
 
 class PagedAttention:
-    """Of passes with up to `most_tokens` tokens. `tables` int32 [S, n]: the blocks of each slot.
-    `scales`, by layer: K and V are held divided by them; None: as they are. No query sees positions
-    before `first_key`. One of more than `short_tokens` is long, and pays for its own launch."""
+    """Attention for passes of up to `most_tokens` tokens.
+
+    `tables` int32 [S, n]: the block table of each slot. `scales`: for each layer, the divisors of K
+    and V in the cache; None: 1. No query sees positions before `first_key`. Queries of more than
+    `short_tokens` tokens are long; they take a second launch."""
 
     def __init__(
         self,
@@ -158,12 +161,12 @@ class PagedAttention:
 
     @property
     def lengths(self) -> list[int]:
-        """A length of each kind of query."""
+        """One query length for each launch variant: short, and long if there is a second tile."""
         return [1, self.short_tokens + 1][: len(next(iter(self._work.values())))]
 
     def plan(self, query_starts: Tensor, contexts: Tensor, longest: int | None = None) -> None:
-        """For all layers of the next pass; arguments as those of `attention.plan`, by slot. No
-        query has more tokens than `longest`."""
+        """Fill the work lists for all layers of the next pass. The arguments are those of
+        `triton_kernels.attention.plan`, by slot. No query has more tokens than `longest`."""
         long = longest is None or longest > self.short_tokens
         self._launched = slice(None if long else 1)
         for works in self._work.values():
@@ -171,7 +174,7 @@ class PagedAttention:
                 plan(query_starts, contexts, work)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, [blocks, block_size, kv_heads, head_dim] each."""
+        """Return K and V of a layer, each [blocks, block_size, kv_heads, head_dim]."""
         k, v = self._kv.data[layer].permute(0, 2, 3, 1, 4)
         return k, v
 
@@ -183,9 +186,9 @@ class PagedAttention:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim] of queries [T, kv_heads, group, head_dim]; rows that belong to no
-        slot are left as they were in memory. `scale` of scores is 1 / sqrt(head_dim), unless given;
-        `soft_cap` as `attention` has it."""
+        """Return the attention output [T, heads * head_dim] of queries [T, kv_heads, group,
+        head_dim]. Padding rows are left uninitialised. Scores are multiplied by `scale`, by default
+        1 / sqrt(head_dim); `soft_cap` is that of `triton_kernels.attention.attention`."""
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         k_pages, v_pages = self.pages(layer)
         k_scale, v_scale = self.scales[layer]

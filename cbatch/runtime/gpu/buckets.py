@@ -1,32 +1,33 @@
-"""The step shapes for which work is captured. Whatever a step brings is padded to the next one, and
-rows of memory to whole pieces of 16."""
+"""Bucket sizes for graph capture: a step's token and row counts are padded to the next bucket, and
+rows of buffers to a multiple of 16 elements."""
 
 from __future__ import annotations
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LARGE_STEP = 128
 _ROUND_TO = 16
-# Beyond it a step keeps the device busy for longer than it takes to queue it.
+# Larger steps are not captured: they run for longer on the device than the host needs to queue
+# them.
 MOST_CAPTURED_TOKENS = _SMALL[-1]
 
 
-def bucket(count: int, most: int) -> int:
-    """The least bucket that holds `count`, at most `most`; 0 for none."""
+def bucket(count: int, largest: int) -> int:
+    """Return the smallest bucket >= `count`, capped at `largest`; 0 for a count of 0."""
     if count <= 0:
         return 0
     if count > MOST_CAPTURED_TOKENS:
-        return min(-(-count // _LARGE_STEP) * _LARGE_STEP, most)
-    return min(next(b for b in _SMALL if b >= count), most)
+        return min(-(-count // _LARGE_STEP) * _LARGE_STEP, largest)
+    return min(next(b for b in _SMALL if b >= count), largest)
 
 
 def aligned(count: int) -> int:
-    """Elements of a row, so that the next one begins where loads may be wide: kernels are compiled
-    for that, and for one kind of rows alone."""
+    """Return `count` rounded up to a multiple of 16, the row length of a buffer. Rows then start at
+    aligned addresses; kernels are compiled for wide loads, in this variant only."""
     return -(-count // _ROUND_TO) * _ROUND_TO
 
 
-def ladder(most: int) -> list[int]:
-    """Every captured bucket of counts up to `most`, the largest first: what they need memory for
-    is then there for the others."""
-    found = {bucket(count, most) for count in (*_SMALL, most) if count <= most}
-    return sorted((b for b in found if b <= MOST_CAPTURED_TOKENS), reverse=True)
+def ladder(largest: int) -> list[int]:
+    """Return every captured bucket for counts up to `largest`, in descending order, so that smaller
+    graphs reuse the memory that the largest one allocated."""
+    buckets = {bucket(count, largest) for count in (*_SMALL, largest) if count <= largest}
+    return sorted((b for b in buckets if b <= MOST_CAPTURED_TOKENS), reverse=True)

@@ -1,4 +1,5 @@
-"""The decoder of every supported family, from kernels and library products, over flat tokens."""
+"""The decoder of every supported family on a GPU: Triton kernels and library matrix products over a
+flat batch of tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ from triton_kernels.layers.norm import rms_norm
 from triton_kernels.products.dense import MANY_ROWS, dense, keeps_bits
 from triton_kernels.products.quantised import Packed, pack, quantised
 
-_PROBED_ROWS = MANY_ROWS + 44  # few of them go by another tile
+_PROBED_ROWS = MANY_ROWS + 44  # more than MANY_ROWS, so that other tiles are used
 
 
 class Dense(NamedTuple):
-    """A product, and the norm before it; a library's, whose bits may depend on the row count."""
+    """A linear layer by a library product, and the weight of the norm before it. A row's bits may
+    depend on the number of rows."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
@@ -43,7 +45,7 @@ class Dense(NamedTuple):
 
 
 class InvariantDense(Dense):
-    """Ours: a row's bits are its own."""
+    """A linear layer by the project's batch-invariant kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), len(self.weight))
@@ -55,7 +57,7 @@ class InvariantDense(Dense):
 
 
 class QuantisedDense(NamedTuple):
-    """Ours, with weights of 4 or 8 bits: a row's bits are its own."""
+    """A linear layer with weights of 4 or 8 bits, by the project's batch-invariant kernel."""
 
     packed: Packed
     bias: Tensor | None
@@ -71,29 +73,30 @@ class QuantisedDense(NamedTuple):
 
 
 class ProductBuilder(LayerBuilder):
-    """The same fusion of tensors, for kernels: norms keep their weights, nothing is packed but
-    what comes in blocks."""
+    """Builds the layers of a GPU. Norm weights stay apart from the linear layers, and only weights
+    that are quantised in the file are packed."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Any:
         kind = InvariantDense if self.numerics.mode == "invariant" else Dense
         return kind(weight.contiguous(), bias, in_scale)
 
     def _packed(self, names: list[str]) -> list[Packed] | None:
-        """Tensors as our product takes them, if it takes them all, and alike."""
-        found = []
+        """Return quantised tensors in one format of our kernel, or None if one has no such
+        format."""
+        parts = []
         for name in names:
             blocks = self.source.blocks(name)
             packed = blocks and pack(blocks.type.name, torch.from_numpy(blocks.rows))
             if packed is None:
                 return None
-            found.append(packed)
-        if len({packed.codes.dtype for packed in found}) > 1:
+            parts.append(packed)
+        if len({packed.codes.dtype for packed in parts}) > 1:
             return None
-        if any(packed.offsets is not None for packed in found):
-            found = [
-                p if p.offsets is not None else p._replace(offsets=-8 * p.scales) for p in found
+        if any(packed.offsets is not None for packed in parts):
+            parts = [
+                p if p.offsets is not None else p._replace(offsets=-8 * p.scales) for p in parts
             ]
-        return found
+        return parts
 
     def _quantised(
         self,
@@ -116,8 +119,8 @@ class ProductBuilder(LayerBuilder):
         if parts is None:
             return super()._qkv(attention, norm, name)
 
-        def fuse(found: list[Tensor]) -> Tensor:
-            q, k, v = found
+        def fuse(qkv: list[Tensor]) -> Tensor:
+            q, k, v = qkv
             turned = (*(interleave_halves(part, c.rope, c.head_dim) for part in (q, k)), v)
             heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in turned]
             return torch.cat(heads, dim=1).flatten(0, 2)
@@ -130,21 +133,21 @@ class ProductBuilder(LayerBuilder):
 
 
 class Flat(NamedTuple):
-    """T tokens of a pass. Rows of padding have slot -1: they write nothing, and mean nothing."""
+    """The T tokens of a pass. Padding rows have slot -1: their K and V are not written."""
 
     tokens: Tensor  # int32 [T]
     positions: Tensor  # int32 [T], absolute
-    slots: Tensor  # int32 [T]: block * block_size + offset, where K and V go
+    slots: Tensor  # int32 [T]: place of K and V in the cache, block * block_size + offset
 
     def first(self, count: int) -> Flat:
         return Flat(*(field[:count] for field in self))
 
 
 class Hidden(NamedTuple):
-    """What a pass leaves of T tokens: the residual stream is the sum of the two."""
+    """The output of a pass over T tokens: hidden states are the sum of the two fields."""
 
-    residual: Tensor  # fp32 [T, hidden]
-    last: Tensor  # [T, hidden], what the last layer adds
+    residual: Tensor  # fp32 [T, hidden], before the last MLP
+    last: Tensor  # [T, hidden], output of the last MLP
 
     @classmethod
     def allocate(cls, most_tokens: int, decoder: Any) -> Hidden:
@@ -156,10 +159,10 @@ class Hidden(NamedTuple):
 
 
 class Decoder:
-    """A model with its weights. The residual stream is fp32; products are of the model's dtype, and
-    with `numerics` "fast" a library's, so that a row's bits may depend on the row count.
+    """A model with its weights. The residual stream is fp32, products use the model's dtype. With
+    `numerics` "fast" they are a library's: a row's bits may depend on the number of rows.
 
-    No method waits for the device or reads from it: a pass can be captured.
+    `forward` and `logits` never wait for the device, so they can be captured in a graph.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class Decoder:
         return [p for layer in self.layers for p in layer.products()] + [self.head]
 
     def _block_bytes(self) -> int | None:
-        """Of all matrices, where some are quantised."""
+        """Return the bytes of all matrices; None if no matrix is quantised."""
         weights = [weight_of(product) for product in self._products()]
         if not any(isinstance(weight, Packed) for weight in weights):
             return None
@@ -195,8 +198,8 @@ class Decoder:
         return sum(({id(self.embedding): self.embedding.nbytes} | sizes).values())
 
     def keeps_bits(self) -> bool:
-        """Whether rows of its products have the same bits in any company, as tried on one of each
-        shape. Waits for the device."""
+        """Return whether the linear layers are batch-invariant, tried on one of each shape. Waits
+        for the device."""
         if self.numerics != "invariant":
             return False
         shapes = {(type(p), tuple(weight_of(p).shape)): p for p in self._products()}
@@ -209,24 +212,24 @@ class Decoder:
         return True
 
     def pass_bytes(self, tokens: int) -> int:
-        """Of one layer: what its products read and write, the fused projections among them."""
+        """Return the bytes of one layer's activations for `tokens` tokens."""
         c = self.config
         projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim
         width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
         return tokens * width * self.dtype.itemsize
 
     def cos_sin(self, most_tokens: int) -> Tensor:
-        """Of positions, for `kv_write`."""
+        """Return the rotary table of positions below `most_tokens`, as `kv_write` reads it."""
         return self._rotary.cos_sin(most_tokens)
 
     @property
     def final_norm(self) -> Tensor:
-        """The weight of the norm before the head, fp32, for heads that read its output."""
+        """The weight of the final norm, fp32, for draft heads that read normed states."""
         norm: Tensor = self.head.norm
         return norm
 
     def keep_hidden(self, layers: tuple[int, ...]) -> None:
-        """As `Model.keep_hidden`."""
+        """Choose the layers whose inputs `forward` keeps, as `Model.keep_hidden` does."""
         self.hidden_layers = layers
 
     def room_for_hidden(self, num_rows: int) -> Tensor | None:
@@ -244,12 +247,12 @@ class Decoder:
         hidden: Hidden,
         states: Tensor | None = None,
     ) -> None:
-        """All layers over `flat`, as `attention` was planned; fills the first rows of `hidden`, and
-        `states` [T, layers, hidden] with what `keep_hidden` named."""
+        """Compute all layers over `flat`, for which `attention` is planned. Fills the first rows of
+        `hidden`, and `states` [T, layers, hidden] with the states that `keep_hidden` chose."""
         c, count = self.config, len(flat.tokens)
         kept = self.hidden_layers if states is not None else ()
         residual = hidden.residual[:count]
-        residual.zero_()  # every layer adds what the one before made, the first the embedding
+        residual.zero_()  # each layer adds its input to it, the first the embedding
         x = F.embedding(flat.tokens, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -265,7 +268,8 @@ class Decoder:
             states[:, kept.index(last + 1)].copy_(residual + hidden.last[:count])
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
-        """Logits of the flat rows `rows` int32 [N], to `out` [N, vocab] (rows may lie apart)."""
+        """Write the logits of the flat rows `rows` int32 [N] to `out` [N, vocab], whose rows may
+        have any stride."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
         normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual, early=True)
@@ -281,7 +285,8 @@ def project(
     attention: PagedAttention,
     cos_sin: Tensor,
 ) -> Tensor:
-    """Return queries, keys and values [T, kv_heads, group + 2, head_dim]; K and V are written."""
+    """Return queries, keys and values [T, kv_heads, group + 2, head_dim], and write K and V to the
+    cache."""
     fused: Tensor = layer.qkv(normed)
     fused = fused.view(len(normed), c.num_kv_heads, c.group_size + 2, c.head_dim)
     k_pages, v_pages = attention.pages(index)
@@ -310,7 +315,7 @@ def finish(
     attention: PagedAttention,
     residual: Tensor,
 ) -> Tensor:
-    """Attend, add that to `residual`, and return the input of the layer's last product."""
+    """Attend, add the result to `residual`, and return the input of the layer's down projection."""
     x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
     normed = rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual, early=True)
     return silu_mul(layer.gate_up(normed), early=True)
@@ -321,7 +326,7 @@ def weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
 
 
 def _kv_scales(source: WeightSource, layer: int) -> tuple[float, float]:
-    """What the checkpoint says that K and V of a layer are divided by, to be held in fp8."""
+    """Return the checkpoint's fp8 scales of K and V, by which they are divided; 1 without any."""
     k, v = (source.scalar(f"model.layers.{layer}.self_attn.{n}_scale") for n in "kv")
     return k or 1.0, v or 1.0
 
@@ -334,7 +339,8 @@ def load_decoder(
     numerics: str = "fast",
     random_weights_seed: int | None = None,
 ) -> Decoder:
-    """A model from a directory, GGUF file or hub name, as `open_checkpoint`."""
+    """Load a model from a directory, GGUF file or hub name; see `open_checkpoint`. Raises
+    UnsupportedModelError for an architecture that the GPU decoder lacks."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
     if not config.plain:
         problem = f"{path_or_name}: {config.family} is not computed by our own pass on a GPU"

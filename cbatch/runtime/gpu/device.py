@@ -1,4 +1,4 @@
-"""What differs between a CUDA device and CPU tensors: graphs, pinned memory, events."""
+"""Graphs, pinned memory and events of a CUDA device, and their replacements for CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from triton_kernels.build import ahead
 
 
 class Mark:
-    """A point in the device's queue of work. On the CPU everything is done when it is queued."""
+    """A point in the device's queue of work. CPU work is finished once it is queued."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device has come so far."""
+        """Wait until the device has reached this point."""
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Between two marks that have been waited for."""
+        """Return the seconds between two marks; both must have been waited for."""
         return self._at_s - earlier._at_s
 
 
 class Device:
-    """The CPU, which runs everything at once and captures nothing."""
+    """The CPU: it runs all work immediately and captures nothing."""
 
     captures = False
     deferred: Collection[Hashable] = ()  # keys whose first `run` captures
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what `function` queues, or replay what was captured for `key`: calls of one key queue
-        the same work on the same memory. While requests wait only what was deferred is
-        captured."""
+        """Call `function`, or replay the graph captured for `key`. All calls with one key must
+        queue the same work on the same memory. A key in `deferred` is captured here, any other only
+        by `capture`, which takes too long while requests wait."""
         function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what `function` queues, and keep it for `run`."""
+        """Call `function`, and capture what it queues as the graph for `key`."""
         function()
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
-        """Return the kernels that `launches` would compile."""
+        """Return the kernels that calling `launches` would compile, without running them."""
         return {}
 
     def staging(self, words: int) -> Tensor:
-        """int32 [words] on the host, from and to which copies do not wait."""
+        """Return int32 [words] of pinned host memory, for copies that do not wait."""
         return torch.zeros(words, dtype=torch.int32)
 
     def fetch(self, source: Tensor, to: Tensor) -> None:
-        """Copy to memory of `staging`; there once a mark behind it has been waited for."""
+        """Queue a copy to memory of `staging`. It is done once a later mark has been waited for."""
         to.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
@@ -59,11 +59,11 @@ class Device:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work queued within goes to this device's queue."""
+        """Return a context whose work goes to this device's stream."""
         yield
 
     def synchronize(self) -> None:
-        """Until nothing is queued."""
+        """Wait until all queued work is done."""
 
 
 class _Event(Mark):
@@ -80,8 +80,8 @@ class _Event(Mark):
 
 
 class CudaDevice(Device):
-    """One stream of its own, and graphs that share one pool of memory: they are replayed one after
-    the other on that stream, and nothing that a graph allocates outlives it."""
+    """A CUDA device with a stream of its own. Its graphs share one memory pool: they are replayed
+    one after the other on that stream, and no memory of a graph is used after its replay."""
 
     captures = True
 
@@ -102,8 +102,8 @@ class CudaDevice(Device):
             function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
-        # First it is really done: that compiles kernels, and lets libraries set up what may not be
-        # set up within a capture. Capturing does nothing but record.
+        # The first call compiles kernels, and lets libraries allocate what they cannot allocate
+        # during capture. The second call only records.
         function()
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # other threads may go on using the device
@@ -112,9 +112,9 @@ class CudaDevice(Device):
         self._graphs[key] = graph
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
-        with ahead.listed() as found:
+        with ahead.listed() as kernels:
             launches()
-        return found
+        return kernels
 
     def staging(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -132,7 +132,7 @@ class CudaDevice(Device):
 
 
 class Instead(Device):
-    """In place of a device: what is run is given to `run`."""
+    """Replacement of a device that passes every key and function to a callback."""
 
     def __init__(self, run: Callable[[Hashable, Callable[[], None]], None]) -> None:
         self.run = run  # type: ignore[method-assign]

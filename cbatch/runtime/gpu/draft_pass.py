@@ -1,4 +1,5 @@
-"""The draft model's part of a step: its KV catches up, then every row drafts as deep as it may."""
+"""The draft model's part of a step: a first pass brings its KV cache up to date, then each row
+drafts its planned number of tokens, one pass per draft position."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ from triton_kernels.slots.state import Asked, SlotState
 
 
 class DraftPasses:
-    """Drafts of a row, and the laws they were drawn from, lie at `layout.starts` of its slot.
+    """The passes of a draft model. A row's drafts, and the distributions that they were sampled
+    from, start at index `layout.starts` of its slot.
 
-    `most_drafts` is the most of a row. Its vocabulary may differ from the target's in size: ids are
-    cut to what it knows, and what it does not know is never drafted.
+    `most_drafts` is the most drafts of a row. The draft's vocabulary may be smaller or larger than
+    the target's (`vocab`): input ids are clamped to its own, and ids outside it are never drafted.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class DraftPasses:
         most_drafts: int,
         vocab: int,
     ) -> None:
-        """`attention` is None for what attends to nothing."""
+        """`attention` is None for Medusa heads, which have no attention."""
         slots, device = len(state.num_tokens), decoder.device
         self._decoder, self._state = decoder, state
         self.attention: Any = attention
@@ -59,7 +61,8 @@ class DraftPasses:
         self.layout = layout
         rows, own = slots - 1, decoder.config.vocab_size
         shape = (rows, most_drafts, aligned(max(own, vocab)))
-        # What it does not know is finite, so that its rows are, and as good as impossible.
+        # Ids outside the draft's vocabulary: finite, so that no row counts as broken, but never
+        # drawn.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
         self._laws = Laws.allocate(rows * most_drafts, device)
@@ -72,20 +75,22 @@ class DraftPasses:
 
     @property
     def lengths(self) -> list[int]:
-        """A length of each kind of query of the first pass."""
+        """One query length for each launch variant of the first pass."""
         lengths: list[int] = self.attention.lengths
         return lengths
 
     def run(
         self, device: Device, most_tokens: int, longest: int, rows: int, depth: int, shaped: bool
     ) -> None:
-        """Up to `most_tokens` tokens to catch up with, `longest` of a row, `rows` rows that draft,
-        buckets of what the plan asks; the deepest drafts `depth`."""
+        """Queue the first pass and all drafts of a step. `most_tokens` (tokens of the first pass)
+        and `rows` (rows that draft) are buckets; a row has at most `longest` tokens in the first
+        pass and `depth` drafts. `shaped`: some row has penalties, biases or token restrictions."""
         self.ingest(device, most_tokens, longest)
         for j in range(depth if rows else 0):
             self.draft(device, rows, j, shaped)
 
     def ingest(self, device: Device, most_tokens: int, longest: int) -> None:
+        """Queue the first pass."""
         key = "ingest", most_tokens, longest >= self.lengths[-1] > 1
         ingest = partial(self._ingest, most_tokens, longest)
         if most_tokens > MOST_CAPTURED_TOKENS:
@@ -94,15 +99,15 @@ class DraftPasses:
             device.run(key, ingest)
 
     def draft(self, device: Device, rows: int, depth: int, shaped: bool) -> None:
-        """Draft number `depth`, from 0, of every row that goes so deep."""
+        """Queue draft number `depth` (from 0) of every row that has that many."""
         device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
 
     def drafts(self) -> DraftTokens:
-        """Of the slots; their number is not in it."""
+        """Return the drafts of all slots, without their numbers."""
         return DraftTokens(self.layout.drafts, self.layout.starts, self._no_drafts)
 
     def proposals(self, shaped: bool) -> Proposals:
-        """What the drafts were drawn from."""
+        """Return the distributions that the drafts were sampled from."""
         logits = self._logits.flatten(0, 1)[:, : self._vocab]
         listed = self._listed.flatten(0, 1) if shaped else None
         return Proposals(logits, listed, self._laws, self._state.asked[Asked().looked_up])
@@ -121,7 +126,7 @@ class DraftPasses:
         self._begin(flat, longest)
 
     def _begin(self, flat: Flat, longest: int) -> None:
-        """The first pass, as the layout has it."""
+        """Run the first pass over the tokens of `layout`."""
         self.attention.plan(self.layout.query_starts, self.layout.contexts, longest)
         self._forward(flat, first=True)
 

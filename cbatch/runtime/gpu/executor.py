@@ -1,4 +1,5 @@
-"""The GPU executor: step plans by kernels, true positions on the device, no wait for the host."""
+"""The GPU executor. Sequence lengths are kept on the device, so the next step can be queued before
+the host knows which drafts were accepted."""
 
 from __future__ import annotations
 
@@ -45,20 +46,23 @@ _MOST_PENDING = 2
 
 
 class GpuExecutor:
-    """Runs step plans on a model, by kernels. Both an `Executor` (`run`) and an
-    `OverlappedExecutor` (`submit` and `wait`, one plan while one runs).
+    """Runs step plans on a model with Triton kernels. Both an `Executor` (`run`) and an
+    `OverlappedExecutor` (`submit` and `wait`: one plan is queued while another runs).
 
-    `max_sequence_tokens` is the longest sequence, `step_budget_tokens` the most tokens of a step,
-    `max_drafts` the most drafts of a row (0: nobody drafts). `block_size_tokens` is a page of the
-    attention kernel, which refuses others. Drafts come from the draft model, and by `lookups` from
-    the host, which finds them in the tokens that it knows: with a plan under way, those before it.
-    `grammars` are followed on the host: the verdict of a step waits for the result of the step
-    before, its forward pass does not. `reset()` after any exception: the state is then unspecified.
-    `kv_dtype` is that of keys and values, the model's or an fp8 type; `tuning` is found for the
-    device unless it is given.
+    - `max_sequence_tokens`, `step_budget_tokens`: most tokens of a sequence, and of a step.
+    - `max_drafts`: most drafts of a row; 0 turns speculation off. Drafts come from `draft`, and
+    from
+      `lookups`, which run on the host over the tokens before the pending step.
+    - `block_size_tokens`: page size of the KV cache; the attention kernel checks it.
+    - `grammars`: the host computes their token masks. Sampling of a step then waits for the
+    previous
+      step's result; its forward pass does not.
+    - `kv_dtype`: type of the KV cache, the model's by default, or an fp8 type.
+    - `tuning`: of attention, by default the table's for this device.
 
-    A step queues its work and returns; what it emitted comes in one copy, log probabilities in
-    others. `submit` never waits for the device, nor reads from it.
+    `submit` queues the work of a step and never waits for the device. The result is one copy to the
+    host, log probabilities are others. After any exception the state is unspecified: call
+    `reset()`.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class GpuExecutor:
         self._max_slots, self._max_drafts = max_slots, max_drafts
         self._budget_tokens = step_budget_tokens
         self._queue = device_for(target.device)
-        made_for = StepLimits(
+        limits = StepLimits(
             max_slots,
             max_sequence_tokens,
             step_budget_tokens,
@@ -94,15 +98,15 @@ class GpuExecutor:
             max_drafts,
             reads=isinstance(draft, GpuHead),
         )
-        self._most_catch_up = made_for.most_catch_up
-        sizes = made_for.arena_of(target.config)
+        self._most_catch_up = limits.most_catch_up
+        sizes = limits.arena_of(target.config)
         with torch.inference_mode(), self._queue.working():
             self._arena = Arena.allocate(sizes, self.device)
             self._layout: DraftLayout | None = None
             if max_drafts:
-                most = self._most_catch_up if draft is not None else 1
-                self._layout = DraftLayout.allocate(sizes.slots, most, max_drafts, self.device)
-            passes = PassBuilder(made_for, num_blocks, kv_dtype, tuning, self.state, self._layout)
+                tokens = self._most_catch_up if draft is not None else 1
+                self._layout = DraftLayout.allocate(sizes.slots, tokens, max_drafts, self.device)
+            passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self._layout)
             self._drafting: DraftPasses | None = None
             self.draft_kv: KVCache | None = None
             if draft is not None:
@@ -142,7 +146,7 @@ class GpuExecutor:
 
     @property
     def state(self) -> SlotState:
-        """What the device knows of the slots."""
+        """The device's state of all slots."""
         return self._arena.state
 
     @property
@@ -150,9 +154,11 @@ class GpuExecutor:
         return len(self._pending)
 
     def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
-        """Before it serves: compile the kernels that every request or the groups `now` need, and
-        capture their steps of no more tokens and rows than are captured at all. No slot takes part.
-        Other groups are left to `late`, unless Triton's cache has them, and captured when met."""
+        """Compile kernels and capture the graphs of all bucket sizes; call it before the first
+        step.
+
+        Kernels that every request needs, and those of the groups `now`, are compiled here. Other
+        groups that Triton's cache lacks are left to `late`, and captured at their first use."""
         if not self._queue.captures:
             return
         by_groups: defaultdict[frozenset[str], Kernels] = defaultdict(dict)
@@ -177,8 +183,8 @@ class GpuExecutor:
             self._queue.synchronize()
 
     def _run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
-        """Steps of every kind, of these sizes up to the most that there may be; nothing is asked of
-        any slot."""
+        """Run every kind of step on `device`, in which no slot takes part. `sizes` returns the
+        token or row counts to run, from the largest possible count."""
         message = SlotUpdate(self._arena.places)
         message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
         self._send(message, self._buffers[0])
@@ -205,15 +211,15 @@ class GpuExecutor:
             self._target.find_logits(device, count)
             for how, shaped, filtered in product(ways, (False, True), (False, True)):
                 if count > 1 or not how.blocks and not how.weighs:
-                    # A draft has a row of logits, and one behind it.
+                    # A row with a draft has at least two rows of logits.
                     how = how._replace(shaped=shaped, filtered=filtered)
                     self._target.decide(device, count, how)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step on the device, at most one behind one that was not waited for. Raises
-        ValueError for a plan that does not fit the slots, FieldError for a request that cannot be
-        served here."""
+        """Queue a step on the device; at most two steps may be pending. Raises ValueError for a
+        plan that does not fit the slots, FieldError for a request that this executor cannot serve,
+        and RuntimeError if two steps are pending."""
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self._queue.working():
@@ -224,18 +230,18 @@ class GpuExecutor:
                 self._decide(step)
 
     def wait(self) -> StepResult:
-        """Result of the oldest step not waited for. Raises ValueError if its plan did not fit what
-        the sequences had become."""
+        """Wait for the oldest pending step and return its result. Raises ValueError if its plan did
+        not fit the sequences on the device, RuntimeError if no step is pending."""
         if not self._pending:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         step = self._pending.popleft()
         step.done.wait()
         self._buffers.append(step.buffers)
         result = self._report(step)
-        for behind in self._pending:
-            if not behind.decided:
+        for later in self._pending:
+            if not later.decided:
                 with torch.inference_mode(), self._queue.working():
-                    self._decide(behind)
+                    self._decide(later)
         return result
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -244,8 +250,8 @@ class GpuExecutor:
         return self.wait()
 
     def reset(self) -> None:
-        """Forget every slot, and drop the results of steps under way. KV contents stay: nothing
-        reads a position it has not written."""
+        """Forget every slot, and drop the results of pending steps. The KV cache is not cleared: a
+        sequence reads no position that it has not written."""
         self._queue.synchronize()
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending.clear()
@@ -254,12 +260,12 @@ class GpuExecutor:
         self._host.forget()
 
     def _begin(self, plan: StepPlan) -> Pending:
-        """Up to the forward pass of the target."""
+        """Queue a step up to the target's forward pass."""
         started = self._queue.mark()
         self._host.take_in(plan.deltas)
-        asks = self._host.asks(plan, (step.plan for step in self._pending))
-        message = self._slots.take_in(plan, asks)
-        bounds = self._checked(plan, self._slots.bounds(plan, asks))
+        draft_plan = self._host.plan_drafts(plan, (step.plan for step in self._pending))
+        message = self._slots.take_in(plan, draft_plan)
+        bounds = self._checked(plan, self._slots.bounds(plan, draft_plan))
         self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
         self._send(message, buffers)
@@ -269,7 +275,7 @@ class GpuExecutor:
                     kv.zero_blocks(plan.deltas.zeroed_blocks)
             if isinstance(self._drafting, HeadPasses):
                 self._drafting.states.zero_blocks(plan.deltas.zeroed_blocks)
-        step = Pending(plan, asks, bounds, buffers, started, None)
+        step = Pending(plan, draft_plan, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
             begun = self._queue.mark()
             self._draft(bounds)
@@ -301,7 +307,7 @@ class GpuExecutor:
         device.run(("guesses", alone), take)
 
     def _decide(self, step: Pending) -> None:
-        """The rest of a step."""
+        """Queue the rest of a step: logits, masks, verification and sampling."""
         plan, bounds = step.plan, step.bounds
         rows = bucket(bounds.logits, self._target.most_logits)
         self._target.find_logits(self._queue, rows)
@@ -323,20 +329,20 @@ class GpuExecutor:
         step.done, step.decided = self._queue.mark(), True
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
-        for name, found, most in (
+        for name, count, limit in (
             ("query_lens", bounds.tokens, self._budget_tokens),
             ("catch_up", bounds.catch_up, self._most_catch_up),
             ("num_drafts", max(bounds.depth, bounds.looked_up), self._max_drafts),
         ):
-            if found > most:
+            if count > limit:
                 raise ValueError(
-                    f"step {plan.step_id}: {name}: {found} is more than the {most} that the "
+                    f"step {plan.step_id}: {name}: {count} is more than the {limit} that the "
                     "executor was made for"
                 )
         return bounds
 
     def _send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
-        """One copy to the device, and the words go to their places."""
+        """Copy a message to the device, and apply it to the slots there."""
         words = message.num_words()
         if words > len(buffers.message):
             buffers.message = self._queue.staging(2 * words)
@@ -349,14 +355,14 @@ class GpuExecutor:
         apply(self._inbox, self._arena.words, first, second)
 
     def _fetch(self, buffers: HostBuffers) -> None:
-        """The one copy back."""
+        """Queue the copy of the step's result to the host."""
         result = self._target.result.view(-1)
         if not len(buffers.result):
             buffers.result = self._queue.staging(len(result))
         self._queue.fetch(result, buffers.result)
 
     def _rows(self, buffers: HostBuffers) -> np.ndarray:
-        """By slot; valid until the buffers are used again."""
+        """Return the result's rows, one per slot; valid until the buffers are reused."""
         return buffers.result.numpy().reshape(self._target.result.shape)
 
     def _report(self, step: Pending) -> StepResult:
@@ -371,7 +377,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
-        kv_lens, shadow = self._host.learn(plan, step.asks, rows)
+        kv_lens, shadow = self._host.learn(plan, step.draft_plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s
@@ -391,6 +397,7 @@ class GpuExecutor:
         )
 
 
-def _smallest(most: int) -> list[int]:
-    """One of a kind: kernels are the same for any number of rows, but for products of many."""
-    return [min(count, most) for count in (2, MANY_ROWS)]
+def _smallest(largest: int) -> list[int]:
+    """Return counts that compile every kernel: only matrix products have a variant for many
+    rows."""
+    return [min(count, largest) for count in (2, MANY_ROWS)]

@@ -1,7 +1,7 @@
-"""Who drafts in a step, as the host decides it: the model on the device, or lookups of the host.
+"""Choice of each row's drafter in a step: the draft model on the device, or a lookup on the host.
 
-With a plan under way the host knows the tokens before that one. What it looks up then goes on from
-there, long enough for all that may be emitted in between; the device drafts what is left of it.
+While a step is pending the host lacks the tokens that it emits. A lookup then guesses further, from
+the tokens before that step. If the step's tokens match the guess, the device drafts the rest of it.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from cbatch.runtime.model.arrays import I64
 I32 = NDArray[np.int32]
 
 
-class Asks(NamedTuple):
-    """What a step asks of whom, by row of its plan. `guesses` are those of slots, and how many
-    tokens were known before each."""
+class DraftPlan(NamedTuple):
+    """The drafts of a step, in the order of the plan's rows. Rows of `model` and `looked_up` that
+    have none are 0."""
 
-    model: I32
-    catch_up: I32
-    looked_up: I32
-    guesses: Mapping[int, tuple[int, I32]]
+    model: I32  # drafts by the draft model
+    catch_up: I32  # tokens that the draft model computes first
+    looked_up: I32  # drafts from a lookup
+    guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
     credits: Credits | None = None
 
     @classmethod
-    def of_model(cls, plan: StepPlan, model: DeviceModel) -> Asks:
-        """All drafts are the model's."""
+    def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
+        """Let the draft model draft for every row."""
         catch_up = plan.catch_up * (not model.reads)
         drafts = np.minimum(plan.num_drafts, model.most_drafts)
         return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
 
     @classmethod
-    def nothing(cls, plan: StepPlan) -> Asks:
+    def empty(cls, plan: StepPlan) -> DraftPlan:
         none = np.zeros_like(plan.num_drafts)
         return cls(none, none, none, {})
 
 
 class Credits(NamedTuple):
-    """Rows that were to draft, of a step whose result is not there yet: how many tokens, and for
-    each drafter whose drafts they are."""
+    """Slots that draft in a step, kept until its result: the requested drafts of each, and which
+    drafter made them."""
 
     slots: I32
-    asked: I64
-    owners: dict[str, I32]
+    num_requested: I64  # by entry of `slots`
+    owners: dict[str, I32]  # slots by drafter
 
 
 class LookupSettings(NamedTuple):
-    """Of a chain in which the device has the model; see `ChainDrafter`."""
+    """Lookups and default chain of the drafters; arguments of `ChainDrafter`."""
 
     lookups: Mapping[str, Lookup]
     default: tuple[str, ...]
@@ -65,9 +65,9 @@ class LookupSettings(NamedTuple):
 
 
 class DeviceModel(NamedTuple):
-    """What the host knows of the draft on the device. It takes in `most_catch_up` tokens a step at
-    most, and drafts up to `most_drafts` tokens. With `reads` it is a head, which is never behind.
-    """
+    """The host's description of the draft on the device. Its first pass of a step takes up to
+    `most_catch_up` tokens, and a row gets up to `most_drafts` drafts. With `reads` it is a head,
+    whose KV cache is always up to date."""
 
     context_tokens: int
     most_catch_up: int
@@ -76,7 +76,8 @@ class DeviceModel(NamedTuple):
 
 
 class _NotedDrafter(ModelDrafter):
-    """Notes what is asked of the draft on the device. `kv_len` is as last reported."""
+    """Placeholder of the device's draft in the chain: it records the drafts requested of it, by
+    slot. `kv_len` is as in the last result."""
 
     def __init__(self, model: DeviceModel) -> None:
         self.on_device, self.context_tokens = model, model.context_tokens
@@ -103,29 +104,30 @@ class _NotedDrafter(ModelDrafter):
 
 
 class _AheadLookup(LookupDrafter):
-    """Looks up as much more as the step under way may emit, `ahead` by slot."""
+    """A lookup that guesses `ahead` [slots] more tokens, the most that the pending step may emit.
+    `guesses` are those of the latest `propose`, see `DraftPlan`."""
 
     def __init__(self, lookup: Lookup) -> None:
         super().__init__(lookup)
         self.ahead: I64 = np.zeros(0, dtype=np.int64)
-        self.found: dict[int, tuple[int, I32]] = {}
+        self.guesses: dict[int, tuple[int, I32]] = {}
 
     def propose(self, rows: DraftRows) -> Proposal:
         ahead = self.ahead[rows.slots]
         deeper = (rows.num_drafts + ahead) * (rows.num_drafts > 0)
         proposal = super().propose(rows._replace(num_drafts=deeper))
-        # A step under way emits a token at least.
-        left = np.minimum(proposal.num_drafted - (ahead > 0), rows.num_drafts)
-        left = np.maximum(left, 0)
-        for i in left.nonzero()[0].tolist():
+        # A pending step emits at least one token.
+        usable = np.minimum(proposal.num_drafted - (ahead > 0), rows.num_drafts)
+        usable = np.maximum(usable, 0)
+        for i in usable.nonzero()[0].tolist():
             guess = proposal.tokens[i, : proposal.num_drafted[i]].astype(np.int32)
-            self.found[int(rows.slots[i])] = int(rows.num_tokens[i]), guess
-        most = int(rows.num_drafts.max(initial=0))
-        return proposal._replace(tokens=proposal.tokens[:, :most], num_drafted=left)
+            self.guesses[int(rows.slots[i])] = int(rows.num_tokens[i]), guess
+        deepest = int(rows.num_drafts.max(initial=0))
+        return proposal._replace(tokens=proposal.tokens[:, :deepest], num_drafted=usable)
 
 
 class HostDrafts:
-    """The chains of all slots, over `table`: what the host knows of their tokens."""
+    """The drafter chains of all slots. `table` has the tokens that the host knows."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class HostDrafts:
         self._chain.reset()
 
     def take_in(self, deltas: Deltas) -> None:
-        """Behind the table. Raises FieldError for a drafter that is not held."""
+        """Apply deltas, after `table` has. Raises FieldError for a drafter that is not loaded."""
         for slot in deltas.released.tolist():
             self._chain.release(slot)
         for admission in deltas.new_sequences:
@@ -157,74 +159,80 @@ class HostDrafts:
             self._chain.release(admission.slot)
             self._chain.admit(admission)
 
-    def plan(self, plan: StepPlan, ahead: I64) -> Asks:
-        """`ahead` by slot: tokens that the step under way may emit."""
+    def plan(self, plan: StepPlan, ahead: I64) -> DraftPlan:
+        """Return the drafts of a step. `ahead` [slots]: tokens that the pending step may emit."""
         slots, known = plan.slots, self._table.num_tokens[plan.slots]
         room = self._table.max_total[slots] - known
         drafts = np.maximum(np.minimum(plan.num_drafts, room - 1), 0)
         catch_up = plan.catch_up * (drafts >= np.minimum(plan.num_drafts, 1))
         at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
         if not len(at):
-            return Asks.nothing(plan)
+            return DraftPlan.empty(plan)
         for lookup in self._lookups.values():
-            lookup.ahead, lookup.found = ahead, {}
+            lookup.ahead, lookup.guesses = ahead, {}
         if self._model is not None:
             self._model.begin()
             if self._model.on_device.reads:
                 self._model.kv_len[slots] = known - 1
         rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
         proposal = self._chain.propose(rows)
-        guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.found.items()}
+        guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.guesses.items()}
         looked_up = np.array([slot in guesses for slot in slots.tolist()]) * drafts
-        asks = Asks.nothing(plan)._replace(looked_up=looked_up.astype(np.int32), guesses=guesses)
+        draft_plan = DraftPlan.empty(plan)._replace(
+            looked_up=looked_up.astype(np.int32), guesses=guesses
+        )
         if self._model is not None:
-            asks = self._of_model(plan, asks, ahead)
+            draft_plan = self._of_model(plan, draft_plan, ahead)
         drafted = rows.slots[proposal.num_drafted > 0]
-        return asks._replace(credits=self._credits(drafted, drafts, slots))
+        return draft_plan._replace(credits=self._credits(drafted, drafts, slots))
 
-    def _of_model(self, plan: StepPlan, asks: Asks, ahead: I64) -> Asks:
-        """With what is asked of the model, as far as a step takes it in."""
+    def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
+        """Add the draft model's part, for as many rows as fit its first pass."""
         assert self._model is not None
         model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
-        model = model * (asks.looked_up == 0)
+        model = model * (draft_plan.looked_up == 0)
         if self._model.on_device.reads:
-            return asks._replace(model=model)
-        made_up = catch_up > plan.catch_up  # by the chain, from what was known before
+            return draft_plan._replace(model=model)
+        # The chain raised these rows' catch-up by itself, from the tokens before the pending step.
+        made_up = catch_up > plan.catch_up
         more = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
         catch_up = catch_up + more.astype(np.int32)
         cost = catch_up + (model > 0)
-        left = self._model.on_device.most_catch_up - int(cost[~made_up].sum())
-        fits = ~made_up | ((cost * made_up).cumsum() <= left)
-        return asks._replace(model=model * fits, catch_up=catch_up * fits)
+        room = self._model.on_device.most_catch_up - int(cost[~made_up].sum())
+        fits = ~made_up | ((cost * made_up).cumsum() <= room)
+        return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 
     def _credits(self, drafted: I32, drafts: I64, slots: I32) -> Credits:
         by_slot = dict(zip(slots.tolist(), drafts.tolist(), strict=True))
-        asked = np.array([by_slot[slot] for slot in drafted.tolist()], dtype=np.int64)
+        num_requested = np.array([by_slot[slot] for slot in drafted.tolist()], dtype=np.int64)
         owners = {
-            name: np.array([s for s in drafted.tolist() if s in lookup.found], dtype=np.int32)
+            name: np.array([s for s in drafted.tolist() if s in lookup.guesses], dtype=np.int32)
             for name, lookup in self._lookups.items()
         }
         if self._model is not None:
-            looked_up = [slot for lookup in self._lookups.values() for slot in lookup.found]
+            looked_up = [slot for lookup in self._lookups.values() for slot in lookup.guesses]
             owners[MODEL] = drafted[~np.isin(drafted, looked_up)]
-        return Credits(drafted, asked, owners)
+        return Credits(drafted, num_requested, owners)
 
     def learn(
-        self, plan: StepPlan, asks: Asks, known: I64, num_drafted: I32, draft_kv: I32
+        self, plan: StepPlan, draft_plan: DraftPlan, known: I64, num_drafted: I32, draft_kv: I32
     ) -> tuple[I32 | None, ShadowEvidence | None]:
-        """After the result of a step, which the table has taken in: how far the draft's KV is
-        valid, if that is not as planned, and how lookups would have done. `known` by row: tokens
-        before it. Rows of the plan whose slot has another sequence by now do not count."""
+        """Take in the result of a step, after `table` has.
+
+        `known`, `num_drafted` and `draft_kv` have an entry for each row of the plan: known tokens
+        before the step, drafts, valid positions of the draft's KV. Returns `draft_kv` if it may
+        differ from the plan, and how lookups that did not draft would have done. Rows whose slot
+        has another sequence by now are ignored."""
         slots = plan.slots
         at = (self._table.generation[slots] == plan.generations).nonzero()[0]
         kv_lens = None
         if self._model is not None:
             self._model.kv_len[slots[at]] = draft_kv[at]
-        if asks.credits is not None:
+        if draft_plan.credits is not None:
             if self._chain.kv_lens(slots) is not None:
                 kv_lens = draft_kv.copy()
-            self._chain.recall(slots[at], known[at], *asks.credits)
-        drafts = None if asks.credits is None else num_drafted[at].astype(np.int64)
+            self._chain.recall(slots[at], known[at], *draft_plan.credits)
+        drafts = None if draft_plan.credits is None else num_drafted[at].astype(np.int64)
         shadow = self._chain.score(slots[at], drafts) if len(at) else None
         if shadow is not None:
             shadow = structs.replace(shadow, rows=at[shadow.rows].astype(np.int32))

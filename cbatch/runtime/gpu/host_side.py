@@ -1,5 +1,5 @@
-"""The host's part of a step, where it follows the tokens: lookups and grammars. Without either it
-keeps nothing."""
+"""The host's part of a step: lookups and grammars, which need the tokens. Without either the host
+keeps no tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
-from cbatch.runtime.gpu.host_drafts import I32, Asks, DeviceModel, HostDrafts
+from cbatch.runtime.gpu.host_drafts import I32, DeviceModel, DraftPlan, HostDrafts
 from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.model.arrays import I64
 from triton_kernels.slots import advance as fields
 
 
 class HostSide:
-    """`known` where lookups or grammars are, `chains` where lookups are, `model` where the device
-    has one."""
+    """`known` has the tokens if there are lookups or grammars, `chains` the drafters if there are
+    lookups; `model` describes the draft on the device. Each may be None."""
 
     def __init__(
         self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
@@ -30,7 +30,8 @@ class HostSide:
             self.chains.reset()
 
     def take_in(self, deltas: Deltas) -> None:
-        """Raises FieldError for a request that cannot be served here."""
+        """Apply a plan's deltas. Raises FieldError for a request that this executor cannot
+        serve."""
         if deltas.reset:
             self.forget()
         if self.known is not None:
@@ -41,9 +42,15 @@ class HostSide:
         if self.chains is not None:
             self.chains.take_in(deltas)
 
-    def asks(self, plan: StepPlan, under_way: Iterable[StepPlan]) -> Asks:
+    def plan_drafts(self, plan: StepPlan, under_way: Iterable[StepPlan]) -> DraftPlan:
+        """Return the drafts that a step will make. `under_way`: pending steps, which may still emit
+        tokens."""
         if self.chains is None:
-            return Asks.nothing(plan) if self._model is None else Asks.of_model(plan, self._model)
+            return (
+                DraftPlan.empty(plan)
+                if self._model is None
+                else DraftPlan.of_model(plan, self._model)
+            )
         assert self.known is not None
         ahead: I64 = np.zeros(self.known.max_slots, dtype=np.int64)
         for before in under_way:
@@ -52,16 +59,16 @@ class HostSide:
         return self.chains.plan(plan, ahead)
 
     def masked(self, plan: StepPlan) -> I32:
-        """Slots whose tokens follow a grammar, of those that decide some."""
+        """Return the slots with a grammar, of those that emit tokens in this step."""
         return plan.slots[:0] if self.known is None else self.known.masked(plan)
 
     def learn(
-        self, plan: StepPlan, asks: Asks, rows: np.ndarray
+        self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray
     ) -> tuple[I32 | None, ShadowEvidence | None]:
-        """From the result of a step, a row for each of the plan, as `advance` packs it. Returns
-        `draft_kv_lens` and `shadow` of a `StepResult`."""
+        """Take in a step's result; return `draft_kv_lens` and `shadow` of its `StepResult`. `rows`
+        has a row for each row of the plan, packed by `triton_kernels.slots.advance`."""
         drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
-        # Of a head it is known after every step, whoever drafted.
+        # For a head it is known after every step, whichever drafter was used.
         kv_lens = draft_kv.copy() if self._model is not None and self._model.reads else None
         if self.known is None:
             return kv_lens, None
@@ -70,5 +77,5 @@ class HostSide:
         self.known.advance(plan, tokens, rows[:, fields.EMITTED])
         if self.chains is None:
             return kv_lens, None
-        found, shadow = self.chains.learn(plan, asks, before, drafted, draft_kv)
-        return found if kv_lens is None else kv_lens, shadow
+        chain_kv_lens, shadow = self.chains.learn(plan, draft_plan, before, drafted, draft_kv)
+        return chain_kv_lens if kv_lens is None else kv_lens, shadow

@@ -1,4 +1,4 @@
-"""What the host knows of every slot: its tokens, and which may follow where there is a grammar."""
+"""The host's copy of every slot's tokens, and the token masks of slots with a grammar."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ I32 = NDArray[np.int32]
 
 
 class Masks(NamedTuple):
-    """Of rows of logits: row i is that of slot `rows[i, 0]` behind `rows[i, 1]` drafts, and bit
-    j % 32 of word 2 + j // 32 says whether token j may follow. `dead_ends`: slots with a row that
-    no token may follow, and behind how many drafts; nothing is masked there."""
+    """Allowed tokens for rows of logits.
+
+    `rows` int32 [N, 2 + ceil(V / 32)]: the slot, the number of drafts before this row of logits,
+    then a bit per token: bit j % 32 of word 2 + j // 32 is set if token j is allowed. `dead_ends`
+    maps a slot to the number of drafts after which no token is allowed; that row is not masked."""
 
     rows: I32
     dead_ends: dict[int, int]
 
 
 class _Grammars(LogitsProcessors):
-    """Of requests with a structured output what forbids tokens; the rest is the device's."""
+    """Logits processors of requests with a structured output, reduced to those that forbid tokens.
+    The device applies biases and penalties."""
 
     def admit(self, a: NewSequence) -> None:
         if a.params.structured_outputs is None:
@@ -39,8 +42,8 @@ class _Grammars(LogitsProcessors):
 
 
 class KnownTokens(InputBatch):
-    """As of the last result; a step under way may know more. A sequence that came to where no token
-    may follow has `failed`."""
+    """Tokens of all slots up to the last result that was read; a pending step may have emitted more
+    on the device. `failed` marks sequences whose grammar allows no next token."""
 
     def __init__(
         self,
@@ -57,12 +60,13 @@ class KnownTokens(InputBatch):
         self.logits_processors = _Grammars(self.max_slots, self.vocab_size, self._source)
 
     def masked(self, plan: StepPlan) -> I32:
-        """Slots of the plan whose logits are masked."""
+        """Return the slots of the plan whose logits need a mask."""
         slots = plan.slots[plan.wants_logits]
         return slots[self.logits_processors.active[slots] & (self.failed[slots] == 0)]
 
     def masks(self, slots: I32, num_drafted: I64, drafts: I64) -> Masks:
-        """For the rows of these slots, behind each of their `drafts` [S, most]."""
+        """Return the masks of these slots: a row before the first and after each of their drafts.
+        `drafts` [S, longest] has `num_drafted` [S] valid tokens in each row."""
         words = -(-self.vocab_size // 32)
         counts = num_drafted + 1
         rows = np.zeros((int(counts.sum()), 2 + words), dtype=np.int32)
@@ -71,11 +75,11 @@ class KnownTokens(InputBatch):
         dead_ends, start = {}, 0
         for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
             logits = torch.zeros(count, self.vocab_size)
-            found = self.logits_processors.shape_runs(
+            dead_ends_of_row = self.logits_processors.shape_runs(
                 logits, slots[i : i + 1], iota(1), num_drafted[i : i + 1], drafts[i : i + 1]
             )
-            if found:
-                dead_ends[slot] = found[0]
+            if dead_ends_of_row:
+                dead_ends[slot] = dead_ends_of_row[0]
             bits = np.packbits(logits.numpy() == 0, axis=1, bitorder="little")
             bytes_ = rows[start : start + count, 2:].view(np.uint8)
             bytes_[:, : bits.shape[1]] = bits
@@ -83,16 +87,16 @@ class KnownTokens(InputBatch):
         return Masks(rows, dead_ends)
 
     def fail(self, slots: I32) -> None:
-        """No token may follow there."""
+        """Mark these slots: their grammar allows no next token."""
         self.failed[slots] = RowStatus.NO_TOKEN
 
     def advance(self, plan: StepPlan, tokens: I64, emitted: I64) -> None:
-        """The rows of a plan emitted `tokens[i, : emitted[i]]`; whoever left its slot is passed
-        over."""
+        """Append the tokens that the plan's rows emitted, `tokens[i, : emitted[i]]`. Rows whose
+        slot has another sequence by now are skipped."""
         at = (self.generation[plan.slots] == plan.generations) & (emitted > 0)
         slots, tokens, emitted = plan.slots[at], tokens[at], emitted[at]
         known = self.num_tokens[slots]
-        # One that reached its end on the host may have gone on, on the device.
+        # The device may have emitted tokens past an end that the host has already seen.
         emitted = np.minimum(emitted, np.maximum(self.max_total[slots] - known, 0))
         row, depth = (iota(tokens.shape[1]) < emitted[:, None]).nonzero()
         self.tokens[slots[row], known[row] + depth] = tokens[row, depth]

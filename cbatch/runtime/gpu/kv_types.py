@@ -1,4 +1,4 @@
-"""Types that keys and values may be held in beside that of the model."""
+"""FP8 types of the KV cache, and their scales."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LEAST_PAGE_TOKENS = 16
 
 
 def fp8_for(decoder: Decoder) -> torch.dtype:
-    """E4M3 as the device of `decoder` has it. Raises FieldError where it, or the model, has none
-    that attention can read."""
+    """Return the E4M3 type of the decoder's device (AMD has a variant of its own). Raises
+    FieldError if the attention kernel has no tile for this model and device with that type."""
     dtype = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
     arch = arch_of(decoder.device)
     try:
@@ -27,9 +27,10 @@ def fp8_for(decoder: Decoder) -> torch.dtype:
     return dtype
 
 
-def kv_scales(decoder: Decoder, held: torch.dtype) -> list[tuple[float, float]] | None:
-    """What K and V of each layer are divided by to be `held`; None: they are held as they are."""
-    if held == decoder.dtype:
+def kv_scales(decoder: Decoder, kv_dtype: torch.dtype) -> list[tuple[float, float]] | None:
+    """Return, for each layer, the divisors of K and V before they are stored as `kv_dtype`. None:
+    they are stored in the model's dtype, unscaled."""
+    if kv_dtype == decoder.dtype:
         return None
-    wider = 2.0 if held == torch.float8_e4m3fnuz else 1.0  # AMD's kind goes half as far
+    wider = 2.0 if kv_dtype == torch.float8_e4m3fnuz else 1.0  # AMD's type has half the range
     return [(k * wider, v * wider) for k, v in decoder.kv_scales]

@@ -1,4 +1,4 @@
-"""Kernels that few requests need: other processes compile them while the rest are served."""
+"""Kernels that few requests need: other processes compile them while the engine already serves."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cbatch.runtime.gpu.target_pass import Deciding
 from triton_kernels.build import ahead
 
 Kernels = dict[str, ahead.Specialisation]  # by key, see `ahead.listed`
-# Groups of them. Log probabilities need none: torch and the host compute them.
+# Kernel groups. Log probabilities need no group: torch and the host compute them.
 SHAPED = "penalties, logit_bias, min_tokens, and allowed or banned tokens"
 BLOCKS = "verification in blocks"
 GROUPS = (SHAPED, BLOCKS)
-_NICENESS = 10  # steps go first
+_NICENESS = 10  # of the compiling processes, so that steps take precedence
 _logger = logging.getLogger("cbatch")
 
 
 def groups_of_key(key: Hashable) -> frozenset[str]:
-    """Return the groups of the kernels that work of this key launches (see `Device.run`)."""
+    """Return the groups of the kernels that the work with this key launches (see `Device.run`)."""
     match key:
         case ("draft", _, _, bool(shaped)):
             return _named(shaped, False)
@@ -40,34 +40,36 @@ def _named(shaped: bool, blocks: bool) -> frozenset[str]:
 
 
 class LateKernels:
-    """The kernels of the groups that are still `pending`. `by_groups` has the kernels of all steps,
-    by the groups that a step needs; those under no group are compiled at once.
+    """Kernel groups that are not compiled yet. `by_groups` maps the set of groups that a step needs
+    to the step's kernels. Kernels that need no group are compiled in the constructor.
 
-    A group that does not compile is not pending any more. Its first launch compiles it again, or
-    raises what is wrong."""
+    A group whose compilation fails is no longer pending. Its first launch compiles it again, and
+    raises the error."""
 
     def __init__(self, by_groups: Mapping[frozenset[str], Kernels] = {}) -> None:
         usual = by_groups.get(frozenset(), {})
         ahead.compile_all(usual)
-        self._left: dict[str, Kernels] = {}
+        self._uncompiled: dict[str, Kernels] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for groups, kernels in by_groups.items():
             rest = {key: each for key, each in kernels.items() if key not in usual}
             if len(groups) == 1 and not ahead.is_compiled(rest):
-                self._left[min(groups)] = rest
+                self._uncompiled[min(groups)] = rest
 
     def begin(self) -> None:
-        """Compile each group in a process of its own."""
-        for group in self._left.keys() - self._running.keys():
+        """Start a process for each group that compiles it."""
+        for group in self._uncompiled.keys() - self._running.keys():
             _logger.info("compiling while serving: %s", group)
-            self._running[group] = ahead.start([*self._left[group].values()], niceness=_NICENESS)
+            kernels = [*self._uncompiled[group].values()]
+            self._running[group] = ahead.start(kernels, niceness=_NICENESS)
 
     @property
     def pending(self) -> tuple[str, ...]:
+        """Groups that are not compiled yet."""
         for group in [group for group, each in self._running.items() if each.poll() is not None]:
-            ahead.end([self._running.pop(group)], self._left.pop(group))
-        return tuple(self._left)
+            ahead.end([self._running.pop(group)], self._uncompiled.pop(group))
+        return tuple(self._uncompiled)
 
     def must_wait(self, params: SamplingParams) -> bool:
-        """Return whether a request with these parameters has to wait."""
+        """Return whether a request with these parameters needs a pending group."""
         return not groups_of(params).isdisjoint(self.pending)

@@ -1,4 +1,4 @@
-"""What a request does to logits, as the sparse lists that the sampling kernels read."""
+"""Penalties, biases and token restrictions of a request, as lists for the sampling kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ I32 = NDArray[np.int32]
 
 
 class Sparse(NamedTuple):
-    """The fields of `triton_kernels.sampling.LogitsShaping` for one slot; lists as long as they
-    need."""
+    """The fields of `triton_kernels.sampling.LogitsShaping` for one slot, unpadded."""
 
     plain: I32  # [ceil(V / 32)]
     listed: I32
@@ -40,7 +39,7 @@ def shapes_logits(p: SamplingParams, *, has_stops: bool) -> bool:
 
 
 def neutral(vocab_size: int) -> Sparse:
-    """Every logit as it is."""
+    """Return the lists that leave every logit unchanged."""
     none = np.zeros(0, dtype=np.int32)
     plain = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     penalties = np.array([1, 0, 0], dtype=np.float32)
@@ -48,8 +47,8 @@ def neutral(vocab_size: int) -> Sparse:
 
 
 def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
-    """After the known tokens of `a`, output included. Raises FieldError where more tokens have to
-    be listed than there is room for."""
+    """Return the lists of a sequence, penalties counted over its tokens so far. Raises FieldError
+    if it may need more than `most_listed` entries."""
     params = a.params
     prompt, output = a.tokens[: a.num_prompt_tokens], a.tokens[a.num_prompt_tokens :]
     allowed = np.ones(vocab_size, dtype=np.bool_)
@@ -71,13 +70,13 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
             marks[prompt] |= IN_PROMPT
         has_entry |= (counts > 0) | (marks != 0)
     listed = np.flatnonzero(has_entry & allowed)
-    # With penalties whatever the sequence emits is listed, too.
+    # With penalties every token that the sequence emits gets an entry, too.
     grows = a.max_total_tokens - len(a.tokens) if _has_penalties(params) else 0
-    most = min(len(listed) + grows, vocab_size)
-    if most > most_listed:
+    num_entries = min(len(listed) + grows, vocab_size)
+    if num_entries > most_listed:
         raise FieldError(
             "logit_bias",
-            f"with penalties and stop ids it lists up to {most} tokens",
+            f"with penalties and stop ids it lists up to {num_entries} tokens",
             f"list at most {most_listed}, or use --device cpu",
         )
     return Sparse(
@@ -99,7 +98,7 @@ def _has_penalties(p: SamplingParams) -> bool:
 
 
 def _bits(flags: NDArray[np.bool_]) -> I32:
-    """Bit i % 32 of word i // 32 is flag i."""
+    """Pack flags into words: bit i % 32 of word i // 32 is flag i."""
     packed = np.packbits(flags, bitorder="little")
     padded = np.zeros(-(-len(flags) // 32) * 4, dtype=np.uint8)
     padded[: len(packed)] = packed

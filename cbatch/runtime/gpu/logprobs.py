@@ -1,8 +1,8 @@
-"""Log probabilities: what few requests ask for, computed eagerly behind the step.
+"""Log probabilities, which few requests need: they are computed after the step, without a graph.
 
-Nothing here waits for the device: what it computes comes in a copy of its own, and is looked at
-when the step is waited for. Those of what filters and penalties leave the host computes then, from
-the step's logits: penalties follow tokens that are known by then.
+Nothing here waits for the device. The values are copied to the host, which reads them together with
+the step's result. Log probabilities after penalties and filters are computed on the host, from the
+step's logits, because penalties depend on the tokens that the step emitted.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 from triton_kernels.slots.state import SlotState
 
-PROMPT_ROWS = 128  # logits of so many prompt tokens at a time
+PROMPT_ROWS = 128  # prompt tokens whose logits are in memory at a time
 
 
 class _Processed(NamedTuple):
-    """Whose log probabilities follow penalties and filters."""
+    """Parameters of a sequence whose log probabilities are taken after penalties and filters."""
 
     params: SamplingParams
     chain: ProcessorChain
 
 
-class _Asked(NamedTuple):
-    """Rows of one sequence, on their way to the host. Of a prompt `position` is known; else it is
-    that of the first token emitted, whose number the device tells: `known` tokens after the step,
-    and how many of the rows count, it emitted."""
+class _Copy(NamedTuple):
+    """Rows of one sequence that are being copied to the host.
+
+    Prompt rows begin at `position`. For output rows it is None: the result has the number of
+    emitted tokens, and `known` the sequence's length after the step, from which the position
+    follows."""
 
     slot: int
     num_top: int
@@ -52,6 +54,8 @@ class _Asked(NamedTuple):
 
 
 class LogprobsReader:
+    """Queues the log probabilities that a step's sequences request, and reads them afterwards."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -66,8 +70,8 @@ class LogprobsReader:
     def clear(self) -> None:
         self._asks = LogprobRequests()
         self._processed: dict[int, _Processed] = {}
-        self._computed: dict[int, int] = {}  # tokens of prompts that are asked for
-        self._kept: dict[int, Tensor] = {}  # logits of a slot as they were before masks
+        self._computed: dict[int, int] = {}  # by slot: prompt tokens computed so far
+        self._kept: dict[int, Tensor] = {}  # by slot: logits before penalties and masks
 
     def take_in(self, deltas: Deltas) -> None:
         if deltas.reset:
@@ -79,14 +83,15 @@ class LogprobsReader:
             self._admit(admission)
 
     def keep(self, plan: StepPlan, slots: NDArray[np.int32]) -> None:
-        """Tokens are about to be forbidden in the logits of these slots."""
+        """Copy the logits of these slots, before masks or penalties change them."""
         counts = dict(zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True))
         for slot in slots.tolist():
             if slot in self._asks.outputs:
                 self._kept[slot] = self._logits(slot, 1 + counts[slot])
 
-    def queue(self, plan: StepPlan, device: Device) -> tuple[_Asked, ...]:
-        """Behind the step that was queued last: what its sequences ask for."""
+    def queue(self, plan: StepPlan, device: Device) -> tuple[_Copy, ...]:
+        """Queue the log probabilities of the step that was queued last; pass the copies to
+        `describe` once it has been waited for."""
         asks = self._asks
         if not (asks.outputs or asks.prompts):
             return ()
@@ -108,24 +113,25 @@ class LogprobsReader:
                     outputs.append(self._queue_output(slot, 1 + drafts, device))
         return *prompts, *outputs
 
-    def describe(self, asked: tuple[_Asked, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
-        """Of a step that has been waited for; `result` by slot, as `advance` packs it."""
-        found = []
-        for each in asked:
-            if each.position is not None:
-                found.append(unpack(each.slot, each.position, each.host.numpy()))
+    def describe(self, copies: tuple[_Copy, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
+        """Return the log probabilities of a step that has been waited for. `result` has a row for
+        each slot, packed by `triton_kernels.slots.advance`."""
+        logprobs = []
+        for copy in copies:
+            if copy.position is not None:
+                logprobs.append(unpack(copy.slot, copy.position, copy.host.numpy()))
                 continue
-            emitted = int(result[each.slot, fields.EMITTED])
+            emitted = int(result[copy.slot, fields.EMITTED])
             if not emitted:
                 continue
-            rows, first = each.host[:emitted], int(each.known) - emitted
-            if each.processed is None:
-                found.append(unpack(each.slot, first, rows.numpy()))
+            rows, first = copy.host[:emitted], int(copy.known) - emitted
+            if copy.processed is None:
+                logprobs.append(unpack(copy.slot, first, rows.numpy()))
                 continue
-            tokens = result[each.slot, fields.NUM_FIELDS :][:emitted].astype(np.int64)
-            logits = _shaped(rows.clone(), tokens, each.processed)
-            found.append(describe(each.slot, first, logits, tokens, each.num_top))
-        return tuple(found)
+            tokens = result[copy.slot, fields.NUM_FIELDS :][:emitted].astype(np.int64)
+            logits = _shaped(rows.clone(), tokens, copy.processed)
+            logprobs.append(describe(copy.slot, first, logits, tokens, copy.num_top))
+        return tuple(logprobs)
 
     def _admit(self, a: NewSequence) -> None:
         self._asks.admit(a)
@@ -145,8 +151,8 @@ class LogprobsReader:
         self._processed.pop(slot, None)
         self._computed.pop(slot, None)
 
-    def _queue_prompt(self, slot: int, count: int, ask: LogprobRequest, device: Device) -> _Asked:
-        """Of the prompt tokens that the first `count` rows of a chunk predict."""
+    def _queue_prompt(self, slot: int, count: int, ask: LogprobRequest, device: Device) -> _Copy:
+        """Queue the prompt tokens that the first `count` rows of a chunk predict."""
         start = self._computed[slot]
         self._computed[slot] = start + count
         begin = self._target.layout.query_starts[slot]
@@ -160,36 +166,36 @@ class LogprobsReader:
             parts.append(pack(logits.float(), tokens[at:stop], ask.num_top))
         return self._fetched(slot, ask, torch.cat(parts), device)._replace(position=start + 1)
 
-    def _queue_output(self, slot: int, count: int, device: Device) -> _Asked:
-        """Of as many tokens as the step may emit."""
+    def _queue_output(self, slot: int, count: int, device: Device) -> _Copy:
+        """Queue the `count` tokens that the step may emit."""
         target, ask = self._target, self._asks.outputs[slot]
         logits = self._kept.pop(slot, None)
         if logits is None:
             logits = self._logits(slot, count)
         if slot not in self._processed:
             tokens = target.result[slot, fields.NUM_FIELDS :][:count].long()
-            tokens.clamp_(0, logits.shape[1] - 1)  # what was not emitted is any number
+            tokens.clamp_(0, logits.shape[1] - 1)  # entries past the emitted tokens are undefined
             logits = pack(logits, tokens, ask.num_top)
         return self._fetched(slot, ask, logits, device)
 
     def _logits(self, slot: int, count: int) -> Tensor:
-        """Of the first `count` rows of a slot: fp32 [count, V], a copy."""
+        """Return a copy of the first `count` rows of a slot's logits, fp32 [count, V]."""
         target = self._target
-        each = torch.arange(count, dtype=torch.int32, device=target.logits.device)
-        rows = (target.layout.logit_starts[slot] + each).clamp_(max=target.most_logits - 1)
+        index = torch.arange(count, dtype=torch.int32, device=target.logits.device)
+        rows = (target.layout.logit_starts[slot] + index).clamp_(max=target.most_logits - 1)
         return target.logits.index_select(0, rows).float()
 
-    def _fetched(self, slot: int, ask: LogprobRequest, found: Tensor, device: Device) -> _Asked:
-        host = device.staging(found.numel()).view(found.dtype).view(found.shape)
+    def _fetched(self, slot: int, ask: LogprobRequest, values: Tensor, device: Device) -> _Copy:
+        host = device.staging(values.numel()).view(values.dtype).view(values.shape)
         known = device.staging(1)
-        device.fetch(found, host)
+        device.fetch(values, host)
         device.fetch(self._state.num_tokens[slot : slot + 1], known)
-        return _Asked(slot, ask.num_top, host, known, None, self._processed.get(slot))
+        return _Copy(slot, ask.num_top, host, known, None, self._processed.get(slot))
 
 
 def _shaped(x: Tensor, tokens: I64, processed: _Processed) -> Tensor:
-    """What the distribution that is sampled from has instead of logits [T, V]; each follows the
-    tokens before it."""
+    """Apply penalties and filters to logits [T, V]. Row t follows the first t of `tokens`, which is
+    what its penalties count."""
     params, chain = processed
     for row, token in zip(x, tokens.tolist(), strict=True):
         chain.shape(row)

@@ -1,4 +1,4 @@
-"""Masks of logits: they go to the device beside the plan, while its forward pass runs."""
+"""Token masks on the device: the host computes and copies them while the forward pass runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton_kernels.slots.draft_batch import DraftLayout
 
 
 class Masking:
-    """Of the logits of `target`; `max_slots` have up to `max_drafts` drafts each."""
+    """Applies the host's token masks to the logits of `target`."""
 
     def __init__(self, target: TargetPass, device: Device, max_slots: int, max_drafts: int) -> None:
         self._target, self._device = target, device
@@ -25,29 +25,29 @@ class Masking:
         self._bits = torch.zeros(0, dtype=torch.int32, device=target.logits.device)
 
     def mask_nothing(self) -> None:
-        """Launches what `mask` does."""
-        nobody = self._bits.new_zeros(1, words_of(self._target.logits.shape[1]))
-        mask_logits(self._target.logits, nobody, self._target.layout.logit_starts, nobody[0])
+        """Launch the kernel of `mask` without effect, so that it is compiled."""
+        no_rows = self._bits.new_zeros(1, words_of(self._target.logits.shape[1]))
+        mask_logits(self._target.logits, no_rows, self._target.layout.logit_starts, no_rows[0])
 
     def fetch_drafts(self, layout: DraftLayout, buffers: HostBuffers) -> None:
-        """How many each slot has, where they begin, and they."""
-        found = torch.cat([layout.depths, layout.starts, layout.drafts])
+        """Queue a copy to the host: each slot's number of drafts, their first index, all drafts."""
+        drafts = torch.cat([layout.depths, layout.starts, layout.drafts])
         if not len(buffers.drafts):
-            buffers.drafts = self._device.staging(len(found))
-        self._device.fetch(found, buffers.drafts)
+            buffers.drafts = self._device.staging(len(drafts))
+        self._device.fetch(drafts, buffers.drafts)
 
     def mask(
         self, known: KnownTokens, slots: I32, buffers: HostBuffers, *, drafts: bool
     ) -> dict[int, int]:
-        """Forbid what no grammar of these slots lets follow, behind each of their `drafts`, which
-        have been fetched. Returns the dead ends, see `Masks`."""
+        """Mask the tokens that these slots' grammars forbid, and return the dead ends (see
+        `Masks`). `drafts`: the step has drafts, and `fetch_drafts` has brought them."""
         counts: I64 = np.zeros(len(slots), dtype=np.int64)
         tokens: I64 = np.zeros((len(slots), self._max_drafts), dtype=np.int64)
         if drafts:
-            held, words = self._max_slots + 1, buffers.drafts.numpy()
+            num_slots, words = self._max_slots + 1, buffers.drafts.numpy()
             counts = words[slots].astype(np.int64)
-            places = words[held + slots][:, None] + iota(self._max_drafts)
-            tokens = words[2 * held + places].astype(np.int64)
+            places = words[num_slots + slots][:, None] + iota(self._max_drafts)
+            tokens = words[2 * num_slots + places].astype(np.int64)
         rows, dead_ends = known.masks(slots, counts, tokens)
         if rows.size > len(buffers.masks):
             buffers.masks = self._device.staging(2 * rows.size)
@@ -65,8 +65,8 @@ class Masking:
 def end_dead_ends(
     plan: StepPlan, dead_ends: dict[int, int], known: KnownTokens, rows: np.ndarray
 ) -> None:
-    """In what a step reports, by slot: sequences that came to where no token may follow have
-    emitted nothing, now and later."""
+    """Correct the result `rows` (one per slot) of a step: a sequence that reached a dead end has
+    emitted nothing, in this step and in later ones."""
     for slot, depth in dead_ends.items():
         if rows[slot, fields.EMITTED] and rows[slot, fields.ACCEPTED] >= depth:
             known.fail(np.array([slot]))

@@ -1,4 +1,5 @@
-"""What steps take of a device's memory beside weights and KV: counted before KV takes the rest."""
+"""Device memory of an executor without weights and KV cache: it is counted first, and the KV cache
+gets the rest."""
 
 from __future__ import annotations
 
@@ -17,38 +18,39 @@ from triton_kernels.sampling.mask import words_of
 from triton_kernels.slots.guesses import HEAD_WORDS
 from triton_kernels.slots.state import ArenaSizes
 
-# Entries that shape logits besides the tokens of the sequence itself: biased and stop ids.
+# Entries for biased and stop ids in a slot's list, in addition to one for each of its tokens.
 _SPARE_ENTRIES = 1024
-_LIBRARY_BYTES = 128 << 20  # workspaces of products, of steps that are captured and that are not
+_LIBRARY_BYTES = 128 << 20  # matrix product workspaces, of captured and of other steps
 _FP32_BYTES = 4
-_LOGPROB_COPIES = 8  # of logits in fp32: as they are, normalised, and as integers of two words
+_LOGPROB_COPIES = 8  # of fp32 size: logits, log probabilities, int64 temporaries (two each)
 
 
 Draft = Decoder | GpuHead
 
 
 class StepLimits(NamedTuple):
-    """The most that a step can bring, as the executor is made for it."""
+    """The largest step that an executor is built for."""
 
     max_slots: int
     max_sequence_tokens: int
     step_budget_tokens: int
     block_size_tokens: int
-    max_drafts: int  # 0: nobody drafts
-    reads: bool = False  # a head drafts, which is never behind
+    max_drafts: int  # of a row; 0: no speculation
+    reads: bool = False  # the draft is a head, which reads the target's states and never catches up
 
     @property
     def most_catch_up(self) -> int:
-        """Tokens that the draft model takes in, at most."""
+        """The most tokens that the draft computes in its first pass of a step."""
         return self.max_slots + (0 if self.reads else self.step_budget_tokens)
 
     @property
     def most_logits(self) -> int:
-        """No more rows of logits than tokens, and of each slot its drafts and one more."""
+        """The most rows of logits: one per token, and at most one more than drafts per slot."""
         return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
-        """Of attention over keys and values of `kv_dtype`, the decoder's unless given."""
+        """Return the tuning of attention with a KV cache of `kv_dtype`, by default the
+        decoder's."""
         heads, page_tokens = heads_of(decoder.config), self.block_size_tokens
         return Tuning.of(
             heads,
@@ -61,7 +63,7 @@ class StepLimits(NamedTuple):
         )
 
     def arena_of(self, config: ModelConfig) -> ArenaSizes:
-        """One slot more stands for rows of padding."""
+        """Return the sizes of the device's slot state. One extra slot is for padding rows."""
         tokens, vocab = self.max_sequence_tokens, config.vocab_size
         return ArenaSizes(
             slots=self.max_slots + 1,
@@ -70,36 +72,36 @@ class StepLimits(NamedTuple):
             vocab=vocab,
             listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
             drafts=aligned(self.max_drafts),
-            # What the step under way may emit, and drafts behind that.
+            # The tokens that the pending step may emit, and the drafts after them.
             guess=HEAD_WORDS + 2 * self.max_drafts + 1 if self.max_drafts else 0,
         )
 
 
 def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) -> int:
-    """All that an executor with these limits allocates but KV, and all that its steps do. Passes
-    that are captured share one pool of memory, those that are not have another."""
+    """Return the bytes that an executor with these limits and its steps allocate, without KV cache.
+    Captured passes share one memory pool, the others another."""
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
     used = _LIBRARY_BYTES + arena.num_words * _FP32_BYTES
     used += _LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
-    used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # of masks
+    used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # token masks
     models: list[tuple[Draft, int, int]] = []
     models.append((target, limits.step_budget_tokens, limits.most_logits))
-    kept = 0  # of the target's states, beside each token of its pass
+    kept = 0  # bytes of target states per token, for a head
     if draft is not None and limits.max_drafts:
         rows = limits.max_slots * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
-        used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # of listed tokens
+        used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # listed tokens
         tokens = limits.most_catch_up
         if isinstance(draft, GpuHead):
-            # Its pass over the target's tokens is the longest.
+            # A head's longest pass is the one over the target's tokens.
             tokens = limits.step_budget_tokens
             used += (tokens + 2 * limits.max_slots + 2) * draft.state_bytes
             kept = len(draft.head.hidden_layers) * target.config.hidden_size * draft.dtype.itemsize
         models.append((draft, tokens, rows))
     eager = captured = 0
     for decoder, tokens, rows in models:
-        used += _held_bytes(decoder, tokens, limits)
+        used += _persistent_bytes(decoder, tokens, limits)
         eager = max(eager, decoder.pass_bytes(tokens) + tokens * kept)
         tokens = min(tokens, MOST_CAPTURED_TOKENS)
         passes = decoder.pass_bytes(tokens) + tokens * kept
@@ -107,10 +109,10 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     return used + eager + captured
 
 
-def _held_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
-    """The residual stream, partial results of attention, the table of rotary factors."""
+def _persistent_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
+    """Return the bytes of residual stream, partial attention results and rotary table."""
     config = decoder.config
-    if not config.num_layers:  # Medusa heads attend to nothing
+    if not config.num_layers:  # Medusa heads have no attention
         return 0
     heads, tuning = heads_of(config), limits.tuning_of(decoder)
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
@@ -119,6 +121,6 @@ def _held_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
 
 
 def _decision_bytes(decoder: Draft, rows: int, arena: ArenaSizes) -> int:
-    """Of so many rows of logits: what they are made of, and what is drawn and verified."""
+    """Return the bytes to compute `rows` rows of logits, and to sample from and verify them."""
     hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
     return rows * (hidden + bytes_a_row(arena.vocab, arena.listed + arena.drafts))

@@ -1,5 +1,5 @@
-"""A decoder of transformers' modelling code, with the interface of our own `Decoder`: its attention
-is ours over paged KV, the rest the modules' own, so that a pass can be captured whole."""
+"""A GPU decoder that runs transformers' modelling code, with the interface of `Decoder`. Attention
+is our kernel over paged KV; all other modules are transformers'. A whole pass can be captured."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from triton_kernels.layers.kv_write import kv_write
 
-_PAGE_TOKENS = 16  # while it is compared with itself
-_WIDTHS_OF_A_PASS = 12  # of the widest rows that the modules of a layer have at once
-# What cannot be queued: it waits for the device, or its shape is what the device says.
+_PAGE_TOKENS = 16  # page size of the self test after loading
+_WIDTHS_OF_A_PASS = 12  # estimate: a layer's activations, in rows as wide as its widest tensor
+# Operations that no graph can hold: they wait for the device, or their output's shape needs its
+# data.
 _WAITS = {
     *("_local_scalar_dense", "_unique2", "allclose", "argwhere", "bincount", "equal", "is_nonzero"),
     *("item", "masked_select", "nonzero", "unique_dim"),
 }
-_INDEXES = ("index", "index_put", "index_put_")  # of truth values: as `nonzero`
+_INDEXES = ("index", "index_put", "index_put_")  # with a boolean index they wait, as `nonzero` does
 
 
 class _Step(NamedTuple):
-    """One pass: what its layers attend with."""
+    """The attention of one pass, which its layers call."""
 
     attention: PagedAttention
     flat: Flat
-    unturned: Tensor  # cos and sin of no rotation, for `kv_write`
+    unturned: (
+        Tensor  # rotary table of angle 0 for `kv_write`; the modules rotate q and k themselves
+    )
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `LayerStep.compute`."""
+        """Write K and V to the cache and return the attention output [T, heads, head_dim]. The
+        arguments are those of `LayerStep.compute`."""
         heads, rows, dim = q.shape
         kv_heads = k.shape[0]
         grouped = q.transpose(0, 1).reshape(rows, kv_heads, -1, dim)
@@ -61,19 +65,19 @@ class _Step(NamedTuple):
 
 
 class ModellingDecoder:
-    """As `Decoder`: no method waits for the device or reads from it."""
+    """A `Decoder` of transformers' code. `forward` and `logits` never wait for the device."""
 
     def __init__(self, net: nn.Module, path: Path, dtype: torch.dtype) -> None:
-        """`net` is a model for causal LM, on its device, and is changed. Raises ModelError for one
-        that does what is not served here."""
+        """`net` is a causal LM on its device; its attention is replaced. Raises ModelError for a
+        model whose code or attention cannot be served here."""
         self.net, self.path, self.dtype = net, path, dtype
         self.device = net.get_input_embeddings().weight.device
         self.kv_dtype, self.numerics = dtype, "fast"
-        self._pass, self._states = Pass(), _States(net, path)
+        self._pass, self._body = Pass(), _SplitModel(net, path)
         interface.register()
         net.set_attn_implementation(interface.NAME)
         if any(_is_mixture(module) for module in net.modules()):
-            net.set_experts_implementation("grouped_mm")  # reads no number of rows
+            net.set_experts_implementation("grouped_mm")  # needs no row counts on the host
         layers, vocab_size = self._probe()
         config = bridge(net.config, path, layers, vocab_size)
         self.config = _served(config, net.config, layers, path)
@@ -84,52 +88,52 @@ class ModellingDecoder:
 
     @property
     def code(self) -> str:
-        """Whose code computes it, in words."""
+        """The code that computes the model, for people to read."""
         from transformers import __version__
 
         return f"transformers {__version__} ({type(self.net).__name__}), with our attention"
 
     def keeps_bits(self) -> bool:
-        """Products and norms are a library's."""
+        """Return False: products and norms are a library's, and not batch-invariant."""
         return False
 
     def pass_bytes(self, tokens: int) -> int:
-        """Of one layer, most of which its modules keep until it ends."""
+        """Return the estimated bytes of one layer's activations for `tokens` tokens."""
         c = self.config
         widest = max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim)
         return tokens * widest * _WIDTHS_OF_A_PASS * 4
 
     def cos_sin(self, most_tokens: int) -> Tensor:
-        """Of no rotation: keys come turned."""
+        """Return the rotary table of angle 0: the modules have rotated queries and keys already."""
         return self._unturned
 
     @torch.inference_mode()
     def forward(
         self, flat: Flat, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
     ) -> None:
-        """All layers over `flat`; fills `hidden.last`."""
+        """Compute all layers over `flat`; fills `hidden.last`."""
         self._pass.elsewhere = _Step(attention, flat, cos_sin)
         try:
-            found = self._states.find(flat.tokens.long(), flat.positions.long())
+            states = self._body.states(flat.tokens.long(), flat.positions.long())
         finally:
             self._pass.elsewhere = None
-        hidden.last[: len(flat.tokens)].copy_(found)
+        hidden.last[: len(flat.tokens)].copy_(states)
 
     @torch.inference_mode()
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
-        """As `Decoder.logits`."""
-        out.copy_(self._states.logits(hidden.last.index_select(0, rows)))
+        """Write logits to `out`, as `Decoder.logits` does."""
+        out.copy_(self._body.logits(hidden.last.index_select(0, rows)))
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[AttentionLayer], int]:
-        """The layers that a pass goes through, and how many logits it gives."""
-        with interface.entering(self._pass), _Queued(self.device):
+        """Run one token; return the attention layers that it calls, and the vocabulary size."""
+        with interface.entering(self._pass), _GraphCheck(self.device):
             row = torch.zeros(1, dtype=torch.int64, device=self.device)
             try:
-                logits = self._states.logits(self._states.find(row, row))
+                logits = self._body.logits(self._body.states(row, row))
             except ModelError as error:
                 raise ModelError(f"{self.path}: {error}") from None
-            except Exception as error:  # whatever modelling code may raise
+            except Exception as error:  # modelling code may raise anything
                 raise ModelError(
                     f"{self.path}: {type(self.net).__name__} does not run over a flat batch: "
                     f"{type(error).__name__}: {error!s:.200}"
@@ -142,45 +146,45 @@ class ModellingDecoder:
         return self._pass.layers, logits.shape[-1]
 
 
-class _States:
-    """A model for causal LM in two parts: up to the states behind its last norm, and from there to
-    logits, whose scales and soft caps are its own. The second is the whole model, over a body that
-    gives what it is told."""
+class _SplitModel:
+    """A causal LM in two parts: tokens to the states after the final norm, and states to logits.
+    The second part runs the whole model with a body that returns given states, because only the
+    model's own `forward` has its scales and soft caps."""
 
     def __init__(self, net: Any, path: Path) -> None:
         self._net, body = net, net.base_model
         if body is net:
             raise ModelError(f"{path}: {type(net).__name__} has no body apart from its head")
         self._body = body.forward
-        self._told: Tensor | None = None
-        self._kind: Any = None  # of what the body gives
+        self._given_states: Tensor | None = None
+        self._output_type: Any = None  # of the body
         body.forward = self._forward
 
-    def _forward(self, *given: Any, **named: Any) -> Any:
-        if self._told is None:
-            return self._body(*given, **named)
-        return self._kind(last_hidden_state=self._told)
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._given_states is None:
+            return self._body(*args, **kwargs)
+        return self._output_type(last_hidden_state=self._given_states)
 
-    def find(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[T, hidden] of a flat batch."""
-        found = self._net.base_model(
+    def states(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the states [T, hidden] of a flat batch."""
+        output = self._net.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False
         )
-        self._kind = type(found)
-        return found.last_hidden_state[0]
+        self._output_type = type(output)
+        return output.last_hidden_state[0]
 
     def logits(self, states: Tensor) -> Tensor:
-        """[N, vocab] of states [N, hidden]."""
+        """Return the logits [N, vocab] of states [N, hidden]."""
         row = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-        self._told = states[None]
+        self._given_states = states[None]
         try:
             return self._net(input_ids=row, use_cache=False).logits[0]
         finally:
-            self._told = None
+            self._given_states = None
 
 
-class _Queued(TorchDispatchMode):
-    """Refuses what a graph cannot hold."""
+class _GraphCheck(TorchDispatchMode):
+    """Raises ModelError for an operation that no CUDA graph can hold."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -201,7 +205,7 @@ class _Queued(TorchDispatchMode):
 
 
 def _waits(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the host waits for what an operation of that name finds."""
+    """Return whether the host must wait for the device in this operation."""
     if name in _INDEXES:
         return any(x is not None and x.dtype == torch.bool for x in args[1])
     if name == "repeat_interleave":
@@ -210,15 +214,15 @@ def _waits(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Experts of transformers' interface for them."""
+    """Return whether a module is a mixture of experts that uses transformers' experts interface."""
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj"))
     return any(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights)
 
 
 def _served(
-    config: ModelConfig, theirs: Any, layers: list[AttentionLayer], path: Path
+    config: ModelConfig, hf_config: Any, layers: list[AttentionLayer], path: Path
 ) -> ModelConfig:
-    """As the executor takes it. Raises ModelError for attention that our kernel has not."""
+    """Return the config for the executor. Raises ModelError for attention that our kernel lacks."""
     problem = None
     if len({(layer.heads, layer.kv) for layer in layers}) > 1:
         problem = "its layers have heads of different shapes"
@@ -226,11 +230,11 @@ def _served(
         problem = "its keys are wider than its values, or narrower"
     elif any(layer.sinks is not None for layer in layers):
         problem = "it attends with sinks"
-    elif changes_angles(theirs):
+    elif changes_angles(hf_config):
         problem = "its angles follow the longest sequence of a step"
     if problem is not None:
         raise ModelError(f"{path}: not served on a GPU: {problem}; use --device cpu")
-    inner = getattr(theirs, "intermediate_size", None)
+    inner = getattr(hf_config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * config.hidden_size
     return structs.replace(config, kv_shapes=(), intermediate_size=inner)
 
@@ -243,7 +247,8 @@ def load_modelling_decoder(
     numerics: str = "fast",
     random_weights_seed: int | None = None,
 ) -> ModellingDecoder:
-    """As `load_transformers_model`, on a GPU. Raises ModelError for what cannot be served so."""
+    """Load a model as `load_transformers_model` does, on a GPU, and compare it with transformers'
+    own pass. Raises ModelError for a model that cannot be served so, FieldError for "invariant"."""
     if numerics == "invariant":
         problem = "'invariant' is not to be had of transformers' modelling code on a GPU"
         raise FieldError("numerics", problem, "use fast, or --device cpu")

@@ -1,4 +1,4 @@
-"""The passes of an executor's models, each model over keys and values of its own."""
+"""Builder of the target's and the draft's forward passes, each with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from triton_kernels.slots.state import SlotState
 
 
 class PassBuilder(NamedTuple):
-    """`kv_dtype` and `tuning` as `GpuExecutor` takes them; `layout` where anybody drafts."""
+    """Settings of both passes. `kv_dtype` and `tuning` are the arguments of `GpuExecutor`;
+    `layout` is None without speculation."""
 
     limits: StepLimits
     num_blocks: int
@@ -30,7 +31,8 @@ class PassBuilder(NamedTuple):
     layout: DraftLayout | None
 
     def of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
-        """`vocab`: tokens that the target knows. Medusa heads keep no KV."""
+        """Return the draft's passes and its KV cache, None for Medusa heads, which need none.
+        `vocab` is the size of the target's vocabulary."""
         assert self.layout is not None
         limits, most_tokens = self.limits, self.limits.most_catch_up
         kv, attention, kind, more = None, None, DraftPasses, {}
@@ -81,12 +83,12 @@ class PassBuilder(NamedTuple):
     def _memory(
         self, decoder: Decoder | GpuEagleHead, most_tokens: int, first_key: int = 0
     ) -> tuple[KVCache, PagedAttention]:
-        """A model's pool, and its attention over it."""
+        """Return a KV cache for a model, and the attention that reads it."""
         config, page_tokens = decoder.config, self.limits.block_size_tokens
-        held, tuning = self.kv_dtype or decoder.dtype, self.tuning
-        kv = KVCache(config, self.num_blocks, page_tokens, held, decoder.device)
+        kv_dtype, tuning = self.kv_dtype or decoder.dtype, self.tuning
+        kv = KVCache(config, self.num_blocks, page_tokens, kv_dtype, decoder.device)
         if tuning is None:
-            tuning = self.limits.tuning_of(decoder, held)
-        scales = kv_scales(decoder, held)
+            tuning = self.limits.tuning_of(decoder, kv_dtype)
+        scales = kv_scales(decoder, kv_dtype)
         tables = self.state.blocks
         return kv, PagedAttention(config, kv, tables, most_tokens, tuning, scales, first_key)

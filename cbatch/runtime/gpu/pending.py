@@ -1,4 +1,4 @@
-"""A step that was queued and not waited for."""
+"""A step that is queued on the device and whose result has not been read yet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.runtime.gpu.device import Mark
-from cbatch.runtime.gpu.host_drafts import Asks
+from cbatch.runtime.gpu.host_drafts import DraftPlan
 from cbatch.runtime.gpu.slots import Bounds
 
 
 class HostBuffers:
-    """Host memory of a step under way; a message is written while the step before still runs."""
+    """Pinned host memory of one pending step. Each pending step has its own, because the next
+    step's message is written while the previous step still runs."""
 
     def __init__(self) -> None:
         none = torch.zeros(0, dtype=torch.int32)
@@ -23,24 +24,24 @@ class HostBuffers:
 
 @dataclass
 class Pending:
-    """A step whose verdict follows a grammar is not `decided` while the one before it runs: what
-    may follow is known after that."""
+    """A pending step. `decided`: verification and sampling are queued too. With a grammar they are
+    queued only after the previous step's result, since the token mask depends on its tokens."""
 
     plan: StepPlan
-    asks: Asks
+    draft_plan: DraftPlan
     bounds: Bounds
     buffers: HostBuffers
     started: Mark
-    drafts: tuple[Mark, Mark] | None  # before and behind them, where anybody drafts
+    drafts: tuple[Mark, Mark] | None  # before and after drafting; None if no row drafts
     decided: bool = False
     done: Mark = field(default_factory=Mark)
-    logprobs: tuple[Any, ...] = ()  # what `LogprobsReader.queue` gave
+    logprobs: tuple[Any, ...] = ()  # returned by `LogprobsReader.queue`
     dead_ends: dict[int, int] = field(default_factory=dict)  # see `Masks`
 
     @property
     def durations_s(self) -> tuple[float, float]:
-        """Of drafting, and of all else: what the host prepares is part of every step, as far as
-        the device waited for it."""
+        """Seconds on the device of drafting, and of the rest of the step. Gaps in which the device
+        waited for the host are included."""
         draft_s = 0.0
         if self.drafts is not None:
             begun, drafted = self.drafts

@@ -1,4 +1,4 @@
-"""What changed since the last step, as one message to the device's arena of slots."""
+"""The changes since the last step, packed into one message for the device's slot state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ Words = NDArray[np.int32]
 
 
 class SlotUpdate:
-    """Collects runs of words; `write` lays them out as `triton_kernels.slots.state.apply` reads
-    them: new sequences first, then everything that may overwrite what they brought."""
+    """Collects runs of int32 words. `write` packs them in the format that
+    `triton_kernels.slots.state.apply` reads: first new sequences, then all that may overwrite their
+    values."""
 
     def __init__(self, places: dict[str, FieldPlace]) -> None:
         self._places = places
@@ -21,7 +22,7 @@ class SlotUpdate:
         self._scattered: list[tuple[Words, Words]] = []
 
     def put(self, name: str, slot: int, values: NDArray[np.generic]) -> None:
-        """The first elements of field `name` of a slot."""
+        """Set the first elements of field `name` of a slot."""
         offset, stride = self._places[name]
         words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
         to = offset + slot * stride
@@ -29,13 +30,13 @@ class SlotUpdate:
             self._first.append((to + start, words[start : start + RUN_WORDS]))
 
     def put_all(self, name: str, values: NDArray[np.int32]) -> None:
-        """A whole field, for every slot."""
+        """Set a whole field, for every slot."""
         offset = self._places[name].offset
         self._second.append((offset, np.ascontiguousarray(values).reshape(-1)))
 
     def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
-        """Single elements; of several for one place the last counts. Not for fields of `put_all`,
-        and once a message."""
+        """Set single elements; of several values for one element the last wins. Call it at most
+        once a message, and not for a field of `put_all`."""
         offset, stride = self._places[name]
         to = offset + slots.astype(np.int64) * stride + indices
         _, last = np.unique(to[::-1], return_index=True)
@@ -43,7 +44,7 @@ class SlotUpdate:
         self._scattered.append((to[kept].astype(np.int32), values[kept].astype(np.int32)))
 
     def num_runs(self) -> tuple[int, int]:
-        """Of the two parts, which are applied one after the other."""
+        """Return the number of runs of the two parts, which `apply` writes one after the other."""
         scattered = sum(len(to) for to, _ in self._scattered)
         return len(self._first), len(self._second) + scattered
 

@@ -1,4 +1,4 @@
-"""What the host keeps of every slot, and the message that brings the device up to a plan."""
+"""The host's record of every slot, and the message that brings the device's slots up to a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cbatch.core.request.noise import split_seed
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.runtime.gpu.host_drafts import Asks
+from cbatch.runtime.gpu.host_drafts import DraftPlan
 from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
@@ -20,25 +20,27 @@ Flags = NDArray[np.bool_]
 
 
 class Bounds(NamedTuple):
-    """The most that a step can bring: the device knows what it does."""
+    """Upper bounds of a step's sizes, for its launches. Only the device knows the true sizes, which
+    depend on the tokens that the previous step accepted."""
 
     tokens: int
-    longest: int  # tokens of a row
+    longest: int  # most tokens of a row
     logits: int  # rows of logits
-    catch_up: int  # tokens that the draft model takes in before it drafts
-    longest_catch_up: int
-    draft_rows: int  # of the model
-    depth: int  # drafts of a row of the model
-    drafting: bool  # the model
-    looked_up: int  # most drafts of a row that were looked up
-    weighs: bool  # some drafts are drawn, and verified by rejection
-    blocks: bool  # some of them as blocks
-    shaped: bool  # some row shapes its logits
-    filtered: bool  # some row that is not greedy has a filter
+    catch_up: int  # tokens of the draft model's first pass
+    longest_catch_up: int  # most of these of a row
+    draft_rows: int  # rows for which the draft model drafts
+    depth: int  # most drafts of a row by the draft model
+    drafting: bool  # the draft model runs
+    looked_up: int  # most drafts of a row from a lookup
+    weighs: bool  # some drafts are sampled, and verified by rejection sampling
+    blocks: bool  # some rows use block verification
+    shaped: bool  # some row has penalties, biases or token restrictions
+    filtered: bool  # some row that is not greedy has top-k, top-p or min-p
 
 
 class HostSlots:
-    """`held` slots have a sequence of `generation`; `mode` is how its tokens are decided."""
+    """Occupied slots, the `generation` of each slot's sequence, and how it samples: `mode` is
+    GREEDY, REJECTION, BLOCK or COUPLED."""
 
     def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace]) -> None:
         self._sizes, self._places = sizes, places
@@ -51,41 +53,43 @@ class HostSlots:
         self.clear()
 
     def clear(self) -> None:
-        self.held: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
-        self._lists[:] = True  # who knows how far the last message came
+        self._occupied: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
+        self._lists[:] = True  # the last message may have been applied in part
 
-    def take_in(self, plan: StepPlan, asks: Asks) -> SlotUpdate:
-        """Apply the deltas of `plan`; returns what the device has to be told. Raises ValueError for
-        a plan that does not fit, FieldError for a request that cannot be served here."""
+    def take_in(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
+        """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
+        a plan that does not fit the slots, FieldError for a request that cannot be served here."""
         message = SlotUpdate(self._places)
         deltas = plan.deltas
         if deltas.reset:
             self.clear()
-        self.held[deltas.released] = False
+        self._occupied[deltas.released] = False
         for admission in deltas.new_sequences:
             self._admit(admission, message)
         self._append(deltas, message)
         slots = plan.slots
-        if not (self.held[slots] & (self.generation[slots] == plan.generations)).all():
+        if not (self._occupied[slots] & (self.generation[slots] == plan.generations)).all():
             raise ValueError(
                 f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
                 "send a plan with `deltas.reset` and the whole state"
             )
-        asked = np.zeros((len(Asked._fields), self._sizes.slots), dtype=np.int32)
+        work = np.zeros((len(Asked._fields), self._sizes.slots), dtype=np.int32)
         fields = Asked()
-        asked[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
-        asked[fields.wants_logits, slots] = plan.wants_logits
-        asked[fields.num_drafts, slots] = asks.model
-        asked[fields.catch_up, slots] = asks.catch_up
-        asked[fields.looked_up, slots] = asks.looked_up
-        asked[fields.drafting] = (asks.model | asks.catch_up | asks.looked_up).any()
-        for slot, (known, guess) in asks.guesses.items():
+        work[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
+        work[fields.wants_logits, slots] = plan.wants_logits
+        work[fields.num_drafts, slots] = draft_plan.model
+        work[fields.catch_up, slots] = draft_plan.catch_up
+        work[fields.looked_up, slots] = draft_plan.looked_up
+        work[fields.drafting] = (
+            draft_plan.model | draft_plan.catch_up | draft_plan.looked_up
+        ).any()
+        for slot, (known, guess) in draft_plan.guesses.items():
             message.put("guess", slot, np.array([len(guess), known, *guess], dtype=np.int32))
-        message.put_all("asked", asked)
+        message.put_all("asked", work)
         return message
 
-    def bounds(self, plan: StepPlan, asks: Asks) -> Bounds:
-        deep, drafts = asks.model > 0, asks.model + asks.looked_up
+    def bounds(self, plan: StepPlan, draft_plan: DraftPlan) -> Bounds:
+        deep, drafts = draft_plan.model > 0, draft_plan.model + draft_plan.looked_up
         new = plan.query_lens - plan.num_drafts
         modes = self.mode[plan.slots]
         blocks = bool((modes[drafts > 0] == BLOCK).any())
@@ -93,12 +97,12 @@ class HostSlots:
             tokens=int((new + drafts).sum()),
             longest=int((new + drafts).max(initial=0)),
             logits=int(((1 + drafts) * plan.wants_logits).sum()),
-            catch_up=int((asks.catch_up + deep).sum()),
-            longest_catch_up=int((asks.catch_up + deep).max(initial=0)),
+            catch_up=int((draft_plan.catch_up + deep).sum()),
+            longest_catch_up=int((draft_plan.catch_up + deep).max(initial=0)),
             draft_rows=int(deep.sum()),
-            depth=int(asks.model.max(initial=0)),
-            drafting=bool((asks.model | asks.catch_up).any()),
-            looked_up=int(asks.looked_up.max(initial=0)),
+            depth=int(draft_plan.model.max(initial=0)),
+            drafting=bool((draft_plan.model | draft_plan.catch_up).any()),
+            looked_up=int(draft_plan.looked_up.max(initial=0)),
             weighs=blocks or bool((modes[deep] == REJECTION).any()),
             blocks=blocks,
             shaped=bool(self.shaped[plan.slots].any()),
@@ -114,10 +118,10 @@ class HostSlots:
                 f"{a.kv_len_tokens}, max_total {a.max_total_tokens} and {len(a.blocks)} blocks do "
                 "not fit together, or what the executor was made for"
             )
-        self.held[slot], self.generation[slot] = True, a.generation
+        self._occupied[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)
-        if a.params.structured_outputs is not None:  # its masks heed these
+        if a.params.structured_outputs is not None:  # its masks include these
             a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
         self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:

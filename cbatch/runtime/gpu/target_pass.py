@@ -1,4 +1,4 @@
-"""The target's part of a step: one pass over all rows, then the verdict on those that decide."""
+"""The target's part of a step: one pass over all rows, then verification and sampling."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from triton_kernels.verification.kernel import VerifyOutput, verify_logits
 
 
 class Deciding(NamedTuple):
-    """What the rows of a step ask of its verdict."""
+    """Features that some row of a step needs in verification and sampling; they choose the
+    kernel."""
 
-    shaped: bool = False  # some row shapes its logits
-    filtered: bool = False  # some row that is not greedy has a filter
-    weighs: bool = False  # some drafts were drawn, and are weighed
-    blocks: bool = False  # some of these as blocks
+    shaped: bool = False  # penalties, biases or token restrictions
+    filtered: bool = False  # top-k, top-p or min-p, of a row that is not greedy
+    weighs: bool = False  # rejection sampling of drafts that were sampled
+    blocks: bool = False  # block verification
 
 
 PLAIN = Deciding()
-BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # where no model drafts nothing is drawn
+BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # lookups do not sample their drafts
 WEIGHING = (PLAIN, Deciding(weighs=True), Deciding(weighs=True, blocks=True))
 
 
 class TargetPass:
-    """`result` int32 [slots, n] is what a step leaves for the host (see `slots.advance`). `drafts`
-    are there where anybody drafts, `drafting` where a model does.
-    `logits` and `layout` are valid until the next step."""
+    """The target's pass over a step. `result` int32 [slots, n] is the step's result for the host,
+    packed by `triton_kernels.slots.advance`. `drafts` is None without speculation, `drafting`
+    without a draft model. `logits` and `layout` are valid until the next step."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class TargetPass:
             decoder.keep_hidden(self._reader.hidden_layers)
         self._cos_sin = decoder.cos_sin(most_positions)
         self.hidden = Hidden.allocate(most_tokens, decoder)
-        # No more rows of logits than tokens, and of each slot its drafts and one more.
+        # One row of logits per token at most, and one more than drafts per slot.
         self.most_logits = min(most_tokens, (slots - 1) * (1 + most_drafts))
         self.layout = TargetLayout.allocate(slots, most_tokens, self.most_logits, device)
         vocab = decoder.config.vocab_size
@@ -74,7 +75,7 @@ class TargetPass:
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def compute(self, device: Device, tokens: int, longest: int) -> None:
-        """Up to `tokens` tokens, up to `longest` of a row."""
+        """Queue the forward pass over up to `tokens` tokens, up to `longest` of a row."""
         key = "target", tokens, longest > self.attention.short_tokens
         forward = partial(self._forward, tokens, longest)
         if tokens > MOST_CAPTURED_TOKENS:
@@ -83,18 +84,18 @@ class TargetPass:
             device.run(key, forward)
 
     def find_logits(self, device: Device, count: int) -> None:
-        """Up to `count` rows of them; behind `compute`."""
+        """Queue up to `count` rows of logits, after `compute`."""
         if count:
             device.run(("logits", count), partial(self._find_logits, count))
 
     def decide(self, device: Device, count: int, how: Deciding) -> None:
-        """By as many rows of logits."""
+        """Queue verification and sampling with up to `count` rows of logits; fills `result`."""
         if not count:
             how = PLAIN
         device.run(("decide", count, how), partial(self._decide, count, how))
 
     def num_rows(self) -> Tensor:
-        """Of logits, by slot: int32 [slots]."""
+        """Return each slot's number of rows of logits, int32 [slots]."""
         return (self.layout.states == RUNS.value).int() * (self.layout.num_drafted + 1)
 
     def _forward(self, tokens: int, longest: int) -> None:
