@@ -83,7 +83,7 @@ class CheckedEagle(EagleDrafter):
         self.cold, self.checked, self.seen = cold, 0, []
         self.wrong = 0.0
 
-    def _is_plain(self, rows: DraftRows) -> bool:
+    def _is_greedy(self, rows: DraftRows) -> bool:
         return False
 
     def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
@@ -216,7 +216,7 @@ class _Watched(EagleDrafter):
 
 
 class _OneByOne(_Watched):
-    def _is_plain(self, rows: DraftRows) -> bool:
+    def _is_greedy(self, rows: DraftRows) -> bool:
         return False
 
 

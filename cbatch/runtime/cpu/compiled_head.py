@@ -1,4 +1,5 @@
-"""What an EAGLE head does in a step, in two calls: it reads states, and drafts several in a row."""
+"""An EAGLE head's work of a step in two calls of the C kernel: `ingest` reads the target's states,
+`draft` makes all drafts of all rows."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ class _Setting(ctypes.Structure):
 
 
 class StateFusing(NamedTuple):
-    """What comes of the states [layers, width] that are read of a position: those of a layer, or
-    with `norms_all` all together, are normed by `norms` fp32 [layers * width], where it is given;
-    `fc` makes one of them, or is None for the one layer that is read."""
+    """How the states [layers, width] of a position become the head's input. `norms` fp32
+    [layers * width], if given, is an RMS norm of each layer's state, or with `norms_all` of their
+    concatenation. `fc` then maps the concatenation to one state; None: only one layer is read."""
 
     layers: int
     width: int
@@ -60,8 +61,8 @@ class StateFusing(NamedTuple):
 
 
 class SlotStates(NamedTuple):
-    """The slots, the KV of the head, and what it read last, fp32 [slots, hidden] and [blocks,
-    hidden]."""
+    """The slots, the head's KV cache, and the input states of the last position of each slot
+    (`of_slot` fp32 [slots, hidden]) and of each block (`of_block` fp32 [blocks, hidden])."""
 
     table: InputBatch
     kv: KVCache
@@ -70,8 +71,9 @@ class SlotStates(NamedTuple):
 
 
 class CompiledHead:
-    """`vocabulary` int64 are the ids of its choices, or None. With `carries_normed` drafts go on
-    from what is normed, by `carry_norm` fp32 [hidden] or no weight."""
+    """The C kernel of an EAGLE head. `vocabulary` int64 has the target's id of each logit; None:
+    they are the same. With `carries_normed` the next draft continues from the normed state; the
+    norm's weight is `carry_norm` fp32 [hidden], or 1 if that is None."""
 
     def __init__(
         self,
@@ -90,20 +92,20 @@ class CompiledHead:
         norms = None if fusing.norms is None else (fusing.norms.flatten() * by**0.5).contiguous()
         size = decoder.hidden_size
         carry = None if carry_norm is None else (carry_norm * size**0.5).contiguous()
-        self._held = norms, carry, vocabulary
+        self._tensors = norms, carry, vocabulary  # kept alive: the struct has their addresses
         fc = None if fusing.fc is None else fusing.fc.compiled
         self._struct = _Head(
             ctypes.pointer(decoder.struct),
             LinearStruct() if fc is None else fc.struct,
-            *(None if each is None else each.data_ptr() for each in self._held),
+            *(None if each is None else each.data_ptr() for each in self._tensors),
             fusing.layers,
             fusing.width,
             by,
             carries_normed,
         )
         self._pointer = ctypes.pointer(self._struct)
-        self._placed: tuple[object, ...] = (None,) * 4  # what `_at` points to
-        self._at: Any = None
+        self._slot_arrays: tuple[object, ...] = (None,) * 4  # arrays that `_slot_table` points to
+        self._slot_table: Any = None
         self._fuse.argtypes = [POINTER(_Setting), c_void_p, c_long, c_void_p]
         self._fuse.restype = None
         self._ingest.argtypes = [POINTER(_Setting), *[c_void_p] * 4, *[c_long] * 3]
@@ -113,7 +115,7 @@ class CompiledHead:
         self._work = torch.empty(0, dtype=torch.uint8)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """States fp32 [T, layers, width] to [T, hidden]."""
+        """Return the head's input states [T, hidden] from states fp32 [T, layers, width]."""
         rows, hidden = len(hidden), hidden.contiguous()
         fused = torch.empty(rows, self._decoder.hidden_size)
         like = StepStruct(threads=torch.get_num_threads())
@@ -125,32 +127,35 @@ class CompiledHead:
     def ingest(
         self, at: SlotStates, slots: NDArray[np.integer], starts: I64, lens: I64, hidden: Tensor
     ) -> None:
-        """K and V of positions [starts[i], starts[i] + lens[i]) of a slot, from their states fp32
-        [sum of lens, layers, width]; pieces of one slot follow each other. What was read last is
-        kept, of slots and blocks."""
-        rows, most = len(hidden), int((starts + lens).max())
-        width = min(-(-most // at.kv.block_size), at.table.blocks.shape[1])
-        setting = self._setting(at, rows, len(slots), most, width)
-        held = [_longs(array) for array in (slots, starts, lens)]
-        arrays, hidden = map(_address, held), hidden.contiguous()
-        self._raise(self._ingest(setting, hidden.data_ptr(), *arrays, len(slots), rows, width))
+        """Write the head's K and V of positions [starts[i], starts[i] + lens[i]) of slot i.
+
+        `hidden` has the target's states at these positions, fp32 [sum of lens, layers, width]. A
+        slot may occur several times, with successive positions. Updates the last states of slots
+        and blocks."""
+        rows, longest = len(hidden), int((starts + lens).max())
+        width = min(-(-longest // at.kv.block_size), at.table.blocks.shape[1])
+        setting = self._setting(at, rows, len(slots), longest, width)
+        arrays = [_longs(array) for array in (slots, starts, lens)]
+        addresses, hidden = map(_address, arrays), hidden.contiguous()
+        self._raise(self._ingest(setting, hidden.data_ptr(), *addresses, len(slots), rows, width))
 
     def draft(
         self, at: SlotStates, slots: NDArray[np.integer], known: I64, depths: I64
     ) -> tuple[I64, I64, NDArray[np.bool_]]:
-        """The likeliest next tokens of slots with so many known tokens, `depths[i]` >= 1 of each:
-        drafts [R, deepest], how many of them there are, and whose numbers broke behind them."""
+        """Draft greedily: `depths[i]` >= 1 tokens for slot i, which has `known[i]` tokens. Returns
+        drafts [R, deepest], the number of drafts of each row, and the rows whose logits became
+        non-finite after these drafts, bool [R]."""
         rows, deepest = len(slots), int(depths.max())
-        most = int((known + depths).max())
-        width = min(-(-most // at.kv.block_size), at.table.blocks.shape[1])
-        setting = self._setting(at, rows, rows, most, width)
+        longest = int((known + depths).max())
+        width = min(-(-longest // at.kv.block_size), at.table.blocks.shape[1])
+        setting = self._setting(at, rows, rows, longest, width)
         drafts = np.zeros((rows, deepest), dtype=np.int64)
         broken = np.zeros(rows, dtype=np.bool_)
         counts = np.array(depths, dtype=np.int64)
-        held = [_longs(slots), _longs(known), counts]
-        arrays = map(_address, held)
+        arrays = [_longs(slots), _longs(known), counts]
+        addresses = map(_address, arrays)
         sizes = rows, deepest, width
-        self._raise(self._draft(setting, *arrays, *sizes, _address(drafts), _address(broken)))
+        self._raise(self._draft(setting, *addresses, *sizes, _address(drafts), _address(broken)))
         return drafts, counts, broken
 
     def _setting(
@@ -161,16 +166,16 @@ class CompiledHead:
         return _Setting(self._pointer, self._places(at), like, work)
 
     def _places(self, at: SlotStates) -> Any:
-        """A pointer to where the slots are, until one of their tables is another."""
+        """Return a pointer to the struct with the slots' addresses, rebuilt if an array changed."""
         table = at.table
-        held = table.tokens, table.blocks, at.of_slot, at.of_block
-        if any(a is not b for a, b in zip(held, self._placed, strict=True)):
+        arrays = table.tokens, table.blocks, at.of_slot, at.of_block
+        if any(a is not b for a, b in zip(arrays, self._slot_arrays, strict=True)):
             addresses = _address(table.tokens), _address(table.blocks)
             states = at.of_slot.data_ptr(), at.of_block.data_ptr()
             strides = table.tokens.shape[1], table.blocks.shape[1]
-            self._at = ctypes.pointer(_SlotTable(*addresses, *states, *strides))
-            self._placed = held
-        return self._at
+            self._slot_table = ctypes.pointer(_SlotTable(*addresses, *states, *strides))
+            self._slot_arrays = arrays
+        return self._slot_table
 
     def _room(self, *sizes: int) -> int:
         need = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES

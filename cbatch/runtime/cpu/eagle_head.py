@@ -1,9 +1,9 @@
-"""The one layer of an EAGLE head, over a ragged batch and paged KV of its own.
+"""An EAGLE head: one transformer layer over a ragged batch, with a paged KV cache of its own.
 
-The head reads pairs: a token, and the state that the target (or, further ahead, the head itself)
-had one position before. The pair stands at the token's position. So what is kept for a position
-depends on the tokens up to it alone, as with any model: blocks can be shared as they are. Nobody
-attends to position 0, before which there is no state.
+The head's input at a position is the token there and the hidden state of the previous position.
+That state is the target's, or for later drafts the head's own. So K and V of a position depend only
+on the tokens up to it, and prefix blocks can be shared as with any model. Position 0 has no
+previous state; no query attends to it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ _ATTENTION = "layers.0.self_attn"
 
 
 class EagleHead(Head):
-    """A head with its weights, and what it borrows of its target. Its vocabulary ascends."""
+    """An EAGLE head with its weights, some of them shared with the target. The ids of `vocabulary`
+    ascend."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        """`target_head` [vocab, hidden] stands in where the file has no head of its own."""
+        """`target_head` [vocab, hidden] is the target's output matrix; the head uses it if its file
+        has none."""
         super().__init__(head, target)
         with torch.inference_mode():
             self._build(head, weights, target, target_head)
@@ -80,20 +82,20 @@ class EagleHead(Head):
         return self.forward(batch, kv, self.fuse(hidden).roll(1, 0))[0]
 
     def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, vocab] of the wanted rows, -inf where it drafts nothing, and what it carries
-        on from them, [N, hidden]."""
+        """Return the logits [N, vocab] of the rows `batch.logits_index`, -inf for tokens that the
+        head cannot draft, and the states [N, hidden] that the next drafts continue from."""
         logits, carried = self.choices(batch, kv, states)
         return self.over_vocabulary(logits), carried
 
     def choices(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, with the logits [N, drafts] of what it drafts alone."""
+        """Return the same as `forward`, but the logits [N, drafts] only of `vocabulary`."""
         carried = torch.empty(len(batch.logits_index), 1, self.config.hidden_size)
-        lens, wanted = (batch.query_lens, batch.context_lens), batch.logits_index
         logits = self._decoder.run(
             batch.tokens,
-            *lens,
+            batch.query_lens,
+            batch.context_lens,
             batch.block_tables,
-            wanted,
+            batch.logits_index,
             kv,
             None,
             states=states.contiguous(),
@@ -106,7 +108,7 @@ class EagleHead(Head):
 
 
 class EagleTensors(HeadBuilder):
-    """The parts of an EAGLE head."""
+    """Builder of an EAGLE head's parts."""
 
     def layer(self) -> Layer:
         c, mlp = self.config, "layers.0.mlp"
@@ -130,12 +132,13 @@ class EagleTensors(HeadBuilder):
         return self._norm(module)
 
     def front(self) -> Linear | None:
-        """Return what EAGLE-1 makes one state of, from a token's embedding and a state."""
+        """Return the EAGLE-1 linear layer from (embedding, state) to one state; None for
+        EAGLE-3."""
         return None if self.head.kind == "eagle3" else self._fc(2 * self.config.hidden_size)
 
     def fusing(self, target: Any) -> Linear | None:
-        """Return what EAGLE-3 makes one state of, from the target's. Raises ModelError for EAGLE-1
-        of another width than the target's."""
+        """Return the EAGLE-3 linear layer that fuses the states of several target layers; None for
+        EAGLE-1. Raises ModelError for an EAGLE-1 head whose hidden size is not the target's."""
         size, width = self.config.hidden_size, target.config.hidden_size
         if self.head.kind == "eagle3":
             return self._fc(len(self.head.hidden_layers) * width)
@@ -165,7 +168,8 @@ class EagleTensors(HeadBuilder):
         return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size)
 
     def read_norms(self, target: Any) -> Tensor | None:
-        """Before fc: [layers, H], or of all together [layers * H]; of EAGLE-1 the model's last."""
+        """Return the weight of the norm before fc: one per layer [layers, H], or one for all
+        [layers * H]. For EAGLE-1 it is the target's final norm."""
         count, size = len(self.head.hidden_layers), target.config.hidden_size
         if self.head.kind == "eagle":
             return target.final_norm
@@ -173,11 +177,12 @@ class EagleTensors(HeadBuilder):
             return self.source.get("input_norm.weight", (count * size,)).float().to(self.device)
         if not self.head.fc_norm:
             return None
-        each = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
-        return torch.stack(each).float().to(self.device)
+        norms = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
+        return torch.stack(norms).float().to(self.device)
 
     def projected(self, letters: str) -> Linear:
-        """Return these of the projections before attention as one product."""
+        """Return the projections before attention named by `letters` ("qkv", "kv") as one linear
+        layer."""
         columns = self.config.hidden_size * (2 if self.head.kind == "eagle3" else 1)
         weight = self._heads(_ATTENTION, letters, "weight", columns)
         bias = self._heads(_ATTENTION, letters, "bias") if self.config.attention_bias else None
@@ -185,7 +190,10 @@ class EagleTensors(HeadBuilder):
 
 
 def eagle_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
-    """Ids of the target, from the offsets `d2t`. Raises ModelError where they are none."""
+    """Return the target's ids of the tokens that the head can draft, from the tensor d2t, which has
+    their offsets; None: all tokens. Raises ModelError for ids that do not ascend or are out of
+    range.
+    """
     count, vocab = head.draft_vocab_size, head.layer.vocab_size
     if count == vocab:
         return None

@@ -1,4 +1,4 @@
-"""What heads that read a model's states have in common, on a CPU and on a GPU."""
+"""Base of draft heads (EAGLE, Medusa), which read the target's hidden states, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.kv_cache import KVCache
 
-_BLOCK = 32  # columns
+_BLOCK = 32  # columns of a Q8_0 block
 
 
 class Head:
-    """`config` is the shape of its layers, with the target's vocabulary. `vocabulary` int64
-    [drafts] are the target's ids of what it may draft; None: all. `block_bytes`: of its
-    matrices."""
+    """A draft head. `config` has its layers' sizes and the target's vocabulary size. `vocabulary`
+    int64 [drafts] has the target's ids of the tokens that the head can draft; None: all.
+    `block_bytes` is the size of its matrices."""
 
     vocabulary: Tensor | None
     block_bytes: int
 
     def __init__(self, head: HeadConfig, target: Any) -> None:
-        """`target` is a `Model`, or on a GPU a `Decoder`."""
+        """`target` is a `Model` on a CPU, a `Decoder` on a GPU."""
         self.head, self.config = head, head.layer
         self.dtype, self.device, self.numerics = target.dtype, target.device, target.numerics
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """What it reads of a position, fp32 [T, hidden], of the target's states [T, layers, H]."""
+        """Return the head's input states, fp32 [T, hidden], from the target's states
+        [T, layers, H]."""
         raise NotImplementedError
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
-        """Of the first draft behind each token of a sequence, [T, vocab], which is all of the batch
-        and has these states. That of token 0, before which there is no state, says nothing."""
+        """Return the logits [T, vocab] of the first draft after each token. The batch is one whole
+        sequence with the target's states `hidden`. Row 0 is meaningless: no state precedes it."""
         raise NotImplementedError
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """[N, drafts] to [N, vocab], -inf where it drafts nothing."""
+        """Expand logits [N, drafts] to [N, vocab], with -inf for tokens that it cannot draft."""
         if self.vocabulary is None:
             return logits
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
@@ -51,10 +52,10 @@ class Head:
 
 
 class HeadBuilder(LayerBuilder):
-    """Build the products of a head from its tensors, on its target's device.
+    """Builds the linear layers of a head from its tensors, on its target's device.
 
-    On a CPU, beside a target of block weights, they are rounded to Q8_0, so that a draft reads half
-    as much; what a head guesses with need not be exact.
+    If the target has block-quantised weights, a head on a CPU is rounded to Q8_0, which halves the
+    memory that a draft reads. Drafts are verified, so the head need not be exact.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class HeadBuilder(LayerBuilder):
         self._rounds = target.block_bytes is not None
 
     def _norm_weight(self, module: str) -> Tensor:
-        """Return it as it is stored: a head may keep its norms in fp32."""
+        """Return a norm's weight in fp32, without rounding it to the model's dtype first."""
         weight = self.source.get(f"{module}.weight", (self.config.hidden_size,))
         return weight.float().to(self.device)
 

@@ -1,4 +1,4 @@
-"""A head from its directory, for a target that is loaded."""
+"""Loading of a draft head for a target that is loaded already."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def load_heads(
     target_path: str | Path,
     classes: Mapping[str, Callable[..., Head]] = CLASSES,
 ) -> list[Head]:
-    """Return a head as its layout may be read, the likeliest first. `target` is a `Model`, or, with
-    the `classes` of a GPU, a `Decoder`. Raises ModelError naming file and field or tensor."""
+    """Return the head in a directory, once for each way to read its files, the likeliest first.
+    `target` is a `Model`, or with the `classes` of a GPU a `Decoder`. Raises ModelError naming file
+    and field or tensor."""
     weights = HeadWeights.of(path)
-    rows = getattr(target.head, "weight", None)  # of a GPU, where it is not quantised
+    rows = getattr(target.head, "weight", None)  # the output matrix on a GPU, unless quantised
     if rows is None or classes is CLASSES:
         rows = open_checkpoint(target_path).head()
     readings = read_head(path, target.config)

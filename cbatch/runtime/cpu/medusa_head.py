@@ -1,5 +1,8 @@
-"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): head i says the token i + 2 places on from the
-target's last state alone, by blocks z + SiLU(W z + b) and a head over the vocabulary."""
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774).
+
+Head i predicts the token i + 2 positions after the target's last state, from that state alone. It
+is a stack of blocks z + SiLU(W z + b) and an output matrix over the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from cbatch.runtime.model.kv_cache import KVCache
 
 
 class MedusaHead(Head):
-    """All heads of a file. None of them sees what another drafts."""
+    """All Medusa heads of a file. Their drafts do not depend on each other."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        """`target_head` [vocab, hidden] stands in where the file has no heads of its own."""
+        """`target_head` [vocab, hidden] is the target's output matrix; the heads use it if the file
+        has none."""
         super().__init__(head, target)
         self.vocabulary = medusa_vocabulary(head, weights)
         self._norm = target.final_norm
@@ -32,7 +36,7 @@ class MedusaHead(Head):
             own = MedusaTensors(head, weights, target)
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads = own.heads(self.vocabulary, target_head)
-        products = [*self._heads, *(linear for each in self._blocks for linear in each)]
+        products = [*self._heads, *(linear for blocks in self._blocks for linear in blocks)]
         size = self.dtype.itemsize
         self.block_bytes = sum(
             p.shape[0] * p.shape[1] * size if p.compiled is None else p.compiled.num_bytes
@@ -47,14 +51,14 @@ class MedusaHead(Head):
         return self.logits(self.fuse(hidden).roll(1, 0), [torch.arange(len(hidden))])[0]
 
     def logits(self, states: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Of the first `len(rows)` heads, of head i [N, vocab] for the N rows of `states` [R, H]
-        that `rows[i]` names."""
+        """Return the logits of the first `len(rows)` heads. Those of head i are [N, vocab], for the
+        N rows of `states` [R, H] whose indices are `rows[i]`."""
         refined = [self._refine(i, states[at]) for i, at in enumerate(rows)]
         if len(self._heads) == 1:
-            found = self._heads[0](torch.cat(refined)).split([len(at) for at in rows])
+            logits = self._heads[0](torch.cat(refined)).split([len(at) for at in rows])
         else:
-            found = tuple(self._heads[i](z) for i, z in enumerate(refined))
-        return [self.over_vocabulary(each) for each in found]
+            logits = tuple(self._heads[i](z) for i, z in enumerate(refined))
+        return [self.over_vocabulary(each) for each in logits]
 
     def _refine(self, number: int, z: Tensor) -> Tensor:
         for linear in self._blocks[number]:
@@ -63,7 +67,7 @@ class MedusaHead(Head):
 
 
 class MedusaTensors(HeadBuilder):
-    """The parts of Medusa heads."""
+    """Builder of the Medusa heads' parts."""
 
     def blocks(self, number: int) -> list[Linear]:
         return [self._block(f"blocks.{number}.layers.{i}") for i in range(self.head.num_blocks)]
@@ -74,7 +78,8 @@ class MedusaTensors(HeadBuilder):
         return self._below([f"{name}.weight"], (size, size), bias, None)
 
     def heads(self, vocabulary: Tensor | None, target_head: Tensor) -> list[Linear]:
-        """One for each, or a single one for all: the file's, or the target's."""
+        """Return the output matrices: one per head, or one that all heads share. It is the target's
+        if the file has none."""
         if "lm_heads.0.weight" in self.names and not self.head.shares_head:
             names = [f"lm_heads.{i}.weight" for i in range(self.head.num_heads)]
         else:
@@ -86,7 +91,8 @@ class MedusaTensors(HeadBuilder):
         return [self._linear(each, None, None) for each in rows]
 
     def _rows(self, name: str, vocabulary: Tensor | None) -> Tensor:
-        """Of what it may draft, which a file may have among those of the whole vocabulary."""
+        """Return the rows of an output matrix for the tokens that the heads can draft. The file has
+        only these rows, or those of the whole vocabulary."""
         c, count = self.config, self.head.draft_vocab_size
         whole = self.weights.shape_of(name) == (c.vocab_size, c.hidden_size)
         rows = self._get(name, c.vocab_size if whole else count, c.hidden_size)
@@ -94,7 +100,8 @@ class MedusaTensors(HeadBuilder):
 
 
 def medusa_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
-    """Ids of the target, as `token_map` has them. Raises ModelError where they are none."""
+    """Return the target's ids of the tokens that the heads can draft, from the tensor token_map;
+    None: all tokens. Raises ModelError for ids that repeat or are out of range."""
     count, vocab = head.draft_vocab_size, head.layer.vocab_size
     if count == vocab:
         return None

@@ -1,12 +1,13 @@
-"""EAGLE heads as drafters (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840), as chains.
+"""The EAGLE drafter (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840), without draft
+trees.
 
-The head ingests whatever the target computes: its K and V at a position depend on the token there
-and on the target's state one before, on no other, so that costs two products and no attention, in
-prompts as at k = 0, where many steps are ingested at once. What it wrote while it guessed is
-overwritten by that. It is so never behind, and nothing of it is to be taken back.
+The head ingests every position that the target computes. Its K and V there depend only on the token
+and the target's previous state, so this costs two products and no attention. While no row drafts,
+the states of many steps are ingested at once. Ingesting overwrites the K and V that drafting wrote.
+So the head never needs to catch up with the target, and rejected drafts need no rollback.
 
-The state of the last position of each block is kept beside it: whoever goes on from a shared block
-has the pair that its next token needs.
+The state of each block's last position is kept, because a sequence that continues from a shared
+block needs it for its next token.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.drafting.last_states import LastStates
 from cbatch.runtime.model.arrays import I64
 
-# States that wait to be ingested, at most, while nobody drafts.
+# Most states (one per token) that wait to be ingested while no row drafts; bounds their memory.
 MOST_WAITING = 512
 
 
 class EagleDrafter(DraftModel):
-    """`kv_len` is the target's after every step: what still waits is ingested before it is read.
-    Where only what is likeliest is asked for, all drafts of a step are one call."""
+    """Drafts with an EAGLE head. `kv_len` equals the target's after every step; waiting states are
+    ingested before the KV cache is read. If all rows are greedy, one call makes all drafts of a
+    step."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(cast(Model, head))
@@ -45,7 +47,7 @@ class EagleDrafter(DraftModel):
         super().bind(table, num_blocks)
         size = self.head.config.hidden_size
         self._states = LastStates(table, num_blocks, size)
-        self._carried = torch.empty(0, size)  # by the sequences of the latest batch
+        self._carried = torch.empty(0, size)  # the head's output states, by row of the latest batch
         self._waiting: list[StepStates] = []
         self._num_waiting = 0
 
@@ -54,19 +56,19 @@ class EagleDrafter(DraftModel):
         self._waiting, self._num_waiting = [], 0
 
     def release(self, slot: int) -> None:
-        """Its blocks may be another's from now on, or be shared as they are."""
+        """Ingest waiting states first: the slot's blocks may be reused or shared from now on."""
         self._ingest_waiting()
         super().release(slot)
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """Its passes are one layer long; the target's tell of progress."""
+        """Do nothing: the head's passes are one layer long, and the target reports progress."""
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         super().zero_blocks(block_ids)
         self._states.zero_blocks(block_ids)
 
     def admit(self, admission: NewSequence) -> None:
-        """On a prefix hit, which is of whole blocks; what they hold of the head is as valid."""
+        """Take over the prefix hit: shared blocks have the head's valid K and V, too."""
         self._ingest_waiting()
         self.kv_len[admission.slot] = admission.kv_len_tokens
         self._states.admit(admission)
@@ -76,26 +78,26 @@ class EagleDrafter(DraftModel):
 
     def propose(self, rows: DraftRows) -> Proposal:
         self._ingest_waiting()
-        # A first token has no state before it.
+        # The first token of a sequence has no state before it.
         rows = rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1))
-        return self._propose_likeliest(rows) if self._is_plain(rows) else super().propose(rows)
+        return self._propose_greedy(rows) if self._is_greedy(rows) else super().propose(rows)
 
-    def _is_plain(self, rows: DraftRows) -> bool:
-        """Whether what is likeliest is all that is asked for."""
+    def _is_greedy(self, rows: DraftRows) -> bool:
+        """Return whether all rows are greedy, and none has logits processors."""
         table = self.table
         shaped = table.logits_processors.num_active and table.logits_processors.active[rows.slots]
         return bool(table.greedy[rows.slots].all()) and not np.any(shaped)
 
-    def _propose_likeliest(self, rows: DraftRows) -> Proposal:
-        """As `DraftModel.propose`, in one call: the head is never behind."""
+    def _propose_greedy(self, rows: DraftRows) -> Proposal:
+        """Propose as `DraftModel.propose` does, in one call of the C kernel."""
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - rows.num_tokens)
         drafts = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
         num_drafted, broken = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
         at = (depths > 0).nonzero()[0]
         if len(at):
             slots, known = rows.slots[at], rows.num_tokens[at]
-            found = self.head.compiled.draft(self._places(), slots, known, depths[at])
-            drafts[at], num_drafted[at], broken[at] = found
+            proposed = self.head.compiled.draft(self._places(), slots, known, depths[at])
+            drafts[at], num_drafted[at], broken[at] = proposed
             self.kv_len[slots] = known - 1 + num_drafted[at]
         self.kv_len[rows.slots[broken]] = 0
         return Proposal(drafts, num_drafted, None, broken)
@@ -110,8 +112,8 @@ class EagleDrafter(DraftModel):
             self._ingest_waiting()
 
     def _ingest_waiting(self) -> None:
-        """Of several steps at once: a sequence's latest state comes from the step before, or is
-        what the slot holds."""
+        """Ingest the waiting states of all steps in one call. The state before a slot's first
+        position is its last state, kept from earlier."""
         if not self._waiting:
             return
         steps, self._waiting, self._num_waiting = self._waiting, [], 0
@@ -121,7 +123,7 @@ class EagleDrafter(DraftModel):
             slots, starts, lens = (
                 np.concatenate([field[at] for field in steps]) for at in range(3)
             )
-            # Not by torch, whose threads sleep by now: their waking takes longer than the copy.
+            # NumPy, because torch would first wake its threads, which takes longer than the copy.
             hidden = torch.from_numpy(np.concatenate([step.hidden.numpy() for step in steps]))
         self.head.compiled.ingest(self._places(), slots.astype(np.int64), starts, lens, hidden)
 

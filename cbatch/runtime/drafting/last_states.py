@@ -1,4 +1,5 @@
-"""States that outlive a step: of the last position of each slot, and of each block."""
+"""States that draft heads keep after a step: at the last position of each slot and of each
+block."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from cbatch.runtime.model.arrays import I64, iota
 
 
 class LastStates:
-    """Whoever goes on from a shared block has the state that its next token needs. fp32:
-    `of_slot` [slots, size], `of_block` [blocks, size]."""
+    """The last states, fp32: `of_slot` [slots, size] and `of_block` [blocks, size]. A sequence with
+    a prefix hit takes the state for its next token from its last shared block."""
 
     def __init__(self, table: InputBatch, num_blocks: int, size: int) -> None:
         self._table = table
@@ -25,7 +26,8 @@ class LastStates:
         self.of_block[torch.from_numpy(block_ids).long()] = 0
 
     def admit(self, admission: NewSequence) -> None:
-        """On a prefix hit, which is of whole blocks."""
+        """On a prefix hit (whole blocks), set the slot's state to that of its last computed
+        block."""
         computed = admission.kv_len_tokens
         if computed:
             last_block = admission.blocks[computed // self._table.block_size_tokens - 1]
@@ -34,7 +36,8 @@ class LastStates:
     def keep_of_blocks(
         self, slots: NDArray[np.integer], starts: I64, lens: I64, states: Tensor
     ) -> None:
-        """Of those [sum of lens, size] that end a block: row i has `lens[i]` from `starts[i]`."""
+        """Keep the states at the ends of blocks. `states` [sum of lens, size] has those of
+        positions [starts[i], starts[i] + lens[i]) of each slot i."""
         size = self._table.block_size_tokens
         positions = (starts - lens.cumsum() + lens).repeat(lens) + iota(len(states))
         at = ((positions + 1) % size == 0).nonzero()[0]

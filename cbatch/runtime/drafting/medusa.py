@@ -1,5 +1,6 @@
-"""Medusa heads as drafters, as chains: they read the target's last state, keep no KV, and have
-nothing to catch up with. Drafts do not see each other, which costs acceptance but no pass."""
+"""The Medusa drafter, without draft trees. The heads read the target's last state and need no KV
+cache. Their drafts do not depend on each other: one pass makes all of them, but fewer are accepted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from cbatch.runtime.model.arrays import I64
 
 
 class MedusaDrafter(ModelDrafter):
-    """`kv_len` is the target's after every step: the state before the last known token is there."""
+    """Drafts with Medusa heads. `kv_len` counts a slot's positions up to its last state; it equals
+    the target's after every step."""
 
     def __init__(self, head: MedusaHead) -> None:
         self.head, self.hidden_layers = head, head.head.hidden_layers
@@ -39,8 +41,8 @@ class MedusaDrafter(ModelDrafter):
         return self.kv_len[slots]
 
     def read_states(self, states: StepStates) -> None:
-        there = states.lens > 0
-        slots, starts, lens = states.slots[there], states.starts[there], states.lens[there]
+        nonempty = states.lens > 0
+        slots, starts, lens = states.slots[nonempty], states.starts[nonempty], states.lens[nonempty]
         if not len(slots):
             return
         hidden = states.hidden[:, 0]
@@ -50,21 +52,21 @@ class MedusaDrafter(ModelDrafter):
 
     def propose(self, rows: DraftRows) -> Proposal:
         slots, known = rows.slots, rows.num_tokens
-        # A first token has no state before it.
-        reads = (known > 1) & (self.kv_len[slots] == known - 1)
-        depths = np.minimum(rows.num_drafts, self.head.head.num_heads) * reads
+        # The first token of a sequence has no state before it.
+        has_state = (known > 1) & (self.kv_len[slots] == known - 1)
+        depths = np.minimum(rows.num_drafts, self.head.head.num_heads) * has_state
         drafting = Drafting(self, rows, depths)
         deepest = int(depths.max(initial=0))
         active = [(depths > depth).nonzero()[0] for depth in range(deepest)]
         if deepest:
             states = self.head.fuse(self._states.of_slot[_index(slots)][:, None])
-            found = self.head.logits(states, [torch.from_numpy(at) for at in active])
-            for depth, logits in enumerate(found):
-                # Behind numbers that broke a row has no drafts.
-                stands = drafting.depths[active[depth]] > depth
-                if not stands.all():
-                    active[depth] = active[depth][stands]
-                    logits = logits[torch.from_numpy(stands)]
+            all_logits = self.head.logits(states, [torch.from_numpy(at) for at in active])
+            for depth, logits in enumerate(all_logits):
+                # `choose` ends the drafts of a row at its first non-finite logits.
+                continues = drafting.depths[active[depth]] > depth
+                if not continues.all():
+                    active[depth] = active[depth][continues]
+                    logits = logits[torch.from_numpy(continues)]
                 if len(active[depth]):
                     drafting.choose(logits, active[depth], depth)
         drafting.close()

@@ -1,4 +1,4 @@
-"""Whose turn it is in each slot, by what has been learnt of the drafters there."""
+"""The order in which a slot's drafters are tried, learnt from how well each one drafts there."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.model.arrays import I64, iota
 
-DECIDE_STEPS = 4  # what was learnt in so many steps moves turns together
-# Lookups that did not draft are replayed then on the latest tokens, at most so many; in a slot that
-# drafts nothing, once so many have come.
+DECIDE_STEPS = 4  # steps between decisions about the order
+# At a decision, lookups that did not draft are replayed on a slot's latest tokens, at most
+# REPLAY_TOKENS. A slot without any drafts is replayed only after IDLE_TOKENS new tokens.
 REPLAY_TOKENS, IDLE_TOKENS = 4, 12
-MOST_REPLAYS = 16  # slots at a time, in turn
+MOST_REPLAYS = 16  # slots replayed at one decision; all slots have their turn
 
 
 class Turns:
-    """Turns of all slots, and the choice that orders them.
+    """The turns of all slots' drafters, ordered by a `DrafterChoice`.
 
-    Lookups of a chain that come before the model have turns 0, 1, ..., the model has the middle
-    one, and those behind it the last. So it is called once a step, whatever the orders.
+    A step calls the drafters turn by turn, each for the slots where it has that turn. Lookups
+    ordered before the draft model have turns 0, 1, ...; the model has the middle turn in every
+    slot; lookups after it have the turns that follow. So the model is called once a step for all
+    slots.
     """
 
     def __init__(
@@ -44,12 +46,12 @@ class Turns:
         # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
         turns = 2 * len(lookups) + 1
         self._turns = {name: np.zeros((turns, slots), dtype=np.bool_) for name in self.names}
-        self._order: list[tuple[int, str]] | None = None  # None: to be found out
-        self._chains: list[tuple[str, ...]] = [()] * slots  # that the turns are of
-        self._owners: dict[int, tuple[str, int]] = {}
-        self._carried: dict[tuple[str, int], NDArray[np.float64]] = {}  # of those who left
-        self._by = np.zeros(slots, dtype=np.int64)  # who drafted in this step, for whom it is known
-        self._asked = np.zeros(slots, dtype=np.int64)  # drafts of this step
+        self._order: list[tuple[int, str]] | None = None  # None: not computed since the last change
+        self._chains: list[tuple[str, ...]] = [()] * slots  # each slot's drafters
+        self._owners: dict[int, tuple[str, int]] = {}  # (request id, choice) of each slot
+        self._carried: dict[tuple[str, int], NDArray[np.float64]] = {}  # learnt, of released slots
+        self._by = np.zeros(slots, dtype=np.int64)  # index of the drafter credited in this step
+        self._requested = np.zeros(slots, dtype=np.int64)  # drafts requested in this step
         self._known = np.zeros(slots, dtype=np.int64)  # tokens before this step
         self._replayed = np.zeros(slots, dtype=np.int64)  # tokens at the last replay
         self._idle = np.ones(slots, dtype=np.bool_)  # no drafts since the last decision
@@ -58,7 +60,7 @@ class Turns:
     # ---- slots --------------------------------------------------------------------------------
 
     def admit(self, admission: NewSequence, chain: tuple[str, ...]) -> None:
-        """A sequence with this chain, all of `names`, enters a slot."""
+        """Take in a sequence with this chain, whose drafters are all in `names`."""
         slot, owner = admission.slot, (admission.request_id, admission.choice)
         if len(chain) == 1 and self._chains[slot] == chain:
             return
@@ -69,8 +71,8 @@ class Turns:
         self._seat(np.array([slot]))
 
     def release(self, slot: int) -> None:
-        """What was learnt is kept for a while: the sequence may have been preempted. Where there is
-        nothing to choose the turns stay, since the next one mostly has the same chain."""
+        """Free a slot. Its learnt state is kept for a while, because the sequence may have been
+        preempted. A chain of one drafter keeps its turn: the next sequence mostly has the same."""
         if len(self._chains[slot]) == 1:
             return
         self._chains[slot] = ()
@@ -83,20 +85,20 @@ class Turns:
         self._seat(np.array([slot]))
 
     def _seat(self, slots: I64) -> None:
-        """Turns of these slots from the ranks of their drafters."""
-        ranks, held = self._choice.ranks[:, slots], self._choice.held[:, slots]
+        """Set the turns of these slots from the ranks of their drafters."""
+        ranks, in_chain = self._choice.ranks[:, slots], self._choice.held[:, slots]
         middle = len(self._lookups)
         model = ranks[self.names.index(MODEL)] if MODEL in self.names else middle
         seats = ranks + (middle - model) * (ranks >= model)
-        for turns, mine, seat in zip(self._turns.values(), held, seats, strict=True):
-            turns[:, slots] = mine & (iota(len(turns))[:, None] == seat)
+        for turns, present, seat in zip(self._turns.values(), in_chain, seats, strict=True):
+            turns[:, slots] = present & (iota(len(turns))[:, None] == seat)
         self._order = None
 
     # ---- a step -------------------------------------------------------------------------------
 
     @property
     def order(self) -> list[tuple[int, str]]:
-        """Turns that somebody has, and whose they are."""
+        """(turn, drafter) pairs in use, in calling order."""
         if self._order is None:
             self._order = sorted(
                 (int(turn), name)
@@ -106,40 +108,42 @@ class Turns:
         return self._order
 
     def of(self, turn: int, name: str, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether that turn is this drafter's, by slot."""
+        """Return the slots where this drafter has that turn, bool by entry of `slots`."""
         return self._turns[name][turn, slots]
 
     def holds(self, name: str, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether it is of the chain, by slot."""
-        held: NDArray[np.bool_] = self._turns[name][:, slots].any(axis=0)
-        return held
+        """Return the slots whose chain has this drafter, bool by entry of `slots`."""
+        in_chain: NDArray[np.bool_] = self._turns[name][:, slots].any(axis=0)
+        return in_chain
 
     def begin_with_lookup(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Whether a lookup has the first turn, by slot."""
+        """Return the slots where a lookup has the first turn, bool by entry of `slots`."""
         return np.logical_or.reduce([self.of(0, name, slots) for name in self._lookups])
 
     def begin(self, slots: NDArray[np.integer], num_tokens: I64, num_drafts: I64) -> None:
-        """These slots, with so many known tokens, are asked for drafts."""
+        """Begin a step in which these slots, with `num_tokens` known tokens, request drafts."""
         self._known[slots] = num_tokens
         self.ask(slots, num_drafts)
 
     def ask(self, slots: NDArray[np.integer], num_drafts: I64) -> None:
-        self._asked[slots] = num_drafts
+        self._requested[slots] = num_drafts
 
     def credit(self, name: str, slots: NDArray[np.integer]) -> None:
-        """The drafts of these slots in this step are this drafter's."""
+        """Note that this drafter made the drafts of these slots in this step."""
         self._by[slots] = self.names.index(name)
 
     def learn(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> None:
-        """After a step in which `slots` drafted so many tokens (None: nobody any)."""
+        """Learn from a step in which `slots` had `num_drafted` drafts; None: no slot had any."""
         choice, known = self._choice, self._table.num_tokens
         if not np.count_nonzero(choice.chooses):
             return
         if num_drafted is not None:
             drafted = slots[(num_drafted > 0) & choice.chooses[slots]]
-            asked, accepted = self._asked[drafted], known[drafted] - self._known[drafted] - 1
-            choice.ask(drafted, asked)
-            choice.observe(self._by[drafted], drafted, np.maximum(accepted, 0), accepted < asked)
+            requested = self._requested[drafted]
+            accepted = known[drafted] - self._known[drafted] - 1
+            missed = accepted < requested
+            choice.ask(drafted, requested)
+            choice.observe(self._by[drafted], drafted, np.maximum(accepted, 0), missed)
             self._idle[drafted] = False
         self._steps += 1
         if self._steps % DECIDE_STEPS:
@@ -155,7 +159,7 @@ class Turns:
             self._seat(changed)
 
     def _replay(self, slots: I64) -> None:
-        """Score lookups that did not draft on what these slots emitted lately."""
+        """Score lookups that did not draft by how well they predict these slots' latest tokens."""
         known = self._table.num_tokens[slots]
         since = np.maximum(self._replayed[slots], known - REPLAY_TOKENS)
         self._replayed[slots] = known
