@@ -1,31 +1,27 @@
-"""Which drafter of its chain each slot turns to first: a bandit of few arms for every sequence.
+"""The order of each slot's drafters, learnt by a bandit with an arm per drafter for every sequence.
 
-A chain names drafters; one that has no guess passes a row on to the next. Whether a lookup or the
-draft model should be asked first differs from text to text, so it is learnt: per slot and drafter
-the decayed ratio of sums of acceptance.py, N accepted drafts over D trials, with one difference. A
-draft that ends before it was asked to counts as a trial that failed there, since the step gets no
-more of it. So with chance p = N / D a drafter asked for k tokens is worth
+A chain names drafters. A drafter without a guess for a row passes it on to the next. Which drafter
+should be first depends on the text. So each slot and drafter has the decayed sums of acceptance.py:
+N accepted drafts, D trials. A draft that is shorter than requested counts as one failed trial. With
+p = N / D, a drafter that is requested k tokens yields
 
     1 + p + p^2 + ... + p^k = 1 + p (1 - p^k) / (1 - p)
 
-tokens of a step, which takes 1 + k c times as long as one without drafts: c is the price of one of
-its passes over the target's. The order is by the ratio. A drafter counts only where it has a guess
-(elsewhere it costs nothing and the next has its turn), so the best order is simply by value.
+tokens in a step that takes 1 + k c times as long as one without drafts; c is the price of a draft
+pass in target passes. Drafters are ordered by this ratio. One without a guess costs nothing.
 
-- Optimism explores: p is the mean of the Beta law of the sums plus a standard deviation. Sums of a
-  drafter that is not heard of drift to the fleet's, and its optimism grows, so that one that is far
-  behind is tried more and more rarely, and none never. There is no randomness.
-- Lookups are heard of without being asked: whoever holds them replays what they would have drafted
-  (`cbatch.runtime.drafting.turns`). Only a draft model has to be tried.
-- A new sequence begins with the fleet's ratio of every drafter, worth a few trials.
+- Exploration is by optimism, not random: p is the mean of the Beta distribution of the sums plus a
+  standard deviation. Sums of an unobserved drafter drift to the mean over all slots, and its
+  optimism grows. So a bad drafter is tried ever more rarely, but never given up.
+- Lookups need no trial: `cbatch.runtime.drafting.turns` replays what they would have drafted.
+- A new sequence begins with the mean over all slots, which counts as a few trials.
 
-Lossless: the order of a step follows from tokens emitted before it and from verdicts on drafts up
-to the first rejection, as k does. What a drafter is about to propose, or how sure it is, has no
-part in it. Nor has a clock: prices are given, not measured, since in rejection mode what is
-accepted depends on what was proposed.
+The order does not change the output's distribution: like k it depends only on earlier tokens and on
+the verification of drafts up to the first rejection. It never depends on a clock or on the current
+proposals. Prices are therefore given, not measured.
 
-It lives where drafts are made, since plans do not say who drafts and results not who did. Like a
-policy it is pure: whoever drafts in a simulation or a test can hold one, too.
+This code is in the executor because plans and results do not name a row's drafter. It is pure, so
+simulations and tests can use it, too.
 """
 
 from __future__ import annotations
@@ -37,19 +33,20 @@ import numpy as np
 from cbatch.core.speculation.acceptance import Rows, decayed, drift
 from cbatch.core.speculation.config import LookaheadConfig
 
-_DECAY = LookaheadConfig().decay  # of the sums, a trial
-_IDLE_DECAY = 0.92  # of the sums, a decision without trials
-_PATIENCE = 64.0  # decisions without a word that are worth one more standard deviation
-_PRIOR_TRIALS = 4.0  # that the fleet's word is worth to a slot
-_FLEET_MEAN, _FLEET_TRIALS = 0.5, 16.0  # at first
+_DECAY = LookaheadConfig().decay  # factor of the sums, per trial
+_IDLE_DECAY = 0.92  # factor of their distance to the prior, per decision without trials
+_PATIENCE = 64.0  # decisions without trials that add one standard deviation of optimism
+_PRIOR_TRIALS = 4.0  # trials that the mean over all slots counts as, in a new slot
+_FLEET_MEAN, _FLEET_TRIALS = 0.5, 16.0  # initial mean over all slots, and its trials
 _FLEET_MEMORY_TRIALS = 500.0
-_FIRST_DEPTH = 4  # what a slot is taken to be asked for until it was
+_FIRST_DEPTH = 4  # k assumed for a slot before its first request for drafts
 _LEAST_CHANCE, _MOST_CHANCE = 0.01, 0.98
-_TIE = 1e-9  # by how much less an equal value counts one place further behind in the chain
+_TIE = 1e-9  # subtracted per place in the chain: among equal values the earlier drafter wins
 
 
 class DrafterChoice:
-    """Drafters are numbered as `prices` are: what a pass costs over a step without drafts."""
+    """The order of all slots' drafters. A drafter's number is its index in `prices`, the cost of
+    one of its passes relative to a step without drafts."""
 
     def __init__(self, prices: Sequence[float], max_slots: int) -> None:
         shape = len(prices), max_slots
@@ -58,15 +55,15 @@ class DrafterChoice:
         self._fleet[0] *= _FLEET_MEAN
         self._estimate = np.ones((2, *shape))  # N and D
         self._tally = np.zeros((2, *shape))  # accepted and failed since the last decision
-        self._unheard = np.zeros(shape)  # decisions in a row
-        self._handicap = np.full(shape, np.inf)  # infinite where not `held`
+        self._unheard = np.zeros(shape)  # decisions in a row without trials
+        self._handicap = np.full(shape, np.inf)  # infinite for drafters outside the slot's chain
         self._depth = np.full(max_slots, float(_FIRST_DEPTH))
-        self.held = np.zeros(shape, dtype=np.bool_)  # is of the slot's chain
-        self.chooses = np.zeros(max_slots, dtype=np.bool_)  # its chain has several
-        self.ranks = np.zeros(shape, dtype=np.int64)  # 0: has the first turn
+        self.held = np.zeros(shape, dtype=np.bool_)  # drafter is in the slot's chain
+        self.chooses = np.zeros(max_slots, dtype=np.bool_)  # the slot's chain has several drafters
+        self.ranks = np.zeros(shape, dtype=np.int64)  # 0: first
 
     def enter(self, slot: int, chain: Sequence[int], carried: np.ndarray | None = None) -> None:
-        """A sequence takes the slot, with what `leave` gave when it was preempted, if it was."""
+        """Take in a sequence; `carried` is what `leave` returned if it was preempted."""
         self.leave(slot)
         self.chooses[slot] = len(chain) > 1
         self.held[list(chain), slot] = True
@@ -75,7 +72,7 @@ class DrafterChoice:
         self._rank(slice(slot, slot + 1))
 
     def leave(self, slot: int) -> np.ndarray:
-        """It leaves the slot. Returns what to remember of it, float64 [2, drafters]."""
+        """Free a slot. Returns its sums N and D, float64 [2, drafters]."""
         self.chooses[slot] = self.held[:, slot] = False
         self._tally[:, :, slot] = self._unheard[:, slot] = 0.0
         self._handicap[:, slot] = np.inf
@@ -83,7 +80,7 @@ class DrafterChoice:
         return self._estimate[:, :, slot].copy()
 
     def ask(self, slots: np.ndarray, depths: np.ndarray) -> None:
-        """How many drafts these slots are asked for, int [rows]."""
+        """Set the number of drafts requested of these slots, int [rows]."""
         self._depth[slots] = depths
 
     def observe(
@@ -93,29 +90,30 @@ class DrafterChoice:
         accepted: np.ndarray,
         failed: np.ndarray,
     ) -> None:
-        """Drafts of these rows, each slot once: how many were accepted, or would have been, and
-        whether one was rejected or there were fewer than asked for, bool [rows]."""
+        """Record drafts, each slot once. `accepted` int [rows]: drafts that were accepted, or would
+        have been. `failed` bool [rows]: a draft was rejected, or there were fewer than
+        requested."""
         at = drafters * self.chooses.shape[0] + slots
         sums = self._tally.reshape(2, -1)
         sums[0, at] += accepted
         sums[1, at] += failed
 
     def heard_of(self, drafter: int, slots: np.ndarray) -> np.ndarray:
-        """Whether it has been observed in these slots since the last decision, bool [rows]."""
+        """Return the slots where a drafter was observed since the last decision, bool [rows]."""
         accepted, failed = self._tally[:, drafter, slots]
         heard: np.ndarray = accepted + failed > 0
         return heard
 
     def decide(self) -> np.ndarray:
-        """Takes in what was observed. Returns the slots whose order changed."""
+        """Update the estimates by all observations. Returns the slots whose order changed."""
         accepted, failed = self._tally
         trials = accepted + failed
         unheard = trials == 0
         self._unheard += 1.0
         self._unheard *= unheard
-        told = decayed(_DECAY, self._estimate, trials, accepted)
+        updated = decayed(_DECAY, self._estimate, trials, accepted)
         drifted = drift(_IDLE_DECAY, self._estimate, self._prior())
-        self._estimate = np.where(unheard, drifted, told)
+        self._estimate = np.where(unheard, drifted, updated)
         seen = np.add.reduce(trials, axis=1)
         self._fleet *= np.exp(-seen / _FLEET_MEMORY_TRIALS)
         self._fleet[0] += np.add.reduce(accepted, axis=1)
@@ -124,7 +122,7 @@ class DrafterChoice:
         return self._rank(slice(None))
 
     def _prior(self) -> np.ndarray:
-        """N and D of a sequence without history, float64 [2, drafters]."""
+        """Return N and D of a sequence without history, float64 [2, drafters]."""
         prior: np.ndarray = _PRIOR_TRIALS * self._fleet / self._fleet[1]
         return prior
 
