@@ -1,1 +1,1 @@
-"""The load tester, `cbatch bench`: `cli` imports `run`, which imports `client`."""
+"""The load tester, `cbatch bench`. `cli` imports `run`, and `run` imports `client`."""

@@ -26,7 +26,7 @@ class Priced(msgspec.Struct, kw_only=True):
     cost: CostModel
     names: dict[str, Any]  # source of the costs, for the report
     engine: dict[str, Any]  # defaults for fields of the scheduler's configuration
-    limits: dict[str, int | None] = {}  # by field of it, the largest value that was measured
+    limits: dict[str, int | None] = {}  # largest measured value, by such a field
 
 
 def priced(scenario: Scenario, policy: str) -> Priced:

@@ -111,7 +111,7 @@ def test_a_sweep_with_repeats_and_a_comparison(
 def test_the_server_is_looked_at_while_it_runs(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bench.load.run.scrape.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("bench.load.run.scrape.SCRAPE_EVERY_S", 0.01)
     table = tmp_path / "loads.csv"
     run, document, _ = bench("--concurrency", "4", *SHORT, "--requests", "96", "--csv", table)
     assert run.status == 0

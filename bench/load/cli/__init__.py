@@ -1,1 +1,1 @@
-"""The commands `cbatch bench` and `cbatch report`. Imports `run` and `client`."""
+"""The commands `cbatch bench` and `cbatch report`; imports `run` and `client`."""

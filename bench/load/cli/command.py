@@ -1,4 +1,4 @@
-"""`cbatch bench`: how much a server takes, ours or any other of the OpenAI API."""
+"""`cbatch bench`: load-test a server of the OpenAI API, cbatch or any other."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _allow_files() -> None:
-    """A connection is a file: as many as the system lets this process have."""
+    """Raise the limit of open files to the maximum: every connection needs a file descriptor."""
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # Windows
         return
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -1,4 +1,4 @@
-"""What `cbatch bench` shows: a line of figures while it runs, tables when it is done."""
+"""Output of `cbatch bench`: a progress line during runs, then tables and the JSON line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cbatch.cli.output import print_line
 from sim.cli.display import spread_table, summary_of, wide_console
 from sim.replay.capacity import Capacity
 
-LINE_EVERY_S = 5.0  # without a terminal
+LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
     ("  from the send itself, ms", "ttft_from_send_s"),
@@ -35,48 +35,48 @@ SPREADS = (
 
 
 class View:
-    """While runs go on: on a terminal figures that move, elsewhere a line now and then."""
+    """Progress of runs: a live line on a terminal, otherwise a line every `LINE_EVERY_S`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._shown = shown
-        self._moving = shown and self._console.is_terminal
+        self._is_live = shown and self._console.is_terminal
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._what = self._load = ""
-        self._before = (0.0, 0, 0)  # seconds, tokens and chunks when rates were last taken
+        self._phase = self._load = ""
+        self._before = (0.0, 0, 0)  # seconds, tokens and chunks at the last update
         self._line_s = 0.0
 
     def __enter__(self) -> View:
-        if self._moving:
+        if self._is_live:
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._moving:
+        if self._is_live:
             self._live.stop()
 
     def begin(self, load: OfferedLoad) -> None:
         self._load = load_name(load)
 
-    def announce(self, what: str) -> None:
-        self._what = what
+    def announce(self, phase: str) -> None:
+        self._phase = phase
         self._before, self._line_s = (0.0, 0, 0), 0.0
 
     def update(self, tally: LiveTally, now_s: float) -> None:
-        if not self._shown or (not self._moving and now_s - self._line_s < LINE_EVERY_S):
+        if not self._shown or (not self._is_live and now_s - self._line_s < LINE_EVERY_S):
             return
         self._line_s = now_s
         span_s = max(now_s - self._before[0], 1e-9)
         tokens, chunks = tally.tokens - self._before[1], tally.chunks - self._before[2]
         self._before = (now_s, tally.tokens, tally.chunks)
-        # A server that counts only at the end tells no tokens on the way.
+        # A server that sends usage only at the end gives no token counts before.
         rate = f"{tokens / span_s:,.0f} tokens/s" if tokens else f"{chunks / span_s:,.0f} chunks/s"
         failed = f" · {tally.failed:,} failed" if tally.failed else ""
         words = (
-            f"{self._load}, {self._what} · {now_s:,.1f} s · {tally.in_flight:,} in flight · "
+            f"{self._load}, {self._phase} · {now_s:,.1f} s · {tally.in_flight:,} in flight · "
             f"{tally.done:,} done{failed} · {rate}"
         )
-        if self._moving:
+        if self._is_live:
             self._live.update(Text(words))
         else:
             self._console.print(words, soft_wrap=True)
@@ -91,8 +91,8 @@ def load_name(load: OfferedLoad) -> str:
 def print_points(
     points: Sequence[Point], capacity: Capacity | None = None, json_file: Path | None = None
 ) -> None:
-    """For people; the last line is for programs: a report, or a list of them and the knee, and what
-    a search came to."""
+    """Print failures and tables, then one JSON line: a single report, or a sweep's reports with
+    its knee and the capacity that `--find-rate` found."""
     console = wide_console()
     for line in _failures(points):
         console.print(line, soft_wrap=True, markup=False, style="bold yellow")
@@ -113,12 +113,12 @@ def print_points(
     summary: dict[str, Any] = {"results": [summary_of(point.report) for point in points]}
     summary["knee"] = msgspec.to_builtins(knee)
     if capacity is not None:
-        console.print(_verdict(capacity), soft_wrap=True)
+        console.print(_conclusion(capacity), soft_wrap=True)
         summary["capacity"] = msgspec.to_builtins(capacity)
     print_line(summary, json_file)
 
 
-def _verdict(capacity: Capacity) -> str:
+def _conclusion(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
         return f"even {capacity.tried[-1].rate:.3g} requests/s fail the objectives"
@@ -178,7 +178,7 @@ def _lines(report: Measured) -> list[str]:
         )
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} answers ended before their length")
-    lines += _of_server(report.server)
+    lines += _server_lines(report.server)
     client, lag = report.client, report.client.send_lag_s
     lines.append(
         f"client: {client.cpu_share:.0%} of a core in {client.processes} process"
@@ -188,7 +188,7 @@ def _lines(report: Measured) -> list[str]:
     return lines
 
 
-def _of_server(server: ServerCounters | None) -> Iterator[str]:
+def _server_lines(server: ServerCounters | None) -> Iterator[str]:
     if server is not None and server.acceptance is not None:
         drafts = server.drafts or 0
         shares = [count / drafts for count in server.accepted_by_position if drafts]
@@ -203,8 +203,8 @@ def _of_server(server: ServerCounters | None) -> Iterator[str]:
 
 
 def _interval(report: Measured, name: str) -> str:
-    found = report.confidence.get(name)
-    return "" if found is None else f", 95 % {found.low:,.0f} to {found.high:,.0f}"
+    estimate = report.confidence.get(name)
+    return "" if estimate is None else f", 95 % {estimate.low:,.0f} to {estimate.high:,.0f}"
 
 
 def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:

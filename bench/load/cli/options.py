@@ -1,4 +1,4 @@
-"""The options of `cbatch bench`, in their groups."""
+"""Options of `cbatch bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sim.cli.scenario import RATE_SCALE_KNOB, SHARE_KNOB, SLO_KNOB, THINK_KNOB, 
 from sim.workload.distributions import ARRIVALS, LENGTHS, forms
 
 _load, _run = partial(knob, "load"), partial(knob, "run")
-_words, _calls = partial(knob, "what is asked"), partial(knob, "calls")
+_prompts, _calls = partial(knob, "what is asked"), partial(knob, "calls")
 _measuring = partial(knob, "measuring")
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
@@ -21,11 +21,11 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 CONCURRENCY, GOODPUT_SHARE = 8, 0.99
-PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS_LAW = "128", "64", "poisson"
+PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS_PROCESS = "128", "64", "poisson"
 
 
 class LoadOptions(Reading, frozen=True, kw_only=True):
-    """None: left to a default that depends on others."""
+    """All options of `cbatch bench`. None is a default that depends on other options."""
 
     url: Annotated[str | None, knob("", "http://host:8000", "URL")] = None
     concurrency: Annotated[
@@ -33,7 +33,7 @@ class LoadOptions(Reading, frozen=True, kw_only=True):
     ] = None
     rate: Annotated[str | None, _load("open loop: requests a second", "R[,R...]")] = None
     arrivals: Annotated[
-        str | None, _load(f"how they come: {forms(ARRIVALS, 1)}", "LAW", default=ARRIVALS_LAW)
+        str | None, _load(f"how they come: {forms(ARRIVALS, 1)}", "LAW", default=ARRIVALS_PROCESS)
     ] = None
     trace: Annotated[str | None, _load("open loop: the arrivals of a trace", "FILE")] = None
     rate_scale: Annotated[Positive | None, RATE_SCALE_KNOB] = None
@@ -49,24 +49,24 @@ class LoadOptions(Reading, frozen=True, kw_only=True):
     seed: Annotated[int, _run("of everything that is drawn")] = 0
 
     prompt_tokens: Annotated[
-        str | None, _words("length, as of --output-tokens", "LAW", default=PROMPT_TOKENS)
+        str | None, _prompts("length, as of --output-tokens", "LAW", default=PROMPT_TOKENS)
     ] = None
     output_tokens: Annotated[
-        str | None, _words(f"length: {forms(LENGTHS)}", "LAW", default=OUTPUT_TOKENS)
+        str | None, _prompts(f"length: {forms(LENGTHS)}", "LAW", default=OUTPUT_TOKENS)
     ] = None
-    text: Annotated[Path | None, _words("what prompts are cut from", "FILE")] = None
+    text: Annotated[Path | None, _prompts("what prompts are cut from", "FILE")] = None
     prompts: Annotated[
         str | None,
-        _words(
+        _prompts(
             "demo, a prompt a line, or .jsonl with fields of calls; of a --trace its arrivals and "
             "output lengths count then",
             "FILE",
         ),
     ] = None
-    turns: Annotated[str | None, _words("conversations of so many turns", "LAW")] = None
-    system_tokens: Annotated[Whole | None, _words("that they share", "N")] = None
+    turns: Annotated[str | None, _prompts("conversations of so many turns", "LAW")] = None
+    system_tokens: Annotated[Whole | None, _prompts("that they share", "N")] = None
     ignore_eos: Annotated[
-        bool | None, _words("go on after the token that ends a text", default="but for --prompts")
+        bool | None, _prompts("go on after the token that ends a text", default="but for --prompts")
     ] = None
 
     chat: Annotated[bool, _calls("chat instead of completions")] = False
@@ -89,4 +89,4 @@ class LoadOptions(Reading, frozen=True, kw_only=True):
     page: Annotated[Path | None, _measuring("write an HTML page of the runs", "FILE")] = None
     quiet: Annotated[bool, _measuring("nothing while it runs")] = False
     self_test: Annotated[bool, _measuring("no URL: what the client itself can take")] = False
-    json: Path | None = None  # of an option that every command has
+    json: Path | None = None  # set from --json, which `add_json_option` adds

@@ -1,4 +1,4 @@
-"""`cbatch report`: reports side by side, measured or simulated, as a table or as a page."""
+"""`cbatch report`: compare measured or simulated reports, in a table or on an HTML page."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from sim.cli.display import wide_console
 
     first, second = _read(args.first), _read(args.second)
-    # Single reports are compared whatever they are called; sweeps, load by load.
+    # A single report has no load to match; sweeps are compared load by load.
     if len(first) == len(second) == 1:
         pairs = [(*first.values(), *second.values())]
     else:
@@ -88,22 +88,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_page(args: argparse.Namespace) -> int:
-    """A run and its simulation on the same axes."""
+    """Write a page that draws all reports on the same axes."""
     from sim.report.page.view import write_page
 
     reports = [_read(path) for path in args.reports]
     require_place("--page", args.page)
     if args.records and len(args.records) != len(args.reports):
-        many = f"{len(args.records)} for {len(args.reports)} reports"
-        raise FieldError("--records", many, "give each report its own, or none")
+        problem = f"{len(args.records)} for {len(args.reports)} reports"
+        raise FieldError("--records", problem, "give each report its own, or none")
     names = _names(args.reports)
     views: list[RunView] = []
-    for index, found in enumerate(reports):
+    for index, by_load in enumerate(reports):
         records = args.records[index] if args.records else None
-        if records is not None and len(found) > 1:
-            sweep = f"{names[index]} is a sweep, whose records do not tell their load"
-            raise FieldError("--records", sweep, "leave them out")
-        for load, report in found.items():
+        if records is not None and len(by_load) > 1:
+            problem = f"{names[index]} is a sweep, whose records do not tell their load"
+            raise FieldError("--records", problem, "leave them out")
+        for load, report in by_load.items():
             name = " ".join(filter(None, (names[index], load)))
             views.append(_view(name, report, records))
     write_page(args.page, " and ".join(names), views)
@@ -113,7 +113,7 @@ def run_page(args: argparse.Namespace) -> int:
 
 
 def compare(first: Report, second: Report) -> Iterator[Row]:
-    """Measures that at least one of them has: name, and both values (milliseconds for times)."""
+    """Yield (name, first, second) for measures that a report has; times are in milliseconds."""
     for name, field in RATES:
         yield name, getattr(first, field), getattr(second, field)
     for name, field in SPREADS:
@@ -130,7 +130,7 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
 
 
 def acceptance(report: Report) -> float | None:
-    """Of a simulation its own, of a measured run what the server told."""
+    """Return the share of accepted drafts: the simulation's, or that of the server's metrics."""
     if report.speculation is not None:
         return report.speculation.acceptance
     server = getattr(report, "server", None)
@@ -138,11 +138,12 @@ def acceptance(report: Report) -> float | None:
 
 
 def difference(first: float | None, second: float | None) -> float | None:
-    """Of B over A, less 1."""
+    """Return the relative change from `first` to `second`; 0.1 is 10 % more."""
     return None if not first or second is None else second / first - 1
 
 
 def _read(path: Path) -> dict[str, Report]:
+    """Return the reports of a file by the name of their load. Raises `FieldError`."""
     from bench.load.run.report import read_reports
     from sim.traces.files import read_whole
 
@@ -150,7 +151,7 @@ def _read(path: Path) -> dict[str, Report]:
         reports, names = read_reports(read_whole(path))
     except OSError as error:
         raise FieldError(str(path), str(error), "name a report") from error
-    except (ValueError, RecursionError) as error:  # msgspec's are such
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         remedy = "write one with --json of cbatch bench or cbatch sim"
         raise FieldError(str(path), f"is no report ({error})", remedy) from error
     return dict(zip(names, reports, strict=True))
@@ -174,14 +175,14 @@ def _table(args: argparse.Namespace, first: Report, second: Report, rows: list[R
 
 
 def _title(first: Report, second: Report) -> str:
-    """What was set differently."""
+    """Return the settings that differ between two reports of the same kind."""
     names = sorted({*first.settings, *second.settings})
-    told = [
+    differing = [
         f"{name}: {first.settings.get(name)} / {second.settings.get(name)}"
         for name in names
         if first.settings.get(name) != second.settings.get(name) and first.kind == second.kind
     ]
-    return "; ".join(told) or f"{first.kind} and {second.kind}"
+    return "; ".join(differing) or f"{first.kind} and {second.kind}"
 
 
 def _document(first: Report, second: Report, rows: list[Row]) -> dict[str, Any]:
@@ -209,6 +210,6 @@ def _view(name: str, report: Report, records: Path | None) -> RunView:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """File names, with their folders where they are the same."""
+    """Return the names of the files, or their whole paths if two names are the same."""
     short = [path.stem for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]

@@ -1,4 +1,4 @@
-"""The runs, the report and the files of `cbatch bench`, from its options."""
+"""Execution of `cbatch bench`: runs the loads that its options name, then reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cbatch.core.request.errors import FieldError
 from sim.replay.capacity import Capacity
 from sim.report.report import parse_objectives, to_line
 
-FAILED_RUN = 1  # exit status where too many calls failed
+FAILED_RUN = 1  # exit status if too many calls failed
 
 
 def bench(options: LoadOptions) -> int:
@@ -40,8 +40,11 @@ async def _bench(options: LoadOptions) -> int:
         Workload(options),
     )
     settings, refused = await _settings(options, endpoint, workload)
-    words = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
-    words |= {"temperature": settings.bodies.fields["temperature"], "left_out": list(refused)}
+    report_settings = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
+    report_settings |= {
+        "temperature": settings.bodies.fields["temperature"],
+        "left_out": list(refused),
+    }
     for name, reason in refused.items():
         print(f"cbatch: left out, since the server refuses it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()
@@ -52,7 +55,7 @@ async def _bench(options: LoadOptions) -> int:
         )
 
         def report(load: OfferedLoad, runs: list[LoadRun]) -> Measured:
-            return measure(runs, settings=words | load.words(), objectives=objectives)
+            return measure(runs, settings=report_settings | load.words(), objectives=objectives)
 
         points: list[Point]
         capacity: Capacity | None = None
@@ -68,7 +71,7 @@ async def _bench(options: LoadOptions) -> int:
     _write(options, points, capacity)
     if stop.is_set():
         return INTERRUPTED
-    if options.find_rate:  # that calls fail beyond the best rate is no fault
+    if options.find_rate:  # failures above the best rate are expected
         return 0 if capacity is not None and capacity.best is not None else FAILED_RUN
     failed = sum(sum(point.report.errors.values()) for point in points)
     share = failed / max(sum(point.report.sent for point in points), 1)
@@ -78,7 +81,8 @@ async def _bench(options: LoadOptions) -> int:
 async def _settings(
     options: LoadOptions, endpoint: Endpoint, workload: Workload
 ) -> tuple[LoadSettings, dict[str, str]]:
-    """Ask the server for what is needed to write prompts to it, and what it refuses."""
+    """Query the server for its model, its tokens and the fields that it rejects. Returns the
+    settings of all runs, and the reason for each rejected field."""
     key = options.api_key or os.environ.get("CBATCH_API_KEY")
     client = HttpClient(endpoint, key=key, timeout_s=options.timeout)
     try:
@@ -94,7 +98,7 @@ async def _settings(
         timeout_s=options.timeout,
         processes=options.processes,
         duration_s=options.duration,
-        again=options.requests is None,
+        cycle=options.requests is None,
         think_s=options.think or 0.0,
         ramp_s=options.ramp or 0.0,
         warmup=options.warmup,
@@ -105,7 +109,7 @@ async def _settings(
 
 
 def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None) -> None:
-    """Raises `FieldError` for a file that cannot be written; the figures have been shown."""
+    """Write the files of --json, --csv, --records and --page. Raises `FieldError`."""
     try:
         if names_file(options.json):
             options.json.write_bytes(to_json(points, capacity))

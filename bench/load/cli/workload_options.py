@@ -1,4 +1,4 @@
-"""The workload of `cbatch bench`, from its options."""
+"""The workload of `cbatch bench` from its options: loads, requests and prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.cli.options import (
-    ARRIVALS_LAW,
+    ARRIVALS_PROCESS,
     CONCURRENCY,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
@@ -31,10 +31,11 @@ from sim.traces.request import TraceRequest
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.generate import Arrivals, Conversations, converse, generate
 
-LEAST_REQUESTS, ROUNDS = 64, 8  # of a run: at least, and of each client of a closed loop
-ENDLESS = 10**9
+# Default number of requests: at least 64, and at least 8 per client of a closed loop.
+LEAST_REQUESTS, ROUNDS = 64, 8
+ENDLESS = 10**9  # more requests than a run can send
 DEMO = "demo"
-_WORDS = (
+_REPORTED = (  # options that the report lists under `settings`
     *("trace", "rate_scale", "spread", "arrivals", "ramp", "think", "duration", "prompt_tokens"),
     *("output_tokens", "prompts", "text", "turns", "system_tokens", "chat", "no_stream"),
     *("field", "warmup", "repeats", "processes", "seed", "final_usage"),
@@ -42,7 +43,7 @@ _WORDS = (
 
 
 def parse_loads(options: LoadOptions) -> list[OfferedLoad]:
-    """Raises `FieldError`."""
+    """Return the loads to run: rates, numbers of clients, or a trace. Raises `FieldError`."""
     if options.trace is not None:
         return [OfferedLoad()]
     if options.rate is not None:
@@ -54,8 +55,8 @@ def parse_loads(options: LoadOptions) -> list[OfferedLoad]:
     loads = [OfferedLoad(concurrency=int(each)) for each in _numbers("--concurrency", clients, int)]
     clients_at_once = max(load.concurrency or 0 for load in loads)
     if options.requests is not None and options.requests < clients_at_once:
-        few = f"{options.requests} for {clients_at_once} clients"
-        raise FieldError("--requests", few, "give each client one at least")
+        problem = f"{options.requests} for {clients_at_once} clients"
+        raise FieldError("--requests", problem, "give each client one at least")
     return loads
 
 
@@ -70,7 +71,7 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[floa
 
 
 class Workload:
-    """Requests and the words of their prompts. Raises `FieldError` for what does not fit."""
+    """Requests and their prompts. The constructor raises `FieldError` for options that conflict."""
 
     def __init__(self, options: LoadOptions) -> None:
         _refuse_ignored(options)
@@ -91,7 +92,7 @@ class Workload:
             self._arrivals(float(options.rate.split(",")[0]))
 
     def requests(self, load: OfferedLoad, seed: int) -> list[TraceRequest]:
-        """Return those of one run. Those of a trace are the same in every run."""
+        """Return the requests of a run. Requests of a trace are the same for every `seed`."""
         options = self._options
         limit = options.requests
         if self._trace is not None:
@@ -99,15 +100,15 @@ class Workload:
             if options.rate_scale is not None:
                 requests = scale(requests, rate=options.rate_scale)
         else:
-            requests, limit = self._made(load, seed), None
-        if (most_s := options.duration) is not None and load.concurrency is None:
-            requests = takewhile(lambda request: request.arrival_s < most_s, requests)
+            requests, limit = self._generate(load, seed), None
+        if (end_s := options.duration) is not None and load.concurrency is None:
+            requests = takewhile(lambda request: request.arrival_s < end_s, requests)
         return list(islice(requests, limit))
 
     async def bodies(self, client: HttpClient, model: str) -> BodySettings:
         options = self._options
         corpus = None if self._items else await open_corpus(client, model, self._text)
-        # Lengths are kept only by a model that may not end before.
+        # Outputs have the given lengths only if the model cannot end them earlier.
         ignore_eos = not self._items if options.ignore_eos is None else options.ignore_eos
         return BodySettings(
             model=model,
@@ -122,20 +123,20 @@ class Workload:
 
     @property
     def chosen(self) -> set[str]:
-        """The fields of a body that the user gave."""
+        """The fields of a call's body that the user gave; these are never left out."""
         own = () if self._options.ignore_eos is None else ("ignore_eos",)
         fields = {*own, *self._own_fields, *(name for item in self._items for name in item.fields)}
-        return fields - {MAX_TOKENS}  # it is sent by another name where it has to be
+        return fields - {MAX_TOKENS}  # it may be renamed, never dropped
 
     def words(self) -> dict[str, Any]:
-        """Return the options that were given, for the report."""
-        given = {name: getattr(self._options, name) for name in _WORDS}
+        """Return the given options for `settings` of the report."""
+        given = {name: getattr(self._options, name) for name in _REPORTED}
         given = {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
         return {name: value for name, value in given.items() if value not in (None, (), False)}
 
     # -- inside
 
-    def _made(self, load: OfferedLoad, seed: int) -> Iterator[TraceRequest]:
+    def _generate(self, load: OfferedLoad, seed: int) -> Iterator[TraceRequest]:
         options = self._options
         count = self._count(load)
         arrivals = self._arrivals(load.rate_per_s or 1.0)
@@ -151,16 +152,16 @@ class Workload:
         return converse(arrivals, conversations, sessions=count, seed=seed)
 
     def _count(self, load: OfferedLoad) -> int:
-        """Requests to make up, or conversations: as many as can be needed."""
+        """Return the number of requests, or of conversations, to generate for a run."""
         options = self._options
         if options.requests is not None:
-            return max(options.requests, load.concurrency or 0)  # a sweep goes on past them
+            return max(options.requests, load.concurrency or 0)  # a sweep may have more clients
         if load.rate_per_s is not None and options.duration is not None:
-            return ENDLESS  # they are made as they are sent
+            return ENDLESS  # `requests` stops at the duration
         return max(LEAST_REQUESTS, ROUNDS * (load.concurrency or 0))
 
     def _arrivals(self, rate_per_s: float) -> Arrivals:
-        return parse_arrivals("--arrivals", self._options.arrivals or ARRIVALS_LAW, rate_per_s)
+        return parse_arrivals("--arrivals", self._options.arrivals or ARRIVALS_PROCESS, rate_per_s)
 
 
 def _items(options: LoadOptions) -> tuple[Item, ...]:
@@ -180,7 +181,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _refuse_ignored(options: LoadOptions) -> None:
-    """Options that the rest of the command line would leave without effect."""
+    """Raises `FieldError` for an option that other options make ineffective."""
     traced, own = options.trace is not None, options.prompts is not None
     is_open = traced or options.rate is not None
     given = {n: getattr(options, n) not in (None, False) for n in options.__struct_fields__}
@@ -209,8 +210,9 @@ def _refuse_ignored(options: LoadOptions) -> None:
 
 
 def read_items(path: Path, *, chat: bool) -> tuple[Item, ...]:
-    """`.jsonl`: an object a line, with `prompt` (text or token ids) or `messages`, and any fields
-    of the call; any other file: a prompt a line. Raises `FieldError`."""
+    """Read the user's prompts. A line of a `.jsonl` or `.ndjson` file is an object: `prompt` (text
+    or token ids) or `messages`, and any fields of the call. In any other file a line is a prompt.
+    Raises `FieldError`."""
     try:
         text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,1 +1,2 @@
-"""One call: its body, its bytes, its answer. Imports nothing of the load tester's."""
+"""A single call: request body, HTTP, parsing of the response. Imports no other part of the load
+tester."""

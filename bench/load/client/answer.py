@@ -1,4 +1,4 @@
-"""Read answers of the OpenAI API as they arrive, and check them: a 200 alone is no success.
+"""Parser of the OpenAI API's responses. It checks each response: status 200 alone is no success.
 
 Every event is decoded, by a decoder that knows only the fields needed here (about a microsecond).
 A chunk brings tokens if it holds output of any kind (text, reasoning, a refusal, a tool call), or
@@ -18,11 +18,12 @@ import msgspec
 
 from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
 
-MAX_BYTES = 2**26  # of one event, or of an answer that is not streamed
-MAX_TOKENS = 2**31  # a larger count is no count
-_MAX_SHOWN_BYTES = 2000  # bytes kept of an answer that is an error
+MAX_BYTES = 2**26  # largest event, or whole response
+MAX_TOKENS = 2**31  # larger token counts are ignored as invalid
+_MAX_SHOWN_BYTES = 2000  # bytes kept of an error message
 _BOM = b"\xef\xbb\xbf"
-_FAILED = ("abort", "error")  # finish reasons
+_FAILED = ("abort", "error")  # finish reasons that are errors
+
 # Members of messages, parts and calls that hold output. A server that sends reasoning under several
 # names sends the same text under each.
 _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
@@ -42,7 +43,7 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """An event, or a whole answer."""
+    """JSON of an event, of a whole response, or of an error."""
 
     choices: list[_Choice] | None = None
     usage: Any = None
@@ -56,24 +57,24 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class AnswerReader:
-    """Fill a `TimedCall` in. `keep_text` keeps the output, for the next turn."""
+    """Fills `call` and `tally` from a response. With `keep_text` the output is in `text`, for the
+    next turn of a conversation."""
 
     def __init__(
         self, call: TimedCall, tally: LiveTally, *, streamed: bool, keep_text: bool = False
     ) -> None:
         self._call, self._tally, self._streamed = call, tally, streamed
         self._texts: list[str] | None = [] if keep_text else None
-        self._rest = b""  # of a stream an unfinished line, else the body
-        self._unread_bytes = 0  # since the last event
+        self._rest = b""  # unfinished line of a stream, or the body so far
+        self._unread_bytes = 0  # bytes since the last event
         self._status = 0
-        # Of a stream: the event that is being read, and a line that is not of server-sent events.
-        self._data: list[bytes] = []
-        self._name = ""
-        self._foreign = b""  # the first such line
+        self._data: list[bytes] = []  # `data` lines of the present event
+        self._name = ""  # its `event` field
+        self._foreign = b""  # the first line that is not of server-sent events
         self._ends_with_cr = False
         self._done = self._finished = self._any_output = False
-        self._counted = True  # every chunk with output had its usage
-        self._tokens = 0  # as of the latest chunk with usage
+        self._counted = True  # so far every chunk with output had usage
+        self._tokens = 0  # output tokens by the latest usage
 
     @property
     def text(self) -> str:
@@ -85,7 +86,7 @@ class AnswerReader:
         self._status = status
 
     def read(self, piece: bytes, now_s: float) -> None:
-        """Raises `CallError`."""
+        """Parse the next bytes of the body, received at `now_s`. Raises `CallError`."""
         if self._status != 200:
             if len(self._rest) < _MAX_SHOWN_BYTES:
                 self._rest += piece
@@ -111,7 +112,7 @@ class AnswerReader:
                 self._line(line, now_s)
 
     def end(self, now_s: float) -> None:
-        """Raises `CallError` if this was no answer."""
+        """Finish the call. Raises `CallError` if the response was an error, empty or cut off."""
         if self._status != 200:
             raise CallError(Failure.STATUS, _message(self._status, self._rest), self._status)
         call = self._call
@@ -126,8 +127,8 @@ class AnswerReader:
                 raise _malformed("not a stream of events", self._foreign)
             raise CallError(Failure.EMPTY, "a 200 without a token")
         if not (self._done or self._finished):
-            what = "a finish reason or [DONE]"
-            raise CallError(Failure.TRUNCATED, f"the answer ended without {what}")
+            problem = "the answer ended without a finish reason or [DONE]"
+            raise CallError(Failure.TRUNCATED, problem)
         call.end_s = call.end_s if call.chunk_s else now_s
         if call.output_tokens:
             exact = self._counted and sum(call.chunk_tokens) == call.output_tokens
@@ -178,9 +179,9 @@ class AnswerReader:
             raise CallError(Failure.REPORTED, data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES])
 
     def _take(self, answer: _Answer, now_s: float) -> None:
-        """Count what a chunk brings. Raises `CallError` for an error."""
+        """Count the tokens of a chunk. Raises `CallError` if the chunk is an error."""
         self._unread_bytes = 0
-        self._refuse_error(answer)
+        self._raise_error(answer)
         expects_more = self._counted and not self._finished
         choices, usage, call = answer.choices or (), answer.usage, self._call
         outputs = []
@@ -219,7 +220,8 @@ class AnswerReader:
             call.chunk_tokens.append(new)
         self._tally.chunks += 1
 
-    def _refuse_error(self, answer: _Answer) -> None:
+    def _raise_error(self, answer: _Answer) -> None:
+        """Raises `CallError` if a chunk is an error in any of the forms that servers use."""
         error = answer.error
         for choice in answer.choices or ():
             error = error or choice.error
@@ -257,18 +259,18 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    """A number of tokens, None for anything else."""
+    """Return a valid number of tokens, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < MAX_TOKENS else None
 
 
-def _malformed(why: str, data: bytes) -> CallError:
+def _malformed(problem: str, data: bytes) -> CallError:
     shown = data[:80].decode("utf-8", "replace")
-    return CallError(Failure.MALFORMED, f"{why} ({shown!r})")
+    return CallError(Failure.MALFORMED, f"{problem} ({shown!r})")
 
 
 def _message(status: int, body: bytes) -> str:
-    """Return the message in the body of an error."""
+    """Return the status and the message in the body of an error response."""
     try:
         return f"{status}: {_error_text(msgspec.json.decode(body))}"
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is sent: requests to bodies of calls, with conversations carried on by what was answered."""
+"""Request bodies. A later turn of a conversation contains the server's answers to earlier turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Messages = list[dict[str, Any]]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A prompt of the user's own; `fields` are those of its call alone."""
+    """A prompt that the user gave, with further `fields` for its call."""
 
     prompt: str | list[int] | None = None
     messages: Messages | None = None
@@ -26,15 +26,15 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`items` are gone through again and again; without any, prompts are cut from `corpus`. With
-    `conversations` the turns of a session go on from its answers."""
+    """Settings for all bodies of a run. `items` are used in rotation; without items, prompts are
+    cut from `corpus`. With `conversations`, later turns of a session include its answers."""
 
     model: str
     chat: bool
     streamed: bool
-    fields: dict[str, Any]  # of every call
-    chunk_usage: bool = True  # ask for the usage of every chunk, else of the last
-    left_out: tuple[str, ...] = ()  # what the server refuses, of `refusals.PARTS`
+    fields: dict[str, Any]  # fields of every call
+    chunk_usage: bool = True  # ask for usage in every chunk, not only in the last
+    left_out: tuple[str, ...] = ()  # members of `refusals.PARTS` that the server rejects
     ignore_eos: bool = False
     items: tuple[Item, ...] = ()
     corpus: PromptText | None = None
@@ -49,6 +49,8 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Bodies:
+    """Builds the bodies of a run's calls, and keeps the transcripts of its conversations."""
+
     def __init__(self, settings: BodySettings) -> None:
         self._settings = settings
         self.path = CHAT if settings.chat else COMPLETIONS
@@ -66,8 +68,8 @@ class Bodies:
             self._texts = PromptCutter(corpus, settings.seed, as_ids=False)
             if corpus.ids is not None and not settings.chat and "prompt" not in settings.left_out:
                 self._ids = PromptCutter(corpus, settings.seed, as_ids=True)
-        # By session: what was said, and the tokens that this was planned to be.
-        self._said: dict[str, tuple[Messages, int]] = {}
+        # By session: messages so far, and their planned number of tokens.
+        self._transcripts: dict[str, tuple[Messages, int]] = {}
 
     def prepare(self, index: int, request: TraceRequest) -> Prepared:
         fields = self._common | {MAX_TOKENS: request.output_tokens}
@@ -75,33 +77,33 @@ class Bodies:
         if self._settings.items:
             item = self._settings.items[index % len(self._settings.items)]
             fields |= item.fields
-            fields |= self._words(item.prompt, item.messages)
+            fields |= self._prompt_fields(item.prompt, item.messages)
         elif session is None:
             prompts = self._ids or self._texts
             assert prompts is not None
-            fields |= self._words(prompts.prompt(index, request))
+            fields |= self._prompt_fields(prompts.prompt(index, request))
         else:
             fields |= self._turn(index, request, session)
-        most = fields.get(MAX_COMPLETION_TOKENS, fields[MAX_TOKENS])
+        max_tokens = fields.get(MAX_COMPLETION_TOKENS, fields[MAX_TOKENS])
         if MAX_TOKENS in self._settings.left_out or MAX_COMPLETION_TOKENS in fields:
             del fields[MAX_TOKENS]
-            fields[MAX_COMPLETION_TOKENS] = most
+            fields[MAX_COMPLETION_TOKENS] = max_tokens
         for name in {*self._settings.left_out} - {"prompt"}:
             fields.pop(name, None)
-        call = TimedCall(index, request.arrival_s, request.prompt_tokens, most)
-        call.wants_all = bool(fields.get("ignore_eos"))
+        call = TimedCall(index, request.arrival_s, request.prompt_tokens, max_tokens)
+        call.ignore_eos = bool(fields.get("ignore_eos"))
         call.session = request.session
         call.slo_s = (request.ttft_slo_s, request.tpot_slo_s, request.e2e_slo_s)
         return Prepared(_encode(fields), call, session is not None)
 
     def answered(self, request: TraceRequest, text: str) -> None:
-        """The turn's answer, for the turns after it."""
+        """Add the answer to a turn to its session's transcript."""
         if self._settings.conversations and request.session is not None:
-            self._said[request.session][0].append({"role": "assistant", "content": text})
+            self._transcripts[request.session][0].append({"role": "assistant", "content": text})
 
     # -- inside
 
-    def _words(
+    def _prompt_fields(
         self, prompt: str | list[int] | None, messages: Messages | None = None
     ) -> dict[str, Any]:
         if self._settings.chat:
@@ -109,16 +111,16 @@ class Bodies:
         return {"prompt": prompt}
 
     def _turn(self, index: int, request: TraceRequest, session: str) -> dict[str, Any]:
-        """A later turn (one that says when it comes after the one before) goes on from what was
-        said; as text, since the answer came as text."""
+        """Return the prompt of a turn. A later turn, which has a `think_s`, continues its session's
+        transcript, always as text: answers come as text."""
         assert self._texts is not None
-        said, planned_tokens = self._said.get(session, ([], 0))
-        if request.think_s is None or not said:
-            said, message = [], self._texts.prompt(index, request)
+        messages, planned_tokens = self._transcripts.get(session, ([], 0))
+        if request.think_s is None or not messages:
+            messages, message = [], self._texts.prompt(index, request)
         else:
             message = self._texts.message(index, max(1, request.prompt_tokens - planned_tokens))
-        said.append({"role": "user", "content": message})
-        self._said[session] = said, request.prompt_tokens + request.output_tokens
+        messages.append({"role": "user", "content": message})
+        self._transcripts[session] = messages, request.prompt_tokens + request.output_tokens
         if self._settings.chat:
-            return {"messages": list(said)}
-        return {"prompt": "".join(each["content"] for each in said)}
+            return {"messages": list(messages)}
+        return {"prompt": "".join(each["content"] for each in messages)}

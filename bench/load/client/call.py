@@ -1,4 +1,4 @@
-"""One call as its client saw it, and the ways in which one can fail."""
+"""Record of a single call as its client saw it, and the kinds of failure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ TokenSource = Literal["per chunk usage", "usage", "chunks", "none"]
 
 
 class Failure(StrEnum):
-    CONNECT = "not connected"  # refused, unreachable, no such host, no TLS
-    STATUS = "status"  # any but 200; counted by its number
-    REPORTED = "error in stream"  # an error that the server told in a 200
-    CUT = "cut"  # the connection ended before the answer did
-    MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON of the API
-    EMPTY = "empty"  # a 200 without a token
-    TRUNCATED = "truncated"  # a 200 that ended without a finish reason and without [DONE]
-    NO_USAGE = "no usage"  # an answer that is not streamed, and whose tokens are not counted
+    """Kinds of failure; the values name them in reports."""
+
+    CONNECT = "not connected"  # refused, unreachable, no such host, no TLS.
+    STATUS = "status"  # a status other than 200; reports count each status separately.
+    REPORTED = "error in stream"  # status 200 with an error in the body.
+    CUT = "cut"  # the connection ended before the response.
+    MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON of the API.
+    EMPTY = "empty"  # status 200 without a token.
+    TRUNCATED = "truncated"  # status 200 without a finish reason and without [DONE].
+    NO_USAGE = "no usage"  # not streamed and without usage, so tokens cannot be counted.
     TIMEOUT = "timeout"
-    CLIENT = "client"  # no port, no file descriptor: this machine could not send it
+    CLIENT = "client"  # the client machine is out of ports or file descriptors
 
 
 class CallError(Exception):
-    """`status` is the server's, where it is what failed."""
+    """A failed call. `status` is the HTTP status if `failure` is `STATUS`."""
 
     def __init__(self, failure: Failure, detail: str, status: int | None = None) -> None:
         super().__init__(failure, detail, status)
@@ -41,26 +43,26 @@ class CallError(Exception):
 
 @dataclass(slots=True, eq=False)
 class TimedCall:
-    """Times are in seconds on the clock of the run, 0 at its start; `scheduled_s` is when it should
-    have been sent, and nothing that came later moves that.
+    """Times and token counts of a call. Times are in seconds since the start of the run.
 
-    `chunk_s` and `chunk_tokens` are those reads of the answer that brought tokens (what came in one
-    read came at once), and how many each brought; empty where the answer was not streamed.
+    `scheduled_s` is when the source wanted the call sent; delays of the client do not change it.
+    `chunk_s` are the times of the socket reads that contained output tokens, `chunk_tokens` their
+    token counts. Both are empty if the response was not streamed.
     """
 
     index: int
     scheduled_s: float
-    prompt_tokens: int  # as planned; as the server counted, once it has
+    prompt_tokens: int  # as planned, then as in the server's usage
     max_tokens: int
     output_tokens: int = 0
-    wants_all: bool = False  # it was told to go on to `max_tokens`
+    ignore_eos: bool = False  # the output should have exactly `max_tokens`
     session: str | None = None
     slo_s: tuple[float | None, float | None, float | None] = (None, None, None)
     sent_s: float = field(init=False)
-    end_s: float = field(init=False)  # of its last token, or when it failed
+    end_s: float = field(init=False)  # time of the last token, or of the failure
     chunk_s: array[float] = field(default_factory=lambda: array("d"))
     chunk_tokens: array[int] = field(default_factory=lambda: array("q"))
-    chunks: int = 0  # events that brought tokens
+    chunks: int = 0  # events with output tokens
     counted_by: TokenSource = "none"
     error: CallError | None = None
 
@@ -69,7 +71,7 @@ class TimedCall:
 
     @property
     def first_s(self) -> float:
-        """Of its first token; what is not streamed comes with its last."""
+        """Time of the first token; without streaming, that of the last."""
         return self.chunk_s[0] if self.chunk_s else self.end_s
 
     @property
@@ -82,15 +84,15 @@ class TimedCall:
 
     @property
     def tpot_s(self) -> float | None:
-        """(last token - first) / (tokens - 1); None with one token, or where nobody saw the
-        first."""
+        """Time from first to last token, per token after the first. None for a single token, or if
+        the response was not streamed."""
         if self.output_tokens < 2 or not self.chunk_s:
             return None
         return (self.end_s - self.first_s) / (self.output_tokens - 1)
 
-    def told_tokens(self) -> list[int]:
-        """Tokens of each read. Where only the total is known it is spread as evenly as whole
-        numbers can be."""
+    def tokens_by_read(self) -> list[int]:
+        """Return the tokens of each read in `chunk_s`. If only the total is known, it is spread
+        evenly over the reads."""
         if self.counted_by != "usage" or not self.chunk_s:
             return self.chunk_tokens.tolist()
         count, total = len(self.chunk_s), self.output_tokens
@@ -99,7 +101,7 @@ class TimedCall:
 
 @dataclass(slots=True)
 class LiveTally:
-    """What somebody who watches a run is shown. `tokens` are those told while they come."""
+    """Counts for the progress display. `tokens` has only tokens of chunks with usage."""
 
     sent: int = 0
     done: int = 0

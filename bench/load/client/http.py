@@ -1,8 +1,8 @@
-"""HTTP/1.1 as a load tester needs it: raw bytes out, pieces of the answer in, each with its time.
+"""Minimal HTTP/1.1 client that passes on each piece of a response with its time of arrival.
 
-The parser is httptools' (llhttp). Connections are kept and reused; one that the server had closed
-in the meantime is replaced, but only if not a byte of the answer had come (RFC 9112, section 9.3.1;
-asking for a completion twice does no harm).
+The parser is httptools' (llhttp). Connections are reused. If a reused connection ends before the
+first byte of a response, the request is sent again on a new one (RFC 9112, section 9.3.1). That is
+safe, since a repeated completion does no harm.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import msgspec
 from bench.load.client.call import CallError, Failure
 from cbatch.core.request.errors import FieldError
 
-IDLE_S = 3.0  # servers close what has been idle for 5 s, as a rule
-OUR_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # nothing that a server did
+IDLE_S = 3.0  # idle connections are not reused after this; most servers close them after 5 s
+OUR_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the API is. Paths given to `path` begin with /v1 or stand beside it (/metrics)."""
+    """Address of a server. Paths of requests, such as /v1/models or /metrics, follow `prefix`."""
 
     host: str
     port: int
     tls: bool
-    prefix: str  # of every path, without /v1
+    prefix: str  # path of the URL without /v1
 
     @classmethod
     def of(cls, url: str) -> Endpoint:
-        """Raises `FieldError`. `http://host:8000`, `host:8000` and `http://host:8000/v1` are the
-        same."""
+        """Parse a URL; `host:8000` and `http://host:8000/v1` are both `http://host:8000`. Raises
+        `FieldError`."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -59,7 +59,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"{host}:{self.port}"
 
     def message(self, method: str, path: str, body: bytes, key: str | None) -> bytes:
-        """A whole request."""
+        """Return the bytes of a request."""
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
             f"Host: {self.authority}",
@@ -74,7 +74,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class AnswerSink(Protocol):
-    """What becomes of an answer. All three may raise `CallError`."""
+    """Receiver of a response. All three methods may raise `CallError`."""
 
     def begin(self, status: int) -> None: ...
 
@@ -84,7 +84,7 @@ class AnswerSink(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One at a time: `exchange`, and again once that has returned."""
+    """A connection for one exchange at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -95,20 +95,20 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self.now_s = 0.0
         self.idle_since_s = 0.0
-        self.silent = True  # nothing of the present answer has come
+        self.silent = True  # no byte of the present response has come
         self._has_length = False
-        self._to_the_end = False  # the answer's body ends with the connection
+        self._until_close = False  # the body ends with the connection
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, message: bytes, reader: AnswerSink) -> None:
-        """Raises `CallError`."""
+        """Send a request and pass the whole response to `reader`. Raises `CallError`."""
         assert self._transport is not None
         self._reader, self._ended = reader, self._loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self.silent, self._has_length, self._to_the_end = True, False, False
+        self.silent, self._has_length, self._until_close = True, False, False
         self._transport.write(message)
         try:
             await self._ended
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.now_s = self._clock()
         if self._ended is None or self._ended.done():
-            self.close()  # nobody asked for it
+            self.close()  # data without a request
             return
         self.silent = False
         try:
@@ -143,11 +143,11 @@ class Connection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             return
         self.now_s = self._clock()
-        if self._to_the_end and exc is None:
+        if self._until_close and exc is None:
             self.on_message_complete()
         else:
-            why = "without an answer" if self.silent else "in the middle of the answer"
-            self._fail(CallError(Failure.CUT, f"the connection ended {why}"))
+            when = "without an answer" if self.silent else "in the middle of the answer"
+            self._fail(CallError(Failure.CUT, f"the connection ended {when}"))
 
     # -- called by the parser
 
@@ -156,8 +156,8 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        self._to_the_end = not self._has_length
-        self._tell(lambda reader: reader.begin(self._parser.get_status_code()))
+        self._until_close = not self._has_length
+        self._notify(lambda reader: reader.begin(self._parser.get_status_code()))
 
     def on_body(self, body: bytes) -> None:
         if self._reader is not None:
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
                 self._fail(error)
 
     def on_message_complete(self) -> None:
-        self._tell(lambda reader: reader.end(self.now_s))
+        self._notify(lambda reader: reader.end(self.now_s))
         ended = self._ended
         if ended is None or ended.done():
             return
@@ -176,10 +176,10 @@ class Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.close()
 
-    def _tell(self, what: Callable[[AnswerSink], None]) -> None:
+    def _notify(self, event: Callable[[AnswerSink], None]) -> None:
         if self._reader is not None:
             try:
-                what(self._reader)
+                event(self._reader)
             except CallError as error:
                 self._fail(error)
 
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """As many connections as there are calls at once."""
+    """HTTP client with as many connections as there are concurrent calls."""
 
     def __init__(
         self,
@@ -207,11 +207,11 @@ class HttpClient:
         self._tls = ssl.create_default_context() if endpoint.tls else None
 
     async def call(self, method: str, path: str, body: bytes, reader: AnswerSink) -> None:
-        """Raises `CallError`."""
+        """Send a request and pass the response to `reader` as it arrives. Raises `CallError`."""
         message = self.endpoint.message(method, path, body, self._key)
         try:
             async with asyncio.timeout(self._timeout_s):
-                connection = self._kept()
+                connection = self._take_idle()
                 if connection is not None:
                     try:
                         await connection.exchange(message, reader)
@@ -224,36 +224,38 @@ class HttpClient:
                     await connection.exchange(message, reader)
         except TimeoutError as error:
             raise CallError(Failure.TIMEOUT, f"{self._timeout_s:g} s were over") from error
-        # Not before `exchange` has returned: until then the connection is still in its hands.
+        # Only now: during `exchange` the connection must not be given to another call.
         if connection.is_open:
             self._idle.append(connection)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. Raises `CallError`."""
-        return await self.whole("GET", path, b"")
+        """Return status and body. Raises `CallError`."""
+        return await self.request("GET", path, b"")
 
-    async def whole(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        whole = _Whole()
-        await self.call(method, path, body, whole)
-        return whole.status, b"".join(whole.pieces)
+    async def request(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body. Raises `CallError`."""
+        response = _Response()
+        await self.call(method, path, body, response)
+        return response.status, b"".join(response.pieces)
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
-    def _kept(self) -> Connection | None:
-        """The one used last, so that the others may grow old."""
+    def _take_idle(self) -> Connection | None:
+        """Return the idle connection that was used last, so that surplus ones expire. None: none is
+        usable."""
         while self._idle:
-            kept = self._idle.pop()
-            if kept.is_open and self._clock() - kept.idle_since_s < IDLE_S:
-                return kept
-            kept.close()
+            connection = self._idle.pop()
+            if connection.is_open and self._clock() - connection.idle_since_s < IDLE_S:
+                return connection
+            connection.close()
         return None
 
     async def _connect(self) -> Connection:
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         try:
-            _, made = await loop.create_connection(
+            _, connection = await loop.create_connection(
                 lambda: Connection(self._clock),
                 endpoint.host,
                 endpoint.port,
@@ -264,10 +266,10 @@ class HttpClient:
         except OSError as error:
             failure = Failure.CLIENT if error.errno in OUR_LIMITS else Failure.CONNECT
             raise CallError(failure, str(error)) from error
-        return made
+        return connection
 
 
-class _Whole:
+class _Response:
     def __init__(self) -> None:
         self.status = 0
         self.pieces: list[bytes] = []

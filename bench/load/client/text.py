@@ -1,6 +1,7 @@
-"""Real text of a given length: slices of a corpus, in tokens where the server can tell them.
+"""Prompts of a given number of tokens, cut from a corpus of real text.
 
-Random tokens would flatter or hurt speculation: nobody can guess them, and no text is like them.
+Random tokens would not do: no real text is like them, so drafts would not be accepted as often as
+they are in use.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from sim.traces.files import read_whole
 from sim.traces.request import TraceRequest
 from sim.workload.tokens import mix
 
-CORPUS_CHARS = 200_000
-CHARS_PER_TOKEN = 4.0
-PIECE_CHARS = 100_000  # tokenised at once
+CORPUS_CHARS = 200_000  # length of the default corpus.
+CHARS_PER_TOKEN = 4.0  # assumed until the server has counted a prompt.
+PIECE_CHARS = 100_000  # characters per /tokenize request
+
+# Sources of the default corpus.
 _MODULES = (
     *("argparse", "ast", "calendar", "csv", "difflib", "doctest", "enum", "fractions", "inspect"),
     *("ipaddress", "mailbox", "pdb", "pickle", "tarfile", "textwrap", "zipfile"),
@@ -30,39 +33,39 @@ Whole = TypeVar("Whole", str, tuple[int, ...])
 
 
 class PromptText(msgspec.Struct, frozen=True):
-    """`ids` are the tokens of `text`, where the server has a tokenizer to ask; `chars_per_token`
-    holds on average."""
+    """A corpus. `ids` are the tokens of `text`, or None if the server has no /tokenize;
+    `chars_per_token` is an average."""
 
     text: str
     chars_per_token: float
     ids: tuple[int, ...] | None = None
 
     def text_of(self, name: int, tokens: int) -> str:
-        """About so many tokens. The same name begins at the same place."""
+        """Return a slice of about `tokens` tokens, at a position that depends on `name`."""
         return _cut(self.text, name, max(1, round(tokens * self.chars_per_token)))
 
     def ids_of(self, name: int, tokens: int) -> list[int]:
-        """Exactly so many. The server must have told the tokens."""
+        """Return exactly `tokens` token ids, at a position that depends on `name`; needs `ids`."""
         assert self.ids is not None
         return list(_cut(self.ids, name, tokens))
 
 
 class PromptCutter:
-    """Prompts for requests that say only how long they are and what they share."""
+    """Makes prompts for requests with only lengths and shared blocks (`hash_ids`)."""
 
     def __init__(self, corpus: PromptText, seed: int, *, as_ids: bool) -> None:
         self._corpus, self._seed, self._as_ids = corpus, seed, as_ids
 
     def prompt(self, index: int, request: TraceRequest) -> str | list[int]:
-        """Tokens of a named block are those of every block of that name; the rest belongs to the
-        request alone."""
+        """Return the prompt, as text or token ids. Blocks with the same hash id have the same
+        tokens in all requests; the rest differs from request to request."""
         names = request.hash_ids or ()
         size = request.hash_block_tokens or 1
         named = min(len(names) * size, request.prompt_tokens)
         pieces = [
-            (mix(self._seed, 2 * name), min(size, named - start * size))
-            for start, name in enumerate(names)
-            if named > start * size
+            (mix(self._seed, 2 * name), min(size, named - block * size))
+            for block, name in enumerate(names)
+            if named > block * size
         ]
         if named < request.prompt_tokens:
             pieces.append((mix(self._seed, 2 * index + 1), request.prompt_tokens - named))
@@ -75,7 +78,8 @@ class PromptCutter:
 
 
 def load_text(path: Path | None) -> str:
-    """A file's, or else source code of the standard library: real, long and always there."""
+    """Return the text of a file, or by default source code of Python's standard library. Raises
+    `FieldError`."""
     if path is not None:
         try:
             text = read_whole(path).decode()
@@ -93,14 +97,14 @@ def load_text(path: Path | None) -> str:
 
 
 async def open_corpus(client: HttpClient, model: str, text: str) -> PromptText:
-    """Ask the server for the tokens of `text` (/tokenize, as vLLM and cbatch have it). If it does
-    not tell them, only characters are known, and `CHARS_PER_TOKEN` until a prompt is counted."""
+    """Tokenize `text` by the server's /tokenize, which vLLM and cbatch have. On other servers
+    prompts are cut by characters, at first with `CHARS_PER_TOKEN`."""
     ids: list[int] = []
     try:
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
             body = {"model": model, "prompt": piece, "add_special_tokens": False}
-            status, raw = await client.whole("POST", "/tokenize", msgspec.json.encode(body))
+            status, raw = await client.request("POST", "/tokenize", msgspec.json.encode(body))
             if status != 200:
                 raise ValueError(f"/tokenize is answered with {status}")
             ids += msgspec.json.decode(raw, type=_Tokenized).tokens
@@ -114,7 +118,7 @@ class _Tokenized(msgspec.Struct):
 
 
 def _cut(whole: Whole, name: int, length: int) -> Whole:
-    """From a place that the name alone decides; goes round at the end."""
+    """Return a slice that starts at `name` modulo the length of `whole`, and wraps around."""
     start = name % len(whole)
     piece = whole[start : start + length]
     while len(piece) < length:

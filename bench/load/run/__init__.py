@@ -1,1 +1,1 @@
-"""Many calls: paced, spread over processes, measured and reported. Imports `client`."""
+"""A run of many calls: pacing, client processes, measurement and reports; imports `client`."""

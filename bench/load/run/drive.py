@@ -1,7 +1,7 @@
-"""A run: a source of requests, driven in real time against a server.
+"""One client process of a run: sends the requests of a source to a server in real time.
 
-Nobody waits for an answer before the next request is sent, unless the source says so: the time at
-which a request should have been sent is fixed by the source, and its latency counts from there.
+Only the source decides when a request is due; a slow response delays the next request only if the
+source (a closed loop) wants that. Latencies count from the time at which a request was due.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from sim.traces.changes import endless
 from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop, Source
 
-HOPELESS = 100  # failures without one success, after which nothing more is sent
-LAG_EVERY_S = 0.02
+HOPELESS = 100  # failures without one success after which no more requests are sent
+LAG_EVERY_S = 0.02  # interval of the samples of the event loop's lag
 
 
 class PartPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a process needs to do its part of a run. `indices[i]` is the place of `requests[i]`
-    among the `total` of all processes."""
+    """Plan of one process. `indices[i]` is the index of `requests[i]` among the `total` requests of
+    all processes."""
 
     endpoint: Endpoint
     bodies: BodySettings
     requests: tuple[TraceRequest, ...]
     indices: tuple[int, ...]
     total: int
-    concurrency: int | None = None  # None: at the requests' own times
+    concurrency: int | None = None  # clients of a closed loop; None: an open loop
     think_s: float = 0.0
-    ramp_s: float = 0.0  # of a closed loop
-    end_s: float | None = None  # nothing is sent any more
-    again: bool = False  # a closed loop begins its requests anew when they are all sent
+    ramp_s: float = 0.0  # the clients of a closed loop start over this time
+    end_s: float | None = None  # no request is sent from this time on
+    cycle: bool = False  # a closed loop repeats its requests when all are sent
     timeout_s: float = 600.0
     key: str | None = None
 
@@ -49,24 +49,25 @@ class PartPlan(msgspec.Struct, frozen=True, kw_only=True):
             return OpenLoop(self.requests)
         requests = list(self.requests)
         return ClosedSessions(
-            endless(requests) if self.again else requests,
+            endless(requests) if self.cycle else requests,
             self.concurrency,
             think_s=self.think_s,
             ramp_s=self.ramp_s,
         )
 
-    def index(self, taken: int) -> int:
-        again, at = divmod(taken, len(self.indices))
-        return self.indices[at] + again * self.total
+    def index(self, number: int) -> int:
+        """Return the index in the run of request `number` of this process, repeats included."""
+        repeat, i = divmod(number, len(self.indices))
+        return self.indices[i] + repeat * self.total
 
 
 class Part(msgspec.Struct):
-    """What one process saw. `lag_s` is how late its event loop was, now and then; `start_s` is the
-    0 of the run, on the monotonic clock."""
+    """Result of one process. `lag_s` are samples of the delay of its event loop; `start_s` is the
+    start of the run on the monotonic clock."""
 
-    calls: list[Any]  # of `TimedCall`
-    unfinished: int
-    hopeless: bool
+    calls: list[Any]  # `TimedCall`
+    unfinished: int  # calls in flight when the run was stopped
+    hopeless: bool  # stopped after `HOPELESS` failures
     cpu_s: float
     elapsed_s: float
     lag_s: list[float]
@@ -76,8 +77,8 @@ class Part(msgspec.Struct):
 async def drive(
     plan: PartPlan, *, start_s: float, stop: asyncio.Event, tally: LiveTally | None = None
 ) -> Part:
-    """`start_s` is the 0 of the run, on the monotonic clock. When `stop` is set what is under way
-    is given up."""
+    """Run a plan. `start_s` is the start of the run on the monotonic clock. Setting `stop` cancels
+    the calls in flight."""
     clock: Callable[[], float] = lambda: time.monotonic() - start_s  # noqa: E731
     client = HttpClient(plan.endpoint, key=plan.key, timeout_s=plan.timeout_s, clock=clock)
     driver = _Driver(plan, client, clock, tally or LiveTally())
@@ -97,26 +98,26 @@ class _Driver:
         self._plan, self._client, self._clock, self._tally = plan, client, clock, tally
         self._source, self._bodies = plan.source(), Bodies(plan.bodies)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._over = asyncio.Event()
+        self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._sending = True
-        self._fault: BaseException | None = None  # of our own making
+        self._fault: BaseException | None = None  # an exception that is no `CallError`
         self.calls: list[TimedCall] = []
         self.unfinished = 0
         self.hopeless = False
         self.lag_s = array("d")
 
     async def run(self, stop: asyncio.Event) -> None:
-        watch = asyncio.create_task(self._watch_lag())
+        lag = asyncio.create_task(self._watch_lag())
         stopping = asyncio.create_task(stop.wait())
-        over = asyncio.create_task(self._over.wait())
+        finished = asyncio.create_task(self._finished.wait())
         self._pump()
         try:
-            await asyncio.wait({stopping, over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, finished}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._sending = False
             self.unfinished = self._tally.in_flight
-            helpers = (watch, stopping, over)
+            helpers = (lag, stopping, finished)
             for task in (*self._tasks, *helpers):
                 task.cancel()
             await asyncio.gather(*self._tasks, *helpers, return_exceptions=True)
@@ -126,7 +127,7 @@ class _Driver:
     # -- inside
 
     def _pump(self) -> None:
-        """Sends what is due, and comes back when the next is."""
+        """Send the requests that are due, and schedule itself for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -139,14 +140,14 @@ class _Driver:
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._pump)
                 return
-            taken, request = self._source.take()
-            task = asyncio.create_task(self._call(self._plan.index(taken), request))
+            number, request = self._source.take()
+            task = asyncio.create_task(self._call(self._plan.index(number), request))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
             self._tally.sent += 1
             self._tally.in_flight += 1
         if not self._tally.in_flight:
-            self._over.set()
+            self._finished.set()
 
     async def _call(self, index: int, request: TraceRequest) -> None:
         prepared = self._bodies.prepare(index, request)
@@ -173,7 +174,7 @@ class _Driver:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._fault = task.exception()
-            self._over.set()
+            self._finished.set()
 
     async def _watch_lag(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""From what clients saw to a report. Definitions: `sim.report.report` and
+"""Computes a report from calls. Definitions are in `sim.report.report` and
 `bench.load.run.report`."""
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
 
-BUSY = 0.8  # of a core: from here on the client slows what it measures
-LATE_S = 0.01
-SLOW = 0.98  # of the scheduled sends, in time
-REFUSALS = (400, 413, 422)
+BUSY = 0.8  # a client that uses more of a core gets a warning: it may distort latencies.
+LATE_S = 0.01  # a send that is later than this is not in time.
+SLOW = 0.98  # an open loop with a smaller share of sends in time gets a warning.
+REFUSALS = (400, 413, 422)  # statuses of calls that the report lists as `refused`
+
+# Measures with a confidence interval.
 ESTIMATED = ("requests_per_s", "output_tokens_per_s")
 ESTIMATED_SPREADS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
 class LoadRun(msgspec.Struct):
-    """One repeat: the parts of all processes, and what the server told of it."""
+    """One repeat: the parts of all client processes, and the server's metrics."""
 
     parts: list[Part]
     server: ServerCounters | None = None
@@ -55,48 +57,48 @@ class LoadRun(msgspec.Struct):
 def measure(
     runs: Sequence[LoadRun], *, settings: dict[str, Any], objectives: Objectives | None = None
 ) -> Measured:
-    """Repeats are pooled: their requests and their durations are added up."""
+    """Return the report of a run, or of repeats: their calls are pooled and their durations
+    added."""
     report = _measure(runs, settings, objectives)
     if len(runs) < 2:
         return report
-    each = [_measure([run], settings, objectives) for run in runs]
-    return msgspec.structs.replace(report, confidence=confidence(each))
+    reports = [_measure([run], settings, objectives) for run in runs]
+    return msgspec.structs.replace(report, confidence=confidence(reports))
 
 
 def confidence(reports: Sequence[Measured]) -> dict[str, Estimate]:
-    """Of measures that every repeat has."""
+    """Return the mean and confidence interval, by name, of each measure that all repeats have."""
     values: dict[str, list[float | None]] = {
         name: [getattr(report, name) for report in reports] for name in ESTIMATED
     }
     for name in ESTIMATED_SPREADS:
         for cut in ("mean", "p50", "p99"):
-            found = [getattr(getattr(report, name), cut) for report in reports]
-            values[f"{name}.{cut}"] = found
+            values[f"{name}.{cut}"] = [getattr(getattr(r, name), cut) for r in reports]
     return {
-        name: _estimate([v for v in found if v is not None])
-        for name, found in values.items()
-        if None not in found
+        name: _estimate([v for v in repeats if v is not None])
+        for name, repeats in values.items()
+        if None not in repeats
     }
 
 
 def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
-    """A record for each call, in order of its scheduled send."""
+    """Yield a record per call, run by run, in order of scheduled sends."""
     for number, run in enumerate(runs):
         for call in sorted(run.calls, key=lambda call: (call.scheduled_s, call.index)):
             yield _record(number, call)
 
 
-def added(found: Sequence[ServerCounters | None]) -> ServerCounters | None:
-    """Counters of several runs, as of one."""
-    told = [each for each in found if each is not None]
-    if not told or len(told) < len(found):
+def added(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
+    """Return the sum of the counters of several runs, or None if a run has none."""
+    known = [each for each in counters if each is not None]
+    if not known or len(known) < len(counters):
         return None
 
     def total(name: str) -> int | None:
-        values = [getattr(each, name) for each in told]
+        values = [getattr(each, name) for each in known]
         return None if None in values else sum(values)
 
-    positions = itertools.zip_longest(*(each.accepted_by_position for each in told), fillvalue=0)
+    positions = itertools.zip_longest(*(each.accepted_by_position for each in known), fillvalue=0)
     return ServerCounters.of({name: total(name) for name in NAMES}, map(sum, positions))
 
 
@@ -133,7 +135,7 @@ def _measure(
         kind="measured",
         settings=settings,
         requests=len(good),
-        cut_requests=sum(call.wants_all and call.output_tokens < call.max_tokens for call in good),
+        cut_requests=sum(call.ignore_eos and call.output_tokens < call.max_tokens for call in good),
         refused=tuple(_refusals(calls)),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
@@ -188,16 +190,17 @@ def _spread(values: Iterable[float]) -> Spread:
 
 
 def _duration_s(run: LoadRun) -> float:
-    """First scheduled send to the last token."""
+    """Return the time from the first scheduled send to the last token, 0 if all calls failed."""
     calls = run.calls
     ends = [call.end_s for call in calls if call.error is None]
     return max(ends) - min(call.scheduled_s for call in calls) if ends else 0.0
 
 
 def _gaps(good: Sequence[TimedCall]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds between reads of one answer (float64), and the tokens of the later (int64)."""
+    """Return the gaps between successive reads of a call in seconds (float64), and the tokens of
+    the later read (int64), for all calls together."""
     gaps_s = [np.diff(np.asarray(call.chunk_s)) for call in good if len(call.chunk_s) > 1]
-    tokens = [call.told_tokens()[1:] for call in good if len(call.chunk_s) > 1]
+    tokens = [call.tokens_by_read()[1:] for call in good if len(call.chunk_s) > 1]
     if not gaps_s:
         return np.zeros(0), np.zeros(0, np.int64)
     return np.concatenate(gaps_s), np.concatenate(tokens).astype(np.int64)
@@ -206,9 +209,10 @@ def _gaps(good: Sequence[TimedCall]) -> tuple[np.ndarray, np.ndarray]:
 def _goodput(
     calls: Sequence[TimedCall], objectives: Objectives | None, duration_s: float
 ) -> tuple[Goodput | None, dict[str, float], float | None]:
-    """Goodput, the share that met each objective, and output tokens a second of what met all."""
-    usual = objectives or Objectives()
-    limits = (usual.ttft_s, usual.tpot_s, usual.e2e_s)
+    """Return the goodput, the share of calls that met each objective, and the output tokens a
+    second of calls that met all. A call's own limits override `objectives`."""
+    defaults = objectives or Objectives()
+    limits = (defaults.ttft_s, defaults.tpot_s, defaults.e2e_s)
     own = any(limit is not None for call in calls for limit in call.slo_s)
     if not calls or not duration_s or (objectives is None and not own):
         return None, {}, None
@@ -219,33 +223,34 @@ def _goodput(
         if call.error is not None:
             continue
         values = (call.ttft_s, call.tpot_s, call.e2e_s)
-        kept = [
+        fulfilled = [
             value is None or limit is None or value <= limit
             for value, limit in zip(values, _limits(call, limits), strict=True)
         ]
-        for name, keeps in zip(names, kept, strict=True):
-            met[name] += keeps
-        if all(kept):
+        for name, is_met in zip(names, fulfilled, strict=True):
+            met[name] += is_met
+        if all(fulfilled):
             num_good += 1
             good_tokens += call.output_tokens
     goodput = Goodput(
-        objectives=usual,
+        objectives=defaults,
         requests=num_good,
         share=num_good / len(calls),
         requests_per_s=num_good / duration_s,
     )
-    asked = {
+    limited = {
         name
         for call in calls
         for name, limit in zip(names, _limits(call, limits), strict=True)
         if limit is not None
     }
-    shares = {name: met[name] / len(calls) for name in names if name in asked}
+    shares = {name: met[name] / len(calls) for name in names if name in limited}
     return goodput, shares, good_tokens / duration_s
 
 
-def _limits(call: TimedCall, usual: tuple[float | None, ...]) -> list[float | None]:
-    return [limit if own is None else own for own, limit in zip(call.slo_s, usual, strict=True)]
+def _limits(call: TimedCall, defaults: tuple[float | None, ...]) -> list[float | None]:
+    pairs = zip(call.slo_s, defaults, strict=True)
+    return [default if own is None else own for own, default in pairs]
 
 
 def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
@@ -260,7 +265,7 @@ def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
 
 
 def _token_source(good: Sequence[TimedCall]) -> TokenSource:
-    """The least exact of all calls."""
+    """Return the least exact way in which the tokens of a call were counted."""
     sources: tuple[TokenSource, ...] = ("chunks", "usage", "per chunk usage")
     return next((s for s in sources if any(call.counted_by == s for call in good)), "none")
 
@@ -304,15 +309,15 @@ def _warnings(
         yield "the server counts no tokens: each chunk with output counts as one"
     if any(part.hopeless for run in runs for part in run.parts):
         yield "nothing but failures: sending was given up"
-    told = None if server is None else server.output_tokens
-    if told is not None and good and len(good) == len(calls):
+    counted = None if server is None else server.output_tokens
+    if counted is not None and good and len(good) == len(calls):
         seen = sum(call.output_tokens for call in good)
-        if told != seen and not any(run.interrupted for run in runs):
-            yield f"the server counted {told:,} output tokens, its answers {seen:,}"
+        if counted != seen and not any(run.interrupted for run in runs):
+            yield f"the server counted {counted:,} output tokens, its answers {seen:,}"
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % interval, by Student's t with n - 1 degrees of freedom."""
+    """Return the mean and its 95 % interval, by Student's t with n - 1 degrees of freedom."""
     count, mean = len(values), math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = student95(count - 1) * math.sqrt(variance / count)

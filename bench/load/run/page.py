@@ -1,5 +1,5 @@
-"""Measured runs on the simulator's page. `running` counts calls under way, as their client sees
-them: those that wait in the server too. Of what only the server knows, its /metrics are drawn."""
+"""HTML page of measured runs, the same as the simulator's. `running` are the client's calls in
+flight, including those that wait in the server. Other series come from the server's /metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sim.report.timeline import INTERVALS, Series
 
 
 def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
-    """A run for each load."""
+    """Write a page with a run per load."""
     write_page(path, title, [view(point) for point in points])
 
 
 def view(point: Point) -> RunView:
-    """Over time it is drawn if it is one run, not repeats."""
+    """Return a load's run for the page; series over time only if it was not repeated."""
     collector = PageCollector()
     for record in records(point.runs):
         if isinstance(record, MeasuredRecord):
@@ -33,9 +33,9 @@ def view(point: Point) -> RunView:
     return collector.view(_name(point.load), point.report, series)
 
 
-def series_of(calls: Sequence[TimedCall], looks: Sequence[ServerSample] = ()) -> Series | None:
-    """From the first scheduled send on; None if no call succeeded or all came in no time. Between
-    two `looks` at the server its figures are taken to change evenly."""
+def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) -> Series | None:
+    """Return series over time from the first scheduled send on, with linear interpolation between
+    `samples` of the server. None if no call succeeded, or if the run took no time."""
     good = [call for call in calls if call.error is None]
     if not good:
         return None
@@ -44,25 +44,25 @@ def series_of(calls: Sequence[TimedCall], looks: Sequence[ServerSample] = ()) ->
     length_s = float(edges_s[1] - edges_s[0])
     if length_s <= 0:
         return None
-    nothing: list[float | None] = [None] * INTERVALS
+    unknown: list[float | None] = [None] * INTERVALS
     drafted, accepted = (
-        _growth(looks, name, edges_s) for name in ("drafted_tokens", "accepted_tokens")
+        _growth(samples, name, edges_s) for name in ("drafted_tokens", "accepted_tokens")
     )
-    acceptance = nothing
+    acceptance = unknown
     if drafted is not None and accepted is not None:
         pairs = zip(drafted.tolist(), accepted.tolist(), strict=True)
         acceptance = [float(f"{a / d:.5g}") if d > 0 else None for d, a in pairs]
-    prompts = _growth(looks, "prompt_tokens", edges_s)
+    prompts = _growth(samples, "prompt_tokens", edges_s)
     return Series(
         first_s=first_s,
         length_s=length_s,
-        running=_short(np.diff(_seconds_under_way(calls, edges_s)) / length_s),
-        waiting=_level(looks, "waiting", edges_s) or nothing,
-        kv_share=_level(looks, "kv_share", edges_s) or nothing,
-        output_tokens_per_s=_short(_tokens(good, edges_s) / length_s),
-        prompt_tokens_per_s=nothing if prompts is None else _short(prompts / length_s),
-        step_s=nothing,
-        drafted_per_row=nothing,
+        running=_rounded(np.diff(_seconds_in_flight(calls, edges_s)) / length_s),
+        waiting=_level(samples, "waiting", edges_s) or unknown,
+        kv_share=_level(samples, "kv_share", edges_s) or unknown,
+        output_tokens_per_s=_rounded(_tokens(good, edges_s) / length_s),
+        prompt_tokens_per_s=unknown if prompts is None else _rounded(prompts / length_s),
+        step_s=unknown,
+        drafted_per_row=unknown,
         acceptance=acceptance,
     )
 
@@ -76,38 +76,41 @@ def _name(load: OfferedLoad) -> str:
 
 
 def _tokens(good: Sequence[TimedCall], edges_s: np.ndarray) -> np.ndarray:
-    """That came in each interval, float64; whole answers come with their end."""
+    """Return the tokens received in each interval, float64. A response that was not streamed counts
+    at its end."""
     stamps_s = [s for call in good for s in (call.chunk_s or [call.end_s])]
-    tokens = [n for c in good for n in (c.told_tokens() if c.chunk_s else [c.output_tokens])]
+    tokens = [n for c in good for n in (c.tokens_by_read() if c.chunk_s else [c.output_tokens])]
     return np.histogram(stamps_s, edges_s, weights=np.asarray(tokens, np.float64))[0]
 
 
-def _seconds_under_way(calls: Sequence[TimedCall], edges_s: np.ndarray) -> np.ndarray:
-    """Of all calls together, up to each edge."""
+def _seconds_in_flight(calls: Sequence[TimedCall], edges_s: np.ndarray) -> np.ndarray:
+    """Return the total time in flight of all calls until each edge, in seconds."""
     sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
     return np.array([(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s])
 
 
 def _level(
-    looks: Sequence[ServerSample], name: str, edges_s: np.ndarray
+    samples: Sequence[ServerSample], name: str, edges_s: np.ndarray
 ) -> list[float | None] | None:
-    """Of a gauge, in the middle of each interval; None if nobody looked, or the server has none."""
-    told = _told(looks, name)
-    return None if told is None else _short(np.interp((edges_s[:-1] + edges_s[1:]) / 2, *told))
+    """Return a gauge in the middle of each interval, or None if the server does not report it."""
+    points = _points(samples, name)
+    middles_s = (edges_s[:-1] + edges_s[1:]) / 2
+    return None if points is None else _rounded(np.interp(middles_s, *points))
 
 
-def _growth(looks: Sequence[ServerSample], name: str, edges_s: np.ndarray) -> np.ndarray | None:
-    """Of a counter, in each interval, float64; None as for a gauge."""
-    told = _told(looks, name)
-    return None if told is None else np.diff(np.interp(edges_s, *told))
+def _growth(samples: Sequence[ServerSample], name: str, edges_s: np.ndarray) -> np.ndarray | None:
+    """Return the growth of a counter in each interval, float64, or None as `_level` does."""
+    points = _points(samples, name)
+    return None if points is None else np.diff(np.interp(edges_s, *points))
 
 
-def _told(looks: Sequence[ServerSample], name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    values = [getattr(look, name) for look in looks]
+def _points(samples: Sequence[ServerSample], name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the times in seconds and the values of a field, or None if a value is missing."""
+    values = [getattr(sample, name) for sample in samples]
     if not values or None in values:
         return None
-    return np.array([look.at_s for look in looks]), np.array(values, np.float64)
+    return np.array([sample.at_s for sample in samples]), np.array(values, np.float64)
 
 
-def _short(values: np.ndarray) -> list[float | None]:
+def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""One run by one process or by several, and what it looks like meanwhile."""
+"""Executes a run in this process, or in several client processes, and reports its progress."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from bench.load.client.call import LiveTally
 from bench.load.run.drive import Part, PartPlan, drive
 from cbatch.core.request.errors import FieldError
 
-TOLD_EVERY_S = 0.25
-HEADSTART_S = 0.05  # between saying when a run begins and its beginning
-Watch = Callable[[LiveTally, float], None]  # given what is known, and the seconds since the start
+TALLY_EVERY_S = 0.25  # interval of progress reports
+HEADSTART_S = 0.05  # time for all processes to learn when the run starts
+Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
 
 
 def split(plan: PartPlan, processes: int) -> list[PartPlan]:
-    """Its clients and requests, shared out; sessions stay whole. Raises `FieldError`."""
+    """Divide the clients and requests of a plan among processes, without splitting sessions. Raises
+    `FieldError` if a process would have none."""
     if processes == 1:
         return [plan]
     if plan.concurrency is not None and plan.concurrency < processes:
@@ -38,49 +39,51 @@ def split(plan: PartPlan, processes: int) -> list[PartPlan]:
         raise FieldError("--processes", "some have no request", "use fewer, or more requests")
     parts: list[PartPlan] = []
     for process in range(processes):
-        mine = [at for at, owner in enumerate(owners) if owner == process]
-        share = None
+        own = [i for i, owner in enumerate(owners) if owner == process]
+        concurrency = None
         if plan.concurrency is not None:
-            share = (plan.concurrency + processes - 1 - process) // processes
+            concurrency = (plan.concurrency + processes - 1 - process) // processes
         parts.append(
             replace(
                 plan,
-                requests=tuple(plan.requests[at] for at in mine),
-                indices=tuple(plan.indices[at] for at in mine),
-                concurrency=share,
+                requests=tuple(plan.requests[i] for i in own),
+                indices=tuple(plan.indices[i] for i in own),
+                concurrency=concurrency,
             )
         )
     return parts
 
 
 def _owners(plan: PartPlan, processes: int) -> list[int]:
+    """Return the process of each request: sessions, and requests without one, in rotation."""
     groups: dict[str, int] = {}
     owners: list[int] = []
     count = 0
     for request in plan.requests:
-        known = None if request.session is None else groups.get(request.session)
-        if known is None:
-            known, count = count, count + 1
+        group = None if request.session is None else groups.get(request.session)
+        if group is None:
+            group, count = count, count + 1
             if request.session is not None:
-                groups[request.session] = known
-        owners.append(known % processes)
+                groups[request.session] = group
+        owners.append(group % processes)
     return owners
 
 
 async def run_parts(
     plans: Sequence[PartPlan], *, stop: asyncio.Event, watch: Watch | None = None
 ) -> list[Part]:
-    """The parts in the order of the plans. Setting `stop` ends them with what they have."""
+    """Run a process per plan, or this process for a single plan. Returns the parts in order of the
+    plans. Setting `stop` ends them early, with the calls so far."""
     if len(plans) == 1:
-        return [await _here(plans[0], stop, watch)]
+        return [await _run_here(plans[0], stop, watch)]
     children = [_Child(plan) for plan in plans]
     try:
         await asyncio.gather(*(child.ready() for child in children))
         start_s = time.monotonic() + HEADSTART_S
         for child in children:
-            child.tell(start_s)
+            child.send(start_s)
         watching = asyncio.create_task(_watch(lambda: [c.tally for c in children], start_s, watch))
-        stopping = asyncio.create_task(_tell_stop(stop, children))
+        stopping = asyncio.create_task(_forward_stop(stop, children))
         try:
             return list(await asyncio.gather(*(child.part() for child in children)))
         finally:
@@ -91,7 +94,7 @@ async def run_parts(
             child.end()
 
 
-async def _here(plan: PartPlan, stop: asyncio.Event, watch: Watch | None) -> Part:
+async def _run_here(plan: PartPlan, stop: asyncio.Event, watch: Watch | None) -> Part:
     tally, start_s = LiveTally(), time.monotonic()
     watching = asyncio.create_task(_watch(lambda: [tally], start_s, watch))
     try:
@@ -106,25 +109,25 @@ async def _watch(
     while watch is not None:
         total = LiveTally(*map(sum, zip(*map(astuple, tallies()), strict=True)))
         watch(total, time.monotonic() - start_s)
-        await asyncio.sleep(TOLD_EVERY_S)
+        await asyncio.sleep(TALLY_EVERY_S)
 
 
-async def _tell_stop(stop: asyncio.Event, children: Sequence[_Child]) -> None:
+async def _forward_stop(stop: asyncio.Event, children: Sequence[_Child]) -> None:
     await stop.wait()
     for child in children:
-        child.tell(None)
+        child.send(None)
 
 
 class _Child:
-    """A process that runs one plan. It is told when to start, and perhaps to stop; it tells that it
-    is ready, tallies, and its part."""
+    """A process that runs one plan. It is sent the start time, and None to stop early. It sends
+    None when it is ready, then tallies, and at last its `Part`."""
 
     def __init__(self, plan: PartPlan) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, plan), daemon=True)
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_child, args=(child_pipe, plan), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         self.tally = LiveTally()
 
     async def ready(self) -> None:
@@ -132,14 +135,14 @@ class _Child:
 
     async def part(self) -> Part:
         while True:
-            told = await self._receive()
-            if isinstance(told, Part):
-                return told
-            self.tally = told
+            message = await self._receive()
+            if isinstance(message, Part):
+                return message
+            self.tally = message
 
-    def tell(self, what: float | None) -> None:
+    def send(self, message: float | None) -> None:
         with suppress(OSError):
-            self._pipe.send(what)
+            self._pipe.send(message)
 
     def end(self) -> None:
         self._pipe.close()
@@ -157,7 +160,7 @@ class _Child:
 
 
 def _child(pipe: Connection, plan: PartPlan) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and sends None
     loop_of()(_serve(pipe, plan))
 
 
@@ -167,27 +170,27 @@ async def _serve(pipe: Connection, plan: PartPlan) -> None:
     start_s: float = await loop.run_in_executor(None, pipe.recv)
 
     def wait_for_stop() -> None:
-        with suppress(EOFError, OSError):  # the parent is gone
+        with suppress(EOFError, OSError):  # the parent has exited
             pipe.recv()
-        with suppress(RuntimeError):  # so is the loop: the part is done
+        with suppress(RuntimeError):  # the loop is closed: the part is done
             loop.call_soon_threadsafe(stop.set)
 
-    # Not by the loop: it would make the pipe one that does not block, and cut what is sent by it.
+    # In a thread: the event loop would make the pipe non-blocking, and then cut messages short.
     threading.Thread(target=wait_for_stop, daemon=True).start()
 
-    async def tell() -> None:
+    async def send_tallies() -> None:
         while True:
-            await asyncio.sleep(TOLD_EVERY_S)
+            await asyncio.sleep(TALLY_EVERY_S)
             pipe.send_bytes(pickle.dumps(tally))
 
-    telling = asyncio.create_task(tell())
+    sending = asyncio.create_task(send_tallies())
     part = await drive(plan, start_s=start_s, stop=stop, tally=tally)
-    telling.cancel()
+    sending.cancel()
     pipe.send_bytes(pickle.dumps(part))
 
 
 def loop_of() -> Callable[..., Any]:
-    """What runs a coroutine: uvloop, where the system has it."""
+    """Return a function that runs a coroutine: uvloop's, or asyncio's without uvloop."""
     try:
         import uvloop
     except ImportError:

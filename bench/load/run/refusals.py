@@ -1,7 +1,7 @@
-"""A call before the run, which finds fields that the server refuses; and remedies for failures.
+"""Trial calls before a run that find fields which the server rejects, and remedies for failures.
 
-Fields that the load tester sends of its own accord are left out where a server refuses them, so
-that servers and gateways that validate requests can be measured. The user's own fields are kept.
+Fields that the load tester adds to a body are left out if the server rejects them, so that strict
+servers and gateways can be measured. Fields that the user gave are always sent.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
 from sim.traces.request import TraceRequest
 
-TRIAL_INDEX = 10**9 - 1  # its prompt is in no run and in no warm-up
-TRIAL_TOKENS = 16  # of its prompt, and of its answer at most
-COUNTED_TOKENS = 500  # about, of a prompt by which the characters of a token are counted
-# Parts of a body that the user did not ask for, each with more words by which refusals name it. If
-# they name none, parts are left out in this order. `max_tokens` and `prompt` change their form.
+TRIAL_INDEX = 10**9 - 1  # prompts depend on the index; no run or warm-up has this one.
+TRIAL_TOKENS = 16  # tokens of the prompt, and at most of the output.
+COUNTED_TOKENS = 500  # about the prompt's length if it measures the characters per token
+
+# Parts of a body that can be left out: the name, then other words by which errors name the part. If
+# an error names none of them, the first remaining part is left out. `max_tokens` is then sent as
+# `max_completion_tokens`, and `prompt` as text instead of token ids.
 PARTS = (
     *("continuous_usage_stats|stream_options", "ignore_eos", "temperature", "max_tokens"),
     *("prompt", "stream_options|include_usage"),
 )
-_CERTAIN = (401, 403, 404, 405)  # every other call would be answered with this, too
-_REMEDIES = {  # by labels of failures
+_FATAL = (401, 403, 404, 405)  # statuses that all calls would get
+_REMEDIES = {  # by label of the failure
     "not connected": "start the server, or mend the URL",
     "status 401|status 403": "give --api-key, or set CBATCH_API_KEY",
     "status 404|status 405": "mend the URL or --model, or choose the endpoint (--chat)",
@@ -39,7 +41,7 @@ _REMEDIES = {  # by labels of failures
     "no usage": "leave out --no-stream, so that chunks can be counted",
     "malformed": "give --no-stream, or mend the URL",
 }
-_CHANGES = {  # by words of refusals
+_CHANGES = {  # by word in the server's message
     "continuous_usage_stats": "give --final-usage",
     "ignore_eos": "give --no-ignore-eos",
     "temperature": "change --temperature",
@@ -58,15 +60,17 @@ async def settle(
     while True:
         call, sent = await _try(client, settled)
         error = call.error
-        if error is not None and (error.failure is Failure.CONNECT or error.status in _CERTAIN):
+        if error is not None and (error.failure is Failure.CONNECT or error.status in _FATAL):
             raise FieldError("URL", str(error), remedy(error.label, error.detail))
         if error is None or error.failure not in (Failure.STATUS, Failure.REPORTED):
             break  # it was accepted
-        left = {words: part for words in PARTS if (part := words.split("|")[0]) in sent - chosen}
-        if error.status not in (None, 400, 422) or not left:
+        remaining = {
+            words: part for words in PARTS if (part := words.split("|")[0]) in sent - chosen
+        }
+        if error.status not in (None, 400, 422) or not remaining:
             return settings, {}
-        named = [part for words, part in left.items() if _has_word(error.detail, words)]
-        refused[[*named, *left.values()][0]] = error.detail
+        named = [part for words, part in remaining.items() if _has_word(error.detail, words)]
+        refused[[*named, *remaining.values()][0]] = error.detail
         settled = replace(settled, left_out=tuple(refused))
     if (corpus := settled.corpus) is not None and corpus.ids is None and call.prompt_tokens:
         chars = corpus.chars_per_token * COUNTED_TOKENS / call.prompt_tokens
@@ -76,10 +80,10 @@ async def settle(
 
 def remedy(label: str, detail: str) -> str:
     """Return the option that helps if calls fail with this label and message."""
-    found = [helps for labels, helps in _REMEDIES.items() if label in labels.split("|")]
+    remedies = [text for labels, text in _REMEDIES.items() if label in labels.split("|")]
     if label.startswith("status 4"):
-        found += [helps for words, helps in _CHANGES.items() if _has_word(detail, words)]
-    return found[0] if found else "look into the server's log"
+        remedies += [text for words, text in _CHANGES.items() if _has_word(detail, words)]
+    return remedies[0] if remedies else "look into the server's log"
 
 
 async def _try(client: HttpClient, settings: BodySettings) -> tuple[TimedCall, set[str]]:

@@ -1,19 +1,16 @@
-"""The report of a measured run: the simulator's schema (`sim.report.report`), and what only a
-client of a real server can say beside it. Whoever reads the one reads the other.
+"""Report of a measured run: the simulator's report (`sim.report.report`) and further fields of a
+client. Programs that read one can read the other. Further definitions:
 
-Where a definition needs more words than there:
-
-- every latency counts from the scheduled send; `ttft_from_send_s` from the send itself.
-- tokens are the server's own (usage). What came in one read of a socket came at once. Where a
-  server does not count tokens chunk by chunk, a call's tokens are spread evenly over its reads;
-  where it does not count them at all, every chunk with output is a token (`token_source`).
-- `normalised_s`: end to end over output tokens.
-- of answers that are not streamed the first token comes with the last; they have no time per token.
-- `cut_requests`: ended before `max_tokens`, though told to ignore the end of sequence.
-- `refused`: answered with 400, 413 or 422; `errors` counts these too.
-- goodput: shares are of what was sent: a failed call met nothing.
-- `queue_s`, `steps`, `mean_running`: a client does not see these; what the server tells of them is
-  in `server`.
+- Latencies count from the scheduled send; `ttft_from_send_s` counts from the send itself.
+- Token counts are the server's (usage). Tokens of one socket read have the same time. Without usage
+  in every chunk, the tokens of a call are spread evenly over its reads. Without any usage, every
+  chunk with output is a token (`token_source`).
+- `normalised_s` is the end-to-end latency divided by the output tokens.
+- Without streaming, TTFT is the end-to-end latency, and there is no time per token.
+- `cut_requests` ended before `max_tokens` although they had `ignore_eos`.
+- `refused` had status 400, 413 or 422; `errors` counts these too.
+- Goodput's shares are of all calls sent: a failed call meets no objective.
+- `queue_s`, `steps` and `mean_running` are unknown to a client; `server` has the server's figures.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
-    """While the load was what it was meant to be: no ramp, and no drain at the end. Latencies are
-    of calls that were scheduled then, rates of what ended or came then."""
+    """The steady window of a run, without the ramp and the drain at the end. Latencies are of calls
+    scheduled in the window; rates count calls that ended and tokens that came in it."""
 
     start_s: float
     end_s: float
@@ -53,33 +50,33 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The load tester itself. `cpu_share` is of a core, of the busiest process."""
+    """Load of the client. `cpu_share` is the share of a core that its busiest process used."""
 
     processes: int
     cpu_share: float
-    send_lag_s: Spread  # from the scheduled send to the send
-    loop_lag_s: Spread  # how late its event loop was, sampled
+    send_lag_s: Spread  # delay of sends after their scheduled time
+    loop_lag_s: Spread  # samples of the event loop's delay
     chunks_per_s: float | None
 
 
 class ServerCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server's /metrics grew by during the run; None where it tells no such thing."""
+    """Growth of the server's counters (/metrics) during the run; None: it has no such counter."""
 
     prompt_tokens: int | None
     output_tokens: int | None
-    drafts: int | None  # steps of a sequence that drafted
+    drafts: int | None  # drafting steps, counted per sequence
     drafted_tokens: int | None
     accepted_tokens: int | None
     accepted_by_position: tuple[int, ...]
     acceptance: float | None  # accepted / drafted
-    accepted_length: float | None  # 1 + accepted / drafts: the bonus token is in it
+    accepted_length: float | None  # 1 + accepted / drafts, with the bonus token
     preemptions: int | None
     prefix_hit_tokens: int | None
     steps: int | None
 
     @classmethod
     def of(cls, counts: dict[str, int | None], by_position: Iterable[int]) -> ServerCounters:
-        """`counts` are all that is not worked out of others."""
+        """Return the counters with the derived `acceptance` and `accepted_length` filled in."""
         names = ("drafts", "drafted_tokens", "accepted_tokens")
         drafts, drafted, accepted = (counts[name] for name in names)
         return cls(
@@ -91,8 +88,8 @@ class ServerCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A look at the server's /metrics, `at_s` since the run began: how it was then, and what it had
-    counted since the first look. None where it tells no such thing."""
+    """A sample of the server's /metrics, `at_s` after the start of the run: gauges, and the growth
+    of counters since the first sample. None: the server has no such metric."""
 
     at_s: float
     running: float | None
@@ -106,10 +103,12 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(Report, frozen=True, kw_only=True):
+    """Report of one run, or of repeats that were pooled."""
+
     sent: int
-    errors: dict[str, int]  # by class, of those that were sent
-    error_examples: dict[str, str]  # what the first of each class said
-    unfinished: int  # under way when the run was interrupted
+    errors: dict[str, int]  # number of failed calls by label
+    error_examples: dict[str, str]  # message of the first failure with each label
+    unfinished: int  # in flight when the run was interrupted
     interrupted: bool
     token_source: TokenSource
     chunks: int
@@ -119,25 +118,25 @@ class Measured(Report, frozen=True, kw_only=True):
     ttft_from_send_s: Spread
     e2e_from_send_s: Spread
     normalised_s: Spread
-    attainment: dict[str, float]  # share of the sent that met each objective by itself
+    attainment: dict[str, float]  # by objective, the share of sent calls that met it
     good_output_tokens_per_s: float | None
-    steady: Steady | None  # of one run, not of repeats; None too where it was too short
-    saturated: bool | None  # of an open loop: whether calls piled up
+    steady: Steady | None  # None for repeats, and for a run that was too short
+    saturated: bool | None  # True if calls of an open loop piled up
     client: ClientUse
     server: ServerCounters | None
-    server_over_time: tuple[ServerSample, ...] = ()  # of one run, not of repeats
+    server_over_time: tuple[ServerSample, ...] = ()  # empty for repeats
     repeats: int
-    confidence: dict[str, Estimate]  # by measure; empty with one repeat
+    confidence: dict[str, Estimate]  # by measure; empty for a single run
     warnings: tuple[str, ...]
-    machine: dict[str, Any]  # of the client
+    machine: dict[str, Any]  # the client's
     versions: dict[str, str]
 
 
 class MeasuredRecord(Record, frozen=True, kw_only=True):
-    """A call that succeeded, as the simulator records it; nobody tells a client of `queue_s`,
-    `prefix_hit_tokens` and `preemptions`, so these are 0."""
+    """A successful call, in the simulator's format. `queue_s`, `prefix_hit_tokens` and
+    `preemptions` are unknown to a client and are 0."""
 
-    run: int  # of the repeats, from 0
+    run: int  # number of the repeat, from 0
     sent_s: float
     ttft_from_send_s: float
     chunks: int
@@ -156,17 +155,17 @@ class FailedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Knee(msgspec.Struct, frozen=True, kw_only=True):
-    """Where more load stops bringing more: throughput = min(slope x load, plateau), fitted."""
+    """The load from which throughput no longer grows, by the fit min(slope x load, plateau)."""
 
     load: float
     slope: float
     plateau: float
-    reached: bool  # whether the sweep went past it
+    reached: bool  # the sweep went beyond the knee
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """Several loads. `reports` are in their order, `loads` clients or requests a second; `capacity`
-    says what a search for the highest rate within objectives came to."""
+    """Reports of several loads, in the order of `loads` (clients, or requests a second). `capacity`
+    is the result of a search for the highest rate that meets the objectives."""
 
     over: Literal["concurrency", "rate_per_s"]
     loads: tuple[float, ...]
@@ -182,26 +181,26 @@ def sweep_to_json(sweep: Sweep) -> bytes:
 
 
 def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
-    """The reports of a document, simulated or measured, one or a sweep, and a name for each load
-    (empty for a single one). Raises ValueError (of msgspec too) if it is neither."""
-    told = msgspec.json.decode(document, type=_Header)
-    if told.version != VERSION or told.schema not in (SCHEMA, SWEEP_SCHEMA):
-        raise ValueError(f"{told.schema} version {told.version}; this reads version {VERSION}")
-    if told.schema == SWEEP_SCHEMA:
+    """Return the reports of a document, and the names of their loads; a single report's name is
+    empty. They may be simulated or measured. Raises ValueError (also msgspec's) for other JSON."""
+    header = msgspec.json.decode(document, type=_Header)
+    if header.version != VERSION or header.schema not in (SCHEMA, SWEEP_SCHEMA):
+        raise ValueError(f"{header.schema} version {header.version}; this reads version {VERSION}")
+    if header.schema == SWEEP_SCHEMA:
         sweep = msgspec.json.decode(document, type=Sweep)
         return list(sweep.reports), [f"{sweep.over} {load:g}" for load in sweep.loads]
-    kind = Measured if told.kind == "measured" else Report
+    kind = Measured if header.kind == "measured" else Report
     return [msgspec.json.decode(document, type=kind)], [""]
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Of a file of records, simulated or measured, those of requests that finished. Raises OSError,
-    and ValueError (msgspec's) for a line that is none."""
+    """Yield the records of finished requests from a file of --records, simulated or measured.
+    Raises OSError, and ValueError (msgspec's) for an invalid line."""
     with path.open("rb") as file:
         for line in file:
-            told = msgspec.json.decode(line, type=dict[str, Any])
-            if "error" not in told:
-                yield msgspec.convert(told, Record)
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            if "error" not in record:
+                yield msgspec.convert(record, Record)
 
 
 class _Header(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Runs of a load: warm-up, repeats, what the server counted before and after."""
+"""Runs of a load: warm-up, repeats, and the server's counters before and after each run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from cbatch.core.request.errors import FieldError
 from sim.traces.request import TraceRequest
 from sim.workload.tokens import mix
 
-WARM_INDEX = 10**9  # of the first request of a warm-up: its words are not those of the run
-WARM_CLIENTS = 8
+# Index of the first warm-up request. Prompts depend on the index, so no prompt of a run is cached.
+WARM_INDEX = 10**9
+WARM_CLIENTS = 8  # at most
 
 
 class OfferedLoad(msgspec.Struct, frozen=True):
-    """Clients, or requests a second; neither: the times of a trace."""
+    """Number of clients, or requests a second. Neither is set for a trace with its own times."""
 
     concurrency: int | None = None
     rate_per_s: float | None = None
@@ -49,13 +50,15 @@ class MakeRequests(Protocol):
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of all loads of a command."""
+
     endpoint: Endpoint
     bodies: BodySettings
     key: str | None = None
     timeout_s: float = 600.0
     processes: int = 1
     duration_s: float | None = None
-    again: bool = False  # a closed loop goes through its requests again and again until then
+    cycle: bool = False  # a closed loop repeats its requests until `duration_s`
     think_s: float = 0.0
     ramp_s: float = 0.0
     warmup: int = 0
@@ -64,7 +67,7 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner:
-    """`watch` is told how far a run is, `announce` which one begins."""
+    """Runs loads. `watch` is called with the progress of a run, `announce` with its name."""
 
     def __init__(
         self,
@@ -79,21 +82,23 @@ class Runner:
         self._stop, self._watch, self._announce = stop, watch, announce
 
     async def runs(self, load: OfferedLoad, number: int = 0) -> list[LoadRun]:
-        """The repeats, each with words and times of its own; `number` is that of the load in a
-        sweep. Fewer if it was stopped."""
+        """Run the repeats of a load. Each has its own prompts and times, by a seed from `number`
+        (of the load in a sweep) and the repeat. Returns fewer runs if stopped."""
         settings = self._settings
-        found: list[LoadRun] = []
+        runs: list[LoadRun] = []
         for repeat in range(settings.repeats):
             seed = mix(settings.seed, number * 1000 + repeat)
             plan = self._plan(load, seed)
             if settings.warmup and not repeat:
-                self._tell("warming up")
+                self._begin("warming up")
                 await run_parts([self._warm(plan)], stop=self._stop)
             if self._stop.is_set():
                 break
-            self._tell(f"{repeat + 1} of {settings.repeats}" if settings.repeats > 1 else "running")
-            found.append(await self._run(plan))
-        return found
+            self._begin(
+                f"{repeat + 1} of {settings.repeats}" if settings.repeats > 1 else "running"
+            )
+            runs.append(await self._run(plan))
+        return runs
 
     async def _run(self, plan: PartPlan) -> LoadRun:
         settings = self._settings
@@ -110,7 +115,7 @@ class Runner:
         return LoadRun(
             parts,
             server=difference(before, after),
-            server_samples=samples(watcher.looks, parts[0].start_s),
+            server_samples=samples(watcher.scrapes, parts[0].start_s),
             interrupted=self._stop.is_set(),
             open_loop=plan.concurrency is None,
             ramp_s=settings.ramp_s,
@@ -124,10 +129,10 @@ class Runner:
             requests = list(ramped(requests, settings.ramp_s))
         if not requests:
             raise FieldError("--requests", "there is nothing to send", "ask for more")
-        talks = any(request.think_s is not None for request in requests)
+        has_turns = any(request.think_s is not None for request in requests)
         return PartPlan(
             endpoint=settings.endpoint,
-            bodies=replace(settings.bodies, seed=seed, conversations=talks),
+            bodies=replace(settings.bodies, seed=seed, conversations=has_turns),
             requests=tuple(requests),
             indices=tuple(range(len(requests))),
             total=len(requests),
@@ -135,35 +140,35 @@ class Runner:
             think_s=settings.think_s,
             ramp_s=0.0 if is_open else settings.ramp_s,
             end_s=settings.duration_s,
-            again=settings.again and settings.duration_s is not None,
+            cycle=settings.cycle and settings.duration_s is not None,
             timeout_s=settings.timeout_s,
             key=settings.key,
         )
 
     def _warm(self, plan: PartPlan) -> PartPlan:
-        """Some requests of the kind, sent by a few clients; what they take is not counted."""
+        """Return a plan to send `warmup` of the plan's requests by a few clients."""
         count = self._settings.warmup
-        some = [plan.requests[i % len(plan.requests)] for i in range(count)]
-        some = [replace(request, session=None, think_s=None, hash_ids=None) for request in some]
+        requests = [plan.requests[i % len(plan.requests)] for i in range(count)]
+        requests = [replace(r, session=None, think_s=None, hash_ids=None) for r in requests]
         return replace(
             plan,
-            requests=tuple(some),
+            requests=tuple(requests),
             indices=tuple(range(WARM_INDEX, WARM_INDEX + count)),
             total=count,
             concurrency=min(WARM_CLIENTS, count, plan.concurrency or WARM_CLIENTS),
             think_s=0.0,
             ramp_s=0.0,
             end_s=None,
-            again=False,
+            cycle=False,
         )
 
-    def _tell(self, what: str) -> None:
+    def _begin(self, phase: str) -> None:
         if self._announce is not None:
-            self._announce(what)
+            self._announce(phase)
 
 
 async def find_model(client: HttpClient) -> str:
-    """The first that the server names. Raises `FieldError`."""
+    """Return the first model that the server lists. Raises `FieldError`."""
     try:
         status, raw = await client.get("/v1/models")
     except CallError as error:

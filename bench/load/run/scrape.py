@@ -1,4 +1,4 @@
-"""What a server's /metrics counts, under the names of vLLM, which cbatch and llama.cpp share."""
+"""Reader of a server's /metrics, by the metric names of vLLM, which cbatch and llama.cpp share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bench.load.client.call import CallError
 from bench.load.client.http import HttpClient
 from bench.load.run.report import ServerCounters, ServerSample
 
-LOOK_EVERY_S = 1.0  # a server that writes this page sends nothing meanwhile
-PREFIXES = ("vllm", "cbatch", "llamacpp")  # the first that has a name is asked for it
-Counters = dict[tuple[str, int | None], float]  # by name without prefix, and draft position
+SCRAPE_EVERY_S = 1.0  # not more often: a server may send no tokens while it writes the page.
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several have a metric, the first one counts.
+Counters = dict[tuple[str, int | None], float]  # by (name without prefix, draft position)
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
 NAMES = {
     "prompt_tokens": "prompt_tokens_total",
@@ -37,7 +37,7 @@ _GAUGES = {
 
 
 async def scrape(client: HttpClient) -> Counters | None:
-    """None where there is no such page."""
+    """Return the server's metrics, or None if it has none."""
     try:
         status, page = await client.get("/metrics")
         return parse(page.decode()) if status == 200 else None
@@ -46,32 +46,32 @@ async def scrape(client: HttpClient) -> Counters | None:
 
 
 def parse(page: str) -> Counters:
-    """Sums over labels but the position, and of a share the largest. Raises ValueError if it is not
-    Prometheus' format."""
-    wanted = {*NAMES.values(), *_GAUGES.values(), _POSITIONS}
-    found: dict[str, Counters] = {}
+    """Return the metrics of a page, summed over all labels but the position; of a share the
+    maximum. Raises ValueError if the page is not in Prometheus' format."""
+    names = {*NAMES.values(), *_GAUGES.values(), _POSITIONS}
+    by_prefix: dict[str, Counters] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             prefix, _, name = sample.name.partition(":")
-            if prefix not in PREFIXES or name not in wanted:
+            if prefix not in PREFIXES or name not in names:
                 continue
             position = sample.labels.get("position") if name == _POSITIONS else None
             key = (name, None if position is None else int(position))
-            counters = found.setdefault(prefix, {})
+            counters = by_prefix.setdefault(prefix, {})
             known = counters.get(key, 0.0)
             is_share = name == _GAUGES["kv_share"]
             counters[key] = max(known, sample.value) if is_share else known + sample.value
     merged: Counters = {}
     for prefix in reversed(PREFIXES):
-        merged |= found.get(prefix, {})
+        merged |= by_prefix.get(prefix, {})
     return merged
 
 
 def difference(
     before: Mapping[tuple[str, int | None], float] | None, after: Counters | None
 ) -> ServerCounters | None:
-    """What was added between two looks; None where one of them saw nothing, or where a counter went
-    back (the server, or its engine, was started anew)."""
+    """Return the growth of counters between two scrapes. None if a scrape is missing, or if a
+    counter decreased because the server or its engine was restarted."""
     if not after or before is None:
         return None
     grown = {
@@ -82,8 +82,8 @@ def difference(
     if min(grown.values(), default=0) < 0:
         return None
     counts = {field: grown.get((name, None)) for field, name in NAMES.items()}
-    positions = sorted(at for name, at in grown if name == _POSITIONS and at is not None)
-    return ServerCounters.of(counts, (grown[_POSITIONS, at] for at in positions))
+    positions = sorted(i for name, i in grown if name == _POSITIONS and i is not None)
+    return ServerCounters.of(counts, (grown[_POSITIONS, i] for i in positions))
 
 
 class Scrape(NamedTuple):
@@ -92,11 +92,11 @@ class Scrape(NamedTuple):
 
 
 class Watcher:
-    """Looks at a server's /metrics now and then, from entering to leaving."""
+    """Context manager that scrapes a server's /metrics every `SCRAPE_EVERY_S`."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
-        self.looks: list[Scrape] = []
+        self.scrapes: list[Scrape] = []
 
     async def __aenter__(self) -> Watcher:
         self._task = asyncio.create_task(self._watch())
@@ -108,21 +108,22 @@ class Watcher:
             await self._task
 
     async def _watch(self) -> None:
-        while (found := await scrape(self._client)) is not None:
-            self.looks.append(Scrape(time.monotonic(), found))
-            await asyncio.sleep(LOOK_EVERY_S)
+        while (counters := await scrape(self._client)) is not None:
+            self.scrapes.append(Scrape(time.monotonic(), counters))
+            await asyncio.sleep(SCRAPE_EVERY_S)
 
 
-def samples(looks: Sequence[Scrape], start_s: float) -> tuple[ServerSample, ...]:
-    """Counters as grown since the first look, `start_s` being the 0 of the run."""
-    first = looks[0].counters if looks else {}
+def samples(scrapes: Sequence[Scrape], start_s: float) -> tuple[ServerSample, ...]:
+    """Return samples with gauges, and counters since the first scrape. `start_s` is the start of
+    the run on the monotonic clock."""
+    first = scrapes[0].counters if scrapes else {}
 
     def sample(at_s: float, counters: Counters) -> ServerSample:
-        told: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
+        fields: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
         for field in SAMPLED:
             key = (NAMES[field], None)
             grown = counters[key] - first.get(key, 0.0) if key in counters else None
-            told[field] = None if grown is None else round(grown)
-        return ServerSample(at_s=at_s - start_s, **told)
+            fields[field] = None if grown is None else round(grown)
+        return ServerSample(at_s=at_s - start_s, **fields)
 
-    return tuple(sample(*look) for look in looks)
+    return tuple(sample(*each) for each in scrapes)

@@ -1,5 +1,5 @@
-"""What the client itself can take: chunks per second of its processor time, from a server that
-sends as fast as it is read."""
+"""`cbatch bench --self-test`: chunks that the client can process per second of processor time, from
+a stub server that sends as fast as the client reads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from bench.load.run.processes import loop_of, run_parts, split
 from bench.report import print_report
 from sim.traces.request import TraceRequest
 
-NEEDED_PER_S = 50_000  # chunks of one core
-STREAMS = (64, 256)
-CHUNKS, ROUNDS = 200, 6  # of a call; calls of each stream
+NEEDED_PER_S = 50_000  # chunks that a core should process.
+STREAMS = (64, 256)  # concurrent calls.
+CHUNKS, ROUNDS = 200, 6  # chunks per call, and calls per stream
 MODEL, PROMPT_TOKENS = "stub", 128
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def self_test(processes: int = 1) -> int:
-    """Prints a row for each number of streams; 1 if the client is slower than it should be."""
+    """Print a row for each number of streams. Returns 1 if the client is too slow, else 0."""
     with stub_server() as endpoint:
         rows = [loop_of()(measure_client(endpoint, each, processes)) for each in STREAMS]
     notes = (
@@ -77,14 +77,14 @@ def plan_of(endpoint: Endpoint, streams: int, rounds: int) -> PartPlan:
 
 @contextmanager
 def stub_server() -> Iterator[Endpoint]:
-    """A server of completions in a process of its own. Tokens come as fast as they are read: one
-    write a chunk, all streams in turn."""
+    """Run a completions server in another process. It writes a chunk at a time to each stream in
+    turn, as fast as the client reads."""
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs,), daemon=True)
+    pipe, child_pipe = context.Pipe()
+    process = context.Process(target=_run, args=(child_pipe,), daemon=True)
     process.start()
     try:
-        yield Endpoint("127.0.0.1", mine.recv(), False, "")
+        yield Endpoint("127.0.0.1", pipe.recv(), False, "")
     finally:
         process.kill()
         process.join()
@@ -101,9 +101,9 @@ async def _serve(pipe: Connection) -> None:
 
 
 def answer() -> list[bytes]:
-    """What cbatch sends for a completion of `CHUNKS` tokens: an event for each, one HTTP chunk
-    each; the usage that ends a stream comes with the last."""
-    told = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": MODEL}
+    """Return the HTTP chunks of cbatch's response with `CHUNKS` tokens, an event each. The last one
+    also has the final usage and [DONE]."""
+    common = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": MODEL}
     events: list[bytes] = []
     for number in (*range(1, CHUNKS + 1), CHUNKS):
         usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": number}
@@ -111,7 +111,7 @@ def answer() -> list[bytes]:
         choice = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
         choice["finish_reason"] = "length" if number == CHUNKS else None
         choices = [choice] if len(events) < CHUNKS else []
-        data = msgspec.json.encode(told | {"choices": choices, "usage": usage})
+        data = msgspec.json.encode(common | {"choices": choices, "usage": usage})
         events.append(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
     last = b"".join((*events[-2:], b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
     return [*events[:-2], last]
@@ -120,7 +120,7 @@ def answer() -> list[bytes]:
 async def _answer(
     chunks: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """One request after another, of a connection."""
+    """Answer the requests of a connection."""
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             length = _LENGTH.search(await reader.readuntil(b"\r\n\r\n"))
@@ -128,6 +128,6 @@ async def _answer(
             await reader.readexactly(int(length[1]))
             writer.write(_HEAD)
             for chunk in chunks:
-                await asyncio.sleep(0)  # the others' turn
+                await asyncio.sleep(0)  # let the other streams write
                 writer.write(chunk)
                 await writer.drain()

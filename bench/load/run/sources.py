@@ -1,6 +1,6 @@
-"""Who sends when, beside the simulator's own sources: clients that hold conversations, and ramps.
+"""Sources that only the load tester has: clients that hold conversations, and ramps.
 
-A run asks its source as a replay does (`sim.workload.sources.Source`); only the clock is another.
+They implement `sim.workload.sources.Source`, on the real clock instead of a simulated one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from sim.traces.request import TraceRequest
 
 
 class ClosedSessions:
-    """`concurrency` clients; each sends a request, or all turns of a session one by one, and then
-    goes on to the next. It pauses for a turn's own `think_s`, else for that of the clients. They
-    begin one by one over `ramp_s`. The times in the list count for nothing."""
+    """`concurrency` clients. Each takes the next request of the list, or all turns of the next
+    session, and sends them one after another. It pauses between requests, by the turn's own
+    `think_s` or else by `think_s`. The clients start one by one over `ramp_s`. Arrival times in the
+    list are ignored."""
 
     def __init__(
         self,
@@ -30,15 +31,16 @@ class ClosedSessions:
     ) -> None:
         self._requests = enumerate(requests)
         self._think_s = think_s
-        # A heap of (when, client, the turns that it has left).
+        # A heap of (time of the next send, client, remaining turns of its session).
         self._idle: list[tuple[float, int, deque[tuple[int, TraceRequest]]]] = [
             (ramp_s * client / concurrency, client, deque()) for client in range(concurrency)
         ]
-        self._busy: dict[int, tuple[int, deque[tuple[int, TraceRequest]]]] = {}  # by request
+        # By id of the request in flight: its client, and the remaining turns.
+        self._busy: dict[int, tuple[int, deque[tuple[int, TraceRequest]]]] = {}
         self._next = next(self._requests, None)
 
     def next_arrival_s(self) -> float | None:
-        if self._next is None:  # those without turns left have nothing to do any more
+        if self._next is None:  # clients without remaining turns are done
             while self._idle and not self._idle[0][2]:
                 heapq.heappop(self._idle)
         return self._idle[0][0] if self._idle else None
@@ -59,7 +61,8 @@ class ClosedSessions:
         heapq.heappush(self._idle, (now_s + pause_s, client, turns))
 
     def _conversation(self) -> deque[tuple[int, TraceRequest]]:
-        """The next request and the turns after it, which follow it in the list."""
+        """Return the next request with the later turns of its session, which follow it in the
+        list."""
         assert self._next is not None
         turns = deque([self._next])
         session = self._next[1].session
@@ -76,8 +79,10 @@ class ClosedSessions:
 
 
 def ramped(requests: Iterable[TraceRequest], ramp_s: float) -> Iterator[TraceRequest]:
-    """The same arrivals in operational time: their rate grows linearly from 0 over `ramp_s`, and is
-    what it was from there on. A process of rate r has r t^2 / (2 ramp) arrivals by t < ramp."""
+    """Delay arrivals so that their rate grows linearly from 0 over `ramp_s` and is unchanged after.
+
+    At rate r there should be r t^2 / (2 ramp_s) arrivals by t < ramp_s. So an arrival at s moves
+    to the t with t^2 / (2 ramp_s) = s. Arrivals from s = ramp_s / 2 on move to s + ramp_s / 2."""
     for request in requests:
         due_s = request.arrival_s
         late_s = due_s + ramp_s / 2 if due_s >= ramp_s / 2 else math.sqrt(2 * ramp_s * due_s)

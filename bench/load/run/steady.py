@@ -1,4 +1,4 @@
-"""The part of a run in which the load was what it was meant to be, and whether calls piled up."""
+"""The steady window of a run, saturation of an open loop, and the number of calls in flight."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from bench.load.client.call import TimedCall
 from bench.load.run.report import Steady
 from sim.report.report import Spread
 
-LEAST_CALLS = 20  # scheduled within the window
-PILED = 0.1
-START_SHARE = 0.1  # of an open loop's span: it begins with an empty server
+LEAST_CALLS = 20  # calls scheduled in a window; with fewer there is none.
+PILED = 0.1  # an open loop is saturated if a larger share of its calls did not end in the window.
+START_SHARE = 0.1  # share of an open loop's span that is left out: the server starts empty
 
 
 def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Steady | None:
-    """From the end of the ramp, and until the last call was sent: after that fewer are under way
-    than there should be. None if fewer than `LEAST_CALLS` are left or none of them succeeded."""
+    """Return the figures of the window from the end of the ramp to the last scheduled send, after
+    which the load decreases. None if the window has fewer than `LEAST_CALLS` calls or no
+    success."""
     if not calls:
         return None
     sends_s = np.array([call.scheduled_s for call in calls])
@@ -27,7 +28,7 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
     if open_loop:
         start_s = max(start_s, float(sends_s.min()) + START_SHARE * (end_s - float(sends_s.min())))
     else:
-        # Clients that begin together are answered together; the second round is their own.
+        # Clients that start together also end together; from the second call on they are spread.
         firsts = [call.end_s for call in calls if call.scheduled_s <= start_s]
         start_s = max([start_s, *firsts]) if firsts else start_s
     inside = [call for call in calls if start_s <= call.scheduled_s < end_s]
@@ -35,12 +36,12 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
     if len(inside) < LEAST_CALLS or not good:
         return None
     span_s = end_s - start_s
-    every = [call for call in calls if call.error is None]
+    succeeded = [call for call in calls if call.error is None]
     return Steady(
         start_s=start_s,
         end_s=end_s,
-        requests_per_s=sum(start_s <= call.end_s < end_s for call in every) / span_s,
-        output_tokens_per_s=_tokens_between(every, start_s, end_s) / span_s,
+        requests_per_s=sum(start_s <= call.end_s < end_s for call in succeeded) / span_s,
+        output_tokens_per_s=_tokens_between(succeeded, start_s, end_s) / span_s,
         ttft_s=Spread.of(np.array([call.ttft_s for call in good])),
         tpot_s=Spread.of(np.array([t for call in good if (t := call.tpot_s) is not None])),
         e2e_s=Spread.of(np.array([call.e2e_s for call in good])),
@@ -48,9 +49,10 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
 
 
 def is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
-    """Of an open loop: whether calls piled up, that is whether fewer ended in the window than were
-    scheduled, by more than `PILED` of them and by more than chance (3 standard deviations of a
-    Poisson count)."""
+    """Return whether calls of an open loop piled up in the window.
+
+    Calls that ended must be fewer than those scheduled, by more than the share `PILED` and by more
+    than chance (3 standard deviations of a Poisson count)."""
     window = steady.start_s, steady.end_s
     sent = sum(window[0] <= call.scheduled_s < window[1] for call in calls)
     ended = sum(window[0] <= call.end_s < window[1] for call in calls)
@@ -58,15 +60,15 @@ def is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
 
 
 def in_flight(runs: Sequence[Sequence[TimedCall]], duration_s: float) -> tuple[float | None, int]:
-    """Calls under way, on average over the runs and at most (exact: both ends of each are known).
-    A call that ends when another is sent does not overlap it."""
+    """Return the mean number of calls in flight over the runs, and the exact peak. A call that ends
+    at the time when another is sent does not overlap it."""
     peak, busy_s = 0, 0.0
     for calls in runs:
         times_s = np.array([(c.sent_s, c.end_s) for c in calls]).reshape(-1, 2)
         busy_s += float((times_s[:, 1] - times_s[:, 0]).sum())
         stamps_s = np.concatenate([times_s[:, 1], times_s[:, 0]])
         steps = np.repeat([-1, 1], len(times_s))
-        order = np.argsort(stamps_s, kind="stable")  # ends come first where they tie
+        order = np.argsort(stamps_s, kind="stable")  # an end comes before a send at the same time
         peak = max(peak, int(np.cumsum(steps[order]).max(initial=0)))
     return (busy_s / duration_s if duration_s > 0 else None), peak
 
@@ -79,5 +81,5 @@ def _tokens_between(calls: Sequence[TimedCall], start_s: float, end_s: float) ->
             continue
         stamps_s = np.asarray(call.chunk_s)
         inside = (start_s <= stamps_s) & (stamps_s < end_s)
-        total += int(np.asarray(call.told_tokens())[inside].sum())
+        total += int(np.asarray(call.tokens_by_read())[inside].sum())
     return total

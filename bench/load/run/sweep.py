@@ -1,5 +1,5 @@
-"""Several loads, one after the other: where more of it stops helping, and which is the highest that
-keeps its objectives."""
+"""Runs several loads one after another: a sweep with its knee, or a search for the highest rate
+that meets the objectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.load.run.runner import OfferedLoad, Runner
 from sim.replay.capacity import Capacity, Tried, rounds_needed, search_rates
 from sim.report.report import to_json as report_to_json
 
-MOST_POINTS = 16  # of a sweep that doubles
-GAIN = 1.05  # a load that brings less than this over the best before it has brought nothing
-LEAST_POINTS = 3
-TOLERANCE = 0.05  # runs at the same rate differ by more than less would tell apart
-RANGE = 64.0  # times the first rate, and a part of it
+MAX_POINTS = 16  # loads of a sweep that doubles.
+GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growth.
+LEAST_POINTS = 3  # loads that a knee needs.
+TOLERANCE = 0.05  # relative width at which a search ends; repeated runs differ by about as much.
+RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that
 
 Result = TypeVar("Result")
 
@@ -42,8 +42,8 @@ async def sweep(
     doubling: bool = False,
     begin: Begin | None = None,
 ) -> list[Point]:
-    """Measures the loads in their order. With `doubling` it goes on from the last, twice the load
-    each time, until the last two brought nothing. What an interruption left is reported too."""
+    """Measure the loads in order. With `doubling`, continue with twice the load each time until the
+    last two loads brought no gain. An interrupted load is reported too."""
     return (await measure_each(runner, _in_order(loads, doubling), measure, begin))[0]
 
 
@@ -51,7 +51,7 @@ def _in_order(loads: Sequence[OfferedLoad], doubling: bool) -> Generator[Offered
     points: list[Point] = []
     for load in loads:
         points.append((yield load))
-    while doubling and len(points) < MOST_POINTS and not is_flat(throughputs(points)):
+    while doubling and len(points) < MAX_POINTS and not is_flat(throughputs(points)):
         points.append((yield points[-1].load.doubled()))
 
 
@@ -61,8 +61,8 @@ async def measure_each(
     measure: Measure,
     begin: Begin | None,
 ) -> tuple[list[Point], Result | None]:
-    """The points of the loads that the generator names, which is told each before it names the
-    next, and what it returns; None if it was interrupted."""
+    """Measure the loads that a generator yields, and send it the point of each. Returns the points
+    and the generator's return value, or None for that if a run was interrupted."""
     points: list[Point] = []
     try:
         load = next(loads)
@@ -81,8 +81,8 @@ async def measure_each(
 async def _measured(
     runner: Runner, load: OfferedLoad, number: int, measure: Measure, begin: Begin | None
 ) -> Point | None:
-    """`number` is that of the load among those of a command. None: it was stopped before a call
-    was over."""
+    """Run and measure a load. `number` counts the loads of the command. Returns None if it was
+    stopped before a call ended."""
     if begin is not None:
         begin(load)
     runs = [run for run in await runner.runs(load, number) if run.calls]
@@ -97,8 +97,9 @@ async def find_rate(
     *,
     begin: Begin | None = None,
 ) -> tuple[list[Point], Capacity | None]:
-    """The points in ascending order. A rate is met if so large a `share` of all that was sent met
-    every objective, and calls did not pile up. The capacity is None if the search was stopped."""
+    """Search for the highest rate at which at least this `share` of the calls sent met all
+    objectives and calls did not pile up. Returns the points by ascending rate, and the capacity, or
+    None if the search was stopped."""
     search = search_rates(
         first_per_s,
         lowest=first_per_s / RANGE,
@@ -123,7 +124,8 @@ def _loads(
 
 
 def tried(rate_per_s: float, report: Measured, share: float) -> Tried:
-    # No goodput: not a single call succeeded.
+    """Return the result of a rate for the search."""
+    # Without a successful call there is no goodput.
     reached = 0.0 if report.goodput is None else report.goodput.share
     return Tried(
         rate=rate_per_s,
@@ -140,8 +142,8 @@ def tried(rate_per_s: float, report: Measured, share: float) -> Tried:
 
 
 def throughputs(points: Sequence[Point]) -> list[float]:
-    """Output tokens a second: of the steady windows where every point has one, which leaves out
-    ramps and drains, else of the whole runs."""
+    """Return output tokens a second: those of the steady windows if all points have one, otherwise
+    those of whole runs, with ramp and drain."""
     reports = [point.report for point in points]
     windows = [report.steady for report in reports]
     steady = [window.output_tokens_per_s for window in windows if window is not None]
@@ -149,16 +151,16 @@ def throughputs(points: Sequence[Point]) -> list[float]:
 
 
 def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | None:
-    """Fits min(slope x load, plateau), the two asymptotes of a closed system (Denning and Buzen
-    1978, section 4), to ascending loads by least squares of relative errors: for each way to part
-    the points in two. The knee is where they meet. None with fewer than three loads, or without any
-    throughput."""
+    """Fit min(slope x load, plateau), the two asymptotes of a closed system (Denning and Buzen
+    1978, section 4), to ascending loads; the knee is where they meet. The fit minimises the squares
+    of relative errors over all divisions of the points into a rising and a flat part. None with
+    fewer than three loads, or if a throughput is 0."""
     x, y = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
     if len(x) < LEAST_POINTS or (y <= 0).any() or (x <= 0).any():
         return None
     best: tuple[float, float, float] | None = None
     for rising in range(1, len(x) + 1):
-        # Of relative errors sum (f / y - 1)^2 the minimum is sum(u) / sum(u^2) with u = f / y.
+        # sum (a u - 1)^2, with u = f / y for the function a f, is least at a = sum(u) / sum(u^2).
         u = x[:rising] / y[:rising]
         slope = float(u.sum() / (u @ u))
         flat = 1 / y[rising:]
@@ -178,7 +180,7 @@ def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | No
 
 
 def is_flat(throughputs: Sequence[float]) -> bool:
-    """Whether the last two loads of a sweep brought nothing over the best before them."""
+    """Return whether neither of the last two loads improved on the best one before by `GAIN`."""
     if len(throughputs) < LEAST_POINTS:
         return False
     best = max(throughputs[:-2])
@@ -186,8 +188,9 @@ def is_flat(throughputs: Sequence[float]) -> bool:
 
 
 def knee_of(points: Sequence[Point]) -> Knee | None:
-    """Of loads in ascending order; of others there is none. Rates are arrivals drawn by chance, of
-    which some runs have fewer: their knee is reached only if calls piled up."""
+    """Return the knee of loads in ascending order; None for other orders. Random arrivals can be
+    few in a run, which looks like a knee; so a knee of rates is `reached` only if calls piled
+    up."""
     loads = [point.load.value for point in points]
     if loads != sorted(set(loads)):
         return None
@@ -199,7 +202,7 @@ def knee_of(points: Sequence[Point]) -> Knee | None:
 
 
 def to_json(points: Sequence[Point], capacity: Capacity | None = None) -> bytes:
-    """A report, or a sweep of them; a search is one even if it tried a single rate."""
+    """Return the JSON of a single report, or of a sweep; a search is always a sweep."""
     if len(points) == 1 and capacity is None:
         return report_to_json(points[0].report)
     by_rate = points[0].load.rate_per_s is not None

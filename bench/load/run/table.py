@@ -1,4 +1,4 @@
-"""The figures of reports as a table for spreadsheets: a row for each load."""
+"""CSV file of reports, with a row per load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Cell = float | int | str | None
 
 
 def write_csv(path: Path, points: Sequence[Point]) -> None:
-    """Columns carry the names of the JSON report; a spread has one for each of its figures, as
-    `ttft_s.p50`. What a load has no value for is empty."""
+    """Write the CSV file. Columns have the names of the JSON report; a spread has a column per
+    figure, such as `ttft_s.p50`. Missing values are empty."""
     rows = [row_of(point) for point in points]
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(n for r in rows for n in r)))
@@ -36,11 +36,11 @@ def row_of(point: Point) -> dict[str, Cell]:
     return row
 
 
-def _cells(told: Measured | ServerCounters) -> dict[str, Cell]:
-    """Of a report's fields those that are numbers, or spreads of them."""
+def _cells(report: Measured | ServerCounters) -> dict[str, Cell]:
+    """Return the fields that are numbers or spreads."""
     row: dict[str, Cell] = {}
-    for name in told.__struct_fields__:
-        value = getattr(told, name)
+    for name in report.__struct_fields__:
+        value = getattr(report, name)
         if isinstance(value, Spread):
             for cut in ("mean", "p50", "p90", "p99", "max"):
                 row[f"{name}.{cut}"] = getattr(value, cut)

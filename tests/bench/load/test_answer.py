@@ -59,20 +59,20 @@ def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
     call, _ = read(pieces)
     # What the third chunk tells is a token without text yet: it came then.
     assert call.chunk_s.tolist() == [1.0, 2.0, 3.0] and call.first_s == 1.0
-    assert call.told_tokens() == [1, 1, 1] and call.counted_by == "per chunk usage"
+    assert call.tokens_by_read() == [1, 1, 1] and call.counted_by == "per chunk usage"
 
 
 def test_tokens_that_nobody_counts_one_by_one_are_spread() -> None:
     pieces = [chunk("a", None), chunk("b", None), chunk("c", None, reason="stop"), usage(8), DONE]
     call, _ = read(pieces)
-    assert call.counted_by == "usage" and call.told_tokens() == [2, 3, 3]
+    assert call.counted_by == "usage" and call.tokens_by_read() == [2, 3, 3]
     assert call.tpot_s == 2 / 7
 
 
 def test_what_comes_in_one_read_came_at_once() -> None:
     pieces = [chunk("a", 1) + chunk("b", 3), chunk("c", 4, reason="stop") + DONE]
     call, _ = read(pieces)
-    assert call.told_tokens() == [3, 1] and call.chunks == 3
+    assert call.tokens_by_read() == [3, 1] and call.chunks == 3
 
 
 def test_chat_and_reasoning() -> None:
@@ -145,7 +145,7 @@ def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, i
     for at, piece in enumerate(pieces):
         reader.read(piece, float(at))
     reader.end(float(len(pieces)))
-    assert sum(call.told_tokens()) in (0, call.output_tokens)
+    assert sum(call.tokens_by_read()) in (0, call.output_tokens)
     return reader.text, call.prompt_tokens, call.output_tokens, call.counted_by, call.chunks
 
 

@@ -77,7 +77,7 @@ def test_an_open_loop_sees_stalls_that_a_closed_one_hides() -> None:
 
     began, ends = [], []
     with scripted(stalling(began, ends)) as server:
-        closed = run_plan(plan(server.endpoint, end_s=PERIODS * EVERY_S, again=True))
+        closed = run_plan(plan(server.endpoint, end_s=PERIODS * EVERY_S, cycle=True))
     # One for each stall, though as many were due as above.
     assert 1 <= len(ends) <= PERIODS + 1 < 0.2 * len(waits) and len(closed.calls) >= len(ends)
 
@@ -176,7 +176,7 @@ def test_nothing_but_failures_ends_a_run() -> None:
         await exchange.whole(b"{}", "503 Service Unavailable")
 
     with scripted(refuse) as server:
-        part = run_plan(plan(server.endpoint, concurrency=4, again=True))
+        part = run_plan(plan(server.endpoint, concurrency=4, cycle=True))
     assert part.hopeless and driving.HOPELESS <= len(part.calls) <= driving.HOPELESS + 4
     report = measure([LoadRun([part])], settings={})
     assert report.requests == 0 and report.errors == {"status 503": len(part.calls)}
