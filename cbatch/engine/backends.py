@@ -1,4 +1,4 @@
-"""Which runtime serves a device: that of the CPU, or kernels. Only a GPU needs triton."""
+"""Choice of the runtime for a device: torch and C on a CPU, Triton kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     AnyModel = Model | TransformersModel | Decoder | ModellingDecoder | Head
 
-_LEAST_CAPABILITY = (8, 0)  # has bf16, and copies to shared memory that do not wait
+_LEAST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies to shared memory
 _logger = logging.getLogger("cbatch")
 
 
@@ -39,10 +39,10 @@ def is_gpu(device: str) -> bool:
     return device.partition(":")[0] == "cuda"
 
 
-def usual_device(*, numerics: str, **asked: Any) -> str:
-    """The GPU, if torch sees one that serves all that is `asked` (as `refuse_unserved`); else the
-    CPU, and for invariant numerics and transformers' modelling code: they were seen to hold there
-    alone."""
+def usual_device(*, numerics: str, **options: Any) -> str:
+    """Return the default device: "cuda" if torch sees a GPU that serves these `options` (those of
+    `refuse_unserved`), else "cpu". Invariant numerics and transformers' modelling code default to
+    the CPU, because they were only tried there."""
     import torch
 
     if not torch.cuda.is_available():
@@ -50,11 +50,11 @@ def usual_device(*, numerics: str, **asked: Any) -> str:
     problem = problem_of_gpu()
     if problem is None and numerics == "invariant":
         problem = "numerics: 'invariant' was never tried on one; --device cuda does"
-    if problem is None and asked.get("impl", "own") != "own":
+    if problem is None and options.get("impl", "own") != "own":
         problem = "this model's code was never tried on one; --device cuda does"
     if problem is None:
         try:
-            refuse_unserved("cuda", **asked)
+            refuse_unserved("cuda", **options)
             return "cuda"
         except FieldError as error:
             problem = f"{error.field}: {error.problem}"
@@ -63,7 +63,7 @@ def usual_device(*, numerics: str, **asked: Any) -> str:
 
 
 def problem_of_gpu() -> str | None:
-    """Why our kernels do not run on the GPU that torch sees."""
+    """Return why the kernels cannot run on the GPU that torch sees, or None if they can."""
     import torch
 
     if torch.version.cuda is None:
@@ -82,7 +82,7 @@ def problem_of_gpu() -> str | None:
 
 
 def require_device(device: str) -> None:
-    """Raises `FieldError` for a device that is unknown, or not here."""
+    """Raise `FieldError` for a device name that is invalid, or a GPU that does not exist."""
     import torch
 
     kind, colon, number = device.partition(":")
@@ -106,7 +106,8 @@ def load_for(
     ranks: RankGroup | None = None,
     impl: Impl = "own",
 ) -> AnyModel:
-    """Of several `ranks` this one's share. Raises the runtime's error naming file and field."""
+    """Load a model for a device; with `ranks` only this rank's share. Raises the runtime's error
+    naming file and field."""
     if impl == "transformers":
         return _load_modelling(device, path, dtype, numerics, random_weights_seed, ranks)
     if is_gpu(device):
@@ -138,15 +139,15 @@ def _load_modelling(
     seed: int | None,
     ranks: RankGroup | None,
 ) -> TransformersModel | ModellingDecoder:
-    """By transformers' modelling code."""
-    asked: Any = {"dtype": dtype, "numerics": numerics, "random_weights_seed": seed}
+    """Load a model that transformers' modelling code computes."""
+    settings: Any = {"dtype": dtype, "numerics": numerics, "random_weights_seed": seed}
     if is_gpu(device):
         from cbatch.runtime.gpu.modelling import load_modelling_decoder
 
-        return load_modelling_decoder(path, device=device, **asked)
+        return load_modelling_decoder(path, device=device, **settings)
     from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 
-    return load_transformers_model(path, ranks=ranks, **asked)
+    return load_transformers_model(path, ranks=ranks, **settings)
 
 
 def executor_for(
@@ -157,14 +158,16 @@ def executor_for(
     kv_cache_dtype: str = "auto",
     default_params: SamplingParams | None = None,
 ) -> TorchExecutor | GpuExecutor:
-    """On a GPU no request waits for kernels that `default_params` need."""
+    """Create the executor of a model. On a GPU this compiles the kernels that requests with
+    `default_params` need, and captures graphs."""
     if is_gpu(str(target.device)):
         from cbatch.runtime.gpu.late import groups_of
 
         gpu_draft = cast("Draft | None", draft)
-        made = _gpu_executor(cast("Decoder", target), gpu_draft, config, grammars, kv_cache_dtype)
-        made.capture(groups_of(default_params or SamplingParams()))
-        return made
+        decoder = cast("Decoder", target)
+        executor = _gpu_executor(decoder, gpu_draft, config, grammars, kv_cache_dtype)
+        executor.capture(groups_of(default_params or SamplingParams()))
+        return executor
     from cbatch.runtime.cpu.executor import TorchExecutor
 
     return TorchExecutor(
@@ -178,13 +181,14 @@ def executor_for(
 
 
 def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
-    """Plans that are under way beside the one that runs. A GPU that waits for the next plan is
-    idle; a CPU plans with the processors that compute."""
+    """Return how many plans are made ahead of the running one. By default 1 on a GPU, which would
+    idle while the host plans, and 0 on a CPU, where planning takes time from computing."""
     return int(is_gpu(device)) if overlap is None else overlap
 
 
 def block_size_for(target: AnyModel, options: EngineOptions) -> int:
-    """Tokens of a KV block: as given, or on a GPU what attention reads fastest."""
+    """Return the tokens of a KV block: the option, or by default 16 on a CPU and 64 on a GPU, where
+    attention reads such pages fastest."""
     return options.block_size_tokens or (64 if is_gpu(str(target.device)) else 16)
 
 
@@ -197,7 +201,7 @@ def refuse_unserved(
     tensor_parallel: int = 1,
     impl: Impl = "own",
 ) -> None:
-    """Options that only the executor of another device can serve. Raises `FieldError`."""
+    """Raise `FieldError` for an option that this device cannot serve."""
     refuse_beside(impl, head=head)
     if tensor_parallel > 1:
         _refuse_unshared(device, tensor_parallel)
@@ -221,35 +225,35 @@ def _refuse_unshared(device: str, tensor_parallel: int) -> None:
         raise FieldError("tensor_parallel", problem, "use --device cpu, or leave it out")
 
 
-def held_drafters(config: SchedulerConfig) -> tuple[str, ...]:
-    """The drafters that requests may name: all that there are, where anybody drafts at all."""
+def allowed_drafters(config: SchedulerConfig) -> tuple[str, ...]:
+    """Return the drafters that requests may choose; none if speculation is off."""
     if not config.default_chain:
         return ()
     return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS
 
 
 def num_ranks(target: AnyModel) -> int:
-    """That hold a share of it each, this process among them."""
+    """Return the number of tensor-parallel ranks of a model, this process included."""
     group = getattr(target, "ranks", None)
     return 1 if group is None else cast("RankGroup", group).size
 
 
 def code_of(target: AnyModel) -> str:
-    """Whose modelling code computes it, in words."""
-    told: str | None = getattr(target, "code", None)
-    return told or f"our own ({target.config.family})"
+    """Return a description of the code that computes a model."""
+    description: str | None = getattr(target, "code", None)
+    return description or f"our own ({target.config.family})"
 
 
 def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
-    """Whether a row's bits are its own, and the same in words."""
+    """Return whether a model is batch-invariant, and a description of the answer."""
     if is_gpu(str(target.device)):
         decoder = cast("Decoder", target)
         if decoder.numerics != "invariant":
             return False, f"row_invariant: no (numerics={decoder.numerics}; a library's products)"
         holds = decoder.keeps_bits()
-        found = "" if holds else "; rows of this device's products did not keep their bits"
-        told = "yes" if holds else "no"
-        return holds, f"row_invariant: {told} (numerics=invariant; fixed tiles{found})"
+        reason = "" if holds else "; rows of this device's products did not keep their bits"
+        answer = "yes" if holds else "no"
+        return holds, f"row_invariant: {answer} (numerics=invariant; fixed tiles{reason})"
     from cbatch.runtime.cpu.invariance import probe_row_invariance
 
     report = probe_row_invariance(cast("Model", target))
@@ -257,7 +261,7 @@ def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
 
 
 def kv_dtype_of(model: AnyModel, kv_cache_dtype: str) -> torch.dtype:
-    """What keys and values are held in. Raises `FieldError` where the device has no such type."""
+    """Return the type of the KV cache. Raises `FieldError` for fp8 on a device without it."""
     if kv_cache_dtype == "auto":
         return model.dtype
     from cbatch.runtime.gpu.kv_types import fp8_for
@@ -268,7 +272,7 @@ def kv_dtype_of(model: AnyModel, kv_cache_dtype: str) -> torch.dtype:
 def gpu_step_bytes(
     target: AnyModel, draft: AnyModel | None, options: EngineOptions, max_tokens: int
 ) -> int:
-    """What an executor with these options takes of a GPU's memory beside weights and KV."""
+    """Return the bytes of GPU memory that an executor needs without weights and KV cache."""
     from cbatch.engine.prices.startup import MOST_DRAFTS
     from cbatch.runtime.gpu.heads import GpuHead
     from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
@@ -298,9 +302,9 @@ def _gpu_executor(
     from cbatch.runtime.gpu.host_drafts import LookupSettings
 
     drafts = bool(config.default_chain) and config.lookahead.policy != "off"
-    most = [config.lookahead.k]
+    depths = [config.lookahead.k]
     if policy_class(config.lookahead.policy).priced:  # its prices are measured in these shapes
-        most += [shape.num_drafts for shape in shapes_for(config)]
+        depths += [shape.num_drafts for shape in shapes_for(config)]
     return GpuExecutor(
         target,
         num_blocks=config.num_blocks,
@@ -309,7 +313,7 @@ def _gpu_executor(
         max_sequence_tokens=config.max_sequence_tokens,
         step_budget_tokens=config.step_budget_tokens,
         draft=draft if drafts else None,
-        max_drafts=max(most) if drafts else 0,
+        max_drafts=max(depths) if drafts else 0,
         lookups=LookupSettings(_lookups(), config.default_chain, config.catch_up_price)
         if drafts
         else None,

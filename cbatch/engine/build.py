@@ -1,4 +1,4 @@
-"""Puts an engine together from model files; only here scheduler and runtime meet."""
+"""Builds an engine from model files: the only place that creates both scheduler and executor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    allowed_drafters,
     block_size_for,
     code_of,
     depth_for,
     executor_for,
-    held_drafters,
     is_gpu,
     num_ranks,
     row_invariance_of,
@@ -63,7 +63,7 @@ def load_engine(
     log: Callable[[Event], None] | None = None,
     kv_events: bool = False,
 ) -> tuple[Engine, EngineInfo]:
-    """Load a model, and its draft model or head, into an `Engine`. Parameters and errors are those
+    """Load a model and its draft (model or head) into an `Engine`. Parameters and errors are those
     of `load_core`."""
     options = options or EngineOptions()
     core, info, tokenizer = load_core(model, draft, options, log=log, kv_events=kv_events)
@@ -81,11 +81,11 @@ def load_core(
     log: Callable[[Event], None] | None = None,
     kv_events: bool = False,
 ) -> tuple[EngineCore, EngineInfo, TextTokenizer | None]:
-    """Load a model, and its draft model or head, without the text side, and with its tokenizer if
-    the caller `handles_text`.
+    """Load a model and its draft (model or head) into an `EngineCore`. Returns it with a
+    description and, if the caller `handles_text`, the tokenizer.
 
     `log` gets every input of the scheduler, see `cbatch.steplog.step_log`. With `kv_events` the
-    caller calls `scheduler.take_cache_changes` after every step. Raises `FieldError`, or the
+    caller must call `scheduler.take_cache_changes` after every step. Raises `FieldError`, or the
     runtime's or tokenizer's error naming file and field."""
     from cbatch.runtime.cpu.threaded import ThreadedExecutor
 
@@ -124,7 +124,7 @@ def load_core(
             Scheduler(config, log),
             ThreadedExecutor(executor) if depth and not is_gpu(device) else executor,
             depth=depth,
-            drafters=held_drafters(config),
+            drafters=allowed_drafters(config),
             grammars=grammars,
             info=msgspec.to_builtins(info),
             closing=opened.pop_all(),
@@ -141,11 +141,11 @@ def _executor(
     default_params: SamplingParams,
     ranks: Ranks | None,
 ) -> TorchExecutor | GpuExecutor | RankedExecutor:
-    made = executor_for(target, draft, config, grammars, options.kv_cache_dtype, default_params)
+    executor = executor_for(target, draft, config, grammars, options.kv_cache_dtype, default_params)
     if ranks is None:
-        return made
+        return executor
     with ranks.together(Serve(config)):
-        return RankedExecutor(cast("TorchExecutor", made), ranks)
+        return RankedExecutor(cast("TorchExecutor", executor), ranks)
 
 
 def _scheduler_config(
@@ -189,7 +189,7 @@ def _scheduler_config(
         prefix_cache=options.prefix_cache,
         kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
-        # Of a draft token in target tokens, about: work goes with the weights.
+        # Cost of a draft token relative to a target token, estimated by the size of the weights.
         catch_up_price=1.0
         if draft is None
         else min(weight_bytes(draft) / weight_bytes(target), 1.0),

@@ -1,4 +1,4 @@
-"""The engine below text: a scheduler, its step loop, and the one end of every request."""
+"""The engine without text: token ids in, tokens out. It runs the scheduler's step loop."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of a step, and the endings since the previous step."""
+    """The new tokens of a step, and the requests that ended since the previous step."""
 
-    admitted: tuple[str, ...] = ()  # entered a slot with this step
+    admitted: tuple[str, ...] = ()  # ids of requests that entered a slot
     rows: tuple[OutputRow, ...] = ()
     endings: tuple[Ending, ...] = ()
     logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()
@@ -53,7 +53,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     remaining_prompt_tokens: int  # of requests with a slot, not computed yet
     prompt_token_s: float  # estimated seconds per prompt token at this load; 0: unknown
     step_s: float  # total of all steps, with planning and committing
-    plan_s: float  # part of `step_s`; with overlap it runs during the step before
+    plan_s: float  # part of `step_s`; with overlap it runs during the previous step
     commit_s: float
     totals: SchedulerStats
     outlook: Outlook | None  # None: the policy is not `adaptive`
@@ -61,23 +61,24 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LateCode:
-    """Code that an executor compiles while it runs steps, as its attribute `late`; here none."""
+    """Interface of an executor's attribute `late`, kernels that it compiles while it runs steps.
+    This base class has none."""
 
-    pending: tuple[str, ...] = ()  # not compiled yet, in words
+    pending: tuple[str, ...] = ()  # descriptions of kernels that are not compiled yet
 
     def begin(self) -> None: ...
 
     def must_wait(self, params: SamplingParams) -> bool:
-        """Return whether a request with these parameters has to wait."""
+        """Return whether a request with these parameters needs pending kernels."""
         return False
 
 
 class EngineCore:
-    """Requests of token ids in, a `StepOutput` a step out. `Engine` adds text to it, `EngineServer`
-    a socket. Not thread-safe: one thread drives it.
+    """Takes requests of token ids and returns a `StepOutput` a step. `Engine` adds text to it,
+    `EngineServer` a socket. Not thread-safe.
 
-    `drafters` are the names that requests may ask for, `grammars` those that the executor follows;
-    `info` is for people. The owner closes `closing` once no step runs any more.
+    `drafters` are the names that requests may choose; `grammars` compiles structured outputs;
+    `info` describes the engine. The owner closes `closing` after the last step.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class EngineCore:
         return bool(scheduler.has_work or scheduler.num_in_flight or self._rejected)
 
     def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
-        """Accept a request, as `Scheduler.add` does; it waits where it needs late code."""
+        """Add a request to the scheduler, once the kernels that it needs are compiled. `output`:
+        tokens that it has emitted before."""
         if self.late.must_wait(request.params):
             self.scheduler.config.check_request(request, output)
             self.waiting[request.request_id] = request, output
@@ -121,16 +123,16 @@ class EngineCore:
             self.scheduler.add(request, self._clock(), output)
 
     def reject(self, request_id: str, error: BaseException) -> None:
-        """End a request that was not added, with the next step."""
+        """End a request that could not be added, as an error in the next step's output."""
         self._rejected.append(Ending(request_id, FinishReason.ERROR, str(error)))
 
     def cancel(self, request_id: str) -> None:
-        """End a request as CANCELLED, running, waiting or unknown."""
+        """End a request as CANCELLED. An unknown id is ignored."""
         self.waiting.pop(request_id, None)
         self.scheduler.cancel(request_id, self._clock())
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        """End a request whose text ended: its output is its first `keep_tokens` tokens."""
+        """End a request at a stop string: its output is its first `keep_tokens` tokens."""
         self.waiting.pop(request_id, None)
         self.scheduler.finish(request_id, keep_tokens, self._clock())
 

@@ -1,4 +1,4 @@
-"""The engine for programs that drive it themselves: add, step, cancel."""
+"""The engine for programs that call `step` themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbatch.text.outputs import Accepted, Output, Speculation
 
 
 class EngineStats(msgspec.Struct):
-    """Totals since the engine was made."""
+    """Totals since the engine was created."""
 
     steps: int = 0
     output_tokens: int = 0
@@ -26,12 +26,11 @@ class EngineStats(msgspec.Struct):
 
 
 class Engine:
-    """An `EngineCore` with text: requests in, outputs out, one step at a time. Not thread-safe: one
-    thread drives it.
+    """An `EngineCore` with text: requests in, outputs out, one step at a time. Not thread-safe.
 
-    `LLM` and `cbatch.load_engine` make one from model directories; any scheduler and executor will
-    do (tests hand it the simulator's). A request's `n` choices run as sequences of their own that
-    share the prompt's KV. `default_params` are those of a request that brings none.
+    `LLM` and `cbatch.load_engine` create one from model directories; tests use the simulator's
+    executor. A request's `n` choices are separate sequences that share the prompt's KV.
+    `default_params` apply to requests without parameters.
     """
 
     def __init__(
@@ -48,9 +47,9 @@ class Engine:
         self.stats = EngineStats()
         self._seeds = Seeds(seed)
         self._live: dict[str, LiveChoice] = {}  # by the core's request id
-        self._groups: dict[str, list[str]] = {}  # the caller's id: live core ids
+        self._groups: dict[str, list[str]] = {}  # by the caller's request id: live core ids
         self._num_added = 0
-        self._ready: list[Output] = []  # endings that no step brings: cancelled by the caller
+        self._ready: list[Output] = []  # outputs of cancelled choices, for the next `step`
 
     @property
     def scheduler(self) -> Scheduler:
@@ -58,7 +57,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step could still bring an output."""
+        """Return whether a further step could return an output."""
         return bool(self._live or self._ready or self.scheduler.num_in_flight)
 
     def add(
@@ -70,8 +69,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Accepted:
-        """Queue a prompt (text or token ids). The KV of its prefixes is shared with requests of the
-        same `cache_salt` alone. Raises `FieldError`, and then nothing was queued."""
+        """Queue a prompt (text or token ids). Only requests with the same `cache_salt` share the KV
+        of its prefixes. Raises `FieldError`; nothing is queued then."""
         params = params or self.default_params
         request_id = request_id or f"request-{self._num_added}"
         if request_id in self._groups:
@@ -103,8 +102,8 @@ class Engine:
         return Accepted(request_id, ids, requests[0].seed, params.n)
 
     def cancel(self, request_id: str) -> bool:
-        """End every choice that is still running; their outputs come with the next step. False if
-        there is none."""
+        """End every running choice of a request; the next `step` returns their outputs. Returns
+        False if none is running."""
         running = tuple(self._groups.get(request_id, ()))
         for core_id in running:
             self.core.cancel(core_id)
@@ -112,7 +111,8 @@ class Engine:
         return bool(running)
 
     def step(self) -> list[Output]:
-        """Run a step of the model. An empty list where nothing was completed or nothing waits."""
+        """Run a step of the model. Returns an empty list if no step was completed or no request
+        waits."""
         outputs, self._ready = self._ready, []
         step = self.core.step()
         self.stats.steps += step.times is not None
@@ -123,7 +123,7 @@ class Engine:
         for row in step.rows:
             live = self._live.get(row.request_id)
             if live is None:
-                continue  # ended by the text side, or cancelled, while this step ran
+                continue  # a stop string or the caller ended it while this step ran
             if live.num_tokens:
                 self.stats.speculation.observe(row.num_drafted, row.num_accepted)
             ending = endings.pop(row.request_id, None)

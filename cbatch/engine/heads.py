@@ -1,4 +1,4 @@
-"""A head, read as its layout allows, tried on a few texts, and taken if it knows anything."""
+"""Loading of a draft head with a trial on a few texts, which rejects a head of another model."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ _TEXTS = (
     "together, such as a point with two coordinates.",
 )
 _MADE_UP_TOKENS = 256
-TrialTexts = tuple[tuple[int, ...], ...]  # what a head is tried on, as token ids of its model
+TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts that a head is tried on
 
 
 def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: TrialTexts) -> Head:
-    """Ranks that share the target out try it together. Raises
-    ModelError for a file that does not fit, `FieldError` for a head that only guesses."""
+    """Load a head in the reading of its files that predicts the target best on `texts`. With tensor
+    parallelism all ranks must call it. Raises ModelError for a file that does not fit the model,
+    FieldError for a head that is no better than always guessing one token."""
     from cbatch.runtime.cpu.load_head import load_heads
     from cbatch.runtime.cpu.self_test import best_reading
 
@@ -60,18 +61,19 @@ def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: Tria
         tried, heads = OneCall(target), load_heads(path, target, target_path, CLASSES)
     else:
         heads = load_heads(path, target, target_path)
-    found = best_reading(heads, tried, texts)
-    told = f"draft {path}: {found.head.head}; {found.agreement:.0%} of {found.trials} first "
-    told += "drafts are the model's own choice"
-    if found.guesses:
-        problem = f"{told}, no more than by always guessing one token ({found.chance:.0%})"
+    best = best_reading(heads, tried, texts)
+    summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
+    summary += "drafts are the model's own choice"
+    if best.guesses:
+        problem = f"{summary}, no more than by always guessing one token ({best.chance:.0%})"
         raise FieldError("draft", problem, "use a head that was trained for this model")
-    _logger.info("%s", told)
-    return found.head
+    _logger.info("%s", summary)
+    return best.head
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
-    if tokenizer is None:  # any numbers: it is seen at least whether it says what the model says
-        drawn = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
-        return (tuple(drawn.tolist()),)
+    """Return the token ids of the trial texts; without a tokenizer one text of random tokens."""
+    if tokenizer is None:
+        tokens = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
+        return (tuple(tokens.tolist()),)
     return tuple(tuple(i for i in tokenizer.encode(text) if i < vocab_size) for text in _TEXTS)

@@ -1,4 +1,4 @@
-"""The step loop: plan, run, commit. Depth 0 is serial; depth 1 plans a step while one runs."""
+"""The step loop: plan, run, commit. At depth 1 it plans a step while the previous one runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs one step at a time. Any `Exception` it raises is a fault: `reset` follows."""
+    """Runs one step at a time. After any `Exception` the loop calls `reset`."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def reset(self) -> None:
-        """Forget every sequence and every KV position; the next plan is a full snapshot."""
+        """Forget every sequence and the KV cache; the next plan has the whole state."""
 
 
 @runtime_checkable
 class OverlappedExecutor(Protocol):
-    """Takes a second plan while one runs. `wait` returns results in the order of `submit`, and
-    raises what that step raised; `reset` also drops whatever is in flight."""
+    """Takes a second plan while one runs. `wait` returns results in the order of `submit`, or
+    raises that step's error. `reset` also drops the steps in flight."""
 
     def submit(self, plan: StepPlan) -> None: ...
 
@@ -38,12 +38,11 @@ class OverlappedExecutor(Protocol):
 
 
 class StepLoop:
-    """Joins a scheduler and an executor: an `Executor` at depth 0, an `OverlappedExecutor` at 1.
+    """Runs a scheduler's plans: on an `Executor` at depth 0, on an `OverlappedExecutor` at depth 1.
 
-    A fault of the executor costs time, not requests: it is reset, and the scheduler plans its
-    requests again from their tokens. After `MAX_CONSECUTIVE_FAULTS` without a committed token in
-    between, the requests that every one of those steps had in common end with an error, so that
-    nothing hangs on one that always fails.
+    After a fault the executor is reset, and the scheduler recomputes its requests from their
+    tokens. After `MAX_CONSECUTIVE_FAULTS` without a committed token, the requests that were in all
+    of these steps end with an error. So a request that always fails cannot block the others.
     """
 
     def __init__(
@@ -57,30 +56,30 @@ class StepLoop:
         if depth not in (0, 1):
             raise ValueError(f"depth: {depth!r} is not allowed; use 0 (serial) or 1 (overlapped)")
         if depth == 0 and isinstance(executor, Executor):
-            self._turn = partial(self._turn_serial, executor)
+            self._run_step = partial(self._run_serial, executor)
         elif depth == 1 and isinstance(executor, OverlappedExecutor):
-            self._turn = partial(self._turn_overlapped, executor)
+            self._run_step = partial(self._run_overlapped, executor)
         else:
             verbs = "`submit` and `wait`" if depth else "`run`"
             raise TypeError(f"executor: depth {depth} needs its {verbs}")
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self._in_flight: StepPlan | None = None  # depth 1: submitted and not waited for
-        self._occupants: dict[int, tuple[int, str]] = {}  # slot: generation, request
+        self._in_flight: StepPlan | None = None  # depth 1: submitted, not waited for
+        self._occupants: dict[int, tuple[int, str]] = {}  # by slot: generation, request id
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
-        self.plan_s = self.commit_s = 0.0  # in the scheduler so far, by the clock
-        self.last: tuple[StepPlan, StepResult, Commit] | None = None  # the step last committed
-        # Called before a step runs and after its commit with the requests in flight, so that their
-        # names outlive this process.
+        self.plan_s = self.commit_s = 0.0  # total seconds in the scheduler's `plan` and `commit`
+        self.last: tuple[StepPlan, StepResult, Commit] | None = None  # the last committed step
+        # Called with the requests in flight, before a step runs and after its commit. If a step
+        # kills this process, the parent knows which requests it had.
         self.on_in_flight: Callable[[Collection[str]], None] | None = None
 
     def step(self) -> Commit | None:
-        """One turn. None when nothing can run now. Faults are handled here, by trying again."""
+        """Run and commit a step; None if none can run now. After a fault it tries again."""
         while True:
             try:
-                commit = self._turn()
+                commit = self._run_step()
             except _Fault as fault:
                 self._recover(fault)
                 continue
@@ -88,7 +87,7 @@ class StepLoop:
                 self._num_faults = 0
             return commit
 
-    def _turn_serial(self, executor: Executor) -> Commit | None:
+    def _run_serial(self, executor: Executor) -> Commit | None:
         plan = self._plan()
         if plan is None:
             return None
@@ -98,7 +97,7 @@ class StepLoop:
             raise _Fault(plan, error) from error
         return self._commit(plan, result)
 
-    def _turn_overlapped(self, executor: OverlappedExecutor) -> Commit | None:
+    def _run_overlapped(self, executor: OverlappedExecutor) -> Commit | None:
         plan = self._in_flight or self._submit_next(executor)
         if plan is None:
             return None
@@ -162,14 +161,14 @@ class StepLoop:
         self._num_faults = 0
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
-        """Requests with a row in the plan, less those whose slot a later plan gave away."""
+        """Return the requests in a plan, without those whose slot has another sequence by now."""
         rows = zip(plan.slots.tolist(), plan.generations.tolist(), strict=True)
         occupants = ((generation, self._occupants[slot]) for slot, generation in rows)
-        return {request_id for generation, (held, request_id) in occupants if held == generation}
+        return {request_id for planned, (present, request_id) in occupants if present == planned}
 
 
-class _Fault(Exception):  # noqa: N818 - not an error of ours
-    """The executor failed while it held `plan`."""
+class _Fault(Exception):  # noqa: N818 - it carries the executor's error to `step`
+    """The executor raised `error` for `plan`."""
 
     def __init__(self, plan: StepPlan, error: Exception) -> None:
         super().__init__(repr(error))

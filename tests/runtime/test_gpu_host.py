@@ -21,10 +21,10 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
+    allowed_drafters,
     block_size_for,
     depth_for,
     executor_for,
-    held_drafters,
     kv_dtype_of,
     refuse_unserved,
     row_invariance_of,
@@ -185,8 +185,8 @@ def test_the_cpu_keeps_its_executor() -> None:
         lookahead=LookaheadConfig(policy="fixed", k=2),
     )
     assert isinstance(executor_for(tiny_model(), tiny_model(noise=0.1), config), TorchExecutor)
-    assert held_drafters(config) == ("model", "ngram", "suffix")
-    assert held_drafters(structs.replace(config, draft_context_tokens=None)) == ()
+    assert allowed_drafters(config) == ("model", "ngram", "suffix")
+    assert allowed_drafters(structs.replace(config, draft_context_tokens=None)) == ()
 
 
 @pytest.mark.parametrize("device, usual", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])

@@ -1,4 +1,4 @@
-"""Rank 0's executor: hands every plan on to the other ranks, and runs it with them."""
+"""Rank 0's executor: it sends every plan to the other ranks and runs it with them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class RankedExecutor:
-    """Every rank runs the same plan, and samples the same tokens from the same logits and noise; so
-    plans alone go out. That they did is checked in every step. Any fault is the end of all ranks:
-    `run` and `reset` raise `RanksLostError` from then on."""
+    """Runs plans on all ranks. They sample the same tokens from the same logits and noise, so only
+    plans are sent; every step compares the ranks' results. After any fault all ranks end, and `run`
+    and `reset` raise `RanksLostError`."""
 
     def __init__(self, own: TorchExecutor, ranks: Ranks) -> None:
         self.own, self.ranks = own, ranks
@@ -34,5 +34,5 @@ class RankedExecutor:
             self.own.reset()
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """As the own executor's: where another rank stands still, so does this one."""
+        """Count this rank's progress. If another rank hangs, this rank hangs in the same pass."""
         self.own.report_progress(counter)

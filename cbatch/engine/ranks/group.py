@@ -1,4 +1,4 @@
-"""The processes of the other ranks, seen from rank 0, which starts them and ends with them."""
+"""Rank 0's side of tensor parallelism: it starts the other ranks' processes and watches them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from cbatch.engine.ranks.messages import READY, Message, RankFiles, Start
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.rank_group import RankGroup
 
-_NOTICE_S = 2.0  # for the system to tell of a process that a connection was lost to
-_LEAVE_S = 5.0  # for a rank to end by itself
-# A rank finds modules where this process does, and takes no part of its main module.
+_NOTICE_S = 2.0  # wait for the exit status of a process whose connection broke
+_LEAVE_S = 5.0  # time for a rank to end by itself before it is killed
+# A rank has this process's module path, but does not run its main module.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from cbatch.engine.ranks.worker import main; main()"
 _logger = logging.getLogger("cbatch")
 OnLost = Callable[[str, signal.Signals | None], None]
 
 
 class RanksLostError(RuntimeError):
-    """A rank is gone, or out of step. The others have ended; so must the engine."""
+    """A rank ended, or its result differs. All other ranks have been ended; the engine must end,
+    too.
+    """
 
 
 class _Health:
-    """What is known of the other ranks; their watchers hold it, and no more."""
+    """State of the other ranks. The watcher threads refer only to it, not to `Ranks`, so that
+    `Ranks` can be collected."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -52,7 +55,7 @@ class _Health:
         return self.closing or self.problem is not None
 
     def lose(self, problem: str, killed_by: signal.Signals | None = None) -> None:
-        """The first problem counts: those behind it follow from it."""
+        """Record a problem. Only the first one counts: later ones are its consequences."""
         with self._lock:
             if self.over:
                 return
@@ -61,6 +64,7 @@ class _Health:
             self.on_lost(problem, killed_by)
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Wait for a rank's process to end, and record its end as a problem."""
         status = process.wait()
         if status >= 0:
             return self.lose(f"rank {rank} ended with status {status}")
@@ -69,7 +73,7 @@ class _Health:
 
 
 class Ranks:
-    """Ranks 1 .. size - 1. They end with this object, with `close`, or with this process."""
+    """The processes of ranks 1 .. size - 1. They end with this object, `close`, or this process."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class Ranks:
         options: EngineOptions,
         threads: int,
     ) -> None:
-        """Returns once all are there. Raises `RanksLostError` where one does not come up."""
+        """Start the ranks and wait until all are ready. Raises `RanksLostError` if one fails."""
         self.size = size
         self._health = _Health()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -98,19 +102,19 @@ class Ranks:
             raise
 
     def _begin(self, rank: int) -> None:
-        ours, theirs = Pipe()
+        connection, remote = Pipe()
         program = _PROGRAM.format(path=sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # it ends where nobody holds the other end
-            pass_fds=[theirs.fileno()],
-            # Who interrupts this process means this one. And once it is gone, one that was stopped
-            # is of a group that nobody can continue, which the system ends.
+            [sys.executable, "-c", program, str(remote.fileno())],
+            stdin=subprocess.PIPE,  # the rank exits at its end of file, when this process is gone
+            pass_fds=[remote.fileno()],
+            # An interrupt from the terminal must reach this process only. And if this process dies
+            # while a rank is stopped, the kernel hangs up the rank's orphaned process group.
             process_group=0,
         )
-        theirs.close()
+        remote.close()
         self._processes.append(process)
-        self._connections.append(ours)
+        self._connections.append(connection)
         name, args = f"cbatch-rank-{rank}", (rank, process)
         threading.Thread(target=self._health.watch, args=args, name=name, daemon=True).start()
 
@@ -123,16 +127,18 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def on_lost(self, tell: OnLost) -> None:
-        """Called from another thread, at once, with what happened and by which signal."""
-        self._health.on_lost = tell
+    def on_lost(self, callback: OnLost) -> None:
+        """Set a callback for the loss of a rank. Another thread calls it at once with the problem
+        and the signal that killed the rank, if any."""
+        self._health.on_lost = callback
         if self._health.problem is not None:
-            tell(self._health.problem, self._health.killed_by)
+            callback(self._health.problem, self._health.killed_by)
 
     @contextlib.contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        """Rank 0's part in what a message makes all of them do. Whatever it raises leaves the
-        others in the midst of it, and is the end of them: `RanksLostError`."""
+        """Send a message to the other ranks; in the context rank 0 does its own part. An exception
+        there would leave the others waiting in the middle, so it ends all ranks:
+        `RanksLostError`."""
         if self._health.over:
             raise self._lost()
         try:
@@ -152,31 +158,31 @@ class Ranks:
             raise self._lost() from error
 
     def hear(self, expected: object) -> None:
-        """The answer of each, which must be that."""
+        """Receive each rank's answer. Raises `RanksLostError` if one differs from `expected`."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
-                heard = connection.recv()
+                answer = connection.recv()
             except (EOFError, OSError) as error:
                 self._await_notice(error)
                 self._health.lose(f"rank {rank} does not answer")
                 raise self._lost() from error
-            if heard != expected:
-                self._health.lose(f"rank {rank} came to {heard}, rank 0 to {expected}")
+            if answer != expected:
+                self._health.lose(f"rank {rank} came to {answer}, rank 0 to {expected}")
                 raise self._lost()
 
     def _await_notice(self, error: BaseException) -> None:
-        """A connection that breaks is heard of sooner than the death of who held it."""
+        """Wait a moment for the watcher to report the end of the rank whose connection broke."""
         until_s = time.monotonic() + (_NOTICE_S if isinstance(error, Exception) else 0)
         while not self._health.over and time.monotonic() < until_s:
             time.sleep(0.01)
 
     def _lost(self) -> RanksLostError:
         problem = self._health.problem
-        told = f"{problem}; all ranks end with it" if problem else "the ranks were closed"
-        return RanksLostError(told)
+        message = f"{problem}; all ranks end with it" if problem else "the ranks were closed"
+        return RanksLostError(message)
 
     def close(self) -> None:
-        """Ends them. Idempotent."""
+        """End the ranks' processes. Idempotent."""
         self._finalizer()
 
 
@@ -204,8 +210,8 @@ def _end(
 
 
 def end_engine(problem: str, killed_by: signal.Signals | None) -> None:
-    """For an engine in a process of its own: it ends as its rank did, so that its owner, who starts
-    it anew, is told the same."""
+    """End this process in the same way as the lost rank, for an engine in a process of its own. The
+    server, which restarts it, then sees the rank's signal."""
     _logger.error("%s; the engine ends with it", problem)
     if killed_by is not None:
         os.kill(os.getpid(), killed_by)

@@ -1,5 +1,8 @@
-"""What rank 0 tells the others: first `Start`, once `Probe`, before any plan `Serve`; between plans
-`Reset`. They answer `READY`, then `LOADED`, and to each plan its `digest`."""
+"""Messages between rank 0 and the other ranks.
+
+Rank 0 sends `Start`, then `Probe` and `Serve`, then plans and `Reset`. The others answer `READY`,
+then `LOADED`, and each plan with its result's `digest`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ READY, LOADED = "ready", "loaded"
 
 
 class RankFiles(msgspec.Struct, frozen=True):
-    """`impls`: whose modelling code computes the model, and the draft. `trial_texts` are those of a
-    draft that is a head, and else empty."""
+    """Files to load. `impls`: the modelling code of the model and of the draft. `trial_texts` are
+    the texts to try a head on; empty without a head."""
 
     model: str | Path
     draft: str | Path | None
@@ -28,7 +31,7 @@ class RankFiles(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Who it is, and what it loads. `folder`: where ranks find each other."""
+    """A rank's number and the files that it loads. The ranks connect by files in `folder`."""
 
     rank: int
     size: int
@@ -39,23 +42,25 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Whether a row's bits are its own is found out by passes that all ranks make."""
+    """Run the passes that test for batch invariance, which need all ranks."""
 
 
 class Serve(msgspec.Struct, frozen=True):
+    """Create the executor."""
+
     config: SchedulerConfig
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """Every slot is forgotten."""
+    """Reset the executor."""
 
 
 Message = Start | Probe | Serve | Reset | StepPlan
 
 
 def digest(result: StepResult) -> tuple[int, int]:
-    """Of a step, what all ranks must agree about: they come to it by themselves."""
-    found = 0
+    """Return the step id and a checksum of the result, which must be equal in all ranks."""
+    checksum = 0
     for part in (
         result.tokens,
         result.row_splits,
@@ -63,5 +68,5 @@ def digest(result: StepResult) -> tuple[int, int]:
         result.num_accepted,
         result.status,
     ):
-        found = zlib.crc32(part.tobytes(), found)
-    return result.step_id, found
+        checksum = zlib.crc32(part.tobytes(), checksum)
+    return result.step_id, checksum

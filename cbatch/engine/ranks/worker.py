@@ -1,5 +1,5 @@
-"""The life of a rank beside rank 0: it loads its share, and does what it is told until nobody is
-there to tell it."""
+"""The process of a rank other than rank 0: it loads its share of the model, and handles rank 0's
+messages until the connection closes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _end_with_rank_0() -> None:
-    """At once, whatever the step is doing."""
+    """Exit when standard input ends, even in the middle of a step."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -48,13 +48,13 @@ def _serve(connection: Connection[Any, Any]) -> None:
     from cbatch.runtime.cpu.rank_group import join
 
     start: Start = connection.recv()
-    logging.getLogger("cbatch").setLevel(logging.ERROR)  # what there is to tell rank 0 tells
+    logging.getLogger("cbatch").setLevel(logging.ERROR)  # rank 0 logs the rest
     torch.set_num_threads(start.threads)
     connection.send(READY)
     ranks = join(start.rank, start.size, start.folder)
     try:
         target, draft = _load(start, ranks)
-    except ValueError as error:  # of what was asked for, which rank 0 tells of
+    except ValueError as error:  # invalid model or options; rank 0 raises the same error
         connection.send(str(error))
         return
     connection.send(LOADED)
@@ -75,7 +75,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
 
 
 def _load(start: Start, ranks: RankGroup) -> tuple[Model, AnyModel | None]:
-    """Its share of the model, and the whole draft, as rank 0 loads them."""
+    """Load this rank's share of the model, and the whole draft, as rank 0 does."""
     files, options = start.files, start.options
     load = partial(
         load_for,
