@@ -106,8 +106,7 @@ def load_for(
     ranks: RankGroup | None = None,
     impl: Impl = "own",
 ) -> AnyModel:
-    """Load a model for a device; with `ranks` only this rank's share. Raises the runtime's error
-    naming file and field."""
+    """Load a model, or this rank's share. Raises the runtime's error naming file and field."""
     if impl == "transformers":
         return _load_modelling(device, path, dtype, numerics, random_weights_seed, ranks)
     if is_gpu(device):

@@ -63,8 +63,7 @@ def load_engine(
     log: Callable[[Event], None] | None = None,
     kv_events: bool = False,
 ) -> tuple[Engine, EngineInfo]:
-    """Load a model and its draft (model or head) into an `Engine`. Parameters and errors are those
-    of `load_core`."""
+    """Load a model and its draft into an `Engine`; see `load_core` for parameters and errors."""
     options = options or EngineOptions()
     core, info, tokenizer = load_core(model, draft, options, log=log, kv_events=kv_events)
     usual: dict[str, Any] = {**info.sampling_defaults}

@@ -61,8 +61,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LateCode:
-    """Interface of an executor's attribute `late`, kernels that it compiles while it runs steps.
-    This base class has none."""
+    """Kernels that an executor compiles while it serves, as its attribute `late`; here none."""
 
     pending: tuple[str, ...] = ()  # descriptions of kernels that are not compiled yet
 

@@ -111,8 +111,7 @@ class Engine:
         return bool(running)
 
     def step(self) -> list[Output]:
-        """Run a step of the model. Returns an empty list if no step was completed or no request
-        waits."""
+        """Run a step of the model and return its outputs, if any."""
         outputs, self._ready = self._ready, []
         step = self.core.step()
         self.stats.steps += step.times is not None

@@ -1,5 +1,4 @@
-"""Compile-check cases of the attention kernel: every tile of the table, with its resource
-limits."""
+"""Compile-check cases of the attention kernel: every tile, with its resource limits."""
 
 from __future__ import annotations
 

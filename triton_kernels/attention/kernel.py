@@ -1,5 +1,4 @@
-"""The attention kernel: one launch with a fixed number of programs over the items of a
-`WorkList`."""
+"""The attention kernel: a fixed number of programs over the items of a `WorkList`."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def _attend_keys(
     HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Return maximum (log 2 units), sum and weighted V of the softmax over the keys [start,
-    stop)."""
+    """Return the softmax over keys [start, stop): maximum (log 2 units), sum, weighted V."""
     ROWS: tl.constexpr = q.shape[0]
     positions = position + tl.arange(0, ROWS) // GROUP
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -131,8 +129,7 @@ def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.c
 
 @jit
 def _load_whole(pool, page, offset, KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Load K and V through descriptors (TMA), including unused slots of the page, which must be
-    finite."""
+    """Load K and V by TMA, including unused slots of the page, which must be finite."""
     k = pool[0].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
     v = pool[1].load([page, pool[2], offset, 0]).reshape(KEYS, BLOCK_DIM)
     return k, v
@@ -151,8 +148,7 @@ def _load_partial(
     stats_ptr, sums_ptr, place, rows, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load a partial result, bypassing the L1 cache, which does not see other processors'
-    stores."""
+    """Load a partial result, not from the L1 cache: it misses other processors' stores."""
     dims = tl.arange(0, BLOCK_DIM)
     stats_at = stats_ptr + place * (2 * ROWS) + rows
     sums_at = sums_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
@@ -205,8 +201,7 @@ def _store_result(
     out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a result and store it. `out_ptr` points to the first token and head of the
-    group."""
+    """Normalise and store a result. `out_ptr`: first token, first head of the group."""
     dims = tl.arange(0, acc.shape[1])
     at = (rows // GROUP) * stride_token + (rows % GROUP) * HEAD_DIM
     inside = (rows // GROUP < tokens)[:, None] & (dims < HEAD_DIM)[None, :]

@@ -21,8 +21,7 @@ def attention_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Return the output, fp32 [T, kv_heads, group, head_dim]. The arguments are those of
-    `attention` and `plan`."""
+    """Compute `attention` after `plan`; returns fp32 [T, kv_heads, group, head_dim]."""
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     page_tokens = k_pages.shape[1]
     starts, contexts = query_starts.tolist(), context_lens.tolist()

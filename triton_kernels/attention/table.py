@@ -19,8 +19,7 @@ PATH = Path(__file__).with_name("tiles.json")
 
 
 class TileKey(NamedTuple):
-    """The key of a tile in the table. An entry also serves narrower heads, smaller groups and
-    longer pages than its own."""
+    """Key of a tile. An entry also serves narrower heads, smaller groups, longer pages."""
 
     arch: str  # "sm_80", "sm_90", "sm_100" or "gfx942"
     bits: int  # of an element of q

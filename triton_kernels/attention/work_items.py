@@ -50,8 +50,7 @@ _NUMBERS = ("most_partials", "num_sequences", "least_query", "most_query", "bloc
 
 
 class Tile(NamedTuple):
-    """Tile of one program: `rows` (token, head) by `keys`, powers of two of at least 16. `table`
-    has the shipped ones."""
+    """Tile of one program: `rows` (token, head) by `keys`, powers of two of at least 16."""
 
     rows: int
     keys: int
@@ -96,8 +95,7 @@ class Partials(NamedTuple):
 
 
 class WorkList(NamedTuple):
-    """The work items of a step for layers with one window; `plan` fills them, the kernel reads
-    them."""
+    """Work items of a step for layers with one window, filled by `plan` for the kernel."""
 
     items: Tensor  # int32 [capacity, ITEM_FIELDS]
     num_items: Tensor  # int32 [1]

@@ -40,8 +40,7 @@ class RanksLostError(RuntimeError):
 
 
 class _Health:
-    """State of the other ranks. The watcher threads refer only to it, not to `Ranks`, so that
-    `Ranks` can be collected."""
+    """State of the other ranks. Watcher threads refer to it, so that `Ranks` can be collected."""
 
     def __init__(self) -> None:
         self.problem: str | None = None

@@ -29,14 +29,12 @@ _ATTENTION = "layers.0.self_attn"
 
 
 class EagleHead(Head):
-    """An EAGLE head with its weights, some of them shared with the target. The ids of `vocabulary`
-    ascend."""
+    """An EAGLE head; it may share weights with the target. The ids of `vocabulary` ascend."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        """`target_head` [vocab, hidden] is the target's output matrix; the head uses it if its file
-        has none."""
+        """`target_head` [vocab, hidden]: the target's output matrix, for a head without its own."""
         super().__init__(head, target)
         with torch.inference_mode():
             self._build(head, weights, target, target_head)
@@ -132,8 +130,7 @@ class EagleTensors(HeadBuilder):
         return self._norm(module)
 
     def front(self) -> Linear | None:
-        """Return the EAGLE-1 linear layer from (embedding, state) to one state; None for
-        EAGLE-3."""
+        """Return EAGLE-1's linear layer from (embedding, state) to one state; None for EAGLE-3."""
         return None if self.head.kind == "eagle3" else self._fc(2 * self.config.hidden_size)
 
     def fusing(self, target: Any) -> Linear | None:
@@ -181,8 +178,7 @@ class EagleTensors(HeadBuilder):
         return torch.stack(norms).float().to(self.device)
 
     def projected(self, letters: str) -> Linear:
-        """Return the projections before attention named by `letters` ("qkv", "kv") as one linear
-        layer."""
+        """Return the attention projections `letters` ("qkv" or "kv") as one linear layer."""
         columns = self.config.hidden_size * (2 if self.head.kind == "eagle3" else 1)
         weight = self._heads(_ATTENTION, letters, "weight", columns)
         bias = self._heads(_ATTENTION, letters, "bias") if self.config.attention_bias else None

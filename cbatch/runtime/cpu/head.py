@@ -34,8 +34,7 @@ class Head:
         self.dtype, self.device, self.numerics = target.dtype, target.device, target.numerics
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """Return the head's input states, fp32 [T, hidden], from the target's states
-        [T, layers, H]."""
+        """Return the head's input, fp32 [T, hidden], from the target's states [T, layers, H]."""
         raise NotImplementedError
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:

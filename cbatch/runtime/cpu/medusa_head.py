@@ -27,8 +27,7 @@ class MedusaHead(Head):
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        """`target_head` [vocab, hidden] is the target's output matrix; the heads use it if the file
-        has none."""
+        """`target_head` [vocab, hidden]: the target's output matrix, for files without one."""
         super().__init__(head, target)
         self.vocabulary = medusa_vocabulary(head, weights)
         self._norm = target.final_norm
@@ -78,8 +77,7 @@ class MedusaTensors(HeadBuilder):
         return self._below([f"{name}.weight"], (size, size), bias, None)
 
     def heads(self, vocabulary: Tensor | None, target_head: Tensor) -> list[Linear]:
-        """Return the output matrices: one per head, or one that all heads share. It is the target's
-        if the file has none."""
+        """Return an output matrix per head, or one for all: the file's, else the target's."""
         if "lm_heads.0.weight" in self.names and not self.head.shares_head:
             names = [f"lm_heads.{i}.weight" for i in range(self.head.num_heads)]
         else:

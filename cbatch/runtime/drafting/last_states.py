@@ -1,5 +1,4 @@
-"""States that draft heads keep after a step: at the last position of each slot and of each
-block."""
+"""States that draft heads keep after a step: the last one of each slot and of each block."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class LastStates:
         self.of_block[torch.from_numpy(block_ids).long()] = 0
 
     def admit(self, admission: NewSequence) -> None:
-        """On a prefix hit (whole blocks), set the slot's state to that of its last computed
-        block."""
+        """On a prefix hit, set the slot's state to that of its last shared block."""
         computed = admission.kv_len_tokens
         if computed:
             last_block = admission.blocks[computed // self._table.block_size_tokens - 1]

@@ -102,8 +102,7 @@ class Tuning(NamedTuple):
         most_sequences: int,
         windows: Iterable[int | None] = (None,),
     ) -> dict[int | None, list[tuple[WorkList, int]]]:
-        """Return, for each window, the work list of short queries and that of long ones, each with
-        its number of programs."""
+        """Return by window the work lists of short and of long queries, with program counts."""
         short = most_tokens
         if self.longer is not None:
             short = max(block_tokens(heads, self.tile), self.query_tokens)

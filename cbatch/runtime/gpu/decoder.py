@@ -1,5 +1,4 @@
-"""The decoder of every supported family on a GPU: Triton kernels and library matrix products over a
-flat batch of tokens."""
+"""The decoder of every supported family on a GPU, over a flat batch of tokens."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class ProductBuilder(LayerBuilder):
         return kind(weight.contiguous(), bias, in_scale)
 
     def _packed(self, names: list[str]) -> list[Packed] | None:
-        """Return quantised tensors in one format of our kernel, or None if one has no such
-        format."""
+        """Return quantised tensors in one format of the kernel; None if that is impossible."""
         parts = []
         for name in names:
             blocks = self.source.blocks(name)
@@ -198,8 +196,7 @@ class Decoder:
         return sum(({id(self.embedding): self.embedding.nbytes} | sizes).values())
 
     def keeps_bits(self) -> bool:
-        """Return whether the linear layers are batch-invariant, tried on one of each shape. Waits
-        for the device."""
+        """Test a linear layer of each shape for batch invariance. Waits for the device."""
         if self.numerics != "invariant":
             return False
         shapes = {(type(p), tuple(weight_of(p).shape)): p for p in self._products()}
@@ -219,7 +216,7 @@ class Decoder:
         return tokens * width * self.dtype.itemsize
 
     def cos_sin(self, most_tokens: int) -> Tensor:
-        """Return the rotary table of positions below `most_tokens`, as `kv_write` reads it."""
+        """Return the rotary table of positions below `most_tokens`, for `kv_write`."""
         return self._rotary.cos_sin(most_tokens)
 
     @property
@@ -268,8 +265,7 @@ class Decoder:
             states[:, kept.index(last + 1)].copy_(residual + hidden.last[:count])
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
-        """Write the logits of the flat rows `rows` int32 [N] to `out` [N, vocab], whose rows may
-        have any stride."""
+        """Write the logits of flat rows `rows` int32 [N] to `out` [N, vocab], of any row stride."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
         normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual, early=True)
@@ -285,8 +281,7 @@ def project(
     attention: PagedAttention,
     cos_sin: Tensor,
 ) -> Tensor:
-    """Return queries, keys and values [T, kv_heads, group + 2, head_dim], and write K and V to the
-    cache."""
+    """Write K and V to the cache; return q, k and v [T, kv_heads, group + 2, head_dim]."""
     fused: Tensor = layer.qkv(normed)
     fused = fused.view(len(normed), c.num_kv_heads, c.group_size + 2, c.head_dim)
     k_pages, v_pages = attention.pages(index)

@@ -1,5 +1,4 @@
-"""The GPU executor. Sequence lengths are kept on the device, so the next step can be queued before
-the host knows which drafts were accepted."""
+"""The GPU executor: lengths are on the device, so steps are queued before results are known."""
 
 from __future__ import annotations
 
@@ -183,8 +182,7 @@ class GpuExecutor:
             self._queue.synchronize()
 
     def _run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
-        """Run every kind of step on `device`, in which no slot takes part. `sizes` returns the
-        token or row counts to run, from the largest possible count."""
+        """Run every kind of step, without slots. `sizes` maps the largest count to all to run."""
         message = SlotUpdate(self._arena.places)
         message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
         self._send(message, self._buffers[0])
@@ -217,9 +215,8 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step on the device; at most two steps may be pending. Raises ValueError for a
-        plan that does not fit the slots, FieldError for a request that this executor cannot serve,
-        and RuntimeError if two steps are pending."""
+        """Queue a step. Raises ValueError for a plan that does not fit the slots, FieldError for a
+        request that cannot be served here, RuntimeError if two steps are pending already."""
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self._queue.working():
@@ -250,8 +247,7 @@ class GpuExecutor:
         return self.wait()
 
     def reset(self) -> None:
-        """Forget every slot, and drop the results of pending steps. The KV cache is not cleared: a
-        sequence reads no position that it has not written."""
+        """Forget every slot and pending step. KV stays: no sequence reads what it did not write."""
         self._queue.synchronize()
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending.clear()
@@ -398,6 +394,5 @@ class GpuExecutor:
 
 
 def _smallest(largest: int) -> list[int]:
-    """Return counts that compile every kernel: only matrix products have a variant for many
-    rows."""
+    """Return counts that compile all kernels: only products have a variant for many rows."""
     return [min(count, largest) for count in (2, MANY_ROWS)]

@@ -25,8 +25,7 @@ I32 = NDArray[np.int32]
 
 
 class DraftPlan(NamedTuple):
-    """The drafts of a step, in the order of the plan's rows. Rows of `model` and `looked_up` that
-    have none are 0."""
+    """The drafts of a step; arrays have an entry for each row of the plan."""
 
     model: I32  # drafts by the draft model
     catch_up: I32  # tokens that the draft model computes first
@@ -48,8 +47,7 @@ class DraftPlan(NamedTuple):
 
 
 class Credits(NamedTuple):
-    """Slots that draft in a step, kept until its result: the requested drafts of each, and which
-    drafter made them."""
+    """Slots that draft in a step, and their drafters; kept until the step's result."""
 
     slots: I32
     num_requested: I64  # by entry of `slots`

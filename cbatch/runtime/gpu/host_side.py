@@ -1,5 +1,4 @@
-"""The host's part of a step: lookups and grammars, which need the tokens. Without either the host
-keeps no tokens."""
+"""The host's part of a step: lookups and grammars. Without them it keeps no tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class HostSide:
             self.chains.reset()
 
     def take_in(self, deltas: Deltas) -> None:
-        """Apply a plan's deltas. Raises FieldError for a request that this executor cannot
-        serve."""
+        """Apply a plan's deltas. Raises FieldError for a request that cannot be served here."""
         if deltas.reset:
             self.forget()
         if self.known is not None:
@@ -43,8 +41,7 @@ class HostSide:
             self.chains.take_in(deltas)
 
     def plan_drafts(self, plan: StepPlan, under_way: Iterable[StepPlan]) -> DraftPlan:
-        """Return the drafts that a step will make. `under_way`: pending steps, which may still emit
-        tokens."""
+        """Choose the drafts of a step; steps `under_way` may still emit tokens."""
         if self.chains is None:
             return (
                 DraftPlan.empty(plan)

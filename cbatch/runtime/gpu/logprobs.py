@@ -194,8 +194,7 @@ class LogprobsReader:
 
 
 def _shaped(x: Tensor, tokens: I64, processed: _Processed) -> Tensor:
-    """Apply penalties and filters to logits [T, V]. Row t follows the first t of `tokens`, which is
-    what its penalties count."""
+    """Apply penalties and filters to logits [T, V]; row t comes after the first t tokens."""
     params, chain = processed
     for row, token in zip(x, tokens.tolist(), strict=True):
         chain.shape(row)

@@ -1,5 +1,4 @@
-"""Device memory of an executor without weights and KV cache: it is counted first, and the KV cache
-gets the rest."""
+"""Device memory of an executor without weights and KV cache; the cache gets the rest."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class StepLimits(NamedTuple):
         return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
-        """Return the tuning of attention with a KV cache of `kv_dtype`, by default the
-        decoder's."""
+        """Return attention's tuning; the KV cache is of `kv_dtype`, by default the decoder's."""
         heads, page_tokens = heads_of(decoder.config), self.block_size_tokens
         return Tuning.of(
             heads,

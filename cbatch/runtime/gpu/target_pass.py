@@ -24,8 +24,7 @@ from triton_kernels.verification.kernel import VerifyOutput, verify_logits
 
 
 class Deciding(NamedTuple):
-    """Features that some row of a step needs in verification and sampling; they choose the
-    kernel."""
+    """Sampling features that some row of a step needs; they choose the kernel."""
 
     shaped: bool = False  # penalties, biases or token restrictions
     filtered: bool = False  # top-k, top-p or min-p, of a row that is not greedy
