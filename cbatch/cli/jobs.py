@@ -79,11 +79,11 @@ def _json_job(index: int, line: str, defaults: SamplingParams) -> Job:
         raise FieldError("line", f"is not JSON ({error})", "write one object a line") from error
     if not isinstance(record, dict):
         raise FieldError("line", "is not a JSON object", 'write {"prompt": "..."}')
-    rest = {name: value for name, value in record.items() if name not in LINE_FIELDS}
+    sampling = {name: value for name, value in record.items() if name not in LINE_FIELDS}
     job = Job(
         index=index,
         prompt=_convert(record, "prompt", str | list[int]),
-        params=sampling_from_json(without_neutral_fields(rest), defaults),
+        params=sampling_from_json(without_neutral_fields(sampling), defaults),
         name=_convert(record, "id", str | None, None),
         priority=_convert(record, "priority", Int32, 0),
     )

@@ -63,10 +63,10 @@ class ResultFile:
         if os.fstat(self._file.fileno()).st_size != self._size or not self._is_current(self._file):
             problem = f"another program changed or removed {self._path} during this run"
             raise FieldError("--output", problem, "put it right, then continue with --resume")
-        rest = memoryview(_encoded(line))
+        unwritten = memoryview(_encoded(line))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size)
@@ -98,17 +98,17 @@ class ResultFile:
         results that `_read` says to run again."""
         content = self._path.read_bytes()
         content = content[: content.rfind(b"\n") + 1]
-        kept = []
+        kept_lines = []
         for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             index, failed = self._read(f"line {number} of {self._path}", raw, jobs)
             if failed:
                 self.num_failed += 1
             else:
                 self.done.add(index)
-                kept.append(raw + b"\n")
+                kept_lines.append(raw + b"\n")
         try:
             if self.num_failed:
-                self._replace(b"".join(kept))
+                self._replace(b"".join(kept_lines))
             else:
                 self._file.truncate(len(content))
         except OSError as error:

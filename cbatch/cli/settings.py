@@ -157,12 +157,8 @@ def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
     """Return the settings of a struct and its nested structs, by name, in order of declaration."""
     settings: dict[str, Setting] = {}
     for info in msgspec.structs.fields(kind):
-        part_or_settings = _part_or_settings(info)
-        settings |= (
-            fields_of(part_or_settings)
-            if isinstance(part_or_settings, type)
-            else {s.name: s for s in part_or_settings}
-        )
+        member = _part_or_settings(info)
+        settings |= fields_of(member) if isinstance(member, type) else {s.name: s for s in member}
     return settings
 
 
@@ -179,13 +175,11 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
     given: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
-        part_or_settings = _part_or_settings(info)
-        if isinstance(part_or_settings, type):
-            given[info.name] = _build(part_or_settings, values)
+        member = _part_or_settings(info)
+        if isinstance(member, type):
+            given[info.name] = _build(member, values)
         else:
-            given |= {
-                s.field: s.to_field(values[s.name]) for s in part_or_settings if s.name in values
-            }
+            given |= {s.field: s.to_field(values[s.name]) for s in member if s.name in values}
     return kind(**given)
 
 
@@ -312,9 +306,7 @@ def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
         with path.open("rb") as file:
             document = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FieldError(
-            str(path), f"cannot be part_or_settings ({error})", "name a TOML file"
-        ) from error
+        raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
     return _of_mapping(document, fields, str(path))
 
 

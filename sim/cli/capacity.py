@@ -80,8 +80,8 @@ def _run(args: argparse.Namespace, options: Search) -> int:
     from sim.cli.sweep import variants
 
     refuse_processes_without_sweep(args)
-    chosen = variants(args, fixed=PACE)
-    scenarios = [variant.scenario for variant in chosen]
+    runs = variants(args, fixed=PACE)
+    scenarios = [variant.scenario for variant in runs]
     level = _service_level(options, scenarios[0].slo)
     if args.sweep:
         work = partial(search, level=level, rates=options.range)
@@ -90,12 +90,12 @@ def _run(args: argparse.Namespace, options: Search) -> int:
     else:
         with Bar() as bar:
             capacities = [search(scenarios[0], level, options.range, bar)]
-    documents = [_document(*each, level) for each in zip(chosen, capacities, strict=True)]
+    documents = [_document(*each, level) for each in zip(runs, capacities, strict=True)]
     if names_file(args.json):
         text = msgspec.json.format(msgspec.json.encode(documents), indent=2)
         args.json.write_bytes(text + b"\n")
     print(prices_of(*(document["settings"] for document in documents)))
-    for variant, capacity in zip(chosen, capacities, strict=True):
+    for variant, capacity in zip(runs, capacities, strict=True):
         _print(variant, capacity)
     print_line({"scenarios": documents}, args.json)
     return 0

@@ -169,9 +169,9 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
     if value is None:
         return "-"
     if name.endswith("_share"):
-        shown = f"{value:.1%}"
+        text = f"{value:.1%}"
     elif name.endswith("_per_s"):
-        shown = f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
+        text = f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
     else:
-        shown = f"{value * 1e3:,.2f}"
-    return f"{shown}\n[dim]×{value / first:.2f}[/dim]" if first else shown
+        text = f"{value * 1e3:,.2f}"
+    return f"{text}\n[dim]×{value / first:.2f}[/dim]" if first else text

@@ -95,7 +95,7 @@ def run_sample(args: argparse.Namespace) -> int:
     if args.share == 1 and args.requests is None and args.window == (0.0, math.inf):
         raise FieldError("sample", "keeps everything", "give --share, --requests or --window")
     trace = _open(args, drawing=args.share < 1)
-    kept = sample(
+    sampled = sample(
         trace.requests(),
         share=args.share,
         max_requests=args.requests,
@@ -103,7 +103,7 @@ def run_sample(args: argparse.Namespace) -> int:
         end_s=args.window[1],
         seed=args.seed or 0,
     )
-    return _write(args, trace, kept)
+    return _write(args, trace, sampled)
 
 
 def run_scale(args: argparse.Namespace) -> int:

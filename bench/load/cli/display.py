@@ -43,7 +43,7 @@ class View:
         self._is_live = shown and self._console.is_terminal
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._phase = self._load = ""
-        self._before = (0.0, 0, 0)  # seconds, tokens and chunks at the last update
+        self._last_update = (0.0, 0, 0)  # seconds, tokens and chunks at the last update
         self._line_s = 0.0
 
     def __enter__(self) -> View:
@@ -60,15 +60,15 @@ class View:
 
     def announce(self, phase: str) -> None:
         self._phase = phase
-        self._before, self._line_s = (0.0, 0, 0), 0.0
+        self._last_update, self._line_s = (0.0, 0, 0), 0.0
 
     def update(self, tally: LiveTally, now_s: float) -> None:
         if not self._shown or (not self._is_live and now_s - self._line_s < LINE_EVERY_S):
             return
         self._line_s = now_s
-        span_s = max(now_s - self._before[0], 1e-9)
-        tokens, chunks = tally.tokens - self._before[1], tally.chunks - self._before[2]
-        self._before = (now_s, tally.tokens, tally.chunks)
+        span_s = max(now_s - self._last_update[0], 1e-9)
+        tokens, chunks = tally.tokens - self._last_update[1], tally.chunks - self._last_update[2]
+        self._last_update = (now_s, tally.tokens, tally.chunks)
         # A server that sends usage only at the end gives no token counts before.
         rate = f"{tokens / span_s:,.0f} tokens/s" if tokens else f"{chunks / span_s:,.0f} chunks/s"
         failed = f" · {tally.failed:,} failed" if tally.failed else ""

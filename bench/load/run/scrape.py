@@ -58,9 +58,9 @@ def parse(page: str) -> Counters:
             position = sample.labels.get("position") if name == _POSITIONS else None
             key = (name, None if position is None else int(position))
             counters = by_prefix.setdefault(prefix, {})
-            known = counters.get(key, 0.0)
+            total = counters.get(key, 0.0)
             is_share = name == _GAUGES["kv_share"]
-            counters[key] = max(known, sample.value) if is_share else known + sample.value
+            counters[key] = max(total, sample.value) if is_share else total + sample.value
     merged: Counters = {}
     for prefix in reversed(PREFIXES):
         merged |= by_prefix.get(prefix, {})
