@@ -60,7 +60,7 @@ def test_a_device_that_is_not_here_is_told(
     capsys: pytest.CaptureFixture[str], device: str, words: str
 ) -> None:
     assert main(["generate", "def f():", "--device", device]) == 2
-    assert capsys.readouterr().err.startswith(f"cbatch: device: {words}")
+    assert capsys.readouterr().err.startswith(f"cbatch: --device: {words}")
 
 
 @pytest.mark.parametrize("field, value", [("block_size_tokens", 48), ("block_size_tokens", 4)])
