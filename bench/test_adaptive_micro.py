@@ -103,10 +103,10 @@ def test_decide(benchmark, kind):
     accepted, trials, caps = inputs(ROWS)
     chances = survival(accepted, trials, DEPTH).T
     prices = OnlineCostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, 0, ROWS * DEPTH)
-    prices_then = None
+    before = None
     for _ in range(5):
-        prices_then = decide(chances, caps, prices, prices_then).shadow_prices
-    decision = benchmark(decide, chances, caps, prices, prices_then)
+        before = decide(chances, caps, prices, before)
+    decision = benchmark(decide, chances, caps, prices, before)
     assert (decision.num_drafts.sum() > 0) == (kind != "steep")
 
 
