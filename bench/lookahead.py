@@ -6,8 +6,7 @@ number of requests in flight; in `useless` nine drafts of ten are spoilt. Reques
 given lengths, so every policy emits the same tokens; policies take short turns at the same stretch
 of them, so that a machine which is slow for some seconds is so to all. What is compared are whole
 cycles, each through all prompts: how well single prompts can be drafted differs more than policies
-do. The best fixed k is chosen afterwards, from 0 (off) to 8: nobody could have configured a better
-constant.
+do. The best fixed k is chosen afterwards, from 0 (off) to 8: no constant is better.
 
 `--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name, `--draft`
 with another model or a head: `questions` are of many kinds, `stories` are free text, `renames`
@@ -109,14 +108,14 @@ class EndlessLoop:
             waiting -= {output.request_id for output in self._step(Speculation())}
 
     def run(self, num_tokens: int) -> PolicyRun:
-        """Steps until so many more tokens have come out; what the last step brings beyond them
-        counts for the next turn."""
+        """Step until `num_tokens` more tokens have come out. Tokens of the last step beyond these
+        count for the next turn."""
         speculation, tokens = Speculation(), 0
-        wanted = num_tokens - self._ahead_tokens
+        remaining = num_tokens - self._ahead_tokens
         started_s = time.perf_counter()
-        while tokens < wanted:
+        while tokens < remaining:
             tokens += sum(len(output.token_ids) for output in self._step(speculation))
-        self._ahead_tokens = tokens - wanted
+        self._ahead_tokens = tokens - remaining
         return PolicyRun(tokens, time.perf_counter() - started_s, speculation)
 
     def stop(self) -> None:
@@ -144,7 +143,7 @@ class EndlessLoop:
 
 
 def survival_until_now(engine: Engine) -> np.ndarray:
-    """Totals as in `PolicyRun.survival`; of a policy that foretells nothing there are none."""
+    """Return totals as in `PolicyRun.survival`, of no depth for a policy without predictions."""
     outlook = engine.scheduler.state.policy.outlook
     if outlook is None:
         return np.zeros((3, 0))
@@ -153,14 +152,14 @@ def survival_until_now(engine: Engine) -> np.ndarray:
 
 
 def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
-    """Those of `PolicyRun.survival` over all runs; None: nothing was foretold of any draft."""
+    """Return the totals of `PolicyRun.survival` over all runs, or None without predictions."""
     seen = [run.survival for run in runs if run.survival is not None]
     totals: np.ndarray = np.add.reduce(seen) if seen else np.zeros((3, 0))
     return totals if totals[0].sum() else None
 
 
 def survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """How far what was foretold of each depth is from what came, mean over all drafts."""
+    """Return the error of the predicted survival of each depth, mean over all drafts."""
     totals = survival_totals(runs)
     if totals is None:
         return None
@@ -169,8 +168,8 @@ def survival_error(runs: Sequence[PolicyRun]) -> float | None:
 
 
 def survival_chance(runs: Sequence[PolicyRun]) -> float | None:
-    """What that error is on average by chance alone, where all that was foretold is right: of so
-    many drafts of a depth, binomial."""
+    """Return the mean of that error by chance alone, if all predictions are right: the survivors of
+    a depth are binomial."""
     totals = survival_totals(runs)
     if totals is None:
         return None
@@ -264,7 +263,8 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
     """A row a policy: speed over all cycles, and ratios of times for the same tokens with the ends
     of their 95 % intervals."""
     costs = {
-        policy: np.array([1 / r.tokens_per_s for r in found]) for policy, found in runs.items()
+        policy: np.array([1 / r.tokens_per_s for r in policy_runs])
+        for policy, policy_runs in runs.items()
     }
     constants = [policy for policy in _CONSTANTS if policy in costs]
     best = min(constants, key=lambda policy: float(costs[policy].mean()), default=None)

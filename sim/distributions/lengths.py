@@ -26,7 +26,8 @@ def uniform(low: int, high: int) -> Lengths:
 
 
 def lognormal(mean: float, cv: float, *, high: int | None = None) -> Lengths:
-    """Of that mean and coefficient of variation, rounded; cut at `high`, which lowers the mean."""
+    """Log-normal lengths with `mean` and coefficient of variation `cv`, rounded. `high` cuts them,
+    which lowers the mean."""
     _check("mean", mean)
     if not 0 <= cv <= 1e9:
         raise FieldError("cv", f"{cv} is not allowed", "give 0 to 1e9")

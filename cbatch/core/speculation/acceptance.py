@@ -31,7 +31,7 @@ FLEET_TRIALS, IDLE_TRIALS = 640.0, 160.0  # memory of the prior while rows draft
 RECENT = 160.0  # memory of the other averages, in drafts or steps
 DOUBT = 8.0  # drafts whose outcome is assumed to be as estimated, in each ratio of the fleet
 _DEPTH_MEMORY = 0.99  # of the ratios by depth, per observed step
-_IDLE_FADE = 0.5  # of these, per decision while nobody drafts
+_IDLE_FADE = 0.5  # of these, per decision while no row drafts
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:
@@ -101,8 +101,8 @@ class Fleet:
         each depth; never rising if `falling`. (S_j is too high for a lookup's first draft, which
         fails where the text leaves what it repeats, and too low for the later ones.)"""
         expected, survived = self._by_depth[:, : len(survival)]
-        found: np.ndarray = np.minimum(survival * (survived / expected)[:, None], 1.0)
-        return np.minimum.accumulate(found, axis=0) if falling else found
+        chances: np.ndarray = np.minimum(survival * (survived / expected)[:, None], 1.0)
+        return np.minimum.accumulate(chances, axis=0) if falling else chances
 
     def observe_depths(
         self, survival: np.ndarray, num_drafted: np.ndarray, num_accepted: np.ndarray
@@ -116,5 +116,5 @@ class Fleet:
         self._by_depth += np.add.reduce(survival * drafted, axis=1), survived
 
     def fade(self) -> None:
-        """Forget part of the ratios by depth: while nobody drafts no mistake may last."""
+        """Forget part of the ratios by depth: while no row drafts, no mistake may last."""
         self._by_depth[1] += _IDLE_FADE * (self._by_depth[0] - self._by_depth[1])

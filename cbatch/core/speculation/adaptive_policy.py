@@ -59,7 +59,7 @@ class AdaptivePolicy(LearningPolicy):
         return self.fleet.prior
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        # While nobody drafts, experiments speak for newcomers.
+        # While no row drafts, experiments cover newcomers.
         self._newcomers += self.drafting or carried is not None
         self._num_drafts[slot] = self._newcomer_drafts
         super().enter(slot, carried)
@@ -101,10 +101,10 @@ class AdaptivePolicy(LearningPolicy):
 
     @property
     def outlook(self) -> Outlook:  # type: ignore[override]
-        found, calibration = self.decision, SurvivalStats(*self.fleet.totals.tolist())
-        if found.tokens_per_s is None or not self.drafting:
+        decision, calibration = self.decision, SurvivalStats(*self.fleet.totals.tolist())
+        if decision.tokens_per_s is None or not self.drafting:
             return Outlook(self.drafting, None, None, None, calibration)
-        return Outlook(True, found.threshold, found.tokens_per_s, found.gain, calibration)
+        return Outlook(True, decision.threshold, decision.tokens_per_s, decision.gain, calibration)
 
     def _has_changed(self, num_rows: int) -> bool:
         """Return whether a quarter of the batch is new or gone since the last decision."""
@@ -127,24 +127,24 @@ class AdaptivePolicy(LearningPolicy):
         self._decided_at, self._newcomers = self._steps, 0
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.caps, initial=0))
-        most = min(step.budget_tokens, depth * step.num_rows)
-        if most <= 0 or not self.costs.is_known:
+        max_drafts = min(step.budget_tokens, depth * step.num_rows)
+        if max_drafts <= 0 or not self.costs.is_known:
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.room().context_tokens, most)
-        found, was_drafting = self._best(step, prices, depth), self.drafting
-        self.drafting = found.gain > (0.0 if was_drafting else self.config.switch_gain)
-        self.decision = found
-        self._num_drafts[step.rows] = found.num_drafts if self.drafting else 0
+        prices = self.costs.prices(step.num_rows, step.room().context_tokens, max_drafts)
+        decision, was_drafting = self._best(step, prices, depth), self.drafting
+        self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
+        self.decision = decision
+        self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
         # A newcomer drafts as the median row.
         self._newcomer_drafts = 0
         if self.drafting:
-            self._newcomer_drafts = int(np.sort(found.num_drafts)[step.num_rows // 2])
+            self._newcomer_drafts = int(np.sort(decision.num_drafts)[step.num_rows // 2])
         if self.drafting != was_drafting:
-            self._gain, self._experiment = found.gain, range(self._steps, self._steps)
+            self._gain, self._experiment = decision.gain, range(self._steps, self._steps)
         else:
-            self._gain += (found.gain - self._gain) / SOON_STEPS
+            self._gain += (decision.gain - self._gain) / SOON_STEPS
             self._plan_experiment(step, prices)
 
     def _drift(self) -> None:

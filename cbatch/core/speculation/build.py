@@ -38,20 +38,20 @@ def _imported(name: str) -> type[LookaheadPolicy]:
     if not (module and class_name.isidentifier()):
         raise FieldError("lookahead", f"{name!r} is not known", _REMEDY)
     try:
-        found = getattr(importlib.import_module(module), class_name)
+        policy = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError) as error:
         raise FieldError("lookahead", f"{name!r} cannot be had ({error})", _REMEDY) from error
-    if not (isinstance(found, type) and issubclass(found, LookaheadPolicy)):
+    if not (isinstance(policy, type) and issubclass(policy, LookaheadPolicy)):
         remedy = "derive it from cbatch.core.speculation.policy.LookaheadPolicy"
         raise FieldError("lookahead", f"{name!r} is no policy", remedy)
 
-    class Checked(found):  # type: ignore[misc, valid-type]
+    class Checked(policy):  # type: ignore[misc, valid-type]
         def choose(self, step: PlannedRows) -> np.ndarray | None:
             chosen: np.ndarray | None = super().choose(step)
             if chosen is not None:  # no more may be written than blocks are reserved for
                 if chosen.dtype != np.int32 or chosen.shape != (step.num_rows,):
-                    wanted = f"int32 [{step.num_rows}]"
-                    raise ValueError(f"{name}.choose returned {chosen!r}, not {wanted}")
+                    expected = f"int32 [{step.num_rows}]"
+                    raise ValueError(f"{name}.choose returned {chosen!r}, not {expected}")
                 if ((chosen < 0) | (chosen > step.caps)).any():
                     raise ValueError(f"{name}.choose returned {chosen!r}, caps are {step.caps!r}")
             return chosen

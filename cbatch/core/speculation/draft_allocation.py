@@ -1,20 +1,20 @@
 """The choice of (row, depth) pairs with which a step commits the most tokens a second.
 
-With S_ij the chance that row i's first j drafts are accepted, C(n) the seconds of a step with n
-drafts in all, and c0 those of a sequential pass of the drafter, the best k maximises
+S_ij is the chance that row i's first j drafts are accepted. C(n) are the seconds of a step with n
+drafts in all, and c0 those of a sequential pass of the drafter. The best k maximises
 
     G(k) = sum_i w_i (1 + sum_{j <= k_i} S_ij) / (C(sum_i k_i) + c0 max_i k_i).
 
 For a given depth the n best pairs (i, j) are the n largest w_i S_ij, and since S falls along a row
 they are a prefix of each. So every depth and every least worth of a pair is one candidate; the best
-of all is taken (C is a staircase, so the first local one would be a trap). `_GRADES` of worth are
-told apart, which spares the sorting. (Fractional program: Dinkelbach 1967; global top-n: TETRIS,
-arXiv 2502.15197.)
+of all is taken (C is a staircase, so the first local optimum would be a trap). Worth is rounded to
+`_GRADES` grades, which replaces sorting. (Fractional program: Dinkelbach 1967; global top-n:
+TETRIS, arXiv 2502.15197.)
 
-The weights w_i mend the closed loop. With slots kept full, throughput is slots * H / T with H the
-harmonic mean of the tokens per step, and its optimum is that each row minimises its own cost per
-token at shared prices: (slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij. That minimum is
-w_i; without it easy rows leave early and hard ones fill the batch.
+The weights w_i correct for the closed loop: without them easy rows leave early and hard ones fill
+the batch. With slots kept full, throughput is slots * H / T with H the harmonic mean of the tokens
+per step. At its optimum each row minimises its own cost per token at shared prices:
+(slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij. That minimum is w_i.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LookaheadDecision(msgspec.Struct, frozen=True):
     num_drafts: np.ndarray
     gain: float = 0.0
     threshold: float = np.inf  # lambda: the least weighted survival that was worth a draft
-    tokens_per_s: float | None = None  # expected, weighted; None: nobody drafts
+    tokens_per_s: float | None = None  # expected, weighted; None: no row drafts
 
     @property
     def total_drafts(self) -> int:
@@ -58,8 +58,8 @@ def decide(
     most_worth = float(np.maximum.reduce(values[0])) or 1.0
     grades = np.sqrt(values * ((_GRADES - 1) ** 2 / most_worth)).astype(np.int64)
     counts, worths = _candidates(values, grades)
-    step_s, most = prices.step_s, len(prices.step_s) - 1
-    counted = np.minimum(counts, most)
+    step_s = prices.step_s
+    counted = np.minimum(counts, len(step_s) - 1)
     speeds = rows + worths * (counted / np.maximum(counts, 1))
     speeds /= step_s[counted] + prices.pass_s * depths
     speeds[counts == 0] = 0.0
@@ -83,18 +83,18 @@ def weights(values: np.ndarray, prices: StepPrices, before: LookaheadDecision) -
     slot_s = (plain_s + prices.pass_s * deepest) / rows
     costs_s = slot_s + token_s * np.arange(1.0, depth + 1)[:, None]
     costs_s = costs_s / (1 + np.add.accumulate(values, axis=0))
-    found: np.ndarray = np.minimum.reduce(costs_s, axis=0, initial=slot_s)
-    found *= rows / float(np.add.reduce(found))
-    return found
+    lowest_s: np.ndarray = np.minimum.reduce(costs_s, axis=0, initial=slot_s)
+    lowest_s *= rows / float(np.add.reduce(lowest_s))
+    return lowest_s
 
 
 def _candidates(values: np.ndarray, grades: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of pairs and their worth for each depth and each least grade, the best
-    grade first and that of no worth left out, [depth, _GRADES - 1] each."""
+    """Return the number of pairs and their worth, [depth, _GRADES - 1] each, for each depth and
+    each least grade. The best grade is first; the grade without worth is left out."""
     depth, size = len(values), len(values) * _GRADES
     cells = (grades + _GRADES * np.arange(depth)[:, None]).ravel()
-    found = []
-    for each in (None, values.ravel()):
-        sums = np.bincount(cells, each, size).reshape(depth, _GRADES)[:, :0:-1]
-        found.append(np.add.accumulate(np.add.accumulate(sums, axis=1), axis=0))
-    return found[0], found[1]
+    totals = []
+    for worths in (None, values.ravel()):
+        sums = np.bincount(cells, worths, size).reshape(depth, _GRADES)[:, :0:-1]
+        totals.append(np.add.accumulate(np.add.accumulate(sums, axis=1), axis=0))
+    return totals[0], totals[1]

@@ -42,8 +42,8 @@ class LearningPolicy(FixedPolicy):
 
     def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
         accepted, trials = self.estimate[:, slots]
-        found: list[float] = (accepted / trials).tolist()
-        return found
+        acceptances: list[float] = (accepted / trials).tolist()
+        return acceptances
 
     def learn(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
         """Take in `trials` more trials of these rows, of which `gained` were accepted."""

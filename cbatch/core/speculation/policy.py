@@ -66,7 +66,7 @@ class DraftedStep(Protocol):
     evidence: np.ndarray | None  # float32, in place of `num_accepted`, see acceptance.py
     total_planned: int  # drafts; a lookup may have fewer
     total_drafted: int
-    total_caught_up: int  # tokens that the drafter took in besides
+    total_caught_up: int  # further tokens that the drafter read
     has_chunks: bool  # tokens of prompts, too
     shadow: Shadow | None
 
@@ -82,7 +82,7 @@ class SurvivalStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outlook(msgspec.Struct, frozen=True, array_like=True):
-    """The last decision of `adaptive`. Its numbers are None while nobody drafts."""
+    """The last decision of `adaptive`. Its numbers are None while no row drafts."""
 
     drafting: bool
     price: float | None  # lambda, the least (weighted) chance of survival worth a draft; no time
