@@ -39,8 +39,8 @@ def started(folder: Path, *arguments: str, triton: Path | None = None) -> list[d
 def check(folder: Path, *arguments: str, triton: Path | None = None) -> None:
     """No key is missing, neither in the process that compiled ahead nor in a second one."""
     first, second = (started(folder, *arguments, triton=triton) for _ in range(2))
-    assert any(size.pop("late") for size in first)
-    assert not any(size.pop("late") for size in second)
+    assert any([size.pop("late") for size in first])
+    assert not any([size.pop("late") for size in second])
     assert first == second
     assert {size["triton"] for size in first} == {triton.name if triton else first[0]["triton"]}
     assert all(size["launched"] > 12 and not size["missing"] for size in first)
