@@ -25,7 +25,7 @@ demo: $(REAL)
 # On $(WORKERS) processors. Interpreted kernels need processes of their own.
 test: lint
 	TRITON_INTERPRET=1 $(XDIST) $(INTERPRETED)
-	$(XDIST) --dist loadfile
+	$(XDIST) --dist loadfile --no-loadscope-reorder
 
 # Distributions over large samples, whole engines among them: minutes.
 test-statistics: $(DEV)

@@ -74,7 +74,10 @@ def short_profiles() -> Iterator[None]:
 
 
 # A worker of pytest-xdist takes the next file: long files come first, to end with the others.
-LONGEST = ("test_same_text", "test_peers", "test_gpu_run", "test_hostile", "test_compile_cache")
+LONGEST = (
+    *("test_same_text", "test_peers", "test_gpu_run", "test_hostile", "test_compile_cache"),
+    *("test_builds", "test_bounds"),  # these compile C where the user's cache lacks it
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

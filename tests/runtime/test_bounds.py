@@ -12,7 +12,7 @@ import pytest
 
 from cbatch.runtime.cpu.compiled import find_compiler
 from cbatch.runtime.cpu.compiled.builds import Build
-from tests.runtime.compiled_ahead import FLAGS, SANITIZERS, bounds_program, checked_bounds
+from tests.runtime.compiled_programs import FLAGS, SANITIZERS, bounds_program, checked_bounds
 from tests.runtime.marks import has_compiler
 
 BUILDS = list(checked_bounds())

@@ -29,7 +29,7 @@ from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.system.cache import cache_folder
-from tests.runtime.compiled_ahead import BY_HAND, tiles_by_hand
+from tests.runtime.compiled_programs import BY_HAND, tiles_by_hand
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import has_compiler, needs_compiler
 from tests.runtime.test_block_products import COLUMNS, OUT, assert_values, stored, whole

@@ -58,9 +58,13 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             if not ok:
                 raise FieldError(f"cost_profile.{field}", "is not a profile", remedy)
 
+    def target_curve(self) -> Curve:
+        """Return T, never falling."""
+        return Curve(self.tokens, np.maximum.accumulate(self.target_s).tolist())
+
     def table(self, max_tokens: int) -> np.ndarray:
-        """Return T(0) to T(max_tokens), float64, never falling."""
-        curve = Curve(self.tokens, np.maximum.accumulate(self.target_s).tolist())
+        """Return T(0) to T(max_tokens), float64."""
+        curve = self.target_curve()
         return np.array([curve(count) for count in range(max_tokens + 1)])
 
 

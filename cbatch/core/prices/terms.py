@@ -77,7 +77,7 @@ class ProfiledCost:
         unknown = profile.further.keys() - (TARGET | DRAFT | HOST | ADAPTIVE).keys()
         if unknown:
             raise FieldError("cost_profile.further", f"{min(unknown)!r} is no term", "leave it out")
-        self._tokens = Curve(profile.tokens, np.maximum.accumulate(profile.target_s).tolist())
+        self._tokens = profile.target_curve()
         self._context = Curve(profile.contexts, profile.context_s)
         self._idle = profile.idles_s, profile.after_idle_s
         self._target, self._draft, self._host = (

@@ -1,10 +1,4 @@
-"""What the suite compiles of C besides the kernels that it runs with: minutes of one processor.
-
-    python -m tests.runtime.compiled_ahead
-
-puts all of it into the cache, as the whole suite does beside its first tests. Whoever needs a part
-finds it there, or compiles it.
-"""
+"""Programs that tests compile of our C sources, kept in the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cbatch.runtime.cpu.compiled import build, builds, find_compiler
+from cbatch.runtime.cpu.compiled import build, builds
 from cbatch.runtime.cpu.compiled.builds import Build
 from cbatch.runtime.cpu.compiled.compiler import Compiler
 from cbatch.system.cache import cache_folder
@@ -64,20 +58,3 @@ def _once(name: str, make: Callable[[str], object]) -> Path:
             make(str(made))
             os.replace(made, path)
     return path
-
-
-def main() -> None:
-    compiler = find_compiler() if has_compiler() else None
-    if compiler is None:
-        return
-    known = [each for each in builds.runnable() if compiler.takes(each)]
-    for each in reversed(known):  # the first of them is what the suite runs with, and compiles
-        build.library_of(each, compiler, cache_folder("compiled"))
-        if each.name == "avx512_bf16":
-            tiles_by_hand(compiler, each)
-    for found in checked_bounds():
-        bounds_program(compiler, *found)
-
-
-if __name__ == "__main__":
-    main()
