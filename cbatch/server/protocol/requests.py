@@ -1,18 +1,15 @@
-"""Request bodies. Each field is checked separately, so that an error names it."""
+"""Requests of the API: the fields of their bodies, and what a body asks of the engine."""
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.request.errors import FieldError, short
+from cbatch.core.request.errors import FieldError
 from cbatch.core.request.from_json import SAMPLING_FIELDS, STRUCTURED_FIELDS, sampling_from_json
 from cbatch.core.request.request import (
     MAX_TOP_LOGPROBS,
@@ -21,8 +18,8 @@ from cbatch.core.request.request import (
     StructuredOutputs,
     require_no_more_ids,
 )
-from cbatch.core.request.typed import require_text
 from cbatch.core.request.unsupported import without_neutral_fields
+from cbatch.server.protocol.body import converted, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.forced_tools import (
     ForcedCall,
     ToolChoice,
@@ -37,8 +34,6 @@ from cbatch.text.output_processor import Prompt
 
 MAX_CHOICES = 128  # sequences that one request may start.
 MAX_STOPS = 32
-# Lists and objects of a body: creating millions would hold the interpreter lock for a second.
-MAX_CONTAINERS = 250_000
 MAX_STOP_CHARS = 256  # a matcher stores every prefix of a stop string
 MAX_TIMEOUT_S = 1e6
 ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
@@ -185,30 +180,6 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.fields.stream_options.include_usage) or self.fields.return_metrics
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
-    """Return the body's JSON object without nulls. Raises `FieldError`."""
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        remedy = f"send <= {MAX_CONTAINERS} of them"
-        raise FieldError("body", "has too many lists and objects", remedy)
-    try:
-        record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        with suppress(RecursionError):
-            require_text("", _lenient(body))
-        raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
-    except RecursionError as error:
-        raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
-    if not isinstance(record, dict):
-        raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
-    return {name: value for name, value in record.items() if value is not None}
-
-
-def _lenient(body: bytes) -> Any:
-    """Return JSON that may contain lone surrogates, which msgspec rejects."""
-    with suppress(ValueError):
-        return json.loads(body)
-
-
 def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
     fields, sampling, rest = _parse(body, CompletionFields, model)
@@ -303,55 +274,14 @@ def _parse(
     sampling = {name: rest.pop(name) for name in names if name in rest}
     longest = rest.pop("max_completion_tokens", None)  # the newer name of `max_tokens`
     if longest is not None:
-        sampling["max_tokens"] = _converted("max_completion_tokens", longest, Count)
+        sampling["max_tokens"] = converted("max_completion_tokens", longest, Count)
     for name, value in sampling.items():
         if name in ID_LISTS and isinstance(value, list | dict):  # before each id is read
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))
     own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
     read = {name: value for name, value in record.items() if name in fields.__struct_fields__}
-    return fields, own | sampling, (*rest, *_unknown_members(read, fields, ""))
-
-
-def _unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
-    """Yield unknown members of `raw`, such as `tools[0].function.color`. `read` is `raw`,
-    parsed."""
-    if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
-        for name, value in raw.items():
-            if name in read.__struct_fields__:
-                yield from _unknown_members(value, getattr(read, name), f"{prefix}{name}.")
-            elif value is not None:
-                yield f"{prefix}{name}"
-    elif isinstance(raw, list) and isinstance(read, list):
-        for at, item in enumerate(raw):
-            yield from _unknown_members(item, read[at], f"{prefix[:-1]}[{at}].")
-
-
-AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
-
-
-def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
-    """Remove the fields that `kind` declares from `record` and check them. Raises `FieldError`."""
-    values = {}
-    for field in _fields_of(kind):
-        if field.name in record:
-            values[field.name] = _converted(field.name, record.pop(field.name), field.type)
-        elif field.required:
-            raise FieldError(field.name, "is missing", "give it")
-    return kind(**values)
-
-
-@lru_cache
-def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """Return the fields of `kind`. Cached, as this takes longer than checking a request."""
-    return msgspec.structs.fields(kind)
-
-
-def _converted(name: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
+    return fields, own | sampling, (*rest, *unknown_members(read, fields, ""))
 
 
 def _check_size(params: SamplingParams, num_prompts: int) -> None:

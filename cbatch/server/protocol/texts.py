@@ -5,14 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.body import decode_object, take_fields
 from cbatch.server.protocol.messages import conversation, template_variables
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import (
-    DetokenizeFields,
-    TokenizeFields,
-    decode_object,
-    take_fields,
-)
+from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields
 from cbatch.server.protocol.responses import Detokenized, Tokenized
 
 # Texts up to this length are allowed even if the model's context is shorter.
