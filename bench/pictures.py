@@ -24,10 +24,10 @@ from bench.report import print_report, rounded
 from bench.server.started import started
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import lognormal
-from sim.traces.reader import write_requests
+from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
+from sim.workload.lengths import lognormal
+from sim.workload.traces.reader import write_requests
 
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -4,12 +4,12 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.engine.options import parse_lookahead
 from sim.cost.pool import pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import lognormal
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import replay
+from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
+from sim.workload.lengths import lognormal
 from sim.workload.sources import ClosedLoop
 
 CLIENTS, REQUESTS = 16, 48

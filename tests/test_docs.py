@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.cli.main import TWO_WORDS, main, make_parser
-from sim.traces import formats
+from sim.workload.traces import formats
 from tests.documents import DOCUMENTS, README, ROOT, blocks, commands, prose, read
 
 MOST_README_LINES = 150

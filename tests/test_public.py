@@ -71,7 +71,7 @@ def test_data_files_ship_with_their_package(top: str) -> None:
         ("cbatch.engine.model_files", ("torch", "cbatch.runtime.cpu")),
         ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
         ("sim.replay.replay", ("torch", "cbatch.engine", "cbatch.text", "matplotlib", "rich")),
-        ("sim.traces.reader", ("torch", "cbatch.engine", "cbatch.text", "matplotlib")),
+        ("sim.workload.traces.reader", ("torch", "cbatch.engine", "cbatch.text", "matplotlib")),
         ("cbatch.runtime.cpu.executor", ("sim", "cbatch.engine", "cbatch.text")),
     ],
 )

@@ -20,10 +20,10 @@ from typing import Any
 from bench.report import print_report
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import lognormal
-from sim.traces.reader import write_requests
+from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
+from sim.workload.lengths import lognormal
+from sim.workload.traces.reader import write_requests
 
 LIMIT_US = 44.0  # limit of a step
 

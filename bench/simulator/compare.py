@@ -53,8 +53,8 @@ from cbatch.engine.info import EngineInfo
 from cbatch.engine.prices.calibrator import Calibrator
 from sim.replay.host import Host
 from sim.replay.routers import ROUTERS
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}
 TURNS, STEPS = 4, 16  # turns that measure all batches once; steps of a batch in one turn.

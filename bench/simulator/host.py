@@ -14,8 +14,8 @@ from bench.simulator.simulated import SimulatedReplicas
 from cbatch.core.prices.calibration import Calibration
 from cbatch.core.prices.fit import nonnegative_least_squares
 from sim.replay.host import Host, Work
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
 
 PROMPT_TOKENS = 560
 IDLE_S = 3.0

@@ -23,7 +23,7 @@ from cbatch.engine.info import EngineInfo
 from cbatch.text.outputs import Output
 from sim.replay.routers import ReplicaLoad, Router, make_router
 from sim.report.report import Record
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 FATE_TOKENS, FATE_K = 72, 8
 _HEADSTART_S = 0.1

@@ -19,8 +19,8 @@ from sim.replay.host import Host
 from sim.replay.replay import replay
 from sim.replay.routers import make_router
 from sim.report.report import Record, Report
-from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from sim.workload.traces.request import TraceRequest
 
 _FIT_ROUNDS = 12
 _LEAST_S = 1e-9  # smallest duration of a step

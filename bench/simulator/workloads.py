@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import uniform
-from sim.traces.prompts import TracePrompts
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
+from sim.workload.lengths import uniform
+from sim.workload.traces.prompts import TracePrompts
+from sim.workload.traces.request import TraceRequest
 
 BLOCK_TOKENS = 16
 GROUPS, GROUP_BLOCKS = 24, 32  # shared prefixes, and the blocks of each

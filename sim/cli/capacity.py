@@ -21,7 +21,7 @@ from sim.cli.scenario import SHARE_KNOB, USUAL, Scenario
 if TYPE_CHECKING:
     from sim.cli.display import Bar
     from sim.cli.sweep import Variant
-    from sim.replay.capacity import Capacity, ServiceLevel, Tried
+    from sim.report.capacity import Capacity, ServiceLevel, Tried
     from sim.report.report import Record
 
 COMMAND = "sim capacity"
@@ -107,7 +107,7 @@ def search(
     """Return the highest rate in the range `rates` that meets `level`. Rates are factors on the
     trace's own rate."""
     from sim.cli.simulation import build
-    from sim.replay.capacity import find_capacity, judge, try_rate
+    from sim.report.capacity import find_capacity, judge, try_rate
 
     def serve(rate: float, rounds: int) -> Tried:
         records: list[Record] = []
@@ -127,7 +127,7 @@ def search(
 
 
 def _service_level(options: Search, slo: tuple[str, ...]) -> ServiceLevel:
-    from sim.replay.capacity import ServiceLevel
+    from sim.report.capacity import ServiceLevel
     from sim.report.report import Objectives, parse_objectives
 
     percentile, share = options.percentile, options.goodput_share

@@ -17,7 +17,7 @@ from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
-from sim.traces.files import read_whole
+from sim.workload.traces.files import read_whole
 
 
 class Priced(msgspec.Struct, kw_only=True):

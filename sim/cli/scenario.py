@@ -16,9 +16,9 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.engine import options as engine
-from sim.distributions.arrivals import require_positive
-from sim.traces.changes import rate_of
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import require_positive
+from sim.workload.traces.changes import rate_of
+from sim.workload.traces.request import TraceRequest
 
 # Defaults for options that neither the user nor the cost model gives.
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"

@@ -28,9 +28,9 @@ from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
-from sim.traces.changes import endless, sample, scale
-from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from sim.workload.traces.changes import endless, sample, scale
+from sim.workload.traces.request import TraceRequest
 
 # Options that change the trace or its load; the report lists them under `settings`.
 _CHANGES = (

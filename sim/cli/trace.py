@@ -18,11 +18,11 @@ from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
 from sim.cli.scenario import PacedTrace, TraceFile
 from sim.cli.trace_options import OpenedTrace, require_no_seed, write_trace
-from sim.traces.changes import sample, scale
-from sim.traces.plot import save_plot
-from sim.traces.reader import sort_requests
-from sim.traces.request import TraceRequest
-from sim.traces.statistics import summarise
+from sim.workload.traces.changes import sample, scale
+from sim.workload.traces.plot import save_plot
+from sim.workload.traces.reader import sort_requests
+from sim.workload.traces.request import TraceRequest
+from sim.workload.traces.statistics import summarise
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

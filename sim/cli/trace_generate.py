@@ -9,8 +9,6 @@ from pathlib import Path
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from sim.cli.trace_options import require_no_seed, write_trace
-from sim.distributions.lengths import Lengths
-from sim.traces.request import TraceRequest
 from sim.workload.distributions import (
     ARRIVALS,
     LENGTHS,
@@ -20,6 +18,8 @@ from sim.workload.distributions import (
     parse_lengths,
 )
 from sim.workload.generate import Arrivals, Conversations, converse, generate
+from sim.workload.lengths import Lengths
+from sim.workload.traces.request import TraceRequest
 
 THINK_S = 5.0  # default mean pause before a turn
 DEFAULT_ARRIVALS = "poisson"  # default arrival process

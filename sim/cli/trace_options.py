@@ -11,11 +11,11 @@ from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from sim.cli.scenario import Reading, warn
-from sim.traces.changes import spread
-from sim.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
-from sim.traces.reader import WINDOWS, Trace, write_requests
-from sim.traces.request import TraceRequest
-from sim.traces.step_log import STEP_LOG, is_step_log, read_recording
+from sim.workload.traces.changes import spread
+from sim.workload.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
+from sim.workload.traces.reader import WINDOWS, Trace, write_requests
+from sim.workload.traces.request import TraceRequest
+from sim.workload.traces.step_log import STEP_LOG, is_step_log, read_recording
 
 
 class OpenedTrace:

@@ -26,7 +26,7 @@ from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from sim.cost.tables import Grid
-from sim.traces.files import TraceRow, csv_rows, read_lines
+from sim.workload.traces.files import TraceRow, csv_rows, read_lines
 
 # Launches of each kernel per transformer block. The kernels of `_ONCE` run once per pass.
 _PER_BLOCK = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import FieldError
 from sim.cost.pool import RULES
-from sim.traces.files import read_whole
+from sim.workload.traces.files import read_whole
 
 _BLOCKS = re.compile(r"(?:# (?:GPU|CUDA|cuda) blocks: |num_gpu_blocks(?: is: |=\"|=))([\d,]+)")
 _SIZE = re.compile(r"block_size(?:=\"|=)(\d+)")

@@ -19,7 +19,7 @@ import msgspec
 
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from sim.traces.files import read_whole
+from sim.workload.traces.files import read_whole
 
 VALUE_BYTES = 2  # bf16
 _UNSUPPORTED = {

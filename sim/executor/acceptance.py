@@ -17,8 +17,8 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import NewSequence
-from sim.traces.files import read_whole
 from sim.workload.tokens import ACCEPT, mix
+from sim.workload.traces.files import read_whole
 
 _REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, in addition to ACCEPT
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from cbatch.core.request.errors import FieldError
-from sim.traces.files import read_whole
+from sim.workload.traces.files import read_whole
 
 _SAME_S = 1e-12  # remaining work below this, in seconds, is rounding error
 

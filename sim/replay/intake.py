@@ -12,10 +12,10 @@ from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.metrics import MetricsRecorder
 from sim.report.report import Refused
-from sim.traces.prompts import TracePrompts
-from sim.traces.request import TraceRequest
 from sim.workload.sources import Source
 from sim.workload.tokens import mix
+from sim.workload.traces.prompts import TracePrompts
+from sim.workload.traces.request import TraceRequest
 
 
 class Ids(Sequence[int]):

@@ -17,7 +17,7 @@ import numpy as np
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.sequence import Commit
 from sim.report.report import Objectives, Record
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 _SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
 _COUNTS = (

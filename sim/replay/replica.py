@@ -13,7 +13,7 @@ from cbatch.core.scheduler.sequence import Commit
 from sim.replay.intake import Arrival
 from sim.replay.metrics import MetricsRecorder
 from sim.report.timeline import Observer, TimelineStep
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 PROGRESS_STEPS = 512  # least number of steps between two reports of progress
 

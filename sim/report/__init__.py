@@ -1,1 +1,1 @@
-"""Results of a run: percentiles, timeline, page. Imports nothing else of the simulator."""
+"""Results of a run: percentiles, timeline, capacity, page, tables. Imports nothing else of `sim`."""

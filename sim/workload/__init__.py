@@ -1,1 +1,2 @@
-"""Requests to replay, generated or from a trace, in order of arrival."""
+"""Workloads: traces of requests, made-up requests, and when each arrives. The load tester uses them
+too."""

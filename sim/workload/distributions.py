@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
-from sim.distributions import arrivals, lengths
-from sim.distributions.lengths import Lengths
-from sim.traces.reader import Trace
+from sim.workload import arrivals, lengths
 from sim.workload.generate import Arrivals
+from sim.workload.lengths import Lengths
+from sim.workload.traces.reader import Trace
 
 T = TypeVar("T")
 

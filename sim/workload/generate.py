@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
-from sim.distributions.lengths import Lengths
-from sim.traces.request import TraceRequest
+from sim.workload.lengths import Lengths
+from sim.workload.traces.request import TraceRequest
 
 CHUNK = 1024
 BLOCK_TOKENS = 16  # of the named blocks that turns and system prompts share

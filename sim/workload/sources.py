@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from cbatch.core.request.errors import FieldError
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 
 class Source(Protocol):

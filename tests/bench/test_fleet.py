@@ -19,9 +19,9 @@ from bench.simulator.simulated import Outside, Probes, Run, SimulatedReplicas
 from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
-from sim.traces.prompts import TracePrompts
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.prompts import TracePrompts
+from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import Exchange, answer_well, scripted
 from tests.bench.test_simulator import rows_of, slower
 from tests.sim.test_calibrated import calibration

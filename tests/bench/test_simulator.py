@@ -20,8 +20,8 @@ from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.prices.calibrator import designed
 from cbatch.text.outputs import Output
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
 from tests.checking.executor import SimExecutor
 from tests.checking.models import ModelledAcceptance
 from tests.cli.conftest import INFO

@@ -20,8 +20,8 @@ from bench.load.run.selftest import measure_client, plan_of, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from sim.traces.reader import write_requests
-from sim.traces.request import TraceRequest
+from sim.workload.traces.reader import write_requests
+from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import DONE, Exchange, answer_well, chunk, scripted
 from tests.cli.conftest import Run
 from tests.server.http_client import Client, sample, serving, wait_until

@@ -22,9 +22,9 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from sim.cli.scenario import USUAL, Scenario, warn
 from sim.cli.simulation import build
-from sim.traces.reader import Trace, write_requests
-from sim.traces.request import TraceRequest
 from sim.workload.distributions import parse_arrivals, parse_lengths
+from sim.workload.traces.reader import Trace, write_requests
+from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sim.traces.reader import write_requests
-from sim.traces.request import TraceRequest
+from sim.workload.traces.reader import write_requests
+from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cbatch.core.request.errors import FieldError, RefusedError
-from sim.traces.reader import write_requests
-from sim.traces.request import TraceError, TraceRequest
+from sim.workload.traces.reader import write_requests
+from sim.workload.traces.request import TraceError, TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]

@@ -14,8 +14,8 @@ from cbatch.cli.settings import add_flags, read_settings
 from cbatch.steplog.recorder import StepRecorder
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.traces.reader import Trace, write_requests
-from sim.traces.request import TraceRequest
+from sim.workload.traces.reader import Trace, write_requests
+from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
 from tests.helpers import World, make_config, make_request
 

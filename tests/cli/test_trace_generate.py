@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sim.distributions.arrivals import gamma, poisson
-from sim.distributions.lengths import fixed, lognormal, uniform
-from sim.traces.reader import Trace
+from sim.workload.arrivals import gamma, poisson
 from sim.workload.generate import Conversations, converse, generate
+from sim.workload.lengths import fixed, lognormal, uniform
+from sim.workload.traces.reader import Trace
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]

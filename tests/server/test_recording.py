@@ -12,7 +12,7 @@ from cbatch.core.scheduler.events import Added, Configured
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import engines_of, read_step_log, replay
-from sim.traces.step_log import read_recording, recorded_requests
+from sim.workload.traces.step_log import read_recording, recorded_requests
 from tests.helpers import World, make_request
 from tests.process.factories import SimFactory
 from tests.server.processes import Answer, Served, call, serving_process

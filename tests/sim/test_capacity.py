@@ -10,7 +10,8 @@ import pytest
 from cbatch.core.scheduler.config import SchedulerConfig
 from sim.cost.base import constant_cost
 from sim.executor.modelled import ModelledExecutor
-from sim.replay.capacity import (
+from sim.replay.replay import replay
+from sim.report.capacity import (
     LEAST_REQUESTS,
     MAX_GROWTH,
     Capacity,
@@ -20,10 +21,9 @@ from sim.replay.capacity import (
     judge,
     try_rate,
 )
-from sim.replay.replay import replay
 from sim.report.report import Objectives, Record
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
 
 STEP_S, OUTPUT_TOKENS, REQUESTS = 0.01, 3, 60
 SERVICE_S = STEP_S * OUTPUT_TOKENS

@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import fixed, uniform
 from sim.replay import routers
 from sim.replay.replay import replay
 from sim.replay.routers import LeastLoaded, PrefixAffine, ReplicaLoad, RoundRobin, make_router
 from sim.report.report import Record, Report, to_json
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse, generate
+from sim.workload.lengths import fixed, uniform
 from sim.workload.sources import ClosedLoop, OpenLoop, Source
+from sim.workload.traces.request import TraceRequest
 from tests.sim.replays import config_for, executor_for, speculating
 
 SPECULATING = speculating(3)

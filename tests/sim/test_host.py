@@ -15,8 +15,8 @@ from sim.replay.host import Clerk, Host, Processors, Work, read_host
 from sim.replay.replay import replay
 from sim.replay.routers import ROUTERS, make_router
 from sim.report.report import Record, Report
-from sim.traces.request import TraceRequest
 from sim.workload.sources import ClosedLoop, OpenLoop, Source
+from sim.workload.traces.request import TraceRequest
 from tests.sim.replays import config_for, executor_for, speculating
 from tests.sim.test_fleet import too_long, workload
 
@@ -165,7 +165,7 @@ def test_a_file_that_says_no_host_is_refused(text: str, problem: str, tmp_path: 
 def test_the_command_reads_one(tmp_path: Path) -> None:
     from sim.cli.scenario import Scenario
     from sim.cli.simulation import build
-    from sim.traces.reader import write_requests
+    from sim.workload.traces.reader import write_requests
 
     host = Host(cores=1, server=Work(token_s=1e-4))
     (tmp_path / "host.json").write_bytes(msgspec.json.encode(host))

@@ -13,16 +13,16 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.kv_events.config import KVEventsConfig
 from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.kv_events.wire import encode_changes
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import uniform
 from sim.replay.replay import replay
 from sim.report.report import to_json
 from sim.report.timeline import TimelineStep
-from sim.traces.changes import scale
-from sim.traces.reader import Trace
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse
+from sim.workload.lengths import uniform
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.changes import scale
+from sim.workload.traces.reader import Trace
+from sim.workload.traces.request import TraceRequest
 from tests.checking.follower import cached_prefixes
 from tests.kv_events.client import Subscriber
 from tests.sim.replays import config_for, executor_for, speculating

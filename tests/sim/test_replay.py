@@ -25,16 +25,16 @@ from cbatch.steplog import step_log as steplog
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import read_step_log
 from sim.cost.base import constant_cost
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import fixed, uniform
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, to_json
 from sim.report.timeline import TimelineStep
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse, generate
+from sim.workload.lengths import fixed, uniform
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from sim.workload.traces.request import TraceRequest
 from tests.sim.replays import config_for, executor_for, speculating
 
 ROOT = Path(__file__).parents[2]

@@ -12,15 +12,15 @@ import pytest
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cost.base import constant_cost
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import uniform
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import replay
 from sim.report.perfetto import PerfettoTrace
 from sim.report.report import Report
 from sim.report.timeline import Observer, Timeline, TimelineStep
+from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
+from sim.workload.lengths import uniform
 from sim.workload.sources import OpenLoop
 
 SLOTS = 4

@@ -12,7 +12,7 @@ from cbatch.core.scheduler.events import Added, Cancelled, Configured
 from cbatch.steplog import recorder
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, engines_of, read_step_log
-from sim.traces.step_log import recorded_requests
+from sim.workload.traces.step_log import recorded_requests
 from tests.helpers import World, make_config, make_request
 
 

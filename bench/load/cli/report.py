@@ -145,7 +145,7 @@ def difference(first: float | None, second: float | None) -> float | None:
 def _read(path: Path) -> dict[str, Report]:
     """Return the reports of a file by the name of their load. Raises `FieldError`."""
     from bench.load.run.report import read_reports
-    from sim.traces.files import read_whole
+    from sim.workload.traces.files import read_whole
 
     try:
         reports, names = read_reports(read_whole(path))

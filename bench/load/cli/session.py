@@ -21,7 +21,7 @@ from bench.load.run.sweep import Point, find_rate, sweep, to_json
 from bench.load.run.table import write_csv
 from cbatch.cli.output import INTERRUPTED, names_file
 from cbatch.core.request.errors import FieldError
-from sim.replay.capacity import Capacity
+from sim.report.capacity import Capacity
 from sim.report.report import parse_objectives, to_line
 
 FAILED_RUN = 1  # exit status if too many calls failed

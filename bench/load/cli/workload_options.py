@@ -25,11 +25,11 @@ from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_prompts, edit_prompts
 from sim.cli.scenario import Reading
 from sim.cli.trace_options import OpenedTrace
-from sim.traces.changes import scale
-from sim.traces.files import read_whole
-from sim.traces.request import TraceRequest
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.generate import Arrivals, Conversations, converse, generate
+from sim.workload.traces.changes import scale
+from sim.workload.traces.files import read_whole
+from sim.workload.traces.request import TraceRequest
 
 # Default number of requests: at least 64, and at least 8 per client of a closed loop.
 LEAST_REQUESTS, ROUNDS = 64, 8

@@ -8,7 +8,7 @@ import msgspec
 
 from bench.load.client.call import TimedCall
 from bench.load.client.text import PromptCutter, PromptText
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS, MAX_COMPLETION_TOKENS = "max_tokens", "max_completion_tokens"

@@ -15,9 +15,9 @@ import msgspec
 from bench.load.client.call import CallError
 from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
-from sim.traces.files import read_whole
-from sim.traces.request import TraceRequest
 from sim.workload.tokens import mix
+from sim.workload.traces.files import read_whole
+from sim.workload.traces.request import TraceRequest
 
 CORPUS_CHARS = 200_000  # length of the default corpus.
 CHARS_PER_TOKEN = 4.0  # assumed until the server has counted a prompt.

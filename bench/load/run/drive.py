@@ -19,9 +19,9 @@ from bench.load.client.bodies import Bodies, BodySettings
 from bench.load.client.call import CallError, LiveTally, TimedCall
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.sources import ClosedSessions
-from sim.traces.changes import endless
-from sim.traces.request import TraceRequest
 from sim.workload.sources import OpenLoop, Source
+from sim.workload.traces.changes import endless
+from sim.workload.traces.request import TraceRequest
 
 HOPELESS = 100  # failures without one success after which no more requests are sent
 LAG_EVERY_S = 0.02  # interval of the samples of the event loop's lag

@@ -17,7 +17,7 @@ from bench.load.client.bodies import Bodies, BodySettings
 from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
 from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 TRIAL_INDEX = 10**9 - 1  # prompts depend on the index; no run or warm-up has this one.
 TRIAL_TOKENS = 16  # tokens of the prompt, and at most of the output.

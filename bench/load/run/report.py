@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from bench.load.client.call import TokenSource
-from sim.replay.capacity import Capacity
+from sim.report.capacity import Capacity
 from sim.report.report import SCHEMA, VERSION, Record, Report, Spread
 
 SWEEP_SCHEMA = "cbatch-sweep"

@@ -18,8 +18,8 @@ from bench.load.run.processes import Watch, run_parts, split
 from bench.load.run.scrape import Watcher, difference, samples, scrape
 from bench.load.run.sources import ramped
 from cbatch.core.request.errors import FieldError
-from sim.traces.request import TraceRequest
 from sim.workload.tokens import mix
+from sim.workload.traces.request import TraceRequest
 
 # Index of the first warm-up request. Prompts depend on the index, so no prompt of a run is cached.
 WARM_INDEX = 10**9

@@ -19,7 +19,7 @@ from bench.load.client.http import Endpoint
 from bench.load.run.drive import PartPlan
 from bench.load.run.processes import loop_of, run_parts, split
 from bench.report import print_report
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 NEEDED_PER_S = 50_000  # chunks that a core should process.
 STREAMS = (64, 256)  # concurrent calls.

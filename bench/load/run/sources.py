@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 
 class ClosedSessions:

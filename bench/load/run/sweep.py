@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bench.load.run.measure import LoadRun
 from bench.load.run.report import Knee, Measured, Sweep, sweep_to_json
 from bench.load.run.runner import OfferedLoad, Runner
-from sim.replay.capacity import Capacity, Tried, rounds_needed, search_rates
+from sim.report.capacity import Capacity, Tried, rounds_needed, search_rates
 from sim.report.report import to_json as report_to_json
 
 MAX_POINTS = 16  # loads of a sweep that doubles.

@@ -16,7 +16,7 @@ from bench.load.client.bodies import BodySettings, Item
 from bench.load.client.call import TimedCall
 from bench.load.client.http import Endpoint
 from bench.load.run.drive import Part, PartPlan, drive
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 Script = Callable[["Exchange"], Awaitable[None]]
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

@@ -15,7 +15,7 @@ from bench.load.client.call import TimedCall
 from bench.load.client.text import PromptText
 from bench.load.run import drive as driving
 from bench.load.run.measure import LoadRun, measure
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import (
     DONE,
     Exchange,

@@ -21,11 +21,11 @@ from bench.load.run.scrape import Scrape, difference, parse, samples
 from bench.load.run.sources import ClosedSessions, ramped
 from bench.load.run.sweep import Point, find_knee, is_flat, knee_of, throughputs
 from cbatch.core.request.errors import FieldError
-from sim.distributions.arrivals import constant
-from sim.traces.changes import endless
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import constant
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.sources import ClosedLoop, Source
+from sim.workload.traces.changes import endless
+from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import plan
 from tests.bench.load.test_measure import run_of, steady_calls
 

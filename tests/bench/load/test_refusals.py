@@ -15,7 +15,7 @@ from bench.load.client.http import Endpoint, HttpClient
 from bench.load.client.text import PromptText
 from bench.load.run.refusals import remedy, settle
 from cbatch.core.request.errors import FieldError
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import Exchange, answer_well, scripted
 
 CORPUS = PromptText("words " * 100, 2.0, tuple(range(300)))

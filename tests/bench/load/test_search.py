@@ -12,7 +12,7 @@ from bench.load.run.measure import LoadRun, measure
 from bench.load.run.report import Measured
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import RANGE, TOLERANCE, Point, find_rate, to_json, tried
-from sim.replay.capacity import Capacity
+from sim.report.capacity import Capacity
 from sim.report.report import Objectives
 from tests.bench.load.test_measure import run_of, steady_calls
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from sim.traces import formats
-from sim.traces.files import read_lines
-from sim.traces.request import TraceError, TraceRequest
-from sim.traces.windows import read_windows
+from sim.workload.traces import formats
+from sim.workload.traces.files import read_lines
+from sim.workload.traces.request import TraceError, TraceRequest
+from sim.workload.traces.windows import read_windows
 
 WINDOWS = "servegen"
 _LOOK_ROWS = 1000

@@ -21,8 +21,8 @@ from cbatch.steplog.step_log import (
     read_step_log,
     replay,
 )
-from sim.traces.reader import sort_requests
-from sim.traces.request import TraceRequest
+from sim.workload.traces.reader import sort_requests
+from sim.workload.traces.request import TraceRequest
 
 STEP_LOG = "cbatch-step-log"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from sim.distributions import arrivals
+from sim.workload import arrivals
 
 COUNT = 40_000
 RATE = 6.45

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from sim.report.report import weighted_percentiles
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 MINUTE_S = 60.0
 PERCENTS = (50.0, 90.0, 99.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
-from sim.traces.statistics import MINUTE_S, TraceSummary
+from sim.workload.traces.statistics import MINUTE_S, TraceSummary
 
 
 def save_plot(path: Path, title: str, summary: TraceSummary) -> None:

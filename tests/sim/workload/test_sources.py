@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.distributions.arrivals import poisson
-from sim.distributions.lengths import fixed, uniform
-from sim.traces.prompts import VOCAB_SIZE, TracePrompts
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import poisson
 from sim.workload.generate import BLOCK_TOKENS, Conversations, converse, generate
+from sim.workload.lengths import fixed, uniform
 from sim.workload.sources import ClosedLoop, OpenLoop, Source
+from sim.workload.traces.prompts import VOCAB_SIZE, TracePrompts
+from sim.workload.traces.request import TraceRequest
 
 
 def request(arrival_s: float, prompt: int = 5, output: int = 2, **more) -> TraceRequest:

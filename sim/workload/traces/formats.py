@@ -1,6 +1,6 @@
 """The trace formats: their columns, and the parser of their rows.
 
-Every parser yields `Raw` rows in file order; `sim.traces.reader` checks and completes them.
+Every parser yields `Raw` rows in file order; `reader.py` checks and completes them.
 Sources: Azure LLM inference traces 2023 and 2024 (Patel et al. 2024; Stojkovic et al. 2025),
 Mooncake (Qin et al. 2025), BurstGPT (Wang et al. 2025), Qwen-Bailian usage traces (Wang et al.
 2025), Vidur (Agrawal et al. 2024), requests sampled from ServeGen (Xiang et al. 2026), vLLM's
@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sim.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
-from sim.traces.request import TraceError, TraceRequest
+from sim.workload.traces.files import Lines, TraceRow, csv_rows, json_object, json_rows
+from sim.workload.traces.request import TraceError, TraceRequest
 
 BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # tokens per block named in `hash_ids`
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

@@ -11,9 +11,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
-from sim.distributions.arrivals import require_positive
-from sim.distributions.lengths import MAX_TOKENS
-from sim.traces.request import TraceRequest
+from sim.workload.arrivals import require_positive
+from sim.workload.lengths import MAX_TOKENS
+from sim.workload.traces.request import TraceRequest
 
 
 def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterator[TraceRequest]:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.distributions.arrivals import Law, unit_gaps
-from sim.traces.files import TraceRow, json_object, read_lines
-from sim.traces.formats import Raw
-from sim.traces.request import TraceError
+from sim.workload.arrivals import Law, unit_gaps
+from sim.workload.traces.files import TraceRow, json_object, read_lines
+from sim.workload.traces.formats import Raw
+from sim.workload.traces.request import TraceError
 
 WINDOW_S = 600.0
 _DEEP = (RecursionError, MemoryError)  # raised by Python's parser for deeply nested brackets

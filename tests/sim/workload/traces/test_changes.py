@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.traces.changes import sample, scale, spread
-from sim.traces.reader import Trace
-from sim.traces.request import TraceError, TraceRequest
-from sim.traces.statistics import summarise
+from sim.workload.traces.changes import sample, scale, spread
+from sim.workload.traces.reader import Trace
+from sim.workload.traces.request import TraceError, TraceRequest
+from sim.workload.traces.statistics import summarise
 from tests.chi_square import chi_square_z
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.traces.request import TraceRequest
+from sim.workload.traces.request import TraceRequest
 
 VOCAB_SIZE = 2**31 - 1
 _NOTHING = np.zeros(0, np.int64)

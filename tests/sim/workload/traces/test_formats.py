@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sim.traces.reader import Trace, sort_requests, write_requests
-from sim.traces.request import TraceError, TraceRequest
+from sim.workload.traces.reader import Trace, sort_requests, write_requests
+from sim.workload.traces.request import TraceError, TraceRequest
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 
@@ -225,7 +225,7 @@ def test_bad_input_names_file_line_and_field(tmp_path: Path, name: str) -> None:
 def test_a_line_without_an_end_takes_no_memory(
     tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sim.traces.files.MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr("sim.workload.traces.files.MAX_LINE_BYTES", 2**20)
     path = tmp_path / "zeros"
     with gzip.open(path, "wb", 1) if zipped else path.open("wb") as file:
         file.write(MOONCAKE.encode())

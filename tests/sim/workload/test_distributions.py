@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from sim.distributions import arrivals, lengths
-from sim.traces.reader import write_requests
-from sim.traces.request import TraceRequest
+from sim.workload import arrivals, lengths
 from sim.workload.distributions import is_drawn, parse_arrivals, parse_lengths
+from sim.workload.traces.reader import write_requests
+from sim.workload.traces.request import TraceRequest
 
 
 def rng() -> np.random.Generator:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from sim.distributions.lengths import MAX_TOKENS
-from sim.traces.request import TraceError
+from sim.workload.lengths import MAX_TOKENS
+from sim.workload.traces.request import TraceError
 
 MAX_LINE_BYTES = 2**28  # of a line, and of a file that is read whole
 _GZIP_MAGIC = b"\x1f\x8b"

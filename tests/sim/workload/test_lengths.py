@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from sim.distributions import lengths
+from sim.workload import lengths
 from tests.chi_square import chi_square_z
 
 COUNT = 20_000

@@ -1,1 +1,0 @@
-"""Distributions of arrivals and of lengths. Imports nothing."""
