@@ -38,8 +38,8 @@ from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")

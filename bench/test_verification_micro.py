@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.cpu.verify import Wanted, verify
+from cbatch.runtime.input_batch import InputBatch
 
 VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
 

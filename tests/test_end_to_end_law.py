@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cbatch import LLM, SamplingParams
-from cbatch.runtime.drafting import draft_model as drafter
+from cbatch.runtime.cpu.drafters import draft_model as drafter
 
 pytestmark = pytest.mark.statistics
 

@@ -24,7 +24,15 @@ LAYERS = {
         "core demo system workers",
     ),
     "cbatch/core": ("scheduler", "speculation", "prices", "request"),
-    "cbatch/runtime": ("gpu", "drafting", "cpu", "sampling", "model"),
+    "cbatch/runtime": (
+        "gpu",
+        "cpu",
+        "drafting",
+        "input_batch",
+        "batch kv_cache sampling",
+        "compiled",
+        "model",
+    ),
     "cbatch/server": ("http", "serving", "protocol"),
     "sim": (
         "cli",

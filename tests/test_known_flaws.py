@@ -23,9 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from tests.runtime import test_executor

@@ -35,8 +35,8 @@ from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import PolicyLimits
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.steplog.step_log import encode_array
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import DraftedRows, RowsToPlan, World, decoding, make_config

@@ -11,8 +11,8 @@ import pytest
 
 from bench.peers.gguf_writer import Q8_0
 from cbatch import LLM, SamplingParams
-from cbatch.runtime.cpu.compiled import build
-from cbatch.runtime.cpu.compiled.compiler import Compiler
+from cbatch.runtime.compiled import build
+from cbatch.runtime.compiled.compiler import Compiler
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import needs_compiler, without_compilers
 from tests.runtime.test_gguf_model import as_gguf

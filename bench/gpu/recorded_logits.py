@@ -77,8 +77,9 @@ def recorded_logits(
 def record(text: str) -> LogitProfiles:
     """Record SmolLM2's logits after every 15th of the last 960 of the text's first 1,024 tokens."""
     from cbatch.engine.model_files import find_model, tokenizer_of
-    from cbatch.runtime.cpu.decoder import RaggedBatch, load_model
-    from cbatch.runtime.model.kv_cache import KVCache
+    from cbatch.runtime.batch import RaggedBatch
+    from cbatch.runtime.cpu.decoder import load_model
+    from cbatch.runtime.kv_cache import KVCache
 
     path = find_model("smollm2")
     count = 1024

@@ -271,7 +271,7 @@ def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]
     return [name for name in unknown if not name.startswith(_LINKS)]
 
 
-_READ_ELSEWHERE = ("kernels",)  # CBATCH_KERNELS, in cbatch/runtime/cpu/compiled/builds.py
+_READ_ELSEWHERE = ("kernels",)  # CBATCH_KERNELS, in cbatch/runtime/compiled/builds.py
 # Kubernetes sets these variables for a service named `cbatch`, and CBATCH_PORT to an address.
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"

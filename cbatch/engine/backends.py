@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
     from cbatch.runtime.cpu.decoder import Model
-    from cbatch.runtime.cpu.drafter import Drafter
     from cbatch.runtime.cpu.executor import TorchExecutor
     from cbatch.runtime.cpu.head import Head
     from cbatch.runtime.cpu.rank_group import RankGroup
     from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
+    from cbatch.runtime.drafting.contract import Drafter
     from cbatch.runtime.drafting.lookup import Lookup
     from cbatch.runtime.gpu import Decoder, GpuExecutor
     from cbatch.runtime.gpu.memory import Draft
@@ -329,8 +329,8 @@ def _lookups() -> dict[str, Lookup]:
 
 
 def _drafter(draft: Model | Head | None, config: SchedulerConfig) -> Drafter | None:
+    from cbatch.runtime.cpu.drafters.kinds import drafter_of
     from cbatch.runtime.drafting.chain import ChainDrafter
-    from cbatch.runtime.drafting.kinds import drafter_of
     from cbatch.runtime.drafting.lookup import LookupDrafter
 
     if not config.default_chain or config.lookahead.policy == "off":

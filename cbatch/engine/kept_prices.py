@@ -30,7 +30,7 @@ def with_prices(
     goes by prices. Where no shape of a step fits, prices are learned while serving."""
     import torch
 
-    from cbatch.runtime.cpu.compiled import compiles, version
+    from cbatch.runtime.compiled import compiles, version
 
     if not policy_class(config.lookahead.policy).priced or not startup.can_profile(config):
         return config

@@ -37,7 +37,7 @@ def num_blocks(
 
 def block_bytes(target: AnyModel, draft: AnyModel | None, options: EngineOptions) -> int:
     """Return the bytes of a KV block of target and draft, summed over all ranks."""
-    from cbatch.runtime.model.kv_cache import KVCache
+    from cbatch.runtime.kv_cache import KVCache
 
     size = block_size_for(target, options)
     # A head on a GPU stores a state per block in addition to its KV.

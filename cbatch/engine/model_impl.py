@@ -65,7 +65,7 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
     elif options.tensor_parallel > 1:
         problem = "is not shared out over ranks"
     else:
-        from cbatch.runtime.cpu.compiled import compiles
+        from cbatch.runtime.compiled import compiles
         from cbatch.runtime.model.checkpoint import resolve_dtype
 
         dtype = resolve_dtype(options.dtype, config.torch_dtype)

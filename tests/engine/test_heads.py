@@ -20,12 +20,12 @@ from cbatch.engine.build import load_engine
 from cbatch.engine.model_files import chat_template_of, tokenizer_of
 from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
-from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.self_test import best_reading
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 

@@ -24,7 +24,7 @@ import torch
 
 from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from cbatch.demo import demo_paths
-from cbatch.runtime.cpu.compiled import version
+from cbatch.runtime.compiled import version
 from tests.engine.written import SMOLLM2, Pair, Written, demo, smollm2, write
 from tests.runtime.hf_models import build
 

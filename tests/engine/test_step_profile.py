@@ -13,7 +13,7 @@ from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.demo import demo_paths
 from cbatch.engine.prices.startup import cached_profile, can_profile, profile_costs, shapes_for
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.cost import LinearCost

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cbatch.runtime.cpu.compiled import build, builds
-from cbatch.runtime.cpu.compiled.builds import Build
-from cbatch.runtime.cpu.compiled.compiler import Compiler
+from cbatch.runtime.compiled import build, builds
+from cbatch.runtime.compiled.builds import Build
+from cbatch.runtime.compiled.compiler import Compiler
 from cbatch.system.cache import cache_folder
 from tests.runtime.marks import has_compiler
 

@@ -19,11 +19,11 @@ from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.cpu import executor as executor_module
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import Drafter
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.threaded import ThreadedExecutor
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.sampling.structured import GrammarSource
 
 LogitBits = dict[tuple[str, int], bytes]

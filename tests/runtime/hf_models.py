@@ -13,8 +13,9 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.kv_cache import KVCache
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model, load_model
+from cbatch.runtime.kv_cache import KVCache
 
 BLOCK_SIZE_TOKENS = 16
 

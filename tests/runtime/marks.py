@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from cbatch.runtime.cpu.compiled import compiler, find_compiler
+from cbatch.runtime.compiled import compiler, find_compiler
 from cbatch.runtime.cpu.products import packing_available
 
 needs_packing = pytest.mark.skipif(

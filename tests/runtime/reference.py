@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.kv_cache import KVCache
 
 
 def slow_filter(

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import CompiledProduct, build, builds, find_compiler
-from cbatch.runtime.cpu.compiled import product as product_module
-from cbatch.runtime.cpu.compiled.builds import Build, flags_of
-from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
-from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES, TYPES
+from cbatch.runtime.compiled import CompiledProduct, build, builds, find_compiler
+from cbatch.runtime.compiled import product as product_module
+from cbatch.runtime.compiled.builds import Build, flags_of
+from cbatch.runtime.compiled.compiler import Compiler, has_ziglang
+from cbatch.runtime.compiled.product import BLOCK_TYPES, TYPES
 from cbatch.system.cache import cache_folder
 from tests.runtime.test_block_products import COLUMNS, OUT, stored, whole
 from tests.runtime.test_builds import FUSED, OWN_BF16, RUNNABLE, use

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.attention.groups import StepBuffers
 from cbatch.runtime.cpu.attention.layout import AttentionPlanner
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.pairs import tiny_config
 
 

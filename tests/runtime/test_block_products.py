@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import Blocks, CompiledProduct, Run
-from cbatch.runtime.cpu.compiled import product as product_module
-from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES
+from cbatch.runtime.compiled import Blocks, CompiledProduct, Run
+from cbatch.runtime.compiled import product as product_module
+from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.model.gguf_blocks import dequantised
 from cbatch.runtime.model.gguf_file import TYPES
 from tests.runtime.marks import needs_compiler
@@ -157,7 +157,7 @@ def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None
 
 FORKED = """
 import os, numpy as np, torch
-from cbatch.runtime.cpu.compiled import Blocks, CompiledProduct, Run, product
+from cbatch.runtime.compiled import Blocks, CompiledProduct, Run, product
 product._ALONE_BELOW = 0
 torch.set_num_threads(2)
 rows = np.full((999, 544), 40, dtype=np.uint8)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.runtime.cpu.compiled import find_compiler
-from cbatch.runtime.cpu.compiled.builds import Build
+from cbatch.runtime.compiled import find_compiler
+from cbatch.runtime.compiled.builds import Build
 from tests.runtime.compiled_programs import FLAGS, SANITIZERS, bounds_program, checked_bounds
 from tests.runtime.marks import has_compiler
 

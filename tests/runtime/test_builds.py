@@ -18,14 +18,14 @@ from torch import Tensor
 
 from bench.peers.gguf_writer import Q8_0
 from cbatch.core.request.errors import FieldError
+from cbatch.runtime.compiled import CompiledProduct, build, builds, find_compiler
+from cbatch.runtime.compiled import experts as experts_module
+from cbatch.runtime.compiled import layer_attention as attention_module
+from cbatch.runtime.compiled import product as product_module
+from cbatch.runtime.compiled.builds import Build
+from cbatch.runtime.compiled.compiler import Compiler, has_ziglang
+from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu import compiled_pass
-from cbatch.runtime.cpu.compiled import CompiledProduct, build, builds, find_compiler
-from cbatch.runtime.cpu.compiled import experts as experts_module
-from cbatch.runtime.cpu.compiled import layer_attention as attention_module
-from cbatch.runtime.cpu.compiled import product as product_module
-from cbatch.runtime.cpu.compiled.builds import Build
-from cbatch.runtime.cpu.compiled.compiler import Compiler, has_ziglang
-from cbatch.runtime.cpu.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.system.cache import cache_folder

@@ -10,13 +10,13 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.drafting import chain as chain_module
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
 from tests.runtime.engines import admission

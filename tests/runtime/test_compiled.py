@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cbatch.runtime.cpu.compiled import (
+from cbatch.runtime.compiled import (
     CompiledProduct,
     build,
     builds,
@@ -21,7 +21,7 @@ from cbatch.runtime.cpu.compiled import (
     compiles,
     find_compiler,
 )
-from cbatch.runtime.cpu.compiled.compiler import Compiler
+from cbatch.runtime.compiled.compiler import Compiler
 from tests.runtime.marks import needs_compiler, without_compilers
 
 
@@ -82,7 +82,7 @@ def test_another_processor_has_a_file_of_its_own(
 BROKEN = """
 import os, sys
 from pathlib import Path
-from cbatch.runtime.cpu.compiled import build
+from cbatch.runtime.compiled import build
 
 build.SOURCE = Path(sys.argv[1])
 assert build.library.__wrapped__() is not None
@@ -150,7 +150,7 @@ import os, sys
 from pathlib import Path
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.engine.prices.startup import cached_profile
-from cbatch.runtime.cpu.compiled import build
+from cbatch.runtime.compiled import build
 
 build.SOURCE = Path(sys.argv[1])
 os.setuid(12345)

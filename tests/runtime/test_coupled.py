@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from tests.runtime.engines import Run, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.test_invariance import COUPLED, NOISE, plain, requests, run
@@ -61,7 +61,7 @@ class _Streams:
 def test_uncoupled_drafts_keep_the_tokens_but_are_accepted_less(monkeypatch):
     """Drafts drawn from another stream: the target decides alone, so nothing but speed is lost."""
     coupled = run("coupled", lookahead="fixed:3")
-    monkeypatch.setattr("cbatch.runtime.drafting.draft_model.noise.COUPLED", noise.DRAFT)
+    monkeypatch.setattr("cbatch.runtime.cpu.drafters.draft_model.noise.COUPLED", noise.DRAFT)
     # The target's stream is read in another module under the same name: give it back its number.
     monkeypatch.setattr("cbatch.runtime.sampling.rejection_sampler.noise", _Streams())
     found = run("coupled", lookahead="fixed:3")

@@ -10,8 +10,8 @@ import torch
 
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
 

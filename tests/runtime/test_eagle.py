@@ -14,14 +14,15 @@ from torch import Tensor
 
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.speculation.policies import FixedPolicy
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
-from cbatch.runtime.cpu.eagle_head import EagleHead
-from cbatch.runtime.cpu.input_batch import InputBatch
-from cbatch.runtime.drafting.eagle import EagleDrafter
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
+from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
+from cbatch.runtime.input_batch import InputBatch
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime import made_heads
 from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
 from tests.runtime.made_heads import LAYERS, FirstReference, MedusaReference, Reference

@@ -15,9 +15,9 @@ import torch
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
 from cbatch.runtime.cpu import verify as verification
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import CompiledProduct
-from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
+from cbatch.runtime.compiled import CompiledProduct
+from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.transformers_backend.experts import (
     NAME,
     compile_experts,

@@ -17,10 +17,10 @@ from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.gpu.decoder import load_decoder
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config, parse_config
 from cbatch.runtime.model.families import families
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_transformers_backend import SCARCE, eager_text, sequences

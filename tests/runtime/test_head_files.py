@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import is_head, read_head
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.made_heads import (
     DRAFTS,
     HIDDEN,

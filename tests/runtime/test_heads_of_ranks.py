@@ -16,14 +16,14 @@ from msgspec import structs
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
+from cbatch.runtime.cpu.drafters.kinds import drafter_of
+from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.cpu.load_head import load_heads
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
-from cbatch.runtime.drafting.eagle import EagleDrafter
-from cbatch.runtime.drafting.kinds import drafter_of
-from cbatch.runtime.drafting.medusa import MedusaDrafter
 from cbatch.runtime.model.checkpoint import Checkpoint
 from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from tests.runtime import made_heads

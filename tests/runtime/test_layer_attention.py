@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.layer_attention import (
+from cbatch.runtime.compiled.layer_attention import (
     CompiledAttention,
     LayerAttention,
     LayerShape,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu import linear
-from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu.linear import (
     NO_PADDING,
     Linear,

@@ -18,8 +18,8 @@ from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu import verify as verification
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.threaded import ThreadedExecutor
-from cbatch.runtime.drafting.draft_model import DraftModel
 from cbatch.runtime.sampling.logprobs import describe
 from cbatch.text.outputs import Completion, TokenLogprob
 from tests.runtime.engines import RecordingExecutor, parse_lookahead

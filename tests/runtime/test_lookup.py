@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.runtime.cpu.drafter import DraftRows
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.contract import DraftRows
 from cbatch.runtime.drafting.lookup import Evidence, Lookup, LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.input_batch import InputBatch
 from tests.runtime.engines import admission
 from tests.runtime.marks import has_compiler
 from tests.runtime.pairs import VOCAB

@@ -16,10 +16,10 @@ from torch import Tensor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
-from cbatch.runtime.cpu.input_batch import InputBatch
-from cbatch.runtime.cpu.medusa_head import MedusaHead
-from cbatch.runtime.drafting.medusa import MedusaDrafter
+from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
+from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from tests.runtime import made_heads

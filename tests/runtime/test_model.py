@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model, load_model
+from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.hf_models import (
     CONTEXT_TOKENS,
     FAMILY,

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.compiled import build_name
 from cbatch.runtime.cpu import linear, numerics
-from cbatch.runtime.cpu.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
 from cbatch.runtime.cpu.numerics import resolve_numerics
 from cbatch.runtime.cpu.products import Kind, packing_available
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 from tests.runtime.marks import needs_compiler
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import compiles
+from cbatch.runtime.compiled import compiles
 from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model import quantised
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_families import make

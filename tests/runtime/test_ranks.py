@@ -15,10 +15,11 @@ import torch
 
 from bench.peers.gguf_writer import gguf_bytes
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch, load_model
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
 from cbatch.runtime.cpu.rank_group import RankGroup, join
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.hf_models import build
 from tests.runtime.made_models import gguf_parts
 from tests.runtime.marks import needs_compiler

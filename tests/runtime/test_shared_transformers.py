@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cbatch import LLM, FieldError, SamplingParams
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 

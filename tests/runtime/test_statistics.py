@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cbatch.core.request.request import SamplingParams
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.drafting.draft_model import Drafting, DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import Drafting, DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from tests.chi_square import chi_square_z
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import Drafter
+from cbatch.runtime.cpu.drafters.draft_model import Drafting, DraftModel
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.draft_model import Drafting, DraftModel
+from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.core.scheduler.plan import NewSequence
 from cbatch.grammars import Grammars
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.server.protocol.forced_tools import Function, Tool, forced_call

@@ -14,10 +14,10 @@ import torch
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.model_impl import choose_impl
 from cbatch.engine.options import EngineOptions
-from cbatch.runtime.cpu.compiled import compiles
+from cbatch.runtime.compiled import compiles
 from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 

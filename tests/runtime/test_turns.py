@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
 from cbatch.runtime.drafting.turns import Turns
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from tests.runtime.engines import admission
 

@@ -14,7 +14,7 @@ import torch
 from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.grammars.unique_items import UniqueItems
-from cbatch.runtime.drafting.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.server.protocol.forced_tools import Function, Tool, forced_call
 from cbatch.text import TextTokenizer

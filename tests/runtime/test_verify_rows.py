@@ -8,8 +8,8 @@ import torch
 
 from cbatch.core.scheduler.plan import RowStatus
 from cbatch.runtime.cpu import verify as verification
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 ROWS, VOCAB = 240, 11

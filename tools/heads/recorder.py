@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal, StepStates
+from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepStates
 
 
 class Recorder(Drafter):

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.experts import Gating, MixtureStruct
-from cbatch.runtime.cpu.compiled.product import TYPES, CompiledProduct, LinearStruct
-from cbatch.runtime.cpu.compiled.structs import fields
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.experts import Gating, MixtureStruct
+from cbatch.runtime.compiled.product import TYPES, CompiledProduct, LinearStruct
+from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.attention.group import HeadShape
 from cbatch.runtime.cpu.attention.groups import StepBuffers
 from cbatch.runtime.cpu.attention.layout import AttentionPlanner, StepLayout
@@ -21,9 +21,9 @@ from cbatch.runtime.cpu.layers import Layer, LayerBuilder
 from cbatch.runtime.cpu.linear import Linear, RowPadding
 from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
-from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
@@ -34,25 +34,6 @@ _ONE_SHARE = 32768
 _NORM_GAP = 16  # columns after the residual stream: 64 bytes, to keep rows aligned
 _MOST_SPARE_ROWS = 8
 _FEW_ROWS = 8  # rows that are computed in about the time of one
-
-
-@dataclass
-class RaggedBatch:
-    """Tokens of B sequences, concatenated; the numbers of their rows differ freely.
-
-    tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the last row of sequence b
-    has the position `context_lens[b] - 1`. block_tables: int32 [B, blocks], block ids by absolute
-    block index (entries beyond the context are not read). logits_index: int64 [N], the rows whose
-    logits are computed. After the pass, K and V of all `context_lens[b]` positions are in the
-    cache.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    query_lens: NDArray[np.int32]
-    context_lens: NDArray[np.int32]
-    block_tables: NDArray[np.int32]
-    logits_index: Tensor
 
 
 class _Buffers:

@@ -15,11 +15,11 @@ from torch import Tensor
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal, StepStates
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepStates
+from cbatch.runtime.input_batch import InputBatch
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
-from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.sampling.logprobs import describe, split_prompt_rows
 from cbatch.runtime.sampling.structured import GrammarSource
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import Blocks, CompiledProduct, Run
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled import Blocks, CompiledProduct, Run
 from cbatch.runtime.cpu.layers import LayerBuilder
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.gguf_blocks import rounded_to_q8_0
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK = 32  # columns of a Q8_0 block
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import build_name
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled import build_name
+from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.linear import find_padding
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 
 _BLOCK_SIZE_TOKENS = 16
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second for these

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import MOST_LANES, Blocks, CompiledProduct, Run, compiles_blocks
-from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
+from cbatch.runtime.compiled import MOST_LANES, Blocks, CompiledProduct, Run, compiles_blocks
+from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.products import Kind

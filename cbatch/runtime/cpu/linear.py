@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import CompiledProduct, compiles
+from cbatch.runtime.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu.products import Kind, Product, packing_available
 
 # Row counts whose bits are compared. Beyond them no library was seen to change its method.

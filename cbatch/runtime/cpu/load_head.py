@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
 from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled import CompiledProduct
+from cbatch.runtime.compiled import CompiledProduct
 
 _PACK_ROWS = 64  # rows that MKL packs for; one packing serves all counts, and 64 is near the best
 

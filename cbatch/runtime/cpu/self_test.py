@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 
 _BLOCK_TOKENS = 16
 

@@ -21,7 +21,7 @@ from cbatch.runtime.cpu.filters import (
     greedy_tokens,
     noise_rows,
 )
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.block_verification import block_verify
 from cbatch.runtime.sampling.logprobs import LogprobRequest, describe

@@ -12,10 +12,10 @@ from torch import Tensor
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.contract import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
 from cbatch.runtime.drafting.turns import Turns
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 # The longest catch-up of a row's draft model KV in one step, in tokens, after other drafters had

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.runtime.cpu.compiled.lookup import CompiledLookup, LookupStruct
-from cbatch.runtime.cpu.drafter import Drafter, DraftRows, Proposal
+from cbatch.runtime.compiled.lookup import CompiledLookup, LookupStruct
+from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal
 from cbatch.runtime.model.arrays import I64, iota
 
 # The longest text that a lookup reads, in tokens before the draft. It reads at least half of this.

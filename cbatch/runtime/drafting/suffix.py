@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.runtime.cpu.compiled.lookup import LookupStruct
+from cbatch.runtime.compiled.lookup import LookupStruct
 from cbatch.runtime.drafting.lookup import Lookup, followers
 from cbatch.runtime.model.arrays import I64
 

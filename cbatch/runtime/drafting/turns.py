@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.drafter_choice import DrafterChoice
 from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 
 DECIDE_STEPS = 4  # steps between decisions about the order

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from cbatch.core.request.errors import FieldError
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.kv_cache import KVCache
 from triton_kernels.attention import (
     Heads,
     Partials,

@@ -32,7 +32,7 @@ from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
 from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.products.dense import MANY_ROWS
 from triton_kernels.slots import advance as fields

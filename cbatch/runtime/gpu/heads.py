@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import RaggedBatch
-from cbatch.runtime.cpu.eagle_head import EagleTensors, eagle_vocabulary
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.drafters.eagle_head import EagleTensors, eagle_vocabulary
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaTensors, medusa_vocabulary
 from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.medusa_head import MedusaTensors, medusa_vocabulary
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import (
     Decoder,
@@ -24,9 +24,9 @@ from cbatch.runtime.gpu.decoder import (
     weight_of,
 )
 from cbatch.runtime.gpu.one_call import lay_out
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.model.rope import RotaryTable
 from triton_kernels.layers.norm import rms_norm
 
@@ -81,7 +81,7 @@ class GpuHead(Head):
 
 
 class GpuEagleHead(GpuHead):
-    """The equations of `cbatch.runtime.cpu.eagle_head.EagleHead`."""
+    """The equations of `cbatch.runtime.cpu.drafters.eagle_head.EagleHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
@@ -175,7 +175,7 @@ class GpuEagleHead(GpuHead):
 
 
 class GpuMedusaHead(GpuHead):
-    """The equations of `cbatch.runtime.cpu.medusa_head.MedusaHead`."""
+    """The equations of `cbatch.runtime.cpu.drafters.medusa_head.MedusaHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor

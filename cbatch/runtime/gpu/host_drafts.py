@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
-from cbatch.runtime.cpu.drafter import DraftRows, ModelDrafter, Proposal
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 I32 = NDArray[np.int32]

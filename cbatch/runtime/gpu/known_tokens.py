@@ -10,7 +10,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from cbatch.core.scheduler.plan import NewSequence, RowStatus, StepPlan
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.structured import GrammarSource

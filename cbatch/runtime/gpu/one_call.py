@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.decoder import Flat, Hidden
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 
 
 class OneCall:

@@ -14,7 +14,7 @@ from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusa
 from cbatch.runtime.gpu.kv_types import kv_scales
 from cbatch.runtime.gpu.memory import Draft, StepLimits
 from cbatch.runtime.gpu.target_pass import TargetPass
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.state import SlotState
 

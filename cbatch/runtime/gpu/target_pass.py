@@ -14,7 +14,7 @@ from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.head_pass import HeadPasses
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance
 from triton_kernels.slots.draft_batch import DraftLayout

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cbatch import LLM, SamplingParams
-from cbatch.runtime.cpu import compiled
+from cbatch.runtime import compiled
 from cbatch.runtime.gpu.decoder import ProductBuilder
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
 from tests.gpu_proofs.pretence.tensors import CUDA, Mixed

@@ -16,9 +16,9 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
 from cbatch.runtime.cpu.load_head import load_heads
-from cbatch.runtime.cpu.medusa_head import MedusaHead
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 from tools.heads.__main__ import make_parser

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cbatch.runtime.gpu import Decoder, GpuExecutor
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.engines import make_request
 from tests.runtime.pairs import NoisyWeights, tiny_config
 from tests.triton_kernels.interpreter.light import (

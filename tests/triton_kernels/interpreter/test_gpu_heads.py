@@ -19,14 +19,14 @@ from cbatch.core.scheduler.plan import StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.engine.loop import StepLoop
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.self_test import best_reading
 from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
 from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.gpu.one_call import OneCall
-from cbatch.runtime.model.kv_cache import KVCache
+from cbatch.runtime.kv_cache import KVCache
 from tests.chi_square import chi_square_z
 from tests.runtime import made_heads
 from tests.runtime.engines import make_request, parse_lookahead

@@ -19,12 +19,12 @@ from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import Drafter
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.kinds import drafter_of
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.drafting.chain import ChainDrafter
-from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.kinds import drafter_of
+from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.kv_cache import KVCache
 
 LANES = 16  # widest vector of fp32: keys are padded to multiples of this
 SEGMENT_TOKENS = 128  # libraries split sums over 144 to 240 elements, at different places

@@ -21,8 +21,8 @@ from cbatch.runtime.cpu.attention.group import (
     product_rows,
 )
 from cbatch.runtime.cpu.attention.masks import additive, seen_by_queries, seen_by_rows
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
-from cbatch.runtime.model.kv_cache import KVCache
 
 SMALL_QUERY_TOKENS = 32  # queries up to this length share products with others
 _CACHE_FLOATS = 3 << 17  # gathered K and V of one group: 1.5 MB, so that products read them from L2

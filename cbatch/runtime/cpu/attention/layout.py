@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.attention.group import Group, HeadShape
 from cbatch.runtime.cpu.attention.groups import SMALL_QUERY_TOKENS, GroupBuilder, StepBuffers
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.kv_cache import KVCache
 
 _CHUNK_TOKENS = 128  # longer queries are cut at multiples of this: few masked keys
 _MAX_SCORES = 1 << 24  # elements of one score buffer

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.compiled.layer_attention import (
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled.layer_attention import (
     AttentionStep,
     CompiledAttention,
     LayerAttention,
     LayerShape,
 )
-from cbatch.runtime.cpu.decoder import RaggedBatch
 from cbatch.runtime.cpu.transformers_backend import torch_attention
 from cbatch.runtime.cpu.transformers_backend.step import LAYER, AttentionLayer, Pass
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import KVShape, ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 
 NAME = "cbatch"  # the name of our implementation in transformers
 # Arguments that modelling code passes on and that do not affect attention.

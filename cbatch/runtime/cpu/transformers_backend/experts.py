@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.compiled import compiles
-from cbatch.runtime.cpu.compiled.experts import CompiledExperts, Gate, Gating
+from cbatch.runtime.compiled import compiles
+from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 
 NAME = "cbatch"  # the name of our implementation in transformers
 PACKED_EXPERTS = "_cbatch_experts"  # the attribute of a module that holds its packed experts

@@ -94,7 +94,7 @@ def _numerics(mode: str, net: nn.Module, dtype: torch.dtype) -> Numerics:
     count = sum(parameter.numel() for parameter in net.parameters())
     may_pack = 4 * count < _PACK_BYTES_SHARE * memory_bytes()
     if mode == "auto":
-        from cbatch.runtime.cpu.compiled import compiles
+        from cbatch.runtime.compiled import compiles
 
         mode = "invariant" if compiles(dtype) else "fast"
     return Numerics(mode, may_pack)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.cpu.compiled.threads import torch_alone
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled.threads import torch_alone
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.rank_group import RankGroup
@@ -22,8 +22,8 @@ from cbatch.runtime.cpu.transformers_backend.config import bridge
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.sharing import Shares
 from cbatch.runtime.cpu.transformers_backend.step import Pass
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 
 
 class TransformersModel:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError
-from cbatch.runtime.model.kv_cache import KVCache
 
 _BLOCK_TOKENS = 4
 _LENGTHS = 23, 14

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.compiled.layer_attention import CompiledAttention, LayerAttention
+from cbatch.runtime.compiled.layer_attention import CompiledAttention, LayerAttention
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import KVShape
-from cbatch.runtime.model.kv_cache import KVCache
 
 LAYER = "_cbatch_layer"  # the attribute of an attention module that holds its layer
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import KVShape
-from cbatch.runtime.model.kv_cache import KVCache
 
 
 class TorchStep(NamedTuple):

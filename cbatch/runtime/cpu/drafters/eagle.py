@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.compiled_head import SlotStates
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.drafter import DraftRows, Proposal, StepStates
-from cbatch.runtime.cpu.eagle_head import EagleHead
-from cbatch.runtime.cpu.input_batch import InputBatch
-from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.last_states import LastStates
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafters.compiled_head import SlotStates
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.last_states import LastStates
+from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 # Most states (one per token) that wait to be ingested while no row drafts; bounds their memory.

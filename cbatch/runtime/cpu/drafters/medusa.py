@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.drafter import DraftRows, ModelDrafter, Proposal, StepStates
-from cbatch.runtime.cpu.input_batch import InputBatch
-from cbatch.runtime.cpu.medusa_head import MedusaHead
-from cbatch.runtime.drafting.draft_model import Drafting
-from cbatch.runtime.drafting.last_states import LastStates
+from cbatch.runtime.cpu.drafters.draft_model import Drafting
+from cbatch.runtime.cpu.drafters.last_states import LastStates
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
+from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal, StepStates
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 

@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled_head import CompiledHead, StateFusing
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafters.compiled_head import CompiledHead, StateFusing
 from cbatch.runtime.cpu.head import Head, HeadBuilder
 from cbatch.runtime.cpu.layers import Layer
 from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.kv_cache import KVCache
 
 _ATTENTION = "layers.0.self_attn"
 

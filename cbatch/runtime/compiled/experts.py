@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.product import MOST_LANES, CompiledProduct, LinearStruct
-from cbatch.runtime.cpu.compiled.structs import fields
-from cbatch.runtime.cpu.compiled.threads import num_threads
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.product import MOST_LANES, CompiledProduct, LinearStruct
+from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.config import Experts
 
 _ALIGNMENT_BYTES = 64

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_double, c_long, c_void_p
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.runtime.cpu.compiled.build import library
+from cbatch.runtime.compiled.build import library
 from cbatch.runtime.model.arrays import I64
 
 _COLUMNS = 4  # columns before the drafts of a row, see `look_up` in lookup.h

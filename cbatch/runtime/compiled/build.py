@@ -12,9 +12,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from cbatch.runtime.cpu.compiled import builds
-from cbatch.runtime.cpu.compiled.builds import Build
-from cbatch.runtime.cpu.compiled.compiler import Compiler, find_compiler
+from cbatch.runtime.compiled import builds
+from cbatch.runtime.compiled.builds import Build
+from cbatch.runtime.compiled.compiler import Compiler, find_compiler
 from cbatch.system.cache import cache_folder
 
 SOURCE = Path(__file__).with_name("library.c")

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.product import LinearStruct
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.product import LinearStruct
 from cbatch.runtime.cpu.compiled_pass import WRONG, CompiledDecoder, DecoderStruct, StepStruct
-from cbatch.runtime.cpu.input_batch import InputBatch
 from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.input_batch import InputBatch
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64
-from cbatch.runtime.model.kv_cache import KVCache
 
 _ALIGNMENT_BYTES = 64
 

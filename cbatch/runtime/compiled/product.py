@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.threads import num_threads
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
 _SLAB_BYTES = 1 << 25

@@ -13,9 +13,9 @@ computes.
 - `cbatch.runtime.cpu.compiled_pass` calls the pass.
 """
 
-from cbatch.runtime.cpu.compiled.build import build_name, version
-from cbatch.runtime.cpu.compiled.compiler import find_compiler
-from cbatch.runtime.cpu.compiled.product import (
+from cbatch.runtime.compiled.build import build_name, version
+from cbatch.runtime.compiled.compiler import find_compiler
+from cbatch.runtime.compiled.product import (
     MOST_LANES,
     Blocks,
     CompiledProduct,

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.compiled.build import library
-from cbatch.runtime.cpu.compiled.structs import fields
-from cbatch.runtime.cpu.compiled.threads import num_threads
+from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
 _NUMBERS_OF_A_ROW = 6  # int64 numbers per row: sequence, position, and a piece of 4

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafter import ModelDrafter
-from cbatch.runtime.cpu.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
+from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
+from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
 from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.medusa_head import MedusaHead
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
-from cbatch.runtime.drafting.draft_model import DraftModel
-from cbatch.runtime.drafting.eagle import EagleDrafter
-from cbatch.runtime.drafting.medusa import MedusaDrafter
+from cbatch.runtime.drafting.contract import ModelDrafter
 
 _KINDS: dict[type, Callable[[Any], ModelDrafter]] = {
     Model: DraftModel,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cbatch.core.request.noise import split_seed
 from cbatch.core.scheduler.plan import Deltas, NewSequence
-from cbatch.runtime.cpu.decoder import RaggedBatch
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.logprobs import LogprobRequests

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.cpu.decoder import Model, RaggedBatch
-from cbatch.runtime.cpu.drafter import DraftRows, ModelDrafter, Proposal
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.filters import filtered_probs, filters_of, greedy_drafts, noise_rows
-from cbatch.runtime.cpu.input_batch import InputBatch
+from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
+from cbatch.runtime.input_batch import InputBatch
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
-from cbatch.runtime.model.kv_cache import KVCache
 from cbatch.runtime.sampling.rejection_sampler import draw
 from triton_kernels.noise import host as noise
 

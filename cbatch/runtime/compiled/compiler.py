@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cbatch.runtime.cpu.compiled.builds import Build, flags_of
+from cbatch.runtime.compiled.builds import Build, flags_of
 
 _TIMEOUT_S = 300.0
 _ZIG_CACHES = ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")

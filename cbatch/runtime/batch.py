@@ -1,0 +1,28 @@
+"""The input of a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass
+class RaggedBatch:
+    """Tokens of B sequences, concatenated; the numbers of their rows differ freely.
+
+    tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the last row of sequence b
+    has the position `context_lens[b] - 1`. block_tables: int32 [B, blocks], block ids by absolute
+    block index (entries beyond the context are not read). logits_index: int64 [N], the rows whose
+    logits are computed. After the pass, K and V of all `context_lens[b]` positions are in the
+    cache.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    query_lens: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    logits_index: Tensor

@@ -1,0 +1,1 @@
+"""Drafters with a model, small or a head, on a CPU."""
