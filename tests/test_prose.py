@@ -19,6 +19,7 @@ PLAIN = (
     "cbatch",
     "sim",
     "tests/cli/test_options.py",
+    "tests/core",
     "tests/test_prose.py",
     "tools",
     "triton_kernels",

@@ -1,4 +1,5 @@
-"""Beliefs about acceptance: |bias| <= 0.005, RMSE <= 0.075 at any k, and what `adaptive` adds.
+"""Estimates of acceptance: |bias| <= 0.005 and RMSE <= 0.075 at any k; what `adaptive` adds to
+them.
 
 Over 8000 rows the standard error of a bias is at most 0.0009 and that of an RMSE 0.0006. With other
 seeds an estimator of bias 0.0016 and RMSE 0.0729 would fail a cell by chance about once in 500
@@ -41,7 +42,7 @@ def after_steps(estimate: np.ndarray, alphas: Iterable[float], k: int, seed: int
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.85, 0.95])
-def test_bias_and_error_within_bounds_and_alike_for_every_k(alpha: float) -> None:
+def test_bias_and_error_are_within_bounds_and_similar_for_every_k(alpha: float) -> None:
     """Trap 3 (accepted / k is biased, and more so the larger k is)."""
     errors = []
     for k in range(1, 9):
@@ -56,12 +57,13 @@ def test_bias_and_error_within_bounds_and_alike_for_every_k(alpha: float) -> Non
 
 
 def prices_at(rows: int, load: float) -> StepPrices:
-    """A step in which all tokens of `rows` rows together add `load` to the base."""
+    """Prices of a step where one token of each of `rows` rows adds `load` times the base."""
     return StepPrices(1 + load * (1 + np.arange(8 * rows + 1) / rows), 0.05)
 
 
 def achieved(estimate: np.ndarray, alpha: float, load: float) -> float:
-    """True speed of the decision for these estimates over that of the best k, rows alike."""
+    """Speed of the decision for these estimates relative to the best common k, at the true
+    acceptance."""
     rows = estimate.shape[1]
     prices = prices_at(rows, load)
     k = decide(survival(*estimate, 8).T, np.full(rows, 8, np.int32), prices).num_drafts
@@ -78,8 +80,8 @@ def test_twenty_steps_after_a_drop_nine_tenths_of_the_optimum(load: float) -> No
 
 
 def test_one_step_is_its_trials_one_by_one() -> None:
-    """3 accepted of 4 is the same as three accepted single drafts and a rejected one, but for the
-    order within: k does not enter."""
+    """A step with 3 of 4 drafts accepted counts as three accepted single drafts and a rejected one,
+    in any order: k does not enter."""
     at_once = decayed(CONFIG.decay, fresh(1), np.array([4]), np.array([3]))
     singly = fresh(1)
     for hit in (1, 1, 1, 0):
@@ -89,8 +91,9 @@ def test_one_step_is_its_trials_one_by_one() -> None:
 
 @pytest.mark.parametrize("leak", [False, True], ids=["to the first rejection", "beyond it"])
 def test_smooth_evidence_is_unbiased_and_sharper(leak: bool) -> None:
-    """1 - TV varies by position (sd 0.25). Fed up to the first rejection its mean is that of the
-    counts and its spread less; fed beyond, its sum no longer fits the trials."""
+    """1 - TV varies by position (sd 0.25). Summed up to the first rejection, its mean equals that
+    of the counts and its spread is smaller. Summed beyond it, the sum no longer fits the number of
+    trials."""
     rng = np.random.default_rng(4)
     rows, k = 4000, 4
     counted, smooth = fresh(rows), fresh(rows)
@@ -156,33 +159,35 @@ def outcomes(rng: np.random.Generator, hazards: np.ndarray, k: np.ndarray) -> np
 
 
 def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> Fleet:
-    """After steps of ragged k of rows that are believed to survive so, float64 [depth]."""
-    rng, found = np.random.default_rng(3), Fleet(TO_DEPTH)
+    """Return a fleet after 80 steps of ragged k. `believed` is the estimated survival by depth,
+    float64 [DEPTH]."""
+    rng, fleet = np.random.default_rng(3), Fleet(TO_DEPTH)
     chances = np.repeat(believed[:, None], ROWS, axis=1)
     for _ in range(80):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
         accepted = outcomes(rng, hazards, k)
-        found.observe_depths(chances, np.full_like(k, DEPTH) if leak else k, accepted)
-    return found
+        fleet.observe_depths(chances, np.full_like(k, DEPTH) if leak else k, accepted)
+    return fleet
 
 
 @pytest.mark.parametrize("hazards", [RISING, FALLING], ids=["rising", "falling"])
 def test_survival_is_as_observed_whatever_the_profile(hazards: np.ndarray) -> None:
-    """Of what is remembered the last depth counts some 1600 drafts, of which a tenth survive: 10 %
-    are four standard errors."""
+    """The memory holds some 1600 drafts of the last depth, of which a tenth survive: 10 % are four
+    standard errors."""
     truth = np.cumprod(hazards)
     alpha = float(truth.sum() / (1 + truth[:-1].sum()))
     believed = survival(np.array([25 * alpha]), np.array([25.0]), DEPTH)[0]
-    found = by_depth(hazards, believed).corrected(believed[:, None])[:, 0]
-    assert found == pytest.approx(truth, rel=0.1)
+    estimate = by_depth(hazards, believed).corrected(believed[:, None])[:, 0]
+    assert estimate == pytest.approx(truth, rel=0.1)
     assert np.abs(believed / truth - 1).max() > 0.15, "it was needed"
-    # Broken: what was not drafted counts as refused.
+    # Broken: drafts that were not made count as rejected.
     censored = by_depth(hazards, believed, leak=True).corrected(believed[:, None])[:, 0]
     assert censored[-1] < 0.7 * truth[-1]
 
 
-def test_what_is_believed_of_all_depths_is_corrected_and_that_fades_while_nobody_drafts() -> None:
-    """A lookup: half of its first drafts stand, nine in ten behind those. N / D lies between."""
+def test_survival_is_corrected_by_depth_and_the_correction_fades_while_no_row_drafts() -> None:
+    """A lookup whose first drafts are accepted in half of all cases, later ones in nine of ten. N /
+    D lies between the two."""
     hazards = np.array([0.5] + [0.9] * (DEPTH - 1))
     truth = np.cumprod(hazards)
     alpha = float(truth.sum() / (1 + truth[:-1].sum()))
@@ -195,55 +200,61 @@ def test_what_is_believed_of_all_depths_is_corrected_and_that_fades_while_nobody
     assert depths.corrected(believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
 
 
-def test_a_lookup_that_drafts_far_where_it_is_sure_is_foretold() -> None:
-    """Half of the rows have one draft, which stands in half of all cases, the others six, which all
-    stand in nine cases of ten: of 6th drafts more than of first ones. What is decided by never
-    rises. A depth is drafted 5 000 times, with a standard error of 0.004."""
-    rng, found = np.random.default_rng(7), Fleet(TO_DEPTH)
+def test_survival_is_predicted_for_a_lookup_that_drafts_more_tokens_where_it_is_sure() -> None:
+    """Half of the rows draft one token, accepted in half of all cases. The others draft six, all
+    accepted in nine cases of ten.
+
+    More 6th drafts survive than first ones, but the survival used for decisions never rises with
+    depth. A depth is drafted 5 000 times, with a standard error of 0.004.
+    """
+    rng, fleet = np.random.default_rng(7), Fleet(TO_DEPTH)
     sure, believed = np.arange(ROWS) % 2 == 1, survival(np.array([17.0]), np.array([25.0]), DEPTH)
     k = np.where(sure, DEPTH, 1).astype(np.int32)
     for step in range(80):
         chances = np.repeat(believed.T, ROWS, axis=1)
-        decided_by = found.corrected(chances)
+        decided_by = fleet.corrected(chances)
         assert (np.diff(decided_by, axis=0) <= 0).all()
         if step == 60:
-            before = found.totals.copy()
+            before = fleet.totals.copy()
         accepted = np.where(rng.random(ROWS) < np.where(sure, 0.9, 0.5), k, 0)
-        found.observe_depths(chances, k, accepted.astype(np.int32))
-    drafted, predicted, survived = found.totals - before
+        fleet.observe_depths(chances, k, accepted.astype(np.int32))
+    drafted, predicted, survived = fleet.totals - before
     assert predicted / drafted == pytest.approx(survived / drafted, abs=0.02)
     assert (survived / drafted)[-1] > (survived / drafted)[0] + 0.15 > 0.8
 
 
 def test_survival_stays_a_chance_that_never_rises() -> None:
-    found, rng, k = Fleet(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
+    fleet, rng, k = Fleet(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
     for _ in range(60):
         chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
-        corrected = found.corrected(chances)
+        corrected = fleet.corrected(chances)
         assert (np.diff(corrected, axis=0) <= 0).all() and (corrected <= 1).all()
-        found.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
+        fleet.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
 
 
 def counted(*, hazards: bool = False) -> np.ndarray:
-    """Predicted and observed survivors over drafts, float [2, depth]: rows of a Beta law, each with
-    25 trials' worth of it, so that what is believed of them is the truth."""
-    rng, found = np.random.default_rng(6), Fleet(TO_DEPTH)
+    """Return predicted and observed survivors per draft, float [2, depth].
+
+    Acceptance of the rows follows a Beta law, and the estimate of each is worth 25 trials of it:
+    the estimates are true.
+    """
+    rng, fleet = np.random.default_rng(6), Fleet(TO_DEPTH)
     chances = survival(np.full(ROWS, 15.0), np.full(ROWS, 25.0), DEPTH).T
     for _ in range(20):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
         accepted = outcomes(rng, rng.beta(15.0, 10.0, (ROWS, 1)), k)
-        found.observe_depths(np.repeat(chances[:1], DEPTH, 0) if hazards else chances, k, accepted)
-    drafted, predicted, survived = found.totals
+        fleet.observe_depths(np.repeat(chances[:1], DEPTH, 0) if hazards else chances, k, accepted)
+    drafted, predicted, survived = fleet.totals
     return np.array([predicted, survived]) / drafted
 
 
-def test_what_was_predicted_and_what_came_of_it_are_counted_alike(
+def test_counts_of_predicted_and_of_observed_survivors_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 10 000 rows the last depth is drafted some 1 700 times, where survival has a standard
+    """Among 10 000 rows the last depth is drafted some 1 700 times, where survival has a standard
     error of 0.008: 0.04 is five of them."""
     predicted, survived = counted()
     assert predicted == pytest.approx(survived, abs=0.04) and predicted[-1] < predicted[0] - 0.2
     monkeypatch.setattr(acceptance, "DOUBT", 1e9)  # uncorrected
-    predicted, survived = counted(hazards=True)  # broken: hazards are no survival
+    predicted, survived = counted(hazards=True)  # broken: hazards are not survival
     assert predicted[-1] > survived[-1] + 0.2

@@ -1,7 +1,8 @@
-"""`adaptive` in a closed loop with a roofline machine and drafts accepted by coins.
+"""`adaptive` in a closed loop with a roofline machine; random coins accept the drafts.
 
 Slots are kept full from one list of requests, the same for every policy, and the coin of a position
-belongs to its request: ratios compare the same luck. The first quarter of the requests is warm-up.
+belongs to its request. Ratios therefore compare the same luck. The first quarter of the requests is
+warm-up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MOST_TOKENS = 512
 
 
 class Machine(NamedTuple):
-    """A step reads the weights and computes its tokens, mostly at once; drafting adds passes."""
+    """A step reads the weights and computes its tokens, whichever takes longer; drafting adds
+    passes."""
 
     read_s: float = 5e-3
     token_s: float = 20e-6
@@ -72,7 +74,7 @@ def hopeless(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 class Slots:
-    """`lanes` batches side by side, each through the same list of requests."""
+    """`lanes` independent batches, each of which serves the same list of requests."""
 
     def __init__(self, requests: Requests, lanes: int, batch: int) -> None:
         self.requests = requests
@@ -89,7 +91,8 @@ class Slots:
         return np.minimum(left - 1, DEPTH).astype(np.int32)
 
     def advance(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
-        """Verify k drafts each; accepted, emitted [lanes, batch], and who was replaced."""
+        """Verify k drafts of each row; return accepted and emitted [lanes, batch], and (lane, slot)
+        of replaced requests."""
         accepted = np.minimum(self.runs[self.request, self.position], k)
         self.position += accepted + 1
         done = np.argwhere(self.position >= self.requests.tokens[self.request]).tolist()
@@ -101,7 +104,7 @@ class Slots:
 
 
 class Tally:
-    """Tokens per second after the warm-up, and until the list of requests is used up."""
+    """Tokens per second from the end of the warm-up until the list of requests is used up."""
 
     def __init__(self, lanes: int, batch: int, count: int) -> None:
         self.tokens, self.seconds = np.zeros((2, lanes))
@@ -127,7 +130,7 @@ def fixed(machine: Machine, requests: Requests, batch: int) -> np.ndarray:
 
 
 def ask(policy: AdaptivePolicy, caps: np.ndarray, budget_tokens: int) -> np.ndarray:
-    """k of each row, as a plan asks for it."""
+    """Return k of each row, as a plan asks for it."""
     chosen = policy.choose(RowsToPlan(slice(0, len(caps)), caps, budget_tokens))
     return np.zeros(len(caps), np.int32) if chosen is None else chosen
 
@@ -135,7 +138,7 @@ def ask(policy: AdaptivePolicy, caps: np.ndarray, budget_tokens: int) -> np.ndar
 class Run(NamedTuple):
     tokens_per_s: float
     steps: int
-    drafting_share: float  # of them
+    drafting_share: float  # share of the steps
     switches: int  # between drafting and not
     policy: AdaptivePolicy
 
@@ -143,8 +146,11 @@ class Run(NamedTuple):
 def adaptive(
     machine: Machine, requests: Requests, batch: int, *, informed: bool = True, noise: float = 0.0
 ) -> Run:
-    """`informed`: starts with the machine's profile. `noise`: of log durations as measured; then
-    one step in 64 stalls twentyfold, too."""
+    """Serve all requests with `adaptive`.
+
+    `informed`: the policy starts with the machine's profile. `noise`: standard deviation of log
+    durations as measured; with noise, one step in 64 takes twenty times as long.
+    """
     count = len(requests.tokens)
     slots, tally = Slots(requests, 1, batch), Tally(1, batch, count)
     policy = AdaptivePolicy(
@@ -196,20 +202,20 @@ WORLDS = {
 
 @pytest.fixture(scope="module")
 def cells() -> dict[tuple[str, int], Cell]:
-    found = {}
+    cells = {}
     for name, (alphas, machine, batches) in WORLDS.items():
         for batch in batches:
             requests = requests_for(alphas, batch)
             by_k = fixed(machine, requests, batch)
             run = adaptive(machine, requests, batch)
             switches = 100 * run.switches / run.steps
-            found[name, batch] = Cell(
+            cells[name, batch] = Cell(
                 run.tokens_per_s / float(by_k.max()),
                 run.tokens_per_s / float(by_k[0]),
                 run.drafting_share,
                 switches,
             )
-    return found
+    return cells
 
 
 def table(cells: dict[tuple[str, int], Cell]) -> str:
@@ -222,7 +228,7 @@ def table(cells: dict[tuple[str, int], Cell]) -> str:
 
 
 def test_never_far_from_the_best_fixed_k_and_on_average_above(cells) -> None:
-    # A gain of 3 % that the hopeless would bring is as much as hysteresis and estimates leave open.
+    # Hysteresis and estimates hide a gain of 3 %, which is what drafts of "hopeless" would bring.
     assert min(cell.to_best for cell in cells.values()) >= 0.96, table(cells)
     clear = [cell.to_best for (name, _), cell in cells.items() if name != "hopeless"]
     assert min(clear) >= 0.98, table(cells)
@@ -237,8 +243,9 @@ def test_never_below_drafting_nothing(cells) -> None:
 
 
 def test_on_a_mix_better_than_every_fixed_k(cells) -> None:
-    """Where passes are nearly free. With the model drafter's passes (6 % of a step each) the best
-    pair of k's of this mix is a uniform one up to 128 rows, by enumeration; there it is matched."""
+    """Passes are nearly free here. With the model drafter's passes (6 % of a step each) the best
+    pair of k's for this mix is uniform up to 128 rows, by enumeration; `adaptive` matches it
+    there."""
     for (name, _), cell in cells.items():
         if name == "half and half, lookup":
             assert cell.to_best > 1.02, table(cells)
@@ -271,7 +278,7 @@ def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
 
 
 def idle(rows: int, steps: int) -> AdaptivePolicy:
-    """After so many steps in which drafts cost far more than they are worth."""
+    """Return a policy after `steps` steps in which drafts cost far more than they are worth."""
     policy = AdaptivePolicy(
         LookaheadConfig(policy="adaptive", k=DEPTH), PolicyLimits(rows, rows * (1 + DEPTH))
     )
@@ -293,7 +300,7 @@ def test_when_most_requests_leave_it_is_decided_at_once() -> None:
 
 
 def count_decisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of those that are made from now on."""
+    """Record the steps of the decisions that `policy` makes from now on."""
     decisions: list[int] = []
     decide = AdaptivePolicy._decide
 
@@ -305,9 +312,9 @@ def count_decisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return decisions
 
 
-def test_while_nobody_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does its prompt, in whose steps one row fewer decodes; a better one that comes back does:
-    it was preempted."""
+def test_while_no_row_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does its prompt, in whose steps one row fewer decodes. The return of a preempted row
+    with better acceptance does."""
     policy, caps = idle(2, 500), np.full(2, DEPTH, np.int32)
     assert not policy.drafting
     decisions, drafts = count_decisions(monkeypatch), []
@@ -318,7 +325,7 @@ def test_while_nobody_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.M
         k = ask(policy, caps[: 2 - (step % 20 < 2)], 2 * DEPTH)
         drafts.append(np.count_nonzero(k))
     assert max(drafts) == 1, "experiments alone"
-    experiments = np.count_nonzero(np.diff(drafts) == 1)  # two decisions each, begin and end
+    experiments = np.count_nonzero(np.diff(drafts) == 1)  # two decisions each, at begin and end
     assert not policy.drafting and len(decisions) <= 21 + 2 * experiments
     policy.leave(0)
     policy.enter(0, (400.0, 401.0))
@@ -328,7 +335,7 @@ def test_while_nobody_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.M
 
 
 def test_while_rows_draft_newcomers_force_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a quarter of the rows is new, at most every fourth step."""
+    """A decision is made once a quarter of the rows is new, at most every fourth step."""
     rows = 4
     policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), PolicyLimits(rows, rows * 3))
     caps = np.full(rows, 2, np.int32)
@@ -360,7 +367,7 @@ def test_one_that_leaves_takes_its_own_verdicts_along() -> None:
     assert policy.estimate[0, 1] < before[0, 1]
 
 
-def test_while_nobody_drafts_decisions_are_rare_and_probes_cost_little(
+def test_while_no_row_drafts_decisions_are_rare_and_probes_cost_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = idle(32, 500)
@@ -375,16 +382,16 @@ def test_while_nobody_drafts_decisions_are_rare_and_probes_cost_little(
         work = decoding(32, drafts=int(k.sum()), depth=int(k.max()))
         cost = StepSample(work, 2e-3 * work.draft_depth, 5e-3 + 1e-3 * work.draft_tokens)
         policy.observe(DraftedRows(slice(0, 32), k, nothing, cost))
-    # Besides, one when a probe is due.
+    # One more decision when a probe is due.
     assert not policy.drafting
     assert len(decisions) <= 4000 // IDLE_STEPS + 1 + len(probes)
-    # A probe of a draft takes 3 ms beside steps of 5 ms.
+    # A probe of a draft takes 3 ms in addition to steps of 5 ms.
     assert len(probes) >= 3 and len(probes) * 3 / (4000 * 5) < 0.01
     assert all(k.sum() == 1 for k in probes), "a draft of one row"
 
 
 def test_a_row_without_drafts_among_others_gets_some_again() -> None:
-    """Trap 4 (k = 0 absorbs): what is believed of it comes closer to the fleet's."""
+    """Trap 4 (k = 0 absorbs): its estimate drifts to the fleet's."""
     policy, rows = idle(2, 0), slice(0, 2)
     caps = np.full(2, DEPTH, np.int32)
     refused = np.zeros(600, dtype=np.bool_)
@@ -399,8 +406,8 @@ def test_a_row_without_drafts_among_others_gets_some_again() -> None:
 
 
 def test_a_profile_of_another_day_is_found_out_soon() -> None:
-    """What steps without drafts take is measured before much is staked on it: here the profile says
-    that they take as long as those with drafts, and drafts do not pay."""
+    """Steps without drafts are measured before much depends on them. The profile here says that
+    they take as long as steps with drafts, which makes drafts useless."""
     machine = Machine(read_s=2e-3, token_s=1e-3)
     profile = CostProfile((1, 64), (36.5e-3, 36.6e-3), draft_pass_s=machine.pass_s)
     policy = AdaptivePolicy(
@@ -423,8 +430,8 @@ def test_a_profile_of_another_day_is_found_out_soon() -> None:
 
 @pytest.mark.parametrize("new_prompts", [False, True])
 def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prompts: bool) -> None:
-    """Drafts gain a tenth, and reading the prompts of those who come takes twice that. Rows that
-    have been read owe nothing any more, but others will come."""
+    """Drafts gain a tenth, and reading the prompts of newcomers takes twice that. Rows already read
+    cost nothing more, but others will come."""
     rows, prompt_tokens, period = 8, 100, 5
     profile = CostProfile((1, 2 * rows), (10e-3, 10e-3), draft_pass_s=4.5e-3, draft_ingest_s=1e-4)
     policy = AdaptivePolicy(
@@ -456,8 +463,8 @@ def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prom
 
 @pytest.mark.parametrize(("answers", "drafts"), [(4, True), (1, False)])
 def test_drafts_that_are_asked_for_and_do_not_come_are_no_gain(answers: int, drafts: bool) -> None:
-    """The first draft of a step costs a fifth of it, further ones little: it pays if all four rows
-    have one, and not if one has."""
+    """The first draft of a step costs a fifth of it, further ones little: drafting pays if all four
+    rows have a draft, and not if one has."""
     limits = PolicyLimits(4, 64)
     policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=4), limits)
     for slot in range(4):
@@ -470,8 +477,8 @@ def test_drafts_that_are_asked_for_and_do_not_come_are_no_gain(answers: int, dra
         cost = StepSample(decoding(4, drafts=int(came.sum())), 0.0, took_s)
         accepted = came * (rng.random(4) < 0.5).astype(np.int32)
         unanswered = int(k.sum() - came.sum())
-        told = DraftedRows(slice(0, 4), came, accepted, cost, unanswered=unanswered)
-        policy.observe(told)
+        answered = DraftedRows(slice(0, 4), came, accepted, cost, unanswered=unanswered)
+        policy.observe(answered)
         asked_steps.append(k.sum() > 1)
     share = np.mean(asked_steps[1000:])
     assert (share > 0.8) if drafts else (share < 0.2), share

@@ -18,12 +18,12 @@ HAPPENED: Counter[str] = Counter()
 
 
 def tokens(*blocks: int) -> np.ndarray:
-    """One block of equal tokens per argument."""
+    """Return one block of equal tokens per argument."""
     return np.repeat(np.asarray(blocks, dtype=np.int32), SIZE)
 
 
 def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndarray:
-    """Allocate, name and complete every block of a sequence."""
+    """Allocate, name and complete every block of a sequence; return the blocks."""
     blocks = pool.allocate(len(sequence) // SIZE)
     pool.add_nodes(blocks, root, sequence, 0)
     pool.mark_ready(blocks)
@@ -31,17 +31,18 @@ def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndar
 
 
 def test_a_salt_has_a_trie_of_its_own() -> None:
-    """Nothing is found under another one, no promise either; and a salt leaves nothing behind."""
+    """Blocks and promised blocks under one salt do not match another; and a salt leaves no state
+    after its blocks are gone."""
     pool = BlockPool(8, SIZE)
-    found = {}
+    by_root = {}
     for root in ROOTS:
         assert pool.match(tokens(1, 7), 2, root) == Match([], root, promised=False)
-        found[root] = compute(pool, tokens(1, 7), root).tolist()
+        by_root[root] = compute(pool, tokens(1, 7), root).tolist()
     for root in ROOTS:
-        assert pool.match(tokens(1, 7), 2, root).blocks == found[root]
-    assert len({*map(tuple, found.values())}) == 3 == len({*ROOTS})
+        assert pool.match(tokens(1, 7), 2, root).blocks == by_root[root]
+    assert len({*map(tuple, by_root.values())}) == 3 == len({*ROOTS})
     pool.check()
-    for blocks in found.values():
+    for blocks in by_root.values():
         pool.release(np.array(blocks))
     pool.allocate(8)
     pool.check()
@@ -57,7 +58,7 @@ def test_eviction_takes_the_least_recently_used_and_the_tail_of_a_chain_first() 
     pool.release(np.asarray(pool.match(old, 2).blocks, dtype=np.int32))
     pool.allocate(1)
     assert len(pool.match(old, 2).blocks) == 2
-    assert len(pool.match(new, 2).blocks) == 1  # its tail went
+    assert len(pool.match(new, 2).blocks) == 1  # the chain's last block is gone
     pool.check()
 
 
@@ -72,56 +73,55 @@ def test_tainted_blocks_leave_the_cache_and_are_zeroed_when_handed_out() -> None
     assert sorted(pool.take_to_zero().tolist()) == sorted(again.tolist())
     pool.release(again)
     pool.allocate(2)
-    assert len(pool.take_to_zero()) == 0  # once is enough
+    assert len(pool.take_to_zero()) == 0  # each block is returned once
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
     pool = BlockPool(data.draw(st.integers(1, 12)), SIZE)
-    held: list[np.ndarray] = []
+    sequences: list[np.ndarray] = []
     for _ in range(data.draw(st.integers(1, 25))):
         sequence = tokens(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
         root = data.draw(st.sampled_from(ROOTS))
         action = data.draw(st.sampled_from(["compute", "hit", "release", "taint", "clear"]))
         if action == "compute" and len(sequence) // SIZE <= pool.num_available:
-            held.append(compute(pool, sequence, root))
+            sequences.append(compute(pool, sequence, root))
         elif action == "hit":
             match = pool.match(sequence, len(sequence) // SIZE, root)
             pool.acquire(match.blocks)
-            held.append(np.asarray(match.blocks, dtype=np.int32))
-        elif action == "release" and held:
-            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
-        elif action == "taint" and held:
-            pool.taint(held[-1])
+            sequences.append(np.asarray(match.blocks, dtype=np.int32))
+        elif action == "release" and sequences:
+            pool.release(sequences.pop(data.draw(st.integers(0, len(sequences) - 1))))
+        elif action == "taint" and sequences:
+            pool.taint(sequences[-1])
         elif action == "clear":
             pool.clear_cache()
             assert pool.num_cached == 0
         pool.check()
-    for blocks in held:
+    for blocks in sequences:
         pool.release(blocks)
     pool.check()
     assert pool.num_available == pool.num_blocks
 
 
-class Beside(BlockPool):
-    """A pool beside the plainest trie there is: every node under its parent's uid and its tokens.
-    Both are told the same and asked the same."""
+class CheckedPool(BlockPool):
+    """A pool that compares every match with the plainest trie: nodes by parent uid and tokens."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks, SIZE)
         self.nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # uid, block
 
     def path(self, sequence: np.ndarray, root: Node) -> list[tuple[int, int]]:
-        """The nodes along a sequence: uid and block of each."""
-        uid, found = root.uid, list[tuple[int, int]]()
+        """Return the nodes along a sequence: uid and block of each."""
+        uid, nodes = root.uid, list[tuple[int, int]]()
         for row in sequence.reshape(-1, SIZE):
             node = self.nodes.get((uid, row.tobytes()))
             if node is None:
                 break
-            found.append(node)
+            nodes.append(node)
             uid = node[0]
-        return found
+        return nodes
 
     def add_nodes(
         self, blocks: np.ndarray, parent: Node, tokens: np.ndarray, first_index: int
@@ -136,8 +136,8 @@ class Beside(BlockPool):
         return last
 
     def _forget(self, blocks: np.ndarray) -> None:
-        gone = set(blocks.tolist())
-        self.nodes = {key: node for key, node in self.nodes.items() if node[1] not in gone}
+        freed = set(blocks.tolist())
+        self.nodes = {key: node for key, node in self.nodes.items() if node[1] not in freed}
         super()._forget(blocks)
 
     def match(self, tokens: np.ndarray, max_blocks: int, root: Node = ROOT) -> Match:
@@ -152,9 +152,9 @@ class Beside(BlockPool):
 
 
 def serve(rng: random.Random) -> None:
-    """Sequences as the scheduler has them: a prompt that is named on the way in, more that is named
-    on the way out, and in between others that share all or some of it."""
-    pool = Beside(rng.randint(6, 16))
+    """Run sequences through a pool as the scheduler does. Some blocks of a prompt are named at the
+    start, more at the end. Other sequences share all or part of them meanwhile."""
+    pool = CheckedPool(rng.randint(6, 16))
     running: list[tuple[np.ndarray, np.ndarray, Node, int]] = []
     for _ in range(60):
         sequence = tokens(*(rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(2, 6))))
@@ -176,7 +176,7 @@ def serve(rng: random.Random) -> None:
                     pool.taint(blocks[:1])
                     HAPPENED["taints"] += 1
                 elif end.block is None or pool._uids[end.block] == end.uid:
-                    # Else nobody will find it.
+                    # Otherwise the node is no longer in the trie.
                     pool.add_nodes(blocks[named:], end, sequence, named)
                     pool.mark_ready(blocks)
             pool.release(blocks)
@@ -194,7 +194,7 @@ def test_the_map_says_of_each_block_what_it_is() -> None:
     pool = BlockPool(10, SIZE)
     cached = compute(pool, tokens(1, 2, 3))
     pool.release(cached)
-    pool.acquire(pool.match(tokens(1), 1).blocks)  # held again, though it is still in the cache
+    pool.acquire(pool.match(tokens(1), 1).blocks)  # in use again, though it is still in the cache
     private = pool.allocate(2)
     for most_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
         cell_blocks, used, kept = pool.occupancy(most_cells)

@@ -1,4 +1,4 @@
-"""Prompt tokens of a step: as few as prompts need while rows decode, shared by the prompts."""
+"""Prompt tokens of a step: as few as keep prompts fast while rows decode, shared by the prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes(**more: object) -> dict[str, object]:
 
 
 def world_of(cost: LinearCost = COST, *, depth: int = 0, **more: object) -> World:
-    """Four rows that decode, past their prompts."""
+    """Return a world with four rows that decode, past their prompts."""
     world = World(make_config(**sizes(**more)), depth=depth, cost=cost)
     world.add(*(make_request(f"stream {i}", 8, max_tokens=900) for i in range(4)))
     for _ in range(40):
@@ -55,7 +55,7 @@ def prompt_tokens(world: World, plan: StepPlan) -> int:
 
 
 def read_prompts(world: World, *prompts: int) -> tuple[list[int], list[float]]:
-    """Prompt tokens and seconds of each step until prompts of these lengths are read."""
+    """Return prompt tokens and seconds of each step until prompts of these lengths are read."""
     for number, tokens in enumerate(prompts):
         name = f"prompt {number} {world.clock()}"
         world.add(make_request(name, tokens, max_tokens=1))
@@ -91,7 +91,7 @@ def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
 
 
 def test_where_steps_cost_the_same_the_whole_budget_is_taken() -> None:
-    """A GPU that waits for its weights."""
+    """As on a GPU that is limited by reading its weights."""
     costs = StepCosts(1024, 0.95)
     for tokens in 3 * (4, 16, 64, 256, 1024):
         costs.observe(tokens, 0, BASE_S, has_prompts=True)
@@ -107,7 +107,7 @@ def test_streams_do_not_wait_for_a_prompt(depth: int) -> None:
     chunk = int(np.median([count for count in tokens if count]))
     assert chunk < 256
     assert chunk / (BASE_S + TOKEN_S * chunk) >= 0.9 * best
-    assert max(seconds) < 0.3  # of the whole budget a step takes 1.03 s
+    assert max(seconds) < 0.3  # a step of the whole budget takes 1.03 s
     assert sum(tokens) >= PROMPT_TOKENS - chunk
 
 
@@ -136,7 +136,7 @@ def test_a_first_prompt_is_read_in_small_chunks() -> None:
 
 
 def test_a_slow_first_step_of_a_size_is_no_price() -> None:
-    """Nor a reason to try twice as many tokens."""
+    """It is no reason to try twice as many tokens either."""
     costs = StepCosts(1024)
     costs.observe(4, 0, BASE_S + 4 * TOKEN_S, has_prompts=False)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""The price list: a profile gives its shape, the durations of real steps correct it."""
+"""Prices of steps: a profile gives their shape, the durations of real steps correct them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROFILE = CostProfile(
 
 
 def truth(work: StepWork, scale: float = 1.0) -> tuple[float, float]:
-    """Seconds of a machine that the profile does not describe: a straight line."""
+    """Duration in seconds on a machine that the profile does not describe: a straight line."""
     draft_s = 8e-4 * work.draft_depth + 1e-5 * work.draft_tokens
     target_s = 4e-3 + 5e-5 * work.target_tokens + 2e-7 * work.context_tokens
     return scale * draft_s, scale * target_s
@@ -38,11 +38,11 @@ def sample(rng: np.random.Generator, *, noise: float = 0.0, scale: float = 1.0) 
 
 
 def errors(model: OnlineCostModel, scale: float = 1.0) -> np.ndarray:
-    """Relative errors of whole steps of 16 rows and 0 to 4 drafts a row."""
+    """Return relative errors of the prices of whole steps of 16 rows and 0 to 4 drafts a row."""
     prices = model.prices(16, 5000, 64)
-    found = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
+    estimates = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
     works = [decoding(16, 5000, depth=d) for d in range(5)]
-    return np.abs(np.array(found) / [sum(truth(work, scale)) for work in works] - 1)
+    return np.abs(np.array(estimates) / [sum(truth(work, scale)) for work in works] - 1)
 
 
 def test_a_profile_is_priced_as_measured_and_linear_beyond() -> None:
@@ -77,8 +77,8 @@ def test_a_bad_profile_names_its_field(field: str, value: object, name: str) -> 
 
 @pytest.mark.parametrize("profile", [None, PROFILE], ids=["no profile", "wrong profile"])
 def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
-    """Of a machine that becomes half as fast, too; one step in fifty takes 40 times as long, and
-    moves them little."""
+    """Prices follow a machine that becomes half as fast, too. One step in fifty takes 40 times as
+    long; it moves the prices little."""
     rng, model = np.random.default_rng(0), OnlineCostModel(profile, max_tokens=600)
     if profile is not None:
         assert errors(model).max() > 0.1, "corrections are needed"
@@ -97,7 +97,8 @@ def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
 
 
 def test_one_step_without_drafts_among_many_with_them_tells_what_they_cost() -> None:
-    """Where every other step drafts as much, nothing else could."""
+    """As every other step drafts the same number of tokens, only that step can separate the
+    costs."""
     model, drafting, plain = OnlineCostModel(max_tokens=600), decoding(16, depth=4), decoding(16)
     for _ in range(200):
         model.observe(StepSample(drafting, 1e-3, 12e-3))
@@ -113,8 +114,8 @@ def test_one_step_without_drafts_among_many_with_them_tells_what_they_cost() -> 
 
 @pytest.mark.parametrize("first", ["stall", "fast"])
 def test_a_stall_is_forgotten_at_once_and_lifts_nothing(first: str) -> None:
-    """The first step of a kind took ten times as long: the next says so; and the steps of more
-    tokens that took less say that it was none of its cost."""
+    """The first step of a kind took ten times as long. The next step of the same kind corrects the
+    price, and so do faster steps of more tokens."""
     model = OnlineCostModel(max_tokens=600)
     for step in range(3):
         stalled = step == 0 and first == "stall"
@@ -150,8 +151,8 @@ def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
 
 
 def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
-    """Thousands of equal steps leave the slope alone. Those that were not measured are no evidence
-    at all."""
+    """Thousands of equal steps do not move the slope. Steps without a measured duration are no
+    evidence at all."""
     model, rng = OnlineCostModel(PROFILE, max_tokens=600), np.random.default_rng(1)
     before = model.prices(16, 5000, 64)
     for _ in range(50):
@@ -165,7 +166,8 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
 
 
 def test_beyond_what_was_tried_more_tokens_cost_what_the_profile_says() -> None:
-    """Not as much more as those up to there did: they brought rows along, with their contexts."""
+    """It is not extrapolated from measured steps: those brought more rows and contexts along with
+    more tokens."""
     seen_s = {256: 15e-3, 512: 30e-3}
     priced = {}
     for profiled in (True, False):
@@ -182,8 +184,8 @@ def test_beyond_what_was_tried_more_tokens_cost_what_the_profile_says() -> None:
 
 
 def test_a_point_of_another_day_gives_way_to_steps_that_are_seen() -> None:
-    """The profile of more rows, never met since, said less than steps of fewer rows take now: it is
-    lifted, and does not hold down what was measured many times."""
+    """The profile's price of more rows, not met since, is less than steps of fewer rows take now.
+    The price is raised, and does not lower what was measured many times."""
     profile = CostProfile((1, 8, 16), (1e-3, 1e-3, 1e-3), draft_pass_s=1e-4)
     model = OnlineCostModel(profile, max_tokens=600)
     for _ in range(100):
@@ -196,7 +198,8 @@ def test_a_point_of_another_day_gives_way_to_steps_that_are_seen() -> None:
 
 
 def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
-    """Steps of a depth of 4 tell what one of 1 takes, which is more than a quarter of theirs."""
+    """Steps of depth 4 determine the price of one of depth 1, which is more than a quarter of
+    theirs."""
     profile = CostProfile((1, 64), (2e-3, 3e-3), draft_setup_s=3e-4, draft_pass_s=2e-4)
     model = OnlineCostModel(profile, max_tokens=600)
     for _ in range(50):
@@ -208,7 +211,7 @@ def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
 
 
 def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
-    """One that was planned before their last tokens were known."""
+    """It was planned before the last tokens of its rows were known."""
     profile = CostProfile((1, 64), (2e-3, 3e-3))
     policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), PolicyLimits(1, 64, profile))
     policy.enter(0, None)

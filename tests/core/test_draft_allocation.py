@@ -1,4 +1,5 @@
-"""The allocation against a brute force over every vector k, and what must hold of any decision."""
+"""Compare the allocation with a brute force over every vector k, and check invariants of any
+decision."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ CASES = 400
 def random_case(
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray, StepPrices, LookaheadDecision | None]:
-    """Few rows, with ties (rounded chances), caps, and costs from flat through stairs to steep."""
+    """Return few rows with ties (rounded chances), caps, and costs that are flat, stairs or
+    steep."""
     rows, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5 if rng.random() < 0.3 else 4))
     chances = rng.random((rows, depth)).round(int(rng.integers(1, 4)))
     caps = rng.integers(0, depth + 1, rows).astype(np.int32)
-    most = int(rng.integers(0, rows * depth + 1))
-    stairs = rng.random(most + 1) * (rng.random(most + 1) < 0.4) * rng.choice([0.1, 0.3, 1.0])
+    budget = int(rng.integers(0, rows * depth + 1))
+    stairs = rng.random(budget + 1) * (rng.random(budget + 1) < 0.4) * rng.choice([0.1, 0.3, 1.0])
     prices = StepPrices(1 + np.cumsum(stairs), float(rng.choice([0.0, 0.05, 0.2])))
     before = None
     if rng.random() < 0.5:
@@ -36,15 +38,15 @@ def speed_of(
     prices: StepPrices,
     before: LookaheadDecision | None,
 ) -> float:
-    """G(k) by its definition."""
+    """Return the speed G(k) by its definition."""
     masked = np.where(np.arange(survival.shape[1]) < caps[:, None], survival, 0.0)
     weight = np.ones(len(k)) if before is None else weights(masked.T, prices, before)
     tokens = [1 + masked[i, :drafts].sum() for i, drafts in enumerate(k)]
     return float(weight @ tokens / (prices.step_s[sum(k)] + prices.pass_s * max(k)))
 
 
-def test_no_vector_k_is_better_by_more_than_worths_are_told_apart() -> None:
-    """Where the budget does not bind: beyond it drafts are somebody else's to cut."""
+def test_no_vector_k_is_better_by_more_than_the_resolution_of_worths() -> None:
+    """The budget does not bind here; where it does, the plan cuts the drafts."""
     rng = np.random.default_rng(0)
     ratios, drafts = [], []
     while len(ratios) < CASES:
@@ -57,13 +59,14 @@ def test_no_vector_k_is_better_by_more_than_worths_are_told_apart() -> None:
         best = max(speed_of(k, *case) for k in every)
         ratios.append(best / speed_of(tuple(decision.num_drafts.tolist()), *case))
         drafts.append(int(decision.num_drafts.sum()))
-    # Ties of coarse chances on steep stairs are the worst: all of them, or none.
+    # The worst cases are ties of coarse chances on steep stairs, where either all of them draft or
+    # none.
     assert np.mean(ratios) < 1.003 and np.quantile(ratios, 0.99) < 1.06, sorted(ratios)[-9:]
     assert 0.2 < np.mean(np.array(drafts) == 0) < 0.8, "both outcomes occur"
 
 
 def test_large_steps_agree_with_the_search_of_every_depth() -> None:
-    """256 rows, sorted."""
+    """The case has 256 sorted rows."""
     rng = np.random.default_rng(1)
     drafted, ratios = 0, []
     for case in range(40):
@@ -78,13 +81,13 @@ def test_large_steps_agree_with_the_search_of_every_depth() -> None:
             ranked = np.sort(values[:depth], axis=None)[::-1]
             cost_s = step_s[1 : len(ranked) + 1] + prices.pass_s * depth
             best = max(best, float(((256 + np.cumsum(ranked)) / cost_s).max()))
-        found = decide(values, np.full(256, 8, np.int32), prices)
-        drafted += found.tokens_per_s is not None
-        k = found.num_drafts
+        decision = decide(values, np.full(256, 8, np.int32), prices)
+        drafted += decision.tokens_per_s is not None
+        k = decision.num_drafts
         tokens = 256 + np.where(np.arange(8)[:, None] < k, values, 0.0).sum()
         ratios.append(tokens / (step_s[k.sum()] + prices.pass_s * k.max()) / best)
     assert 5 < drafted < 40
-    # A stair of 64 tokens ends within a grade.
+    # A stair of 64 tokens ends within one grade of worth.
     assert np.mean(ratios) > 0.995 and min(ratios) > 0.96, sorted(ratios)[:9]
 
 
@@ -118,16 +121,16 @@ def test_caps_hold_and_beyond_a_budget_nothing_is_counted_on() -> None:
 def test_weights_favour_rows_that_cost_most_per_token() -> None:
     survival = np.multiply.accumulate(np.array([[0.9, 0.3]] * 4), axis=0)  # an easy, a hard row
     prices = StepPrices(2.0 + 0.2 * np.arange(9), 0.0)  # a slot takes 1, a draft 0.2
-    found = weights(survival, prices, LookaheadDecision(np.array([4, 0], np.int32), 0.1))
-    assert found.mean() == pytest.approx(1) and found[1] > found[0]
+    weight = weights(survival, prices, LookaheadDecision(np.array([4, 0], np.int32), 0.1))
+    assert weight.mean() == pytest.approx(1) and weight[1] > weight[0]
     easy = min((1 + 0.2 * k) / (1 + survival[:k, 0].sum()) for k in range(5))
     hard = min((1 + 0.2 * k) / (1 + survival[:k, 1].sum()) for k in range(5))
-    assert found[0] / found[1] == pytest.approx(easy / hard)
+    assert weight[0] / weight[1] == pytest.approx(easy / hard)
 
 
 def test_shared_passes_are_not_charged_to_each_row() -> None:
-    """A pass that no single row could pay for is worth it for 32 (notes: pricing it per row
-    collapses k)."""
+    """No single row could pay for a pass, but 32 rows together can. A price per row would make k
+    collapse."""
     one, many = np.full((1, 1), 0.6), np.full((32, 1), 0.6)
     for survival, drafts in ((one, 0), (many, 32)):
         rows = len(survival)

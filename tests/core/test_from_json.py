@@ -49,7 +49,7 @@ def test_every_field_survives_a_round_trip_through_json() -> None:
         verification="coupled",
     )
     plain = sampling_to_json(params)
-    assert set(plain) == set(SAMPLING_FIELDS)  # none is left at its default
+    assert set(plain) == set(SAMPLING_FIELDS)  # no field is left at its default
     assert msgspec.convert(json.loads(json.dumps(plain)), SamplingParams, str_keys=True) == params
 
 

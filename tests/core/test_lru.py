@@ -1,4 +1,4 @@
-"""The queue of cached blocks against the plainest thing that keeps an order: a list."""
+"""Compare the queue of cached blocks with the simplest ordered structure: a list."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from cbatch.core.scheduler.lru import ReleaseOrder
 
-NUM_BLOCKS = 5  # few, so that the queue of twice as many is soon at its end
+NUM_BLOCKS = 5  # few, so that the queue of twice as many entries soon wraps
 HAPPENED: Counter[str] = Counter()
 moves = st.tuples(st.sampled_from(["append", "remove", "take"]), st.integers(0, NUM_BLOCKS))
 
 
 def play(played: list[tuple[str, int]], seed: int) -> None:
-    """Every `move` is of so many blocks, or as many as there are."""
+    """Replay moves of the given sizes, each limited to the number of blocks there are."""
     rng = np.random.default_rng(seed)
     queue, expected = ReleaseOrder(NUM_BLOCKS), list[int]()
     for move, count in played:

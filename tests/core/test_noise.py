@@ -10,7 +10,7 @@ import pytest
 from cbatch.core.request import noise
 from cbatch.core.request.noise import Purpose
 
-# Random123's num_cached_tokens known-answer vectors of Philox4x32-10: counter, key, output.
+# Known-answer vectors of Philox4x32-10 from Random123: counter, key, output.
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -74,7 +74,7 @@ def test_counter_layout_against_plain_philox():
 
 
 def test_golden_vectors():
-    """Frozen bits: a change here changes every sampled token of every user."""
+    """These bits are frozen: a change here changes every sampled token of every user."""
     words = noise.token_words([noise.split_seed(2**64 - 59)], 1234, 1, Purpose.DRAFT, 6)
     assert words[0].tolist() == GOLDEN_WORDS
     assert noise.uniform(EDGES).view(np.uint32).tolist() == GOLDEN_UNIFORM_BITS
@@ -103,7 +103,7 @@ def test_exponential_precision_and_tail():
 def test_exponential_is_nondecreasing_in_the_draw():
     x = np.sort(np.random.default_rng(6).integers(0, 2**32, 400_000)).astype(np.uint32)
     e = noise.exponential(x)
-    # Two roundings may disagree by an ulp or so where neighbours share a value; never by more.
+    # Roundings of neighbours with one value may differ by one or two ulps, never by more.
     assert np.max((e[:-1] - e[1:]) / np.spacing(e[1:])) <= 2.0
 
 
@@ -112,7 +112,7 @@ def test_uniform_law_by_kolmogorov_smirnov():
     n = len(u)
     distance = max(np.max(np.arange(1, n + 1) / n - u), np.max(u - np.arange(n) / n)) * math.sqrt(n)
     assert distance < 2.3  # p = 5e-5
-    assert distance > 0.3  # too even would be reused or stratified draws
+    assert distance > 0.3  # a smaller distance would mean reused or stratified draws
 
 
 def test_purposes_and_neighbours_are_uncorrelated():

@@ -1,4 +1,4 @@
-"""A policy of somebody's own, named as `module:Class`."""
+"""A lookahead policy of the user's own, named as `module:Class`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = f"{__name__}:OddSlots"
 
 
 class OddSlots(LookaheadPolicy):
-    """k in every second slot; keeps what it is told."""
+    """A policy that drafts k in every second slot, and records its calls."""
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         self.max_depth, self.limits = config.k, limits
@@ -49,10 +49,10 @@ class OddSlots(LookaheadPolicy):
 
 
 class Wrong(LookaheadPolicy):
-    found: Any = None
+    choice: Any = None
 
     def choose(self, step: PlannedRows) -> Any:
-        return self.found
+        return self.choice
 
 
 def test_the_scheduler_does_what_it_chooses() -> None:
@@ -69,24 +69,24 @@ def test_the_scheduler_does_what_it_chooses() -> None:
     assert ks[0] == {0} and {0, 3} <= ks[1]
     world.assert_reference()
     policy: Any = world.scheduler.state.policy
-    told = [what for call, what in policy.calls if call == "observe"]
-    assert len(told) == len(world.commits) and any(k.any() and a.any() for k, a in told)
+    observed = [what for call, what in policy.calls if call == "observe"]
+    assert len(observed) == len(world.commits) and any(k.any() and a.any() for k, a in observed)
     assert world.scheduler.stats.preemptions > 0
     carried = [what for call, what in policy.calls if call == "enter"]
     assert carried.count(None) == 4 and any(each is not None and each[1] >= 2 for each in carried)
 
 
 @pytest.mark.parametrize(
-    "found",
+    "choice",
     [np.ones(2), np.ones(3, np.int32), np.array([1, 9], np.int32), np.array([-1, 0], np.int32)],
 )
-def test_a_choice_that_cannot_be_is_named(found: np.ndarray) -> None:
+def test_a_choice_that_cannot_be_is_named(choice: np.ndarray) -> None:
     class_ = policy_class(f"{__name__}:Wrong")
     policy: Any = class_(LookaheadConfig(policy="own", k=4), PolicyLimits(2, 64))
     rows = RowsToPlan(slice(0, 2), np.full(2, 4, np.int32))
-    policy.found = np.array([0, 4], np.int32)
-    assert policy.choose(rows) is policy.found
-    policy.found = found
+    policy.choice = np.array([0, 4], np.int32)
+    assert policy.choose(rows) is policy.choice
+    policy.choice = choice
     with pytest.raises(ValueError, match="Wrong.choose returned"):
         policy.choose(rows)
 
@@ -113,8 +113,8 @@ def test_names_that_are_none(name: str, problem: str) -> None:
     [("fixed", "fixed", 4), ("ema:6", "ema", 6), (NAME, NAME, 8), (f"{NAME}:2", NAME, 2)],
 )
 def test_names_with_k(name: str, policy: str, k: int) -> None:
-    found = parse_lookahead(name)
-    assert (found.policy, found.k, lookahead_name(found)) == (policy, k, f"{policy}:{k}")
+    config = parse_lookahead(name)
+    assert (config.policy, config.k, lookahead_name(config)) == (policy, k, f"{policy}:{k}")
 
 
 def test_the_old_name_of_adaptive_is_accepted() -> None:

@@ -1,4 +1,4 @@
-"""The policies without prices. Bounds of the estimator: |bias| <= 0.005, RMSE <= 0.075."""
+"""Policies without prices. Bounds of the estimator: |bias| <= 0.005, RMSE <= 0.075."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_the_estimate_is_unbiased_and_as_sharp_for_every_k(alpha: float) -> None
             coins = rng.random((rows, k)) < alpha
             accepted = np.cumprod(coins, axis=1).sum(axis=1).astype(np.int32)
             policy.observe(DraftedRows(slice(0, rows), drafted, accepted))
-        found = np.array(policy.estimated_acceptance(np.arange(rows)))
-        assert abs(found.mean() - alpha) <= 0.005
-        errors[k] = float(np.sqrt(np.mean((found - alpha) ** 2)))
+        estimates = np.array(policy.estimated_acceptance(np.arange(rows)))
+        assert abs(estimates.mean() - alpha) <= 0.005
+        errors[k] = float(np.sqrt(np.mean((estimates - alpha) ** 2)))
     assert max(errors.values()) <= 0.075
     assert max(errors.values()) <= 1.1 * min(errors.values())
 
@@ -53,7 +53,7 @@ def test_survival_is_the_beta_moment_and_never_rises_along_a_row() -> None:
     assert s[0, 0] == pytest.approx(0.7)
     assert s[0, 1] == pytest.approx(0.7 * 8 / 11)
     assert (np.diff(s, axis=1) <= 0).all()
-    assert (s[0] >= 0.7 ** np.arange(1, 7)).all()  # Jensen: mild optimism
+    assert (s[0] >= 0.7 ** np.arange(1, 7)).all()  # Jensen's inequality: mildly optimistic
 
 
 def test_k_follows_acceptance_and_zero_is_not_absorbing() -> None:

@@ -35,7 +35,7 @@ def test_the_last_in_service_order_is_the_victim() -> None:
 
 
 @given(st.data())
-def test_a_growth_decision_fits_and_somebody_runs(data: st.DataObject) -> None:
+def test_a_growth_decision_fits_and_some_row_runs(data: st.DataObject) -> None:
     rows = []
     for slot in range(data.draw(st.integers(1, 6))):
         kv = data.draw(st.integers(0, 12))
@@ -69,6 +69,6 @@ def test_drafts_fit_the_budget(rows: list[tuple[int, int]], budget: int, first: 
     k, catch_up, total = fit_drafts(drafts, lag, budget, first % len(rows))
     assert total == int(k.sum() + catch_up.sum()) <= max(budget, 0)
     assert (k <= drafts).all() and (k >= 0).all() and (catch_up >= 0).all()
-    assert (catch_up[k > 0] == lag[k > 0]).all()  # nobody drafts before it has caught up
-    wanted = int(drafts.sum() + lag[drafts > 0].sum())
-    assert total == min(wanted, budget)  # and nothing is left over
+    assert (catch_up[k > 0] == lag[k > 0]).all()  # no row drafts before it has caught up
+    needed = int(drafts.sum() + lag[drafts > 0].sum())
+    assert total == min(needed, budget)  # no part of the budget is unused

@@ -1,4 +1,4 @@
-"""What the record of a pool tells is what a lookup would hit, after whatever has happened."""
+"""The pool's record tells which blocks a lookup would hit, after any sequence of calls."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Running:
 
 
 def drive(pool: BlockPool, choose: Callable[[int], int], num_actions: int) -> None:
-    """Whatever can happen to a pool, and after each a look at what its follower knows. `choose`
-    gives a number below another."""
+    """Do anything that a pool allows, and check its follower after each call. `choose(n)` returns a
+    number below n."""
     assert isinstance(pool, RecordedBlockPool)
     follower, running = Follower(), list[Running]()
     for _ in range(num_actions):
@@ -120,7 +120,7 @@ class ForgetsEvictions(RecordedBlockPool):
 
 
 class ForgetsWhatFollows(RecordedBlockPool):
-    """A block that has gone takes nothing with it."""
+    """Broken: the removal of a block does not remove the blocks after it."""
 
     def _remove(self, entry) -> None:  # type: ignore[no-untyped-def]
         below = dict(entry.children)
@@ -129,8 +129,8 @@ class ForgetsWhatFollows(RecordedBlockPool):
         entry.children.update(below)
 
 
-class TellsTooSoon(RecordedBlockPool):
-    """A block comes in once it is named, computed or not."""
+class RecordsTooSoon(RecordedBlockPool):
+    """Broken: a block is recorded once it is named, computed or not."""
 
     def add_nodes(self, blocks, *more) -> Node:  # type: ignore[no-untyped-def]
         last = super().add_nodes(blocks, *more)
@@ -147,7 +147,7 @@ class OneHashForAllSalts(RecordedBlockPool):
 
 
 @pytest.mark.parametrize(
-    "kind", [ForgetsEvictions, ForgetsWhatFollows, TellsTooSoon, OneHashForAllSalts]
+    "kind", [ForgetsEvictions, ForgetsWhatFollows, RecordsTooSoon, OneHashForAllSalts]
 )
 def test_a_record_that_is_wrong_is_found_out(kind: type[RecordedBlockPool]) -> None:
     with pytest.raises((AssertionError, KeyError)):
@@ -156,7 +156,8 @@ def test_a_record_that_is_wrong_is_found_out(kind: type[RecordedBlockPool]) -> N
 
 
 def test_a_hash_is_of_the_prefix_alone() -> None:
-    """Another pool, other blocks, after an eviction: the same hash; another salt: another one."""
+    """Another pool, other blocks and an eviction leave the hash unchanged; another salt changes
+    it."""
 
     def stored(pool: RecordedBlockPool, salt: str | None) -> list[BlocksStored]:
         blocks = pool.allocate(3)
@@ -189,15 +190,15 @@ def test_there_is_nothing_to_record_without_a_prefix_cache() -> None:
         make_config(kv_events=True, prefix_cache=False)
 
 
-def test_a_block_is_told_of_with_the_step_that_completes_it() -> None:
-    """Nobody has to ask for the prefix first."""
+def test_a_block_is_recorded_in_the_step_that_completes_it() -> None:
+    """No lookup of the prefix is needed first."""
     world = World(make_config(kv_events=True))
     world.add(make_request("r", range(9), max_tokens=8, ignore_eos=True))
-    told = []
+    known = []
     while world.scheduler.has_work:
         world.step()
-        told.append((world.scheduler.stats.emitted_tokens, len(world.follower.blocks)))
-    assert told == [(1, 2), (2, 2), (3, 2), (4, 3), (5, 3), (6, 3), (7, 3), (8, 4)]
+        known.append((world.scheduler.stats.emitted_tokens, len(world.follower.blocks)))
+    assert known == [(1, 2), (2, 2), (3, 2), (4, 3), (5, 3), (6, 3), (7, 3), (8, 4)]
 
 
 def test_a_reset_executor_has_nothing_cached() -> None:

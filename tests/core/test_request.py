@@ -124,7 +124,7 @@ def test_a_finish_reason_prints_as_its_value() -> None:
 def test_ids_beyond_the_vocabulary_and_no_token_left(params, stop_ids, field) -> None:
     with pytest.raises(FieldError, match=f"^{field}: "):
         SamplingParams(**params).require_vocabulary(8, stop_ids)
-    if max(params.get("allowed_token_ids", (8,))) == 8:  # one more id, and there is a choice
+    if max(params.get("allowed_token_ids", (8,))) == 8:  # with one more id there is a choice
         SamplingParams(**params).require_vocabulary(10, ())
     if params.pop("min_tokens", None):  # without it the stop id may be chosen
         SamplingParams(**params).require_vocabulary(8, stop_ids)
@@ -146,14 +146,14 @@ def test_lists_are_no_longer_than_the_vocabulary(field: str) -> None:
 def test_stop_ids_beyond_the_vocabulary_take_no_choice_away() -> None:
     params = SamplingParams(min_tokens=2, banned_token_ids=(0, 1, 2, 3, 4, 5, 6))
     params.require_vocabulary(8, (90, 91))
-    with pytest.raises(FieldError):  # one that is in it does
+    with pytest.raises(FieldError):  # a stop id inside the vocabulary takes the choice away
         params.require_vocabulary(8, (7, 91))
 
 
 def test_coupled_by_name_or_by_a_seed_of_the_caller() -> None:
     modes = ("auto", "rejection", "block", "coupled")
-    found = [SamplingParams(verification=m, seed=s).coupled for m in modes for s in (None, 0)]
-    assert found == [False, True, False, False, False, False, True, True]
+    coupled = [SamplingParams(verification=m, seed=s).coupled for m in modes for s in (None, 0)]
+    assert coupled == [False, True, False, False, False, False, True, True]
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

@@ -19,7 +19,7 @@ from tests.test_llm import write_model
 PROMPT = "def add(a, b):"
 EVEN = tuple(range(0, 90, 2))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
-ENDS: dict[str, Any] = {"logit_bias": {0: 40.0}}  # with every token
+ENDS: dict[str, Any] = {"logit_bias": {0: 40.0}}  # token 0 wins everywhere
 
 
 def tokens(done: Completion) -> object:
@@ -35,7 +35,7 @@ def logprobs(done: Completion) -> object:
     return done.logprobs
 
 
-# Field: what is asked without it, its value, and where the difference shows.
+# By field: other parameters, its value, and the part of the completion that shows the difference.
 CASES: dict[str, tuple[dict[str, Any], Any, Callable[[Completion], object]]] = {
     "max_tokens": ({}, 9, tokens),
     "min_tokens": ({"stop_token_ids": EVEN}, 12, tokens),
@@ -100,15 +100,17 @@ def test_a_field_does_something(llm: LLM, field: str) -> None:
             "stop_token_ids": (plain.token_ids[4],),
             "banned_token_ids": (plain.token_ids[0],),
         }[field]
-    (asked,) = llm.generate(PROMPT, SamplingParams(**(base | {field: value})))
-    assert look(asked) != look(plain), field
+    (completion,) = llm.generate(PROMPT, SamplingParams(**(base | {field: value})))
+    assert look(completion) != look(plain), field
     if field == "drafter" and not speculates:
-        assert (asked.error or "").startswith("drafter: 'ngram' is not loaded here")
+        assert (completion.error or "").startswith("drafter: 'ngram' is not loaded here")
     elif speculates and field != "max_lookahead":
-        assert asked.speculation.drafted_tokens > 0 or len(asked.token_ids) < 4, "drafts were off"
+        assert completion.speculation.drafted_tokens > 0 or len(completion.token_ids) < 4, (
+            "drafts were off"
+        )
 
 
-def test_a_drafter_that_is_held_may_be_named(llm: LLM) -> None:
+def test_a_loaded_drafter_may_be_named(llm: LLM) -> None:
     (done,) = llm.generate(PROMPT, SamplingParams(drafter=("model",)))
     assert (done.error is None) == (llm.info.lookahead != "off")
 
@@ -127,7 +129,7 @@ def test_the_command_line_has_every_field() -> None:
         --prompt-logprobs 2 --logprobs-mode processed --max-lookahead 3
         --verification coupled --structured-outputs {"regex":"a+"}"""
     params = sampling_params(*flags.split())
-    # `drafter` is an option of the engine: it loads what all prompts then use.
+    # `drafter` is an option of the engine, which loads it for all prompts.
     assert set(sampling_to_json(params)) == set(SAMPLING_FIELDS) - {"drafter"}
     assert params.logit_bias == {3: 1.5, 12: -2.0}
     assert params.structured_outputs == StructuredOutputs(regex="a+")

@@ -1,4 +1,5 @@
-"""Rows drafted by lookups beside the draft model's: whose KV is behind, and who pays for it."""
+"""Rows with lookup drafters together with rows of the draft model: whose draft KV lags, and which
+rows pay to catch up."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ CHAINS: dict[str, tuple[str, ...] | None] = {
 
 
 def serve(world: World, *, twice: bool = True, **params: Any) -> World:
-    """One request of each chain; then others go on from the prompts and outputs of the first."""
+    """Serve one request of each chain; then others continue the prompts and outputs of the
+    first."""
     settings = {"max_tokens": 40} | params
     world.add(*(make_request(n, drafter=chain, **settings) for n, chain in CHAINS.items()))
     world.run()
@@ -109,7 +111,8 @@ def test_only_rows_of_the_model_plan_catch_up():
 
 
 def test_lookups_alone_have_no_draft_context():
-    """No draft model: nothing lags, nothing is caught up, and drafts end with the request alone."""
+    """Without a draft model no KV lags or catches up, and only the end of the request limits
+    drafts."""
     world = mixed_world("fixed:4", drafter=("suffix", "ngram"), draft_context_tokens=None)
     world.add(*(make_request(f"r{i}", max_tokens=40 + i) for i in range(4)))
     world.run()
@@ -143,13 +146,13 @@ def test_names_are_checked():
         SchedulerConfig(num_blocks=4, drafter=("suffix", "model"))
 
 
-# --- evidence that nobody paid for ---------------------------------------------------------------
+# --- evidence without drafting -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["ema", "adaptive"])
 def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(policy, monkeypatch):
-    """Acceptance is 0 at first, then 1. Told of what it would have scored, the policy drafts again
-    sooner than by drift to the prior, and probes alone."""
+    """Acceptance is 0 at first, then 1. Given the acceptance that drafts would have had, the policy
+    drafts again sooner than by drift to the prior and by probes alone."""
 
     def steps_until_drafting(begin: int) -> tuple[int, int]:
         acceptance = {"a": 0.0}
@@ -171,7 +174,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
         assert max(drafted[begin - 50 : begin]) <= 1, "it had stopped but for experiments"
         return len(drafted) - begin, world.executor.stats.num_scores
 
-    begins = range(300, 500, 40)  # an experiment may come just then
+    begins = range(300, 500, 40)  # an experiment may happen to come in any single one of these
     informed, scores = np.mean([steps_until_drafting(begin) for begin in begins], axis=0)
     assert scores > 5
     monkeypatch.setattr(CommittedStep, "_live_shadow", lambda *_: None)
@@ -180,7 +183,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
 
 
 def test_evidence_of_rows_that_left_is_dropped():
-    """Whoever has their slot by now has not earned it."""
+    """It must not count for the request that has their slot now."""
     world = mixed_world("ema:4", drafter=("suffix",), draft_context_tokens=None)
     world.add(*(make_request(name, max_tokens=30) for name in "abc"))
     world.step()
@@ -196,7 +199,8 @@ def test_evidence_of_rows_that_left_is_dropped():
 
 
 def test_the_controller_hears_of_a_fleet_that_got_better():
-    """While off, good news is acted upon at the next decision; old news changes nothing."""
+    """While drafting is off, good news takes effect at the next decision; old news changes
+    nothing."""
     policy = AdaptivePolicy(
         LookaheadConfig(policy="adaptive", k=4, prior_acceptance=0.1), PolicyLimits(8, 64)
     )
@@ -207,7 +211,7 @@ def test_the_controller_hears_of_a_fleet_that_got_better():
     plain = StepSample(decoding(8), 0.0, 5e-3)
 
     def tell(hits: int) -> np.ndarray | None:
-        """Next k, after news of that many of 12 trials a row."""
+        """Report `accepted` of 12 trials a row; return the next k."""
         shadow = Shadow(slots, trials, np.full(8, hits, np.int32))
         policy.observe(DraftedRows(slice(0, 8), nothing, nothing, plain, shadow=shadow))
         return policy.choose(planned)

@@ -1,4 +1,5 @@
-"""Every accepted request ends in exactly one way, at any moment, and the others do not notice."""
+"""Every accepted request ends in exactly one way, at any moment, without an effect on the
+others."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
 
 
 def test_blocks_of_a_row_that_was_cancelled_while_it_failed_are_zeroed():
-    """Depth 1: the step in flight when the client cancels turns out not to be finite."""
+    """Depth 1: when the client cancels, the step in flight turns out not to be finite."""
     config = make_config(num_blocks=8, max_slots=2)
     world = World(config, depth=1, faults=Faults(non_finite_at={"a": 3}))
     world.add(make_request("a", 8, max_tokens=10))
@@ -130,7 +131,7 @@ def test_commit_itself_cuts_at_a_stop_id_but_not_before_min_tokens(min_tokens, k
 
 
 def test_the_parameters_of_a_call_are_looked_through_once(monkeypatch):
-    """They may name as many ids as there are, for each of its choices."""
+    """Parameters may name as many ids as the vocabulary has, and a call has many choices."""
     checked = []
     check = SchedulerConfig.check_params
     monkeypatch.setattr(

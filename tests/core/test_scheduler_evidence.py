@@ -1,4 +1,4 @@
-"""What an executor reports of acceptance is what the scheduler learns, row by row."""
+"""The scheduler learns acceptance from the executor's reports, row by row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = pytest.mark.parametrize("policy", ["ema", "adaptive"])
 
 
 def make_world(policy: str, depth: int = 0, temperature: float = 1.0, log: Any = None) -> World:
-    """Requests of known, different acceptance, that draft whatever is believed of them."""
+    """Make requests of known, different acceptance, which draft whatever the estimate is."""
     lookahead = LookaheadConfig(policy=policy, k=4, min_survival=1e-6)
     config = make_config(
         lookahead=lookahead,
@@ -40,14 +40,14 @@ def make_world(policy: str, depth: int = 0, temperature: float = 1.0, log: Any =
 def beliefs(scheduler: Scheduler) -> dict[str, float]:
     sequences = scheduler.state.sequences
     slots = np.array([sequence.slot for sequence in sequences.values()])
-    found = scheduler.state.policy.estimated_acceptance(slots)
-    assert found is not None
-    return dict(zip(sequences, found, strict=True))
+    estimates = scheduler.state.policy.estimated_acceptance(slots)
+    assert estimates is not None
+    return dict(zip(sequences, estimates, strict=True))
 
 
 def off_by(policy: str, depth: int, temperature: float = 1.0) -> float:
-    """How far what is believed is from the truth at most, of the requests that are still there
-    after some steps in which others have left."""
+    """Return the largest error of the estimates. It covers the requests that remain after some
+    steps, in which others left."""
     world = make_world(policy, depth, temperature)
     for number in range(50):
         world.step()
@@ -62,8 +62,8 @@ def off_by(policy: str, depth: int, temperature: float = 1.0) -> float:
 @POLICIES
 @pytest.mark.parametrize("depth", [0, 1])
 def test_beliefs_are_made_of_what_is_reported(policy: str, depth: int) -> None:
-    """The simulator reports chances without noise: only the fading prior is between belief and
-    truth. Rows of a plan in flight that have left meanwhile are dropped from the report, too."""
+    """The simulator reports chances without noise: only the fading prior separates estimate and
+    truth. Reports of rows of a plan in flight that have left meanwhile are dropped."""
     assert off_by(policy, depth) < 0.05 < off_by(policy, depth, temperature=0.0)
 
 

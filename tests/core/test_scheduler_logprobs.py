@@ -1,4 +1,4 @@
-"""Log probabilities pass through the scheduler: to whom they go, and what they ask of a plan."""
+"""Log probabilities pass through the scheduler to their owners; what they require of a plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_entries_go_to_the_owners_of_their_rows(reporting: None, depth: int) -> 
         names = [name for name, _ in commit.logprobs]
         owners = [owner.request.request_id for owner in commit.owners]
         assert names == owners
-        assert all(found.first_position == commit.step_id for _, found in commit.logprobs)
+        assert all(entries.first_position == commit.step_id for _, entries in commit.logprobs)
     assert sum(len(commit.logprobs) for commit in world.commits) > 20
 
 

@@ -1,4 +1,4 @@
-"""Drafts: how many, what they reserve, and how the draft's KV keeps up with the target's."""
+"""Numbers of drafts, their reservations, and how the draft's KV keeps up with the target's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PROMPT = tuple(range(300, 316))
 
 
 def rows(world, name):
-    found = (rows_of(world, plan).get(name) for plan in world.plans)
-    return [row for row in found if row is not None and row["wants_logits"]]
+    by_plan = (rows_of(world, plan).get(name) for plan in world.plans)
+    return [row for row in by_plan if row is not None and row["wants_logits"]]
 
 
 def one(lookahead, acceptance, depth=0, max_tokens=30, **settings):
@@ -47,8 +47,8 @@ def test_a_request_may_cap_its_own_lookahead():
     )
     world.run()
     world.assert_reference()
-    most = {name: max(row["num_drafts"] for row in rows(world, name)) for name in world.requests}
-    assert most == {"none": 0, "two": 2, "all": 4}
+    largest = {name: max(row["num_drafts"] for row in rows(world, name)) for name in world.requests}
+    assert largest == {"none": 0, "two": 2, "all": 4}
 
 
 def test_after_a_full_acceptance_the_draft_lags_one_token_and_after_a_rejection_none():
@@ -110,7 +110,8 @@ def test_a_catch_up_longer_than_the_budget_is_sliced():
 
 
 def prompt_steps(**settings: float) -> int:
-    """Steps until a prompt is in KV, beside a row whose draft has a prompt to catch up with."""
+    """Return the steps until a prompt is in KV, while another row's draft has a prompt to catch up
+    with."""
     config = make_config(lookahead="fixed:2", step_budget_tokens=32, num_blocks=256, **settings)
     world = World(config, acceptance=ModelledAcceptance(0.5))
     world.add(make_request("a", 100, max_tokens=20))

@@ -38,11 +38,11 @@ def test_no_step_passes_its_budget(depth, lookahead):
     world.assert_reference()
     spent = [int(plan.query_lens.sum() + plan.catch_up.sum()) for plan in world.plans]
     assert max(spent) <= 12
-    assert spent.count(12) >= 3  # the budget was the limit, often
+    assert spent.count(12) >= 3  # the budget was often the limit
 
 
 @DEPTHS
-def test_every_decoding_row_gets_its_token_beside_a_prefill(depth):
+def test_every_decoding_row_gets_its_token_during_a_prefill(depth):
     world = World(make_config(step_budget_tokens=8), depth=depth)
     world.add(*(make_request(f"d{i}", 3, max_tokens=40) for i in range(4)))
     for _ in range(8):

@@ -22,7 +22,7 @@ def one_at_a_time(policy, **settings):
     ],
 )
 def test_who_is_served_first(policy, arrivals, order):
-    """By arrival; by level and then arrival; by prompt and output together."""
+    """Order by arrival; by level and then arrival; by prompt and output together."""
     world = one_at_a_time(policy)
     for name, (prompt_tokens, max_tokens, priority) in arrivals.items():
         world.add(make_request(name, prompt_tokens, max_tokens=max_tokens, priority=priority))
@@ -31,7 +31,8 @@ def test_who_is_served_first(policy, arrivals, order):
 
 
 def arrivals_until_served(world, favoured, patient, limit=200):
-    """Keep a favoured request waiting at all times; how many of them ran before `patient`."""
+    """Keep a favoured request waiting at all times; return how many of them ran before
+    `patient`."""
     world.add(favoured(0), patient)
     for i in range(1, limit):
         world.add(favoured(i))
@@ -57,7 +58,7 @@ def test_none_starves_under_ageing(policy, ageing_per_s, favoured, patient):
         lambda i: make_request(f"f{i}", 4, **({"max_tokens": 3} | favoured)),
         make_request("patient", 4, **patient),
     )
-    assert count is not None and count > 2  # it waited, and not for ever
+    assert count is not None and count > 2  # it waited, but not for ever
     world.run()
     world.assert_reference()
 
@@ -75,7 +76,7 @@ def test_without_ageing_priority_is_strict():
     world.assert_reference()
 
 
-def test_the_first_that_does_not_fit_holds_back_those_behind_it():
+def test_the_first_that_does_not_fit_holds_back_those_after_it():
     world = World(make_config(num_blocks=16, max_model_tokens=64))
     world.add(make_request("running", 32, max_tokens=20))
     world.step()

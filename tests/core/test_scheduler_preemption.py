@@ -1,4 +1,5 @@
-"""Preemption by recompute: who goes, who comes back first, and that nobody's tokens change."""
+"""Preemption by recompute: which request is the victim, which resumes first, and that no output
+changes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def test_a_preempted_request_goes_before_one_that_the_policy_prefers(depth):
     world.add(*(make_request(f"r{i}", 8, seed=i, priority=5, max_tokens=24) for i in range(2)))
     while world.scheduler.num_running < 2:
         world.step()
-    # It fits only once there is nobody left to come back.
+    # It fits only once no preempted request waits to resume.
     world.add(make_request("urgent", 24, priority=0, max_tokens=4))
     world.run()
     world.assert_reference()
@@ -45,13 +46,13 @@ def test_the_same_victim_is_not_chosen_twice_without_having_gained_a_block(depth
         for a in plan.deltas.new_sequences:
             by_name.setdefault(a.request_id, []).append(len(a.tokens))
     for lengths in by_name.values():
-        # The first admission is no preemption; from the second on each must have gained a block.
+        # The first admission is no preemption. From the second on each must have gained a block.
         for earlier, later in itertools.pairwise(lengths[1:]):
             assert later // 4 > earlier // 4, by_name
 
 
 def test_speculation_never_causes_a_preemption():
-    # Both sequences fit to their ends, but not with eight drafts each on top.
+    # Both sequences fit to their ends, but not with eight drafts each in addition.
     config = make_config(num_blocks=14, lookahead="fixed:8")
     world = World(config)
     world.add(*(make_request(f"r{i}", 8, seed=i, max_tokens=20) for i in range(2)))
@@ -62,12 +63,12 @@ def test_speculation_never_causes_a_preemption():
 
 
 def test_the_estimator_survives_preemption():
-    """A request whose drafts all fail is not drafted for eagerly again once it comes back."""
+    """A request whose drafts all fail gets few drafts when it resumes, too."""
     world = World(make_config(num_blocks=12, lookahead="ema:4"), acceptance=ModelledAcceptance(0.0))
     world.add(*(make_request(f"r{i}", 6, seed=i, max_tokens=24) for i in range(4)))
     world.run()
     world.assert_reference()
-    resumed = {}  # drafts by request since its last admission, by its output at that moment
+    resumed = {}  # drafts since the last admission, by request, recorded by output length
     for plan in world.plans:
         for a in plan.deltas.new_sequences:
             resumed[a.request_id] = (len(a.tokens) - a.num_prompt_tokens, [])

@@ -1,4 +1,4 @@
-"""Prefix sharing: what one request computed, the others read."""
+"""Prefix sharing: requests read what another one computed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_a_burst_with_one_system_prompt_prefills_it_once(depth, budget_tokens):
     world.add(*(chat(f"r{i}", 5 * i, 1, 2, 3, 4) for i in range(6)))
     world.run()
     world.assert_reference()
-    # Positions computed without being the last known token: the system prompt once, and each
-    # question less its last token, which every request computes to get its first logits.
+    # Positions computed other than each last known token: the system prompt once, and each question
+    # less its last token, which every request computes to get its first logits.
     assert world.executor.stats.prefill_tokens == len(SYSTEM) + 6 * 4
     assert world.scheduler.stats.prefix_hit_tokens == 5 * len(SYSTEM)
 
@@ -45,12 +45,13 @@ def test_others_pass_a_request_that_waits_for_a_prefix():
 
 @DEPTHS
 def test_a_prefix_is_shared_by_requests_of_one_salt_alone(depth):
-    """Whoever asks, and with what others before it: one of its own salt finds it, no other."""
+    """In any order of requests, one finds the prefix of its own salt and no other."""
     world = World(depth=depth)
     world.add(*(chat(f"{salt} {i}", i, cache_salt=salt) for i in range(2) for salt in SALTS))
     world.run()
     world.assert_reference()
-    # Each salt's first computes the system prompt, its second waits for it, whatever the others do.
+    # The first request of each salt computes the system prompt and its second waits for it,
+    # whatever the others do.
     assert world.executor.stats.prefill_tokens == len(SALTS) * len(SYSTEM)
     assert world.scheduler.stats.prefix_hit_tokens == len(SALTS) * len(SYSTEM)
     world.add(chat("of none of them", 1, cache_salt="b "))
@@ -71,7 +72,7 @@ def test_a_salt_outlives_preemptions_and_executors(depth, lookahead):
     world.assert_reference()
     stats = world.scheduler.stats
     assert stats.preemptions and stats.executor_resets == 2 and stats.prefix_hit_tokens
-    wrote, holders = {}, {}  # by block, and by slot: the salt
+    wrote, holders = {}, {}  # salts by block, and by slot
     for deltas in (plan.deltas for plan in world.plans):
         for a in deltas.new_sequences:
             hits = a.kv_len_tokens // config.block_size_tokens
@@ -89,7 +90,7 @@ def test_a_salt_that_is_none_is_refused(salt):
 
 
 @DEPTHS
-@pytest.mark.parametrize("max_tokens", range(17, 21))  # ends at every offset of a block
+@pytest.mark.parametrize("max_tokens", range(17, 21))  # the output ends at every offset of a block
 def test_output_is_cached_up_to_its_last_verified_position(depth, max_tokens):
     world = World(depth=depth)
     world.add(chat("a", 1, max_tokens=max_tokens))

@@ -1,4 +1,4 @@
-"""A request that was begun elsewhere goes on from its tokens as if it had never stopped."""
+"""A request that began elsewhere continues from its tokens as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers import World, make_config, make_request
 
 
 def finish(request, known=(), **world_settings):
-    """(output, tokens generated) of one request that has the tokens `known` already."""
+    """Return (output, tokens generated) of a request that starts with the tokens `known`."""
     world = World(**world_settings)
     world.scheduler.add(request, 0.0, tuple(known))
     ends = []

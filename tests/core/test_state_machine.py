@@ -1,8 +1,8 @@
-"""Hypothesis drives scheduler, pool and loop with whatever can happen, at depth 0 and 1.
+"""Hypothesis drives scheduler, pool and loop with all possible events, at depth 0 and 1.
 
-After every commit the scheduler checks its invariants and the executor's shadow has checked every
-KV position that was read. At the end each request has ended exactly once, and those that nobody
-disturbed have the output they have when served alone.
+After every commit the scheduler checks its invariants, and the executor's shadow has checked every
+KV position that was read. At the end each request has ended exactly once. Those that no event
+disturbed have the same output as when served alone.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Serving(RuleBasedStateMachine):
         )
 
     def _add(self, prompt, params, acceptance, choice=0):
-        held = self.world.config.draft_context_tokens is not None
-        if not held and "model" in (params["drafter"] or ()):
+        has_draft_model = self.world.config.draft_context_tokens is not None
+        if not has_draft_model and "model" in (params["drafter"] or ()):
             params = params | {"drafter": None}  # the engine refuses it
         name = f"r{self.count}"
         self.count += 1
@@ -242,7 +242,8 @@ TestSerial.settings = TestOverlapped.settings = SETTINGS
 
 
 def test_everything_happened():
-    """What the state machines claim to cover did occur; they run before it."""
+    """All events that the state machines claim to cover occurred; the machines run before this
+    test."""
     if not HAPPENED:
         pytest.skip("the state machines were not run")
     for depth in (0, 1):

@@ -1,4 +1,4 @@
-"""What is not served yet is refused by name, and the README says so."""
+"""Features that are not supported are refused by name, and the README lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The price of a step is its wall time, where the host or the device may be what one waits for.
+"""The price of a step is its wall time, limited by the host or by the device.
 
 The host plans a step while the device runs another: a step takes whichever is longer. An executor
 measures the device alone. With drafts the host has more to do, so that small models on a fast
@@ -21,7 +21,7 @@ from tests.checking.cost import LinearCost
 from tests.helpers import World, make_config, make_request
 
 HOST_BASE_S, HOST_ROW_S = 0.5e-3, 1e-5
-HOST_DRAFTS_S, HOST_DRAFT_S = 2.5e-3, 2e-5  # besides: in a step with drafts, and for each of them
+HOST_DRAFTS_S, HOST_DRAFT_S = 2.5e-3, 2e-5  # in addition: in a step with drafts, and for each draft
 WARM_STEPS, STEPS, DEPTH = 400, 1200, 4
 MAX_TOKENS = (1 + DEPTH) * (WARM_STEPS + STEPS)
 ROWS = (1, 8, 32, 128)
@@ -29,7 +29,7 @@ SCALES = (1.0, 4.0, 20.0)  # of the device's time: the host is slower, sometimes
 
 
 class HostAndDevice(ModelledExecutor):
-    """Moves the clock by the longer of the host's time and the device's."""
+    """An executor that moves the clock by the longer of the host's time and the device's."""
 
     def __init__(self, clock: VirtualClock, rows: int, scale: float) -> None:
         cost = LinearCost(
@@ -94,11 +94,11 @@ def test_the_faster_way_is_found(rows: int, scale: float) -> None:
 
 
 def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[float] = []
+    durations_s: list[float] = []
 
     def recorded(step: CommittedStep) -> StepSample:
         sample = of_wall(step)
-        found.append(sample.target_s)
+        durations_s.append(sample.target_s)
         return sample
 
     of_wall = CommittedStep.sample
@@ -108,7 +108,7 @@ def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None
         world.add(make_request(name, 8, max_tokens=4))
         world.run()
         world.clock.advance(10.0)
-    assert len(found) >= 2 and max(found) < 0.1
+    assert len(durations_s) >= 2 and max(durations_s) < 0.1
 
 
 def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
