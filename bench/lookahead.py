@@ -144,10 +144,10 @@ class EndlessLoop:
 
 def survival_until_now(engine: Engine) -> np.ndarray:
     """Return totals as in `PolicyRun.survival`, of no depth for a policy without predictions."""
-    outlook = engine.scheduler.state.policy.outlook
-    if outlook is None:
+    stats = engine.scheduler.state.policy.stats
+    if stats is None:
         return np.zeros((3, 0))
-    seen = outlook.calibration
+    seen = stats.calibration
     return np.array([seen.drafted, seen.predicted, seen.survived])
 
 

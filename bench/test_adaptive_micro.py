@@ -18,7 +18,7 @@ from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.draft_allocation import decide
-from cbatch.core.speculation.policy import PolicyLimits, Shadow, StepBudget
+from cbatch.core.speculation.policy import PolicyLimits, Shadow
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
@@ -69,20 +69,20 @@ class ToPlan(NamedTuple):
     """Implements `policy.PlannedRows`."""
 
     rows: slice
-    caps: np.ndarray
-    lag: np.ndarray
+    max_drafts: np.ndarray
+    draft_kv_lag: np.ndarray
+    remaining_tokens: np.ndarray
     budget_tokens: int = TOKENS
+    context_tokens: int = 0
 
     @property
     def num_rows(self) -> int:
-        return len(self.caps)
-
-    def room(self) -> StepBudget:
-        return StepBudget(0)
+        return len(self.max_drafts)
 
 
 def to_plan(rows: int) -> ToPlan:
-    return ToPlan(slice(0, rows), inputs(rows)[2], np.zeros(rows, np.int32))
+    lag = np.zeros(rows, np.int32)
+    return ToPlan(slice(0, rows), inputs(rows)[2], lag, lag + 1)
 
 
 def policy_of(kind: str, rows: int) -> AdaptivePolicy:
@@ -128,7 +128,7 @@ def test_a_step_while_off(benchmark):
     included."""
     policy, planned = policy_of("steep", ROWS), to_plan(ROWS)
     policy.estimate[0] *= 0.1
-    rows, zero = planned.rows, planned.lag
+    rows, zero = planned.rows, planned.draft_kv_lag
 
     def step() -> None:
         k = policy.choose(planned)

@@ -17,7 +17,7 @@ from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit, Finished
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.policy import Shadow, StepBudget
+from cbatch.core.speculation.policy import Shadow
 from cbatch.engine.loop import StepLoop
 from cbatch.kv_events.wire import encode_changes
 from tests.checking.clock import VirtualClock
@@ -96,20 +96,25 @@ class RowsToPlan(msgspec.Struct):
     """A `policy.PlannedRows`."""
 
     rows: slice | np.ndarray
-    caps: np.ndarray
+    max_drafts: np.ndarray
     budget_tokens: int = 2**20
     behind: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
-        return len(self.caps)
+        return len(self.max_drafts)
 
     @property
-    def lag(self) -> np.ndarray:
-        return np.zeros(len(self.caps), np.int32) if self.behind is None else self.behind
+    def draft_kv_lag(self) -> np.ndarray:
+        return np.zeros(self.num_rows, np.int32) if self.behind is None else self.behind
 
-    def room(self) -> StepBudget:
-        return StepBudget(0)
+    @property
+    def context_tokens(self) -> int:
+        return 0
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        return self.draft_kv_lag + 1
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:

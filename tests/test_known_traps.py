@@ -122,7 +122,7 @@ def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) ->
     executor = Watched(target, drafter=drafter, num_blocks=256, block_size_tokens=4, max_slots=8)
     settings = {"cost_profile": HOPELESS} if policy == "adaptive:4" else {}
     with monkeypatch.context() as patch:
-        patch.setattr(EmaPolicy, "choose", lambda self, step: step.caps * 0)
+        patch.setattr(EmaPolicy, "choose", lambda self, step: step.max_drafts * 0)
         run_engine(requests, target, draft, lookahead=policy, executor=executor, **settings)
     return plans
 
@@ -144,7 +144,7 @@ def steps_until_all_draft_again(limit: int) -> int | None:
     acceptance = dict.fromkeys("abcd", 0.03)
     world = make_world(acceptance)
     policy = world.scheduler.state.policy
-    while policy.outlook is None or policy.outlook.drafting:
+    while policy.stats is None or policy.stats.drafting:
         world.loop.step()
     acceptance.update(dict.fromkeys("abcd", 0.95))
     for step in range(limit):

@@ -14,7 +14,7 @@ from cbatch.core.request.output import Ending, OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import SchedulerStats
-from cbatch.core.speculation.policy import Outlook
+from cbatch.core.speculation.policy import PolicyStats
 from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     plan_s: float  # part of `step_s`; with overlap it runs during the previous step
     commit_s: float
     totals: SchedulerStats
-    outlook: Outlook | None  # None: the policy is not `adaptive`
+    policy: PolicyStats | None  # None: the policy is not `adaptive`
     compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
 
 
@@ -177,7 +177,7 @@ class EngineCore:
             plan_s=self.loop.plan_s,
             commit_s=self.loop.commit_s,
             totals=scheduler.stats,
-            outlook=scheduler.state.policy.outlook,
+            policy=scheduler.state.policy.stats,
             compiling=self.late.pending,
         )
 

@@ -42,7 +42,7 @@ class OddSlots(LookaheadPolicy):
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         odd = np.arange(self.limits.max_slots)[step.rows] % 2
-        return step.caps * odd.astype(np.int32)
+        return step.max_drafts * odd.astype(np.int32)
 
     def observe(self, step: DraftedStep) -> None:
         self.calls.append(("observe", (step.num_drafted, step.num_accepted)))

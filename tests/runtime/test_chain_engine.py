@@ -96,7 +96,7 @@ def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(policy: Any, step: Any) -> np.ndarray:
         nonlocal calls
         calls += 1
-        return step.caps * (calls % 24 < 8)
+        return step.max_drafts * (calls % 24 < 8)
 
     monkeypatch.setattr(FixedPolicy, "choose", choose)
 

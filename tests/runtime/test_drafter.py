@@ -63,7 +63,7 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
         FixedPolicy,
         "choose",
         lambda self, step: np.minimum(
-            step.caps, rng.integers(0, 5, step.num_rows).astype(np.int32)
+            step.max_drafts, rng.integers(0, 5, step.num_rows).astype(np.int32)
         ),
     )
     shared = prompts(1, seed=9, low=24, high=25)[0]
@@ -89,7 +89,7 @@ def test_acceptance_recovers_after_k_was_zero(monkeypatch):
     def choose(policy: Any, step: Any) -> np.ndarray:
         steps["n"] += 1
         k = 0 if 15 <= steps["n"] < 45 else 3
-        return np.minimum(step.caps, np.int32(k))
+        return np.minimum(step.max_drafts, np.int32(k))
 
     requests = [make_request(f"r{i}", p, max_tokens=120) for i, p in enumerate(prompts(6))]
     steady = checked_run(requests, lookahead="fixed:3")

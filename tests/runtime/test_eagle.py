@@ -126,7 +126,7 @@ def hard_life(monkeypatch: pytest.MonkeyPatch, **params: Any) -> tuple[list[Any]
     def choose(policy: Any, step: Any) -> np.ndarray:
         steps["n"] += 1
         k = rng.integers(0, 5, step.num_rows) * (not 10 <= steps["n"] < 20)
-        return np.minimum(step.caps, k.astype(np.int32))
+        return np.minimum(step.max_drafts, k.astype(np.int32))
 
     monkeypatch.setattr(FixedPolicy, "choose", choose)
     shared = prompts(1, seed=9, low=24, high=25)[0]

@@ -148,7 +148,7 @@ def test_a_prefix_hit_and_a_while_without_drafts_cost_no_acceptance(tmp_path, mo
 
     def choose(policy: Any, step: Any) -> np.ndarray:
         steps["n"] += 1
-        return np.minimum(step.caps, np.full(step.num_rows, 3 * (steps["n"] not in pause)))
+        return np.minimum(step.max_drafts, np.full(step.num_rows, 3 * (steps["n"] not in pause)))
 
     monkeypatch.setattr(FixedPolicy, "choose", choose)
     given = prompts(6, low=27, high=28)

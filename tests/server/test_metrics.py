@@ -92,13 +92,13 @@ def test_what_was_asked_for(world: World) -> None:
 
 
 def test_what_the_policy_goes_by(world: World) -> None:
-    outlook = world.engine.scheduler.state.policy.outlook
-    assert outlook is not None
-    assert sample(world.client, "cbatch:lookahead_on") == outlook.drafting
+    stats = world.engine.scheduler.state.policy.stats
+    assert stats is not None
+    assert sample(world.client, "cbatch:lookahead_on") == stats.drafting
     for name, value in (
-        ("lambda", outlook.price),
-        ("expected_tokens_per_second", outlook.tokens_per_s),
-        ("expected_gain", outlook.gain),
+        ("lambda", stats.threshold),
+        ("expected_tokens_per_second", stats.tokens_per_s),
+        ("expected_gain", stats.gain),
     ):
         if value is None:
             with pytest.raises(AssertionError, match="is not there"):

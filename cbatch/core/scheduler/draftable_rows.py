@@ -9,7 +9,6 @@ import numpy as np
 from cbatch.core.scheduler.decode_batch import DecodeBatch
 from cbatch.core.scheduler.slot_table import ONE
 from cbatch.core.scheduler.state import SchedulerState
-from cbatch.core.speculation.policy import StepBudget
 
 
 class DraftableRows:
@@ -22,17 +21,16 @@ class DraftableRows:
         self.rows, self.num_rows = batch.rows, len(batch.slots)
 
     @cached_property
-    def caps(self) -> np.ndarray:
+    def max_drafts(self) -> np.ndarray:
         """Most drafts of each row, int32 [rows]."""
         state, batch = self._state, self._batch
-        caps = batch.draft_limits(state.table).max_tokens.num_drafts
+        max_drafts = batch.draft_limits(state.table).max_tokens.num_drafts
         if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
-            until_end = state.table.lookahead_end[batch.rows] - self._num_known
-            caps = np.minimum(caps, np.maximum(until_end, 0))
-        return caps
+            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
+        return max_drafts
 
     @cached_property
-    def lag(self) -> np.ndarray:
+    def draft_kv_lag(self) -> np.ndarray:
         """Known tokens of each row that its draft KV lacks, without the last one, int32 [rows]."""
         table, rows, num_known = self._state.table, self.rows, self._num_known
         if not self._state.has_draft_kv:
@@ -52,17 +50,20 @@ class DraftableRows:
         if has_prompts:
             budget //= 2
         if target_s is not None:
-            pairs, costs = self.room().context_tokens, state.step_costs
+            pairs, costs = self.context_tokens, state.step_costs
             fitting = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
             if has_prompts:
                 fitting -= costs.chunk(self.num_rows, pairs, 0, target_s)
             budget = max(min(budget, fitting), 0)
         return budget
 
-    def room(self) -> StepBudget:
-        """Return the context of all rows, and the tokens that each row may still draft."""
-        left_tokens: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
-        return StepBudget(
-            context_tokens=int(np.add.reduce(self._num_known)),
-            left_tokens=left_tokens,
-        )
+    @property
+    def context_tokens(self) -> int:
+        """Known tokens of all rows together."""
+        return int(np.add.reduce(self._num_known))
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        """Tokens that each row may still draft, int32 [rows]."""
+        remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
+        return remaining

@@ -93,7 +93,7 @@ class Planner:
         num_drafts = state.policy.choose(step)
         if num_drafts is None:
             return batch.plain
-        lag, budget = step.lag, step.budget_tokens
+        lag, budget = step.draft_kv_lag, step.budget_tokens
         drafts = batch.draft_limits(state.table).max_tokens
         if num_drafts is not drafts.num_drafts:
             drafts = RowTokens.of(num_drafts, lag, 0)

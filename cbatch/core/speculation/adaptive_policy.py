@@ -23,9 +23,9 @@ from cbatch.core.speculation.draft_allocation import LookaheadDecision, decide
 from cbatch.core.speculation.policies import LearningPolicy
 from cbatch.core.speculation.policy import (
     DraftedStep,
-    Outlook,
     PlannedRows,
     PolicyLimits,
+    PolicyStats,
     SurvivalStats,
 )
 
@@ -74,7 +74,7 @@ class AdaptivePolicy(LearningPolicy):
             return None if self.drafting else self._single_draft(step)
         if not self.drafting:
             return None
-        num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.caps)
+        num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
         return num_drafts
 
     def observe(self, step: DraftedStep) -> None:
@@ -100,11 +100,11 @@ class AdaptivePolicy(LearningPolicy):
         self.fleet.observe(float(np.add.reduce(gained)), float(np.add.reduce(trials)), memory)
 
     @property
-    def outlook(self) -> Outlook:  # type: ignore[override]
-        decision, calibration = self.decision, SurvivalStats(*self.fleet.totals.tolist())
+    def stats(self) -> PolicyStats:  # type: ignore[override]
+        decision, totals = self.decision, SurvivalStats(*self.fleet.totals.tolist())
         if decision.tokens_per_s is None or not self.drafting:
-            return Outlook(self.drafting, None, None, None, calibration)
-        return Outlook(True, decision.threshold, decision.tokens_per_s, decision.gain, calibration)
+            return PolicyStats(self.drafting, None, None, None, totals)
+        return PolicyStats(True, decision.threshold, decision.tokens_per_s, decision.gain, totals)
 
     def _has_changed(self, num_rows: int) -> bool:
         """Return whether a quarter of the batch is new or gone since the last decision."""
@@ -126,13 +126,13 @@ class AdaptivePolicy(LearningPolicy):
         self._drift()
         self._decided_at, self._newcomers = self._steps, 0
         self._decide_at = self._steps + SOON_STEPS
-        depth = int(np.maximum.reduce(step.caps, initial=0))
-        max_drafts = min(step.budget_tokens, depth * step.num_rows)
-        if max_drafts <= 0 or not self.costs.is_known:
+        depth = int(np.maximum.reduce(step.max_drafts, initial=0))
+        max_total = min(step.budget_tokens, depth * step.num_rows)
+        if max_total <= 0 or not self.costs.is_known:
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.room().context_tokens, max_drafts)
+        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
         decision, was_drafting = self._best(step, prices, depth), self.drafting
         self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
@@ -160,12 +160,11 @@ class AdaptivePolicy(LearningPolicy):
         accepted, trials = self.estimate[:, step.rows]
         values = self.fleet.corrected(survival(accepted, trials, depth).T)
         owed_s = prices.ingest_s * self.fleet.caught_up  # others will come
-        if prices.ingest_s > 0 and np.maximum.reduce(step.lag) >= OWED_TOKENS:
+        if prices.ingest_s > 0 and np.maximum.reduce(step.draft_kv_lag) >= OWED_TOKENS:
             # What catching up takes is spread over the steps that a request has left, two tokens
             # each. Rows whose drafts are not worth that have none.
-            lag, left = step.lag, step.room().left_tokens
-            left = lag + 1 if left is None else np.maximum(left, 1)
-            debt_s = np.where(lag >= OWED_TOKENS, lag * (2 * prices.ingest_s / left), 0.0)
+            lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
+            debt_s = np.where(lag >= OWED_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
             pays = np.add.reduce(values[:2]) * (prices.step_s[0] / step.num_rows) > debt_s
             values = np.where(pays, values, 0.0)
             owed_s = max(owed_s, float(np.add.reduce(debt_s * pays)))
@@ -174,15 +173,16 @@ class AdaptivePolicy(LearningPolicy):
         if answered < 1:  # prices are by drafts that come, decisions by drafts that are planned
             drafts = np.arange(len(step_s))
             step_s, values = np.interp(answered * drafts, drafts, step_s), answered * values
-        return decide(values, step.caps, StepPrices(step_s, prices.pass_s), self.decision)
+        return decide(values, step.max_drafts, StepPrices(step_s, prices.pass_s), self.decision)
 
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
         """Begin an experiment, or set the step of the next decision: when one is due at latest."""
         rows, plain_s = step.num_rows, float(prices.step_s[0])
         loss, share = self._gain / (1 + self._gain), _EXPERIMENTS
         if not self.drafting:
-            caught_up_s = prices.ingest_s * float(np.minimum.reduce(step.lag)) / LEAST_STEPS
-            loss = (float(prices.step_s[1]) + prices.pass_s + caught_up_s) / plain_s - 1
+            ingest_s = prices.ingest_s * float(np.minimum.reduce(step.draft_kv_lag))
+            loss = float(prices.step_s[1]) + prices.pass_s + ingest_s / LEAST_STEPS
+            loss = loss / plain_s - 1
             loss -= self.prior[0] / self.prior[1] / rows
             share = _IDLE_EXPERIMENTS
         loss = max(loss, _LEAST_LOSS)
@@ -203,7 +203,7 @@ class AdaptivePolicy(LearningPolicy):
 
     def _single_draft(self, step: PlannedRows) -> np.ndarray:
         """Return a draft of the row that the drafter has the least to catch up on for."""
-        row = int(np.argmin(np.where(step.caps > 0, step.lag, np.inf)))
+        row = int(np.argmin(np.where(step.max_drafts > 0, step.draft_kv_lag, np.inf)))
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
-        num_drafts[row] = min(step.budget_tokens, step.caps[row], 1)
+        num_drafts[row] = min(step.budget_tokens, step.max_drafts[row], 1)
         return num_drafts

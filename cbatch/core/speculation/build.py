@@ -52,8 +52,9 @@ def _imported(name: str) -> type[LookaheadPolicy]:
                 if chosen.dtype != np.int32 or chosen.shape != (step.num_rows,):
                     expected = f"int32 [{step.num_rows}]"
                     raise ValueError(f"{name}.choose returned {chosen!r}, not {expected}")
-                if ((chosen < 0) | (chosen > step.caps)).any():
-                    raise ValueError(f"{name}.choose returned {chosen!r}, caps are {step.caps!r}")
+                if ((chosen < 0) | (chosen > step.max_drafts)).any():
+                    limits = f"max_drafts are {step.max_drafts!r}"
+                    raise ValueError(f"{name}.choose returned {chosen!r}, {limits}")
             return chosen
 
     return Checked

@@ -43,16 +43,17 @@ class LookaheadDecision(msgspec.Struct, frozen=True):
 
 def decide(
     survival: np.ndarray,
-    caps: np.ndarray,
+    max_drafts: np.ndarray,
     prices: StepPrices,
     before: LookaheadDecision | None = None,
 ) -> LookaheadDecision:
     """Return k of each row for the most expected tokens a second, rows weighted at the prices of
     the decision `before`. `survival` is float64 [depth, rows], non-increasing along the depth;
-    `caps` int32 [rows]. Drafts past the end of `prices` count for nothing: the caller cuts them."""
+    `max_drafts` int32 [rows]. Drafts past the end of `prices` count for nothing: the caller cuts
+    them."""
     depth, rows = survival.shape
     depths = np.arange(1.0, depth + 1)[:, None]
-    values = np.where(depths <= caps, survival, 0.0)
+    values = np.where(depths <= max_drafts, survival, 0.0)
     if before is not None:
         values *= weights(values, prices, before)
     most_worth = float(np.maximum.reduce(values[0])) or 1.0
@@ -74,7 +75,7 @@ def decide(
 
 
 def weights(values: np.ndarray, prices: StepPrices, before: LookaheadDecision) -> np.ndarray:
-    """Return w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by the caps."""
+    """Return w_i, float64 [rows] of mean 1, for survival [depth, rows] masked by `max_drafts`."""
     depth, rows = values.shape
     plain_s = float(prices.step_s[0])
     drafts = min(max(before.total_drafts, 1), len(prices.step_s) - 1)

@@ -10,13 +10,13 @@ from cbatch.core.speculation.policy import DraftedStep, LookaheadPolicy, Planned
 
 
 class FixedPolicy(LookaheadPolicy):
-    """The same k for every row whose cap allows it."""
+    """The same k for every row whose `max_drafts` allows it."""
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         self.max_depth = config.k
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
-        return step.caps
+        return step.max_drafts
 
 
 class LearningPolicy(FixedPolicy):
@@ -65,7 +65,8 @@ class EmaPolicy(LearningPolicy):
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         accepted, trials = self.estimate[:, step.rows]
         worth = survival(accepted, trials, self.max_depth) >= self.config.min_survival
-        drafts: np.ndarray = np.minimum(np.add.reduce(worth, axis=1, dtype=np.int32), step.caps)
+        depths = np.add.reduce(worth, axis=1, dtype=np.int32)
+        drafts: np.ndarray = np.minimum(depths, step.max_drafts)
         return drafts
 
     def observe(self, step: DraftedStep) -> None:

@@ -21,13 +21,6 @@ class PolicyLimits(msgspec.Struct, frozen=True):
     profile: CostProfile | None = None  # for a `priced` policy, if it is known
 
 
-class StepBudget(msgspec.Struct, frozen=True):
-    """Context of a step, and what its requests have left."""
-
-    context_tokens: int  # sum over the rows
-    left_tokens: np.ndarray | None = None  # int32 [rows], of the request; None: many
-
-
 class PlannedRows(Protocol):
     """The decoding rows of a step that is being planned. Properties are computed when read."""
 
@@ -35,18 +28,24 @@ class PlannedRows(Protocol):
     num_rows: int
 
     @property
-    def caps(self) -> np.ndarray:
+    def max_drafts(self) -> np.ndarray:
         """The most drafts that request and context allow, int32 [rows]."""
 
     @property
-    def lag(self) -> np.ndarray:
+    def draft_kv_lag(self) -> np.ndarray:
         """Tokens that the drafter's KV lacks, int32 [rows]."""
 
     @property
     def budget_tokens(self) -> int:
         """The most drafts of all rows: a choice of more is cut."""
 
-    def room(self) -> StepBudget: ...
+    @property
+    def context_tokens(self) -> int:
+        """Known tokens of all rows together."""
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        """Tokens that each row may still draft, int32 [rows]."""
 
 
 class Shadow(NamedTuple):
@@ -81,11 +80,11 @@ class SurvivalStats(msgspec.Struct, frozen=True, array_like=True):
     survived: list[float]
 
 
-class Outlook(msgspec.Struct, frozen=True, array_like=True):
+class PolicyStats(msgspec.Struct, frozen=True, array_like=True):
     """The last decision of `adaptive`. Its numbers are None while no row drafts."""
 
     drafting: bool
-    price: float | None  # lambda, the least (weighted) chance of survival worth a draft; no time
+    threshold: float | None  # lambda, the least (weighted) chance of survival worth a draft
     tokens_per_s: float | None  # expected
     gain: float | None  # of that over no drafts, less 1
     calibration: SurvivalStats
@@ -100,7 +99,7 @@ class LookaheadPolicy:
 
     max_depth = 0  # the most drafts of a row
     priced = False  # whether `limits.profile` is wanted
-    outlook: Outlook | None = None  # for metrics
+    stats: PolicyStats | None = None  # for metrics
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         """`config.k` is the number after the policy's name on the command line."""
@@ -113,7 +112,7 @@ class LookaheadPolicy:
         return None
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
-        """Return k of each decoding row, int32 [rows], at most its cap, or None for no drafts."""
+        """Return k of each row, int32 [rows], at most its `max_drafts`, or None for no drafts."""
         return None
 
     def observe(self, step: DraftedStep) -> None:

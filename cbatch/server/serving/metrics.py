@@ -24,7 +24,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.policy import Outlook
+from cbatch.core.speculation.policy import PolicyStats
 from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.server.serving.service import EngineService
@@ -264,19 +264,19 @@ class Metrics(Collector):
             ("cbatch:step_seconds", "Time in steps, planning included.", stats.step_s),
         ):
             yield self._counter(name, text, value)
-        if stats.outlook is not None:
-            yield from self._policy_metrics(stats.outlook)
+        if stats.policy is not None:
+            yield from self._policy_metrics(stats.policy)
 
-    def _policy_metrics(self, outlook: Outlook) -> Iterator[Metric]:
-        yield self._gauge("cbatch:lookahead_on", "Whether drafts pay (1) or not.", outlook.drafting)
+    def _policy_metrics(self, policy: PolicyStats) -> Iterator[Metric]:
+        yield self._gauge("cbatch:lookahead_on", "Whether drafts pay (1) or not.", policy.drafting)
         for name, text, value in (
-            ("lambda", "Least chance of survival worth a draft at this load.", outlook.price),
-            ("expected_tokens_per_second", "Of a step as decided.", outlook.tokens_per_s),
-            ("expected_gain", "Of that, over drafting nothing, less 1.", outlook.gain),
+            ("lambda", "Least chance of survival worth a draft at this load.", policy.threshold),
+            ("expected_tokens_per_second", "Of a step as decided.", policy.tokens_per_s),
+            ("expected_gain", "Of that, over drafting nothing, less 1.", policy.gain),
         ):
             if value is not None:
                 yield self._gauge(f"cbatch:lookahead_{name}", text, value)
-        calibration = outlook.calibration
+        calibration = policy.calibration
         for name, text, values in (
             ("drafts", "Drafts, of the steps that are looked at.", calibration.drafted),
             ("predicted", "Of these, expected to survive.", calibration.predicted),

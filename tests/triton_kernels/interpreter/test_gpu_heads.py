@@ -73,7 +73,7 @@ def k_varies(patch: pytest.MonkeyPatch) -> None:
     def choose(policy: Any, step: Any) -> np.ndarray:
         steps["n"] += 1
         k = rng.integers(0, 5, step.num_rows) * (not 8 <= steps["n"] < 14)
-        return np.minimum(step.caps, k.astype(np.int32))
+        return np.minimum(step.max_drafts, k.astype(np.int32))
 
     patch.setattr(FixedPolicy, "choose", choose)
 

@@ -69,14 +69,14 @@ function showSplit(parts, steps) {
   put($("step-note"), `${time(total / steps).join(" ")} on average`);
 }
 
-function showPolicy(outlook) {
-  $("policy").hidden = outlook === null;
-  if (outlook === null) return;
-  const [drafting, price, , gain, [drafted, predicted, survived]] = outlook;
+function showPolicy(policy) {
+  $("policy").hidden = policy === null;
+  if (policy === null) return;
+  const [drafting, threshold, , gain, [drafted, predicted, survived]] = policy;
   const now =
-    price === null
+    threshold === null
       ? "looks now and then whether they pay"
-      : `λ ${percent(price)}, gain ${percent(gain)}`;
+      : `λ ${percent(threshold)}, gain ${percent(gain)}`;
   put($("policy-note"), drafting ? now : "drafts do not pay now");
   const body = $("depths");
   const depth = drafted.filter((number) => number > 0).length;
@@ -156,7 +156,7 @@ function onFrame(frame) {
 
 function onLook(frame, now, says) {
   const { slots, steps, num_steps, blocks } = frame.look;
-  const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, outlook, compiling] =
+  const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, policy, compiling] =
     frame.look.stats;
   lastLook = frame;
   const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
@@ -196,7 +196,7 @@ function onLook(frame, now, says) {
     const rest = stepS - then.stepS - sum(parts.map((part) => part[1]));
     showSplit([...parts, ["other", Math.max(0, rest)]], did);
   }
-  showPolicy(outlook);
+  showPolicy(policy);
 }
 
 function pace(stepsPerS, all, seen) {
