@@ -1,7 +1,7 @@
 """Lookahead policies on a simulated H100, no model needed: `python examples/simulate_policy.py`."""
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.engine.options import parse_lookahead
+from cbatch.core.speculation.build import parse_lookahead
 from sim.cost.pool import pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 from sim.executor.acceptance import parse_acceptance

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cbatch import LLM, EngineOptions, FieldError, FinishReason, LookaheadConfig, SamplingParams
-from cbatch.engine.options import parse_lookahead
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.llm import as_batch
 from cbatch.runtime.model.config import ModelError
 from tests.text.toy_tokenizers import printable

@@ -30,9 +30,9 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
-from cbatch.engine.options import parse_lookahead
 from cbatch.engine.prices.startup import profile_costs
 from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
 from cbatch.runtime.model.config_json import parse_config

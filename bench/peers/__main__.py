@@ -46,7 +46,7 @@ from bench.peers.figures import (
     prefill,
     startups,
 )
-from bench.peers.files import NAMES, TYPES, ModelFiles
+from bench.peers.files import NAMES, TYPES, ModelFormats
 from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
 from bench.peers.processes import busy, on_cpus
 from bench.peers.systems import (
@@ -132,7 +132,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
 
 
-def compare(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of `bench.peers.agree`; systems that can choose compute in float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
@@ -146,7 +146,7 @@ def compare(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]
     return agreement(model.name, one_by_one(entrants), prompts, args.output_tokens, logits, tie)
 
 
-def time_them(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
+def time_them(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
     entrants, rows = choices(model, args, sizes_of(args)), []
     if args.startup:
         with on_cpus(args.cpus), busy(args.busy):
@@ -164,7 +164,7 @@ def time_them(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any
     return rows
 
 
-def measure_perplexity(model: ModelFiles, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_perplexity(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
     sizes = Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS)
     return perplexities(model, choices(model, args, sizes), windows(model, args.perplexity))
 
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.model:
         with tempfile.TemporaryDirectory() as folder:
             llama = python_of("llama.cpp", args)
-            model = ModelFiles(name, args.type, Path(folder), llama=llama, threads=args.threads)
+            model = ModelFormats(name, args.type, Path(folder), llama=llama, threads=args.threads)
             if not args.skip_agreement:
                 compared += compare(model, args)
             rows += time_them(model, args)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import EngineRun, System, measure
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.systems import LIMITS, OURS, Entrant
 from bench.report import rounded
 
@@ -21,7 +21,7 @@ PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 
 
 def outputs(
-    model: ModelFiles, systems: Sequence[System], batch: int, args: argparse.Namespace
+    model: ModelFormats, systems: Sequence[System], batch: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     real = model.tokenizer is not None
     runs = measure(systems, model.source, batch, args, real=real)
@@ -33,7 +33,7 @@ def outputs(
 
 
 def _decoding(
-    model: ModelFiles, systems: Sequence[System], batch: int, runs: Sequence[Sequence[EngineRun]]
+    model: ModelFormats, systems: Sequence[System], batch: int, runs: Sequence[Sequence[EngineRun]]
 ) -> list[dict[str, Any]]:
     """Return rows for the tokens after each prompt's first one, of systems that report their
     steps."""
@@ -49,7 +49,7 @@ def _decoding(
 
 
 def prefill(
-    model: ModelFiles, systems: Sequence[System], args: argparse.Namespace
+    model: ModelFormats, systems: Sequence[System], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return rows for random prompts: the time until the first output token of each."""
     changed = {
@@ -68,7 +68,7 @@ def prefill(
     return rows
 
 
-def startups(model: ModelFiles, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
+def startups(model: ModelFormats, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
     """Return rows for the seconds of a constructor, in a new process with all imports done. An
     untimed first turn creates files and caches that a system keeps from an earlier start."""
     values: list[list[float]] = [[] for _ in choices]

@@ -41,7 +41,7 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 _LLAMA3_TOKENS = 8192  # context length of Llama 3's pretraining
 
 
-class ModelFiles:
+class ModelFormats:
     """One model in all formats. With `kind` None it stays as it is; otherwise cbatch and llama.cpp
     get one GGUF file of that type. Files are written to `folder`. `llama` is a Python with
     llama.cpp, which is needed to quantise a model or to convert a GGUF file."""

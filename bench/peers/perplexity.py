@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import Prompts
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.systems import Entrant
 from bench.report import rounded, student95
 
 WINDOW_TOKENS = 512
 
 
-def windows(model: ModelFiles, text: Path) -> Prompts:
+def windows(model: ModelFormats, text: Path) -> Prompts:
     """Return the text's token ids in independent windows of equal length. In each the first token
     is given and all others are predicted. Raises ValueError without a tokenizer or a whole
     window."""
@@ -31,7 +31,7 @@ def windows(model: ModelFiles, text: Path) -> Prompts:
 
 
 def perplexities(
-    model: ModelFiles, choices: Sequence[Entrant], prompts: Prompts
+    model: ModelFormats, choices: Sequence[Entrant], prompts: Prompts
 ) -> list[dict[str, Any]]:
     """Return a row for each system that reports log probabilities of prompts."""
     logprobs = []

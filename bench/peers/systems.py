@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from bench.engine.systems import System
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.processes import Worker
 from cbatch.runtime.model.config import ModelConfig
 
@@ -55,7 +55,7 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
 
 
 def choices(
-    model: ModelFiles, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
+    model: ModelFormats, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
 ) -> list[Entrant]:
     """Return cbatch with lookahead off first, then the installed peers in the given order. With
     `exact` systems that can choose compute in float32."""
@@ -95,7 +95,7 @@ def choices(
     return entrants
 
 
-def limits(model: ModelFiles, threads: int) -> Entrant:
+def limits(model: ModelFormats, threads: int) -> Entrant:
     """Return the limits of the machine with this model's weights (see `limits_worker`)."""
     settings: dict[str, Any] = {
         "weight_bytes": model.weight_bytes,

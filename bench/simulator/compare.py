@@ -43,7 +43,7 @@ from bench.simulator.real import (
     serve_by,
     serve_here,
 )
-from bench.simulator.simulated import Probes, Run, SimulatedReplicas
+from bench.simulator.simulated import Probes, ReplayedRun, SimulatedReplicas
 from bench.simulator.workloads import from_prompts, shared_prefixes
 from cbatch import EngineOptions
 from cbatch.core.prices.calibration import Calibration
@@ -62,7 +62,7 @@ _WARM_UP = 16  # requests to each replica.
 _WARM_SEED = 10**4  # a seed that no run has.
 
 
-class Kind(NamedTuple):
+class Defaults(NamedTuple):
     """Default settings of a comparison."""
 
     policies: tuple[str, ...]
@@ -76,10 +76,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "engine": Kind(("off", "fixed:4", "adaptive")),
-    "server": Kind(("off", "adaptive")),
+    "engine": Defaults(("off", "fixed:4", "adaptive")),
+    "server": Defaults(("off", "adaptive")),
     # The pool has room for the running requests and some of the prefixes, but not for all.
-    "fleet": Kind(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
+    "fleet": Defaults(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
 }
 
 
@@ -90,7 +90,7 @@ class Case(msgspec.Struct):
     router: str
     load: float
     requests: list[TraceRequest]
-    runs: list[Run] = []
+    runs: list[ReplayedRun] = []
     probes: list[Probes] = []
 
 

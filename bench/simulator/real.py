@@ -14,7 +14,7 @@ from bench.load.client.call import CallError, LiveTally, TimedCall
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.scrape import difference, scrape
 from bench.server.started import started
-from bench.simulator.simulated import Probes, Run
+from bench.simulator.simulated import Probes, ReplayedRun
 from bench.simulator.workloads import Prompt, probe_runs, prompts_of
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths
@@ -67,7 +67,9 @@ def record_fates(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
     return [fates_of(outputs) for outputs in seen.values()]
 
 
-def serve_here(engine: Engine, requests: Sequence[TraceRequest], texts: Sequence[list[int]]) -> Run:
+def serve_here(
+    engine: Engine, requests: Sequence[TraceRequest], texts: Sequence[list[int]]
+) -> ReplayedRun:
     """Serve the requests at their times, starting now, with `texts` as prompts in turn."""
     times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
     gc.collect()
@@ -91,7 +93,7 @@ def serve_here(engine: Engine, requests: Sequence[TraceRequest], texts: Sequence
         tokens = request.output_tokens
         tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else None
         records.append(_record(index, request, first_s, tpot_s, last_s))
-    return Run(records)
+    return ReplayedRun(records)
 
 
 def _record(
@@ -146,7 +148,9 @@ class FleetClient:
         self._records: list[Record] = []
         self.cpu_s = 0.0  # processor seconds of this process during the run
 
-    async def replay(self, requests: Sequence[TraceRequest], prompts: Sequence[Prompt]) -> Run:
+    async def replay(
+        self, requests: Sequence[TraceRequest], prompts: Sequence[Prompt]
+    ) -> ReplayedRun:
         """Send the requests and return the run. Raises RuntimeError if a call fails."""
         bodies = Bodies(
             BodySettings(
@@ -177,7 +181,7 @@ class FleetClient:
                 client.close()
         counted = [difference(*scrapes) for scrapes in zip(before, after, strict=True)]
         hits = sum(counts.prefix_hit_tokens or 0 for counts in counted if counts is not None)
-        return Run(sorted(self._records, key=lambda record: record.index), hits)
+        return ReplayedRun(sorted(self._records, key=lambda record: record.index), hits)
 
     async def _call(self, bodies: Bodies, index: int, request: TraceRequest, replica: int) -> None:
         prepared = bodies.prepare(index, request)
@@ -198,10 +202,10 @@ def serve_by(
     requests: Sequence[TraceRequest],
     router: str = "round-robin",
     texts: Sequence[list[int]] = (),
-) -> tuple[Run, float]:
+) -> tuple[ReplayedRun, float]:
     """Return the run, and the processor seconds of this process for sending it."""
 
-    async def replay() -> tuple[Run, float]:
+    async def replay() -> tuple[ReplayedRun, float]:
         client = FleetClient(ports, make_router(router))
         return await client.replay(requests, prompts_of(requests, texts)), client.cpu_s
 

@@ -12,7 +12,7 @@ from bench.simulator.workloads import FULL_ROWS, probe_runs
 from cbatch.core.prices.calibration import Calibration
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.engine.options import parse_lookahead
+from cbatch.core.speculation.build import parse_lookahead
 from sim.executor.acceptance import RecordedAcceptance
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.host import Host
@@ -26,7 +26,7 @@ _FIT_ROUNDS = 12
 _LEAST_S = 1e-9  # smallest duration of a step
 
 
-class Run(msgspec.Struct):
+class ReplayedRun(msgspec.Struct):
     """One run, real or simulated: a record for each request."""
 
     records: list[Record]
@@ -121,7 +121,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
 
     def replay(
         self, source: Source, policy: str = "off", router: str = "round-robin"
-    ) -> tuple[Report, Run]:
+    ) -> tuple[Report, ReplayedRun]:
         config, records = self.config(policy), list[Record]()
         prices = self.outside.priced(self.calibration).prices
         cost = ProfiledCost(prices, controlled=config.lookahead.policy == "adaptive")
@@ -141,7 +141,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
             on_record=records.append,
             host=self.host,
         )
-        return report, Run(records, report.prefix_hit_tokens or 0)
+        return report, ReplayedRun(records, report.prefix_hit_tokens or 0)
 
     def capacity_per_s(self, policy: str, make: Callable[..., list[TraceRequest]]) -> float:
         """Return the highest rate of requests a second that the replicas reach, in turns."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.build import policy_class
+from cbatch.core.speculation.build import parse_lookahead, policy_class
 from cbatch.engine.model_impl import Impl, refuse_beside
-from cbatch.engine.options import EngineOptions, parse_lookahead
+from cbatch.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     import torch

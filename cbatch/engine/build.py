@@ -15,6 +15,7 @@ from cbatch.core.request.request import LOOKUPS, MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import (
     allowed_drafters,
@@ -39,7 +40,7 @@ from cbatch.engine.model_files import (
     tokenizer_of,
 )
 from cbatch.engine.model_impl import check_files
-from cbatch.engine.options import EngineOptions, lookahead_name, parse_lookahead
+from cbatch.engine.options import EngineOptions
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.messages import Probe, Serve
 from cbatch.grammars import Grammars

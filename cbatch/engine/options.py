@@ -12,7 +12,7 @@ from cbatch.core.request.request import DRAFTERS, is_chain
 from cbatch.core.request.typed import convert_fields, knob
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.scheduler.step_costs import PROMPT_SHARE
-from cbatch.core.speculation.build import policy_class
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 
 _engine = partial(knob, "engine")
@@ -49,7 +49,6 @@ ITL_TARGET_KNOB = _engine(
 QUEUE_POLICY_KNOB = _engine("who gets a slot first")
 PREFIX_CACHE_KNOB = _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
 ModelImpl = Literal["auto", "own", "transformers"]
-_FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the cap of the others
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,22 +140,3 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.drafter is not None and not is_chain(self.drafter):
             remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
-
-
-def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
-    """Parse "off", "adaptive", "ema:8", "fixed:4", "module:Class" or "module:Class:6". Raises
-    `FieldError`."""
-    if isinstance(value, LookaheadConfig):
-        return value
-    policy, _, k = value.rpartition(":")
-    if not k.isdecimal():
-        policy, k = value, str(_FIXED_K if value == "fixed" else _MAX_K)
-    elif policy == "off":
-        raise FieldError("lookahead", f"{value!r} is not known", "use off without a number")
-    policy_class(policy)
-    return LookaheadConfig() if policy == "off" else LookaheadConfig(policy=policy, k=int(k))
-
-
-def lookahead_name(config: LookaheadConfig) -> str:
-    """Return the string that `parse_lookahead` parses to this configuration."""
-    return "off" if config.policy == "off" else f"{config.policy}:{config.k}"

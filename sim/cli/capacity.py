@@ -16,7 +16,8 @@ from sim.cli.options import (
     add_comparison_options,
     refuse_processes_without_sweep,
 )
-from sim.cli.scenario import SHARE_KNOB, USUAL, Scenario
+from sim.cli.scenario import USUAL, Scenario
+from sim.workload.options import SHARE_KNOB
 
 if TYPE_CHECKING:
     from sim.cli.display import Bar
@@ -151,7 +152,7 @@ def _print(variant: Variant, capacity: Capacity) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from sim.cli.display import wide_console
+    from sim.report.display import wide_console
 
     console = wide_console()
     swept = ", ".join(f"{name} {value}" for name, value in variant.values.items())

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cbatch.cli.output import names_file, print_line, require_place
 from sim.replay.replica import Progress as ReplayProgress
+from sim.report.display import spread_table, summary_of
 from sim.report.page.view import PageCollector, write_page
 from sim.report.perfetto import PerfettoTrace
-from sim.report.report import Record, Report, Spread, to_json, to_line
+from sim.report.report import Record, Report, to_json, to_line
 from sim.report.timeline import Observer, Timeline
-
-PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
 
 # Settings of a report that say where step costs come from.
 PRICED = ("cost", "gpu", "machine", "model", "draft_model", "tensor_parallel", "step_duration_s")
@@ -111,12 +108,6 @@ class Files:
             write_page(args.page, name, [view])
 
 
-def wide_console() -> Console:
-    """Return a console for wide tables; on a pipe it has `PIPE_WIDTH` columns, not rich's 80."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
 def print_report(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
     console.print(prices_of(report.settings), soft_wrap=True)
@@ -133,18 +124,6 @@ def prices_of(*scenarios: dict[str, Any]) -> str:
         ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios
     )
     return f"simulated: {'; '.join(dict.fromkeys(sources))}"
-
-
-def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:
-    """Return a table with a row per (label, field of `report`), in milliseconds."""
-    table = Table(title=f"{name}, {report.kind}", title_justify="left")
-    for column in ("", "mean", "p50", "p90", "p99", "max"):
-        table.add_column(column, justify="right" if column else "left")
-    for label, field in spreads:
-        spread: Spread = getattr(report, field)
-        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(label, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
-    return table
 
 
 def _lines(report: Report) -> list[str]:
@@ -186,10 +165,3 @@ def _lines(report: Report) -> list[str]:
             f"{len(report.refused):,} refused, the first: request {first.index}: {first.reason}"
         )
     return lines
-
-
-def summary_of(report: Report) -> dict[str, Any]:
-    """Return the report as JSON data, with the number of refused requests instead of their list."""
-    document: dict[str, Any] = msgspec.to_builtins(report)
-    document["refused"] = len(report.refused)
-    return document

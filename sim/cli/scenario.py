@@ -3,13 +3,9 @@ are the command line's options; those of the engine reuse the engine's knobs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from functools import cache, partial
-from multiprocessing import parent_process
-from typing import Annotated, Any, Literal
-
-import msgspec
+from functools import partial
+from typing import Annotated, Any
 
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
@@ -17,6 +13,7 @@ from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.engine import options as engine
 from sim.workload.arrivals import require_positive
+from sim.workload.options import RATE_SCALE_KNOB, SLO_KNOB, THINK_KNOB, Reading, warn
 from sim.workload.traces.changes import rate_of
 from sim.workload.traces.request import TraceRequest
 
@@ -35,32 +32,8 @@ SIZES = (*USUAL, "num_blocks", "max_model_tokens", "itl_target_s")
 _SOURCES = ("step_seconds", "cost", "cost_table")
 _STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_model")
 _ROOFLINE = ("gpu", "model", "tensor_parallel", "draft_model")
-_reading, _load, _fleet = (partial(knob, name) for name in ("reading", "load", "fleet"))
+_load, _fleet = (partial(knob, name) for name in ("load", "fleet"))
 _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
-RATE_SCALE_KNOB = _load("the trace X times as fast", "X")
-THINK_KNOB = _load("pause of a client", "S")
-SHARE_KNOB = knob("goodput", "of requests that meet every --slo", "X")
-SLO_KNOB = knob("goodput", "ttft, tpot or e2e in seconds, for goodput; repeatable", "NAME=S")
-
-
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """Options to read a trace."""
-
-    format: Annotated[str | None, _reading("what the trace must be", default="found out")] = None
-    skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
-    block_tokens: Annotated[
-        int | None, _reading("tokens of a block in hash_ids", "N", default="the format's")
-    ] = None
-    time_unit: Annotated[
-        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps", default="the format's")
-    ] = None
-    spread: Annotated[
-        float | None,
-        _reading(
-            "stamps are rounded to so many seconds: spread them (3 for Mooncake conversations)",
-            "SECONDS",
-        ),
-    ] = None
 
 
 class TraceFile(Reading, frozen=True, kw_only=True):
@@ -203,10 +176,3 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
             rows += [(other, chosen, why) for other in others if other not in own]
         return rows
-
-
-@cache
-def warn(words: str) -> None:
-    """Print a warning, only once: a search or a sweep opens its trace many times."""
-    if parent_process() is None:
-        print(f"cbatch: warning: {words}", file=sys.stderr)

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.engine.options import lookahead_name, parse_lookahead
 from sim.cli.costs import Priced, priced
 from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, USUAL, Scenario
-from sim.cli.trace_options import OpenedTrace
 from sim.cost.base import CostModel
 from sim.cost.recorded_pool import recorded_blocks
 from sim.executor.acceptance import parse_acceptance
@@ -28,6 +27,7 @@ from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
+from sim.workload.options import OpenedTrace
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 from sim.workload.traces.changes import endless, sample, scale
 from sim.workload.traces.request import TraceRequest

@@ -16,10 +16,11 @@ from rich.table import Table
 from cbatch.cli.output import names_file, print_line
 from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
-from sim.cli.display import prices_of, wide_console
+from sim.cli.display import prices_of
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build, refuse_ignored
+from sim.report.display import wide_console
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.report.timeline import Timeline

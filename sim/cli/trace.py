@@ -17,7 +17,8 @@ from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
 from sim.cli.scenario import PacedTrace, TraceFile
-from sim.cli.trace_options import OpenedTrace, require_no_seed, write_trace
+from sim.cli.trace_generate import require_no_seed, write_trace
+from sim.workload.options import OpenedTrace
 from sim.workload.traces.changes import sample, scale
 from sim.workload.traces.plot import save_plot
 from sim.workload.traces.reader import sort_requests

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from cbatch.cli.output import print_line, require_place
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
-from sim.cli.trace_options import require_no_seed, write_trace
 from sim.workload.distributions import (
     ARRIVALS,
     LENGTHS,
@@ -19,6 +19,7 @@ from sim.workload.distributions import (
 )
 from sim.workload.generate import Arrivals, Conversations, converse, generate
 from sim.workload.lengths import Lengths
+from sim.workload.traces.reader import write_requests
 from sim.workload.traces.request import TraceRequest
 
 THINK_S = 5.0  # default mean pause before a turn
@@ -107,3 +108,32 @@ def _distributions(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths
 
 def _draws(args: argparse.Namespace) -> bool:
     return any(map(is_drawn, (args.arrivals or DEFAULT_ARRIVALS, args.prompt, args.output)))
+
+
+def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
+    """Return the seed, by default 0. Raises `FieldError` if one is given but would be ignored."""
+    if args.seed is not None and not drawing:
+        raise FieldError("--seed", "nothing is drawn here", "leave it out")
+    return args.seed or 0
+
+
+def write_trace(
+    out: Path,
+    requests: Iterable[TraceRequest],
+    description: str,
+    skipped: Callable[[], int] = lambda: 0,
+) -> int:
+    """Write a trace in cbatch's own format and print `description`. On an error no file is left.
+    `skipped` is called after all requests were read. Raises `FieldError` for an empty trace."""
+    require_place("OUT", out)
+    partial = out.with_name(f"{out.name}.part{out.suffix}")
+    try:
+        count = write_requests(partial, requests)
+        if not count:
+            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{out}: {count:,} requests, {description}")
+    print_line({"out": str(out), "requests": count, "skipped": skipped()})
+    return 0

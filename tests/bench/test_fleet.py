@@ -15,7 +15,7 @@ import pytest
 
 from bench.simulator import compare, real, workloads
 from bench.simulator import host as bench_host
-from bench.simulator.simulated import Outside, Probes, Run, SimulatedReplicas
+from bench.simulator.simulated import Outside, Probes, ReplayedRun, SimulatedReplicas
 from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
@@ -90,7 +90,7 @@ def test_real_requests_go_where_the_router_says() -> None:
     with scripted(slow) as first, scripted(quick) as second:
         ports = [first.endpoint.port, second.endpoint.port]
 
-        async def run() -> Run:
+        async def run() -> ReplayedRun:
             prompts = workloads.prompts_of(requests, ())
             return await real.FleetClient(ports, router).replay(requests, prompts)
 
@@ -159,11 +159,11 @@ def test_what_servers_and_client_compute_is_found_from_runs(
         steps = bench_host.steps_of(COST, requests)
         return work.request_s * len(requests) + work.step_s * steps + work.token_s * tokens
 
-    def served(ports: Any, requests: list[TraceRequest]) -> tuple[Run, float]:
+    def served(ports: Any, requests: list[TraceRequest]) -> tuple[ReplayedRun, float]:
         last_s = requests[-1].arrival_s + 1
         clock[0] += last_s
         clock[1] += seconds(server, requests) + last_s * idle_share
-        return Run([]), seconds(client, requests)
+        return ReplayedRun([]), seconds(client, requests)
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds

@@ -18,7 +18,7 @@ from bench.engine.shapes import write_random_model
 from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.gguf_writer import F16, F32, write_gguf
 from bench.peers.processes import Worker
 from cbatch.runtime.model.gguf_file import read_gguf
@@ -153,10 +153,10 @@ def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
     """The same weights as before, the closer the more bits; also of one that is quantised."""
     build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
     settings: dict[str, Any] = {"llama": sys.executable, "threads": torch.get_num_threads()}
-    eight = ModelFiles(str(tmp_path), "Q8_0", tmp_path, **settings).ours
+    eight = ModelFormats(str(tmp_path), "Q8_0", tmp_path, **settings).ours
     wanted = _gate(eight)
     for kind, least in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
-        found = ModelFiles(str(eight), kind, tmp_path, **settings).ours
+        found = ModelFormats(str(eight), kind, tmp_path, **settings).ours
         assert torch.cosine_similarity(wanted, _gate(found), dim=0) > least
         assert _gate_type(found) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
 

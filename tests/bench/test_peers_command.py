@@ -21,7 +21,7 @@ from bench.engine.systems import System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers import files, perplexity
 from bench.peers.figures import OUTPUT, STARTUP, rows_of
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.gguf_writer import F16, write_gguf
 from bench.peers.processes import Worker, busy
 from bench.peers.systems import Entrant, Sizes, choices
@@ -40,8 +40,8 @@ def started(**settings: Any) -> Ours:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    return ModelFiles("llama-1m", None, tmp_path_factory.mktemp("models"), llama=None, threads=2)
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
+    return ModelFormats("llama-1m", None, tmp_path_factory.mktemp("models"), llama=None, threads=2)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_refused(
 
 
 def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path) -> None:
-    model = ModelFiles("llama-1m", "Q4_K_M", tmp_path, llama=None, threads=2)
+    model = ModelFormats("llama-1m", "Q4_K_M", tmp_path, llama=None, threads=2)
     with pytest.raises(
         ValueError, match="type: Q4_K_M is written by llama.cpp; name it by --llama"
     ):
@@ -101,7 +101,7 @@ class _Quantiser:
 
 
 def test_a_file_is_turned_into_another_type(
-    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelFormats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a file all types are llama.cpp's, and the file stays."""
     source = tmp_path / "from" / "a.gguf"
@@ -110,15 +110,15 @@ def test_a_file_is_turned_into_another_type(
     monkeypatch.setattr(files, "Worker", _Quantiser)
     for kind in ("Q4_K_M", "BF16"):
         _Quantiser.calls.clear()
-        turned = ModelFiles(str(source), kind, tmp_path, llama="/l/python", threads=3)
+        turned = ModelFormats(str(source), kind, tmp_path, llama="/l/python", threads=3)
         assert turned.name == f"a.gguf {kind}" and turned.ours == tmp_path / f"a-{kind}.gguf"
         told = ("quantise", b"GGUF", str(turned.ours), kind, 3)
         assert _Quantiser.calls == [("llama_cpp", "/l/python", 3), told]
         assert turned.ours.read_bytes() == b"new" and source.exists()
         with pytest.raises(ValueError, match=f"type: {kind} is written by llama.cpp"):
-            _ = ModelFiles(str(source), kind, tmp_path, llama=None, threads=3).ours
-    assert ModelFiles(str(source), None, tmp_path, llama=None, threads=3).ours == source
-    shape = ModelFiles("llama-1m", "Q4_K_M", tmp_path, llama="/l/python", threads=3)
+            _ = ModelFormats(str(source), kind, tmp_path, llama=None, threads=3).ours
+    assert ModelFormats(str(source), None, tmp_path, llama=None, threads=3).ours == source
+    shape = ModelFormats("llama-1m", "Q4_K_M", tmp_path, llama="/l/python", threads=3)
     assert shape.ours.read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.glob("llama-1m*.gguf")) == [shape.ours.name]
 
@@ -129,13 +129,13 @@ def test_all_compute_in_fp32_where_the_file_is_to_have_it(tmp_path: Path) -> Non
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     found = {
-        kind: ModelFiles(str(tmp_path), kind, tmp_path, llama=None, threads=2).dtype
+        kind: ModelFormats(str(tmp_path), kind, tmp_path, llama=None, threads=2).dtype
         for kind in (None, "BF16", "F32")
     }
     assert found == {None: "bfloat16", "BF16": "bfloat16", "F32": "float32"}
 
 
-def test_peers_are_found_where_they_are_named(model: ModelFiles) -> None:
+def test_peers_are_found_where_they_are_named(model: ModelFormats) -> None:
     args = peers.parse(["--llama", "/l/python", "--vllm", "/v/python", "--threads", "3"])
     found = choices(model, args, Sizes(8, 128, 1024))
     named = {choice.name: choice for choice in found}
@@ -178,7 +178,7 @@ def test_a_table_has_what_its_rows_have() -> None:
     assert "step_p99_to_median" not in peers.of_figure(STARTUP, rows)[0]
 
 
-def test_our_log_probabilities_are_those_of_the_model(model: ModelFiles) -> None:
+def test_our_log_probabilities_are_those_of_the_model(model: ModelFormats) -> None:
     prompts = make_prompts(model.source, 20, 2, real=False)
     found = started(model=str(model.source)).logprobs(prompts)
     from transformers import AutoModelForCausalLM
@@ -190,7 +190,7 @@ def test_our_log_probabilities_are_those_of_the_model(model: ModelFiles) -> None
     assert np.allclose(found, wanted.numpy(), atol=1e-4)
 
 
-def test_our_steps_are_told_without_the_first(model: ModelFiles) -> None:
+def test_our_steps_are_told_without_the_first(model: ModelFormats) -> None:
     prompts = make_prompts(model.source, 12, 3, real=False)
     run = started(model=str(model.source)).run(prompts, 6)
     assert run["outputs"] == build_transformers(model.source, "float32").run(prompts, 6).outputs
@@ -208,10 +208,10 @@ def test_perplexity_and_the_distance_to_the_first() -> None:
     assert perplexity.rows_of("m", [("cbatch", one[:1])])[0]["ci95"] is None
 
 
-def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: ModelFiles) -> None:
+def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: ModelFormats) -> None:
     text = tmp_path / "text"
     text.write_text("for i in range(10):\n    print(i)\n" * 200)
-    demo = ModelFiles("demo", None, tmp_path, llama=None, threads=2)
+    demo = ModelFormats("demo", None, tmp_path, llama=None, threads=2)
     found = perplexity.windows(demo, text)
     assert demo.tokenizer is not None and {len(ids) for ids in found} == {perplexity.WINDOW_TOKENS}
     flat = [token for ids in found for token in ids]
@@ -239,7 +239,7 @@ def loops() -> int:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs processors to be named")
 def test_all_that_is_timed_runs_on_these_processors_beside_the_loops(
-    model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    model: ModelFormats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = os.sched_getaffinity(0)
     first = min(mine)

@@ -14,19 +14,19 @@ from bench.engine.systems import EngineRun, System
 from bench.peers import __main__ as peers
 from bench.peers import figures
 from bench.peers.figures import DECODE, OUTPUT, PREFILL, rows_of
-from bench.peers.files import ModelFiles
+from bench.peers.files import ModelFormats
 from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from bench.peers.systems import limits
 from bench.peers.workers import limits_worker
 from tests.runtime.hf_models import SHAPE, build
 
 
-def files(path: str, folder: Path, kind: str | None = None) -> ModelFiles:
-    return ModelFiles(path, kind, folder, llama=None, threads=2)
+def files(path: str, folder: Path, kind: str | None = None) -> ModelFormats:
+    return ModelFormats(path, kind, folder, llama=None, threads=2)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
     return files("llama-1m", tmp_path_factory.mktemp("models"))
 
 
@@ -106,7 +106,7 @@ def _system(name: str, run: EngineRun | None = None) -> System:
     return System(name, "off", lambda prompts, _: run or pytest.fail("nothing is run"))
 
 
-def test_decoding_is_told_of_those_that_tell_their_steps(model: ModelFiles) -> None:
+def test_decoding_is_told_of_those_that_tell_their_steps(model: ModelFormats) -> None:
     """Without the first token of each prompt, and without the time until it was there."""
     outputs = [[1, 2, 3]] * 4
     systems = [
@@ -126,7 +126,7 @@ def test_decoding_is_told_of_those_that_tell_their_steps(model: ModelFiles) -> N
     assert [row["step_p99_to_median"] for row in whole] == [1.5, None, None]
 
 
-def test_prefill_tells_what_was_multiplied(model: ModelFiles) -> None:
+def test_prefill_tells_what_was_multiplied(model: ModelFormats) -> None:
     args = argparse.Namespace(repeats=1)
     outputs = [[1]] * figures.PREFILL_PROMPTS
     systems = [_system(name, EngineRun(s, outputs)) for name, s in (("cbatch", 4.0), ("limits", 1))]

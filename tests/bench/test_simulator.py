@@ -13,7 +13,7 @@ import pytest
 
 from bench.simulator import __main__ as speed
 from bench.simulator import compare, real
-from bench.simulator.simulated import Run, SimulatedReplicas
+from bench.simulator.simulated import ReplayedRun, SimulatedReplicas
 from bench.simulator.workloads import from_prompts
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
@@ -60,10 +60,10 @@ def requests(count: int, gap_s: float) -> list[TraceRequest]:
     ]
 
 
-def slower(run: Run, factor: float) -> Run:
+def slower(run: ReplayedRun, factor: float) -> ReplayedRun:
     """All times are `factor` times as long; arrivals too, so that throughput follows."""
     names = ("arrival_s", "ttft_s", "tpot_s", "e2e_s")
-    return Run(
+    return ReplayedRun(
         [
             msgspec.structs.replace(
                 each, **{n: v * factor for n in names if (v := getattr(each, n)) is not None}

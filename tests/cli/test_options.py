@@ -20,9 +20,10 @@ from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, read_settings
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
-from sim.cli.scenario import USUAL, Scenario, warn
+from sim.cli.scenario import USUAL, Scenario
 from sim.cli.simulation import build
 from sim.workload.distributions import parse_arrivals, parse_lengths
+from sim.workload.options import warn
 from sim.workload.traces.reader import Trace, write_requests
 from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run

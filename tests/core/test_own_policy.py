@@ -10,7 +10,12 @@ import pytest
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
-from cbatch.core.speculation.build import build_policy, policy_class
+from cbatch.core.speculation.build import (
+    build_policy,
+    lookahead_name,
+    parse_lookahead,
+    policy_class,
+)
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import (
@@ -19,7 +24,6 @@ from cbatch.core.speculation.policy import (
     PlannedRows,
     PolicyLimits,
 )
-from cbatch.engine.options import lookahead_name, parse_lookahead
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import RowsToPlan, World, make_config, make_request
 

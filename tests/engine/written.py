@@ -17,12 +17,12 @@ from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.backends import executor_for
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
-from cbatch.engine.options import parse_lookahead
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.executor import TorchExecutor

@@ -19,8 +19,8 @@ from bench.load.run.report import Measured, ServerCounters
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point, knee_of
 from cbatch.cli.output import print_line
-from sim.cli.display import spread_table, summary_of, wide_console
 from sim.report.capacity import Capacity
+from sim.report.display import spread_table, summary_of, wide_console
 
 LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
 SPREADS = (

@@ -9,8 +9,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from cbatch.core.request.typed import knob
-from sim.cli.scenario import RATE_SCALE_KNOB, SHARE_KNOB, SLO_KNOB, THINK_KNOB, Reading
 from sim.workload.distributions import ARRIVALS, LENGTHS, forms
+from sim.workload.options import RATE_SCALE_KNOB, SHARE_KNOB, SLO_KNOB, THINK_KNOB, Reading
 
 _load, _run = partial(knob, "load"), partial(knob, "run")
 _prompts, _calls = partial(knob, "what is asked"), partial(knob, "calls")

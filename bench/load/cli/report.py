@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.cli.display import wide_console
+    from sim.report.display import wide_console
 
     first, second = _read(args.first), _read(args.second)
     # A single report has no load to match; sweeps are compared load by load.

@@ -23,10 +23,9 @@ from bench.load.run.runner import OfferedLoad
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_prompts, edit_prompts
-from sim.cli.scenario import Reading
-from sim.cli.trace_options import OpenedTrace
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.generate import Arrivals, Conversations, converse, generate
+from sim.workload.options import OpenedTrace, Reading
 from sim.workload.traces.changes import scale
 from sim.workload.traces.files import read_whole
 from sim.workload.traces.request import TraceRequest

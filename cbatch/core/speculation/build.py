@@ -1,4 +1,4 @@
-"""A lookahead policy by its name."""
+"""Lookahead policies by name, and the option that names one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _POLICIES = {
     "adaptive": AdaptivePolicy,
     "goodput": AdaptivePolicy,  # its old name
 }
+_FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the cap of the others
 _REMEDY = (
     "use off, adaptive, ema or fixed (with k as in fixed:4), or your own class as module:Class"
 )
@@ -27,6 +28,25 @@ _REMEDY = (
 def policy_class(name: str) -> type[LookaheadPolicy]:
     """Return a policy of ours, or the class that `module:Class` names. Raises `FieldError`."""
     return _POLICIES.get(name) or _imported(name)
+
+
+def parse_lookahead(value: str | LookaheadConfig) -> LookaheadConfig:
+    """Parse "off", "adaptive", "ema:8", "fixed:4", "module:Class" or "module:Class:6". Raises
+    `FieldError`."""
+    if isinstance(value, LookaheadConfig):
+        return value
+    policy, _, k = value.rpartition(":")
+    if not k.isdecimal():
+        policy, k = value, str(_FIXED_K if value == "fixed" else _MAX_K)
+    elif policy == "off":
+        raise FieldError("lookahead", f"{value!r} is not known", "use off without a number")
+    policy_class(policy)
+    return LookaheadConfig() if policy == "off" else LookaheadConfig(policy=policy, k=int(k))
+
+
+def lookahead_name(config: LookaheadConfig) -> str:
+    """Return the string that `parse_lookahead` parses to this configuration."""
+    return "off" if config.policy == "off" else f"{config.policy}:{config.k}"
 
 
 def build_policy(config: LookaheadConfig, limits: PolicyLimits) -> LookaheadPolicy:

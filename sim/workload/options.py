@@ -1,21 +1,52 @@
-"""Traces named on a command line, opened with their options. A step log is read as a trace too."""
+"""Options that simulations and load tests share, and a trace opened with them. A step log counts
+as a trace."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
+from functools import cache, partial
+from multiprocessing import parent_process
 from pathlib import Path
+from typing import Annotated, Literal
 
-from cbatch.cli.output import print_line, require_place
+import msgspec
+
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import SchedulerConfig
-from sim.cli.scenario import Reading, warn
 from sim.workload.traces.changes import spread
 from sim.workload.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
-from sim.workload.traces.reader import WINDOWS, Trace, write_requests
+from sim.workload.traces.reader import WINDOWS, Trace
 from sim.workload.traces.request import TraceRequest
 from sim.workload.traces.step_log import STEP_LOG, is_step_log, read_recording
+
+_reading = partial(knob, "reading")
+RATE_SCALE_KNOB = knob("load", "the trace X times as fast", "X")
+THINK_KNOB = knob("load", "pause of a client", "S")
+SHARE_KNOB = knob("goodput", "of requests that meet every --slo", "X")
+SLO_KNOB = knob("goodput", "ttft, tpot or e2e in seconds, for goodput; repeatable", "NAME=S")
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """Options to read a trace."""
+
+    format: Annotated[str | None, _reading("what the trace must be", default="found out")] = None
+    skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
+    block_tokens: Annotated[
+        int | None, _reading("tokens of a block in hash_ids", "N", default="the format's")
+    ] = None
+    time_unit: Annotated[
+        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps", default="the format's")
+    ] = None
+    spread: Annotated[
+        float | None,
+        _reading(
+            "stamps are rounded to so many seconds: spread them (3 for Mooncake conversations)",
+            "SECONDS",
+        ),
+    ] = None
 
 
 class OpenedTrace:
@@ -74,30 +105,8 @@ class OpenedTrace:
         return spread(requests, self._spread_s, self._seed)
 
 
-def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
-    """Return the seed, by default 0. Raises `FieldError` if one is given but would be ignored."""
-    if args.seed is not None and not drawing:
-        raise FieldError("--seed", "nothing is drawn here", "leave it out")
-    return args.seed or 0
-
-
-def write_trace(
-    out: Path,
-    requests: Iterable[TraceRequest],
-    description: str,
-    skipped: Callable[[], int] = lambda: 0,
-) -> int:
-    """Write a trace in cbatch's own format and print `description`. On an error no file is left.
-    `skipped` is called after all requests were read. Raises `FieldError` for an empty trace."""
-    require_place("OUT", out)
-    partial = out.with_name(f"{out.name}.part{out.suffix}")
-    try:
-        count = write_requests(partial, requests)
-        if not count:
-            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
-    print(f"{out}: {count:,} requests, {description}")
-    print_line({"out": str(out), "requests": count, "skipped": skipped()})
-    return 0
+@cache
+def warn(words: str) -> None:
+    """Print a warning, only once: a search or a sweep opens its trace many times."""
+    if parent_process() is None:
+        print(f"cbatch: warning: {words}", file=sys.stderr)

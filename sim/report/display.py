@@ -1,0 +1,39 @@
+"""A report on a terminal, in a table, and as the data of a JSON line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sim.report.report import Report, Spread
+
+PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
+
+
+def wide_console() -> Console:
+    """Return a console for wide tables; on a pipe it has `PIPE_WIDTH` columns, not rich's 80."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:
+    """Return a table with a row per (label, field of `report`), in milliseconds."""
+    table = Table(title=f"{name}, {report.kind}", title_justify="left")
+    for column in ("", "mean", "p50", "p90", "p99", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for label, field in spreads:
+        spread: Spread = getattr(report, field)
+        cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+        table.add_row(label, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+    return table
+
+
+def summary_of(report: Report) -> dict[str, Any]:
+    """Return the report as JSON data, with the number of refused requests instead of their list."""
+    document: dict[str, Any] = msgspec.to_builtins(report)
+    document["refused"] = len(report.refused)
+    return document
