@@ -331,10 +331,10 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
     options = EngineOptions(
         lookahead=policy,
         dtype=args.dtype,
-        max_slots=max(args.batch),
-        max_model_tokens=most_tokens,
+        max_num_seqs=max(args.batch),
+        max_model_len=most_tokens,
         num_blocks=max(args.batch) * -(-most_tokens // 16),
-        prefix_cache=False,  # the same prompts come again in every run
+        enable_prefix_caching=False,  # the same prompts come again in every run
         # A head is tried on texts before it is taken.
         tokenizer=None if args.draft is not None else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),

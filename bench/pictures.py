@@ -34,7 +34,7 @@ CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight.
 ACCEPTANCE = "beta:0.6,3"  # requests differ widely: some drafts do well, others never.
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
-SERVER = "--max-slots 8 --num-blocks 480 --max-model-tokens 1024"
+SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
 PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
 LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
 WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
@@ -52,11 +52,11 @@ def simulated(policy: str, clients: int) -> float:
             trace=str(trace),
             concurrency=clients,
             lookahead=policy,
-            max_model_tokens=8192,
-            step_budget_tokens=4096,
+            max_model_len=8192,
+            max_num_batched_tokens=4096,
             draft_model="llama-3.2-1b",
             acceptance=ACCEPTANCE,
-            max_slots=max(CLIENTS),
+            max_num_seqs=max(CLIENTS),
         )
         tokens_per_s = build(scenario).run().output_tokens_per_s
     assert tokens_per_s is not None

@@ -38,18 +38,18 @@ def limit_us(*cell: Any) -> float | None:
     return next((LIMITS_US[key] for key in (cell[0], cell[:2], cell) if key in LIMITS_US), None)
 
 
-def build_scheduler(running: int, k: int, prefix_cache: bool) -> Scheduler:
+def build_scheduler(running: int, k: int, enable_prefix_caching: bool) -> Scheduler:
     """Return a scheduler with `running` waiting requests whose prompts share no block."""
     lookahead = LookaheadConfig(policy="fixed", k=k) if k else LookaheadConfig()
     config = SchedulerConfig(
         num_blocks=running * CONTEXT_TOKENS // BLOCK_SIZE_TOKENS,
-        block_size_tokens=BLOCK_SIZE_TOKENS,
-        max_slots=running,
-        max_model_tokens=CONTEXT_TOKENS,
-        step_budget_tokens=max(2048, 8 * running),
+        block_size=BLOCK_SIZE_TOKENS,
+        max_num_seqs=running,
+        max_model_len=CONTEXT_TOKENS,
+        max_num_batched_tokens=max(2048, 8 * running),
         prompt_share=1.0,  # so that all rows finish their prompts at the same time
         vocab_size=VOCAB_SIZE,
-        prefix_cache=prefix_cache,
+        enable_prefix_caching=enable_prefix_caching,
         draft_context_tokens=CONTEXT_TOKENS if k else None,
         lookahead=lookahead,
     )
@@ -98,9 +98,11 @@ def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]
     return planned_ns - started_ns + time.perf_counter_ns() - built_ns, plan
 
 
-def steady_state(running: int, k: int, prefix_cache: bool) -> tuple[Scheduler, np.random.Generator]:
+def steady_state(
+    running: int, k: int, enable_prefix_caching: bool
+) -> tuple[Scheduler, np.random.Generator]:
     """Return a scheduler whose requests all decode with k drafts each, and the noise of results."""
-    scheduler = build_scheduler(running, k, prefix_cache)
+    scheduler = build_scheduler(running, k, enable_prefix_caching)
     rng = np.random.default_rng(1)
     warm_steps = 0
     while warm_steps < WARM_UP_STEPS:
@@ -110,9 +112,9 @@ def steady_state(running: int, k: int, prefix_cache: bool) -> tuple[Scheduler, n
     return scheduler, rng
 
 
-def sample_us(running: int, k: int, prefix_cache: bool, steps: int) -> np.ndarray:
+def sample_us(running: int, k: int, enable_prefix_caching: bool, steps: int) -> np.ndarray:
     """Return the microseconds of each of `steps` steps of a new scheduler, float64."""
-    scheduler, rng = steady_state(running, k, prefix_cache)
+    scheduler, rng = steady_state(running, k, enable_prefix_caching)
     gc.collect()
     gc.freeze()
     spent_ns = [step(scheduler, rng)[0] for _ in range(steps)]
@@ -120,16 +122,18 @@ def sample_us(running: int, k: int, prefix_cache: bool, steps: int) -> np.ndarra
     return np.asarray(spent_ns) / 1e3
 
 
-def measure(running: int, k: int, prefix_cache: bool, steps: int, repeats: int) -> dict[str, Any]:
+def measure(
+    running: int, k: int, enable_prefix_caching: bool, steps: int, repeats: int
+) -> dict[str, Any]:
     """Return a row of the report, from the repeat with the best median."""
-    samples = [sample_us(running, k, prefix_cache, steps) for _ in range(repeats)]
+    samples = [sample_us(running, k, enable_prefix_caching, steps) for _ in range(repeats)]
     best = min(samples, key=lambda us: float(np.median(us)))
     median_us = float(np.median(best))
-    limit = limit_us(running, k, prefix_cache)
+    limit = limit_us(running, k, enable_prefix_caching)
     return {
         "running": running,
         "k": k,
-        "prefix_cache": prefix_cache,
+        "enable_prefix_caching": enable_prefix_caching,
         "us_per_step_p50": round(median_us, 2),
         "us_per_step_p99": round(float(np.percentile(best, 99)), 2),
         "us_per_request": round(median_us / running, 3),
@@ -141,8 +145,8 @@ def measure(running: int, k: int, prefix_cache: bool, steps: int, repeats: int) 
 def cells(running: list[int]) -> Iterator[tuple[int, int, bool]]:
     for count in running:
         for k in (0, 4):
-            for prefix_cache in (False, True):
-                yield count, k, prefix_cache
+            for enable_prefix_caching in (False, True):
+                yield count, k, enable_prefix_caching
 
 
 def main() -> None:

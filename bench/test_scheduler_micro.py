@@ -14,9 +14,9 @@ from bench.scheduler import build_result, cells, steady_state, step
 ROUNDS = 200
 
 
-@pytest.mark.parametrize(("running", "k", "prefix_cache"), list(cells([8, 32, 256, 1024])))
-def test_plan_and_commit(benchmark, running, k, prefix_cache):
-    scheduler, rng = steady_state(running, k, prefix_cache)
+@pytest.mark.parametrize(("running", "k", "enable_prefix_caching"), list(cells([8, 32, 256, 1024])))
+def test_plan_and_commit(benchmark, running, k, enable_prefix_caching):
+    scheduler, rng = steady_state(running, k, enable_prefix_caching)
     _, last = step(scheduler, rng)
 
     def prepare():

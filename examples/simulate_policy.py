@@ -25,11 +25,11 @@ def main() -> None:
             requests=REQUESTS, seed=0,
         )  # fmt: skip
         config = SchedulerConfig(
-            num_blocks=pool_blocks(hardware), max_model_tokens=8192, max_slots=64,
+            num_blocks=pool_blocks(hardware), max_model_len=8192, max_num_seqs=64,
             draft_context_tokens=8192, lookahead=parse_lookahead(policy),
         )  # fmt: skip
-        acceptance = parse_acceptance("beta:0.7,8", max_slots=64)
-        executor = ModelledExecutor(max_slots=64, cost=Roofline(hardware), acceptance=acceptance)
+        acceptance = parse_acceptance("beta:0.7,8", max_num_seqs=64)
+        executor = ModelledExecutor(max_num_seqs=64, cost=Roofline(hardware), acceptance=acceptance)
         report = replay(ClosedLoop(requests, CLIENTS), config, executor)
         print(f"{policy:8} {report.output_tokens_per_s:7.0f} tokens/s")
 

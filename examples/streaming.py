@@ -5,7 +5,7 @@ from cbatch.demo import demo_paths
 
 
 def main() -> None:
-    engine, info = load_engine(*demo_paths(), EngineOptions(max_slots=8))
+    engine, info = load_engine(*demo_paths(), EngineOptions(max_num_seqs=8))
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1)
     names = {}
     for name, prompt in (("area", "def area(radius):\n"), ("mean", "def mean(values):\n")):

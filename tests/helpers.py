@@ -125,10 +125,10 @@ def make_config(**overrides: Any) -> SchedulerConfig:
         lookahead = LookaheadConfig(policy=policy, k=int(k or 4))
     settings: dict[str, Any] = {
         "num_blocks": 64,
-        "block_size_tokens": 4,
-        "max_slots": 8,
-        "max_model_tokens": 128,
-        "step_budget_tokens": 64,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 64,
         "vocab_size": VOCAB_SIZE,
         "decode_reserve_tokens": 4,
         "draft_context_tokens": None if lookahead.policy == "off" else 128,
@@ -185,8 +185,8 @@ class World:
         self.scheduler = Scheduler(self.config, log or self.events.append)
         self.executor = RecordingExecutor(
             num_blocks=self.config.num_blocks,
-            block_size_tokens=self.config.block_size_tokens,
-            max_slots=self.config.max_slots,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
             vocab_size=self.config.vocab_size,
             clock=self.clock,
             acceptance=acceptance or ModelledAcceptance(0.7),
@@ -230,7 +230,7 @@ class World:
         """Who hears of what enters and leaves the prefix cache knows what is in it."""
         changes = self.scheduler.take_cache_changes()
         if changes:
-            self.follower.take(encode_changes(changes, 0.0, self.config.block_size_tokens))
+            self.follower.take(encode_changes(changes, 0.0, self.config.block_size))
         if self.config.kv_events:
             salts = {request.cache_salt: None for request in self.requests.values()}
             assert self.follower.prefixes == cached_prefixes(self.scheduler.state.pool, salts)
@@ -264,7 +264,7 @@ class World:
             self.requests[name],
             vocab_size=self.config.vocab_size,
             eos_ids=self.config.eos_ids,
-            max_model_tokens=self.config.max_sequence_tokens,
+            max_model_len=self.config.max_sequence_tokens,
         )
 
     def assert_reference(self, *names: str) -> None:
@@ -280,12 +280,12 @@ def rows_of(world: World, plan: StepPlan) -> dict[str, dict[str, int]]:
     names: dict[int, str] = {}
     for earlier in world.plans:
         for admission in earlier.deltas.new_sequences:
-            names[admission.generation * world.config.max_slots + admission.slot] = (
+            names[admission.generation * world.config.max_num_seqs + admission.slot] = (
                 admission.request_id
             )
         if earlier is plan:
             break
-    keys = plan.generations * world.config.max_slots + plan.slots
+    keys = plan.generations * world.config.max_num_seqs + plan.slots
     return {
         names[int(key)]: {
             "query_len": int(plan.query_lens[i]),

@@ -85,8 +85,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
             tokenizer="none",
             random_weights_seed=0,
             numerics="invariant",
-            max_slots=128,
-            step_budget_tokens=4096,
+            max_num_seqs=128,
+            max_num_batched_tokens=4096,
             lookahead=lookahead,
         )
 

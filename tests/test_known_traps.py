@@ -68,11 +68,11 @@ def make_world(acceptance: dict[str, float], **settings: Any) -> World:
     greedy: what is known of their acceptance is counts alone."""
     roomy = {
         "num_blocks": 2048,
-        "block_size_tokens": 16,
-        "max_slots": 64,
-        "max_model_tokens": 8192,
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "max_model_len": 8192,
         "draft_context_tokens": 8192,
-        "step_budget_tokens": 1024,
+        "max_num_batched_tokens": 1024,
         "lookahead": ADAPTIVE,
         "cost_profile": PROFILE,
     }
@@ -119,7 +119,7 @@ def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) ->
     target = tiny_model()
     draft = None if policy == "off" else tiny_model(noise=NOISE)
     drafter = None if draft is None else _NeverAsked(draft)
-    executor = Watched(target, drafter=drafter, num_blocks=256, block_size_tokens=4, max_slots=8)
+    executor = Watched(target, drafter=drafter, num_blocks=256, block_size=4, max_num_seqs=8)
     settings = {"cost_profile": HOPELESS} if policy == "adaptive:4" else {}
     with monkeypatch.context() as patch:
         patch.setattr(EmaPolicy, "choose", lambda self, step: step.max_drafts * 0)
@@ -220,7 +220,7 @@ def test_trap_6_rows_of_different_k_are_verified_in_one_pass_without_padding(mon
     """The target computes 1 + k_i tokens for row i, no more; 1 + max k for each would show."""
     target, draft = tiny_model(), tiny_model(noise=NOISE)
     executor = RecordingExecutor(
-        target, drafter=DraftModel(draft), num_blocks=256, block_size_tokens=4, max_slots=8
+        target, drafter=DraftModel(draft), num_blocks=256, block_size=4, max_num_seqs=8
     )
     computed: list[tuple[int, int]] = []  # tokens, rows of logits
     forward = target.forward
@@ -304,7 +304,7 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
     durations as another machine measured them."""
     rng = np.random.default_rng(2)
     acceptance = {f"r{i}": float(rng.uniform(0.1, 0.95)) for i in range(24)}
-    world = make_world({}, max_slots=16, cost_profile=None)
+    world = make_world({}, max_num_seqs=16, cost_profile=None)
     world.executor._acceptance = ModelledAcceptance(0.7, acceptance)
     first, second = world.scheduler, Scheduler(world.config)
     seen = set()

@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def make(pair: tuple[Path, Path], *, draft: bool = True, **options: Any) -> LLM:
-    settings = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"} | options
+    settings = {"max_num_seqs": 4, "random_weights_seed": 0, "numerics": "invariant"} | options
     return LLM(pair[0], pair[1] if draft else None, **settings)
 
 
@@ -170,7 +170,7 @@ def test_greedy_tokens_do_not_depend_on_how_the_engine_runs(pair: tuple[Path, Pa
     for options in (
         {"draft": False},
         {"lookahead": "fixed:3"},
-        {"lookahead": "ema", "overlap": 1, "max_slots": 3},
+        {"lookahead": "ema", "overlap": 1, "max_num_seqs": 3},
         {"num_blocks": 9, "lookahead": "fixed:2"},
     ):
         llm = make(pair, **options)
@@ -218,8 +218,8 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
         ({"overlap": 2}, "overlap"),
         ({"numerics": "exact"}, "numerics"),
         ({"num_blocks": 0}, "num_blocks"),
-        ({"max_model_tokens": 129}, "max_model_tokens"),
-        ({"max_slots": 0}, "max_slots"),
+        ({"max_model_len": 129}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"queue_policy": "lifo"}, "queue_policy"),
     ):
         with pytest.raises(FieldError) as caught:

@@ -26,7 +26,7 @@ def looked_for_anew() -> Iterator[None]:
 
 
 def serves(model: Path, caplog: pytest.LogCaptureFixture, expected: str, computes: str) -> None:
-    llm = LLM(model, tokenizer="none", max_slots=2, threads=1, num_blocks=20, lookahead="off")
+    llm = LLM(model, tokenizer="none", max_num_seqs=2, threads=1, num_blocks=20, lookahead="off")
     found = llm.generate([[1, 2, 3], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert [len(each.token_ids) for each in found] == [4, 4]
     (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]

@@ -30,13 +30,13 @@ def make_engine(
     **overrides: Any,
 ) -> Engine:
     if lookahead != "off":
-        overrides.setdefault("draft_context_tokens", overrides.get("max_model_tokens", 128))
+        overrides.setdefault("draft_context_tokens", overrides.get("max_model_len", 128))
     config = make_config(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, **overrides)
     clock = clock or VirtualClock()
     executor = SimExecutor(
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         vocab_size=config.vocab_size,
         draft_context_tokens=config.draft_context_tokens,
         drafter=config.default_chain,

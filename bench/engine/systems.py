@@ -58,12 +58,12 @@ def build_cbatch(
         dtype=args.dtype,
         numerics=args.numerics,
         lookahead=lookahead,
-        max_slots=max_batch,
-        max_model_tokens=args.prompt_tokens + args.output_tokens,
-        step_budget_tokens=max(1024, max_batch * args.prompt_tokens),
+        max_num_seqs=max_batch,
+        max_model_len=args.prompt_tokens + args.output_tokens,
+        max_num_batched_tokens=max(1024, max_batch * args.prompt_tokens),
         overlap=args.overlap,
         model_impl=model_impl,
-        prefix_cache=False,  # every repeat has the same prompts
+        enable_prefix_caching=False,  # every repeat has the same prompts
         tokenizer="none",
     )
 

@@ -163,10 +163,10 @@ class ModelBench:
         executor = GpuExecutor(
             target,
             num_blocks=self.sizes.num_blocks,
-            block_size_tokens=_PAGE_TOKENS,
-            max_slots=max(self.sizes.batches),
+            block_size=_PAGE_TOKENS,
+            max_num_seqs=max(self.sizes.batches),
             max_sequence_tokens=self.sizes.most_tokens + _MOST_DRAFTS + 1,
-            step_budget_tokens=self.sizes.budget_tokens,
+            max_num_batched_tokens=self.sizes.budget_tokens,
             draft=draft,
             max_drafts=_MOST_DRAFTS,
         )
@@ -218,13 +218,13 @@ class ModelBench:
         self._executor.reset()
         config = SchedulerConfig(
             num_blocks=self.sizes.num_blocks,
-            block_size_tokens=_PAGE_TOKENS,
-            max_slots=max(self.sizes.batches),
-            max_model_tokens=self.sizes.most_tokens,
-            step_budget_tokens=self.sizes.budget_tokens,
+            block_size=_PAGE_TOKENS,
+            max_num_seqs=max(self.sizes.batches),
+            max_model_len=self.sizes.most_tokens,
+            max_num_batched_tokens=self.sizes.budget_tokens,
             vocab_size=self.shape.vocab_size,
             eos_ids=(self.shape.vocab_size - 1,),
-            prefix_cache=False,
+            enable_prefix_caching=False,
             draft_context_tokens=8192,
             lookahead=parse_lookahead(lookahead),
         )

@@ -29,8 +29,8 @@ LIMIT = 0.9  # lowest ratio to `LLM.generate`
 
 
 def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
-    words = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-slots"]
-    words += [str(args.streams), "--max-model-tokens", "256", "--no-prefix-cache"]
+    words = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-num-seqs"]
+    words += [str(args.streams), "--max-model-len", "256", "--no-prefix-cache"]
     words += ["--draft", str(draft)] if draft else []
     words += ["--tokenizer", "none"] if args.shape else []
     return started(words)
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             draft,
             dtype=args.dtype,
             lookahead=args.lookahead,
-            max_slots=args.streams,
-            max_model_tokens=256,
-            prefix_cache=False,
+            max_num_seqs=args.streams,
+            max_model_len=256,
+            enable_prefix_caching=False,
             tokenizer="none",
         )
         params = SamplingParams(temperature=0.0, max_tokens=args.output_tokens, ignore_eos=True)

@@ -135,7 +135,7 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Se
         "tokenizer": load_tokenizer(demo_paths()[0]),
         "chat_template": ChatTemplate("{{ messages[0].content }}", {}, "the benchmark"),
     }
-    model = ServedModel("x", max_model_tokens=1024, vocab_size=4096, created_s=0, **text)
+    model = ServedModel("x", max_model_len=1024, vocab_size=4096, created_s=0, **text)
     app = create_app(cast(EngineService, Ticking(num_chunks, tokens, tick_s)), model)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(ServerConfig(app, ConnectionLimits(), log_level="warning"))

@@ -82,7 +82,7 @@ def run_blocks(run: Path, model: str) -> int:
         link_bytes_per_s=1.0,
         source="memory alone",
     )
-    return pool_blocks(RooflineConfig(gpu=gpu, shape=shape, tensor_parallel=parts), settings)
+    return pool_blocks(RooflineConfig(gpu=gpu, shape=shape, tensor_parallel_size=parts), settings)
 
 
 def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, dict[str, Any]]:
@@ -94,15 +94,15 @@ def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, 
         cost_table=str(data / "layer_profiles" / hardware / model),
         model=model,
         num_blocks=num_blocks or run_blocks(run, model),
-        block_size_tokens=BLOCK_TOKENS,
-        max_slots=engine["max_num_seqs"],
-        step_budget_tokens=engine["max_num_batched_tokens"],
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=engine["max_num_seqs"],
+        max_num_batched_tokens=engine["max_num_batched_tokens"],
     )
     simulation, records = build(scenario), list[Record]()
     report = simulation.run(on_record=records.append)
     values = {name: [getattr(record, name) for record in records] for name in BOUNDS}
     measures = {name: np.array([v for v in values[name] if v is not None]) for name in BOUNDS}
-    names = ("num_blocks", "max_slots", "step_budget_tokens")
+    names = ("num_blocks", "max_num_seqs", "max_num_batched_tokens")
     settings = {name: simulation.settings[name] for name in names}
     return measures, settings | {"steps": report.steps, "preemptions": report.preemptions}
 

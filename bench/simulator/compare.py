@@ -71,7 +71,7 @@ class Defaults(NamedTuple):
     replicas: int = 1
     seconds: float = 5.0
     repeats: int = 3
-    max_slots: int = 32
+    max_num_seqs: int = 32
     num_blocks: int | None = None  # of a replica; None: without a prefix cache
 
 
@@ -155,20 +155,20 @@ def measured(args: argparse.Namespace) -> Comparison:
     make = shared_prefixes if is_fleet else partial(from_prompts, texts)
     fates = [[0]]
     if not is_fleet:
-        fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_slots)[0], texts)
+        fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_num_seqs)[0], texts)
     policy = "off" if is_fleet else EngineOptions().lookahead  # without drafts, or with
-    prices = Calibrating(*load_policy(policy, kind.max_slots))
+    prices = Calibrating(*load_policy(policy, kind.max_num_seqs))
     first, host = prices.finish(), None
     with contextlib.ExitStack() as stack:
         if is_engine:
-            engines = {policy: load_policy(policy, kind.max_slots)[0] for policy in args.policy}
+            engines = {policy: load_policy(policy, kind.max_num_seqs)[0] for policy in args.policy}
             for engine in engines.values():
                 serve_here(engine, from_prompts(texts, 1e3, 9, 0), texts)
         else:
             # Probes go to servers without drafts.
             ports = {
                 policy: stack.enter_context(
-                    replicas_of(policy, args.replicas, kind.max_slots, kind.num_blocks)
+                    replicas_of(policy, args.replicas, kind.max_num_seqs, kind.num_blocks)
                 )
                 for policy in dict.fromkeys(("off", *args.policy))
             }

@@ -33,9 +33,13 @@ _MAX_QUEUED = 100_000  # so that requests wait at a load beyond capacity, as in 
 # -- an engine of this process
 
 
-def load_policy(policy: str, max_slots: int) -> tuple[Engine, EngineInfo]:
+def load_policy(policy: str, max_num_seqs: int) -> tuple[Engine, EngineInfo]:
     options = EngineOptions(
-        lookahead=policy, max_slots=max_slots, prefix_cache=False, tokenizer="none", seed=0
+        lookahead=policy,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=False,
+        tokenizer="none",
+        seed=0,
     )
     return load_engine(*demo_paths(), options)
 
@@ -124,13 +128,13 @@ def _record(
 
 @contextlib.contextmanager
 def replicas_of(
-    policy: str, count: int, max_slots: int, num_blocks: int | None
+    policy: str, count: int, max_num_seqs: int, num_blocks: int | None
 ) -> Iterator[list[int]]:
     """Start `cbatch serve` of the demo pair `count` times, one thread each; yields the ports.
     Without `num_blocks` there is no prefix cache."""
     model, draft = demo_paths()
     words = [str(model), "--draft", str(draft), "--lookahead", policy]
-    words += ["--max-slots", str(max_slots), "--max-queued-requests", str(_MAX_QUEUED)]
+    words += ["--max-num-seqs", str(max_num_seqs), "--max-queued-requests", str(_MAX_QUEUED)]
     words += ["--no-prefix-cache"] if num_blocks is None else ["--num-blocks", str(num_blocks)]
     with contextlib.ExitStack() as stack:
         servers = [started(words, {"OMP_NUM_THREADS": "1"}) for _ in range(count)]

@@ -114,7 +114,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
             engine["num_blocks"] = self.num_blocks
         return SchedulerConfig(
             **engine,
-            prefix_cache=self.num_blocks is not None,
+            enable_prefix_caching=self.num_blocks is not None,
             lookahead=lookahead,
             cost_profile=self.calibration.profile,
         )
@@ -127,9 +127,9 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
         cost = ProfiledCost(prices, controlled=config.lookahead.policy == "adaptive")
         executors = [
             ModelledExecutor(
-                max_slots=config.max_slots,
+                max_num_seqs=config.max_num_seqs,
                 cost=cost,
-                acceptance=RecordedAcceptance(self.fates, max_slots=config.max_slots),
+                acceptance=RecordedAcceptance(self.fates, max_num_seqs=config.max_num_seqs),
             )
             for _ in range(self.replicas)
         ]
@@ -145,7 +145,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
 
     def capacity_per_s(self, policy: str, make: Callable[..., list[TraceRequest]]) -> float:
         """Return the highest rate of requests a second that the replicas reach, in turns."""
-        clients = self.replicas * self.calibration.engine["max_slots"]
+        clients = self.replicas * self.calibration.engine["max_num_seqs"]
         return self.replay(ClosedLoop(make(1.0, 500, 0), clients), policy)[0].requests_per_s or 1.0
 
     def probes(self) -> Probes:

@@ -29,7 +29,7 @@ from cbatch.text.outputs import Completion
 
 STEPS_PER_S = 12.0  # slow enough to watch; throughput figures leave the pauses out
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # a function ends before these
-_ENGINE = {"max_slots": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
+_ENGINE = {"max_num_seqs": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
 _SAMPLING = {"max_tokens": 120, "temperature": 0.0}
 FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself.
 RACE_PROMPTS = 6  # prompts of the measurement that runs one sequence at a time.
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "shipped pair completes Python functions; then smollm2, if it is installed, answers "
         "questions, drafting by lookup.",
     )
-    engine = ("lookahead", "drafter", "max_slots", "dtype", "numerics")
+    engine = ("lookahead", "drafter", "max_num_seqs", "dtype", "numerics")
     add_flags(parser, EngineOptions, only=engine, defaults=_ENGINE)
     add_flags(parser, SamplingParams, only=("max_tokens", "temperature"), defaults=_SAMPLING)
     parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     batch: Batch[str] = Batch(engine)
     for prompt in prompts:
         batch.add(prompt, prompt, params)
-    at_once = min(options.max_slots, len(prompts))
+    at_once = min(options.max_num_seqs, len(prompts))
     console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
     titles = {prompt: _title(prompt) for prompt in prompts}
-    done, elapsed_s = watch(engine, batch, titles, console, options.max_slots, pace_s)
+    done, elapsed_s = watch(engine, batch, titles, console, options.max_num_seqs, pace_s)
     for prompt in prompts:
         _print_function(console, prompt, done[prompt])
     watched = BatchRun(
@@ -113,7 +113,7 @@ def _race(
 
     Both run without lookahead and with it, at full speed. `run` has put all prompts into the
     prefix cache, so this times decoding alone. Returns the four runs."""
-    slots = min(engine.scheduler.config.max_slots, len(prompts))
+    slots = min(engine.scheduler.config.max_num_seqs, len(prompts))
     table = Table(title="What speculation gains, in tokens/s", title_justify="left")
     for name in ("at once", "lookahead off", f"lookahead {info.lookahead}", "gain", "same text"):
         table.add_column(name, justify="right")

@@ -46,7 +46,7 @@ def chat(
         console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
         return []
     drafter = tuple(name for name in options.drafter or () if name != MODEL) or LOOKUP
-    options = replace(options, drafter=drafter, dtype="auto", max_model_tokens=1024)
+    options = replace(options, drafter=drafter, dtype="auto", max_model_len=1024)
     engine, info = load_engine(model, None, options)
     for line in info.lines():
         console.print(line, highlight=False, soft_wrap=True)
@@ -69,7 +69,7 @@ def chat(
     run = BatchRun(
         info=info,
         stats=engine.stats,
-        batch=min(options.max_slots, len(conversations)),
+        batch=min(options.max_num_seqs, len(conversations)),
         num_requests=2 * len(conversations),
         num_errors=num_errors + more_errors,
         elapsed_s=elapsed_s + more_s,

@@ -116,7 +116,7 @@ def _complete(
     summary = BatchRun(
         info=info,
         stats=engine.stats,
-        batch=min(total, options.max_slots),
+        batch=min(total, options.max_num_seqs),
         num_requests=len(jobs),
         num_errors=num_errors,
         elapsed_s=time.perf_counter() - started_s,

@@ -99,7 +99,7 @@ class ModelParts:
         settings = self._settings
         served = ServedModel(
             settings.served_name or Path(settings.model or "cbatch-demo").name,
-            max_model_tokens=engine.config.max_model_tokens,
+            max_model_len=engine.config.max_model_len,
             vocab_size=engine.config.vocab_size,
             created_s=int(time.time()),
             root=str(self._model),
@@ -138,7 +138,7 @@ def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
     config = KVEventsConfig() if text is None else read_config(text)
     if not config.publishes:
         return None
-    if not settings.engine.prefix_cache:
+    if not settings.engine.enable_prefix_caching:
         remedy = "leave one of the two out"
         raise FieldError("kv_events_config", "has nothing to tell with --no-prefix-cache", remedy)
     from cbatch.kv_events.publisher import KVEventPublisher

@@ -160,19 +160,19 @@ def application(settings: ServeSettings) -> Any:
     scale: dict[str, Any] = {"num_replicas": smallest}
     if largest > smallest:
         bounds = {"min_replicas": smallest, "max_replicas": largest}
-        scale = {"autoscaling_config": bounds | {"target_ongoing_requests": engine.max_slots}}
+        scale = {"autoscaling_config": bounds | {"target_ongoing_requests": engine.max_num_seqs}}
     deployment = serve.deployment(
         serve.ingress()(ServerReplica),
         name=NAME,
         **scale,
         # A replica may take a full batch and a full queue; further requests wait in Serve's queue.
-        max_ongoing_requests=engine.max_slots + settings.limits.max_queued_requests,
+        max_ongoing_requests=engine.max_num_seqs + settings.limits.max_queued_requests,
         max_queued_requests=settings.limits.max_queued_requests,
         graceful_shutdown_timeout_s=settings.grace + FLUSH_S,
         max_constructor_retry_count=_STARTS,
         logging_config={"enable_access_log": False},  # the server's middleware logs requests
         ray_actor_options={
-            "num_cpus": engine.tensor_parallel
+            "num_cpus": engine.tensor_parallel_size
             * (engine.threads if isinstance(engine.threads, int) else 1),
             "num_gpus": int(engine.device.startswith("cuda")),
         },

@@ -24,8 +24,8 @@ _logger = logging.getLogger("cbatch")
 LOST = 1  # exit status if the engine died and cannot be restarted
 
 EPILOG = """\
-Every option is also a variable of the environment (--max-slots is CBATCH_MAX_SLOTS) and a key of a
-TOML file (max_slots), MODEL too; a flag counts more than a variable, that more than the file.
+Every option is also a variable of the environment (--max-num-seqs is CBATCH_MAX_NUM_SEQS) and a key
+of a TOML file (max_num_seqs), MODEL too. Flags override variables, which override the file.
 """
 
 

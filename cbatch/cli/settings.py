@@ -1,8 +1,8 @@
 """Settings of a command, declared as fields of a struct that are marked with `knob`.
 
-A setting is a flag, an environment variable and a key of a TOML file (`--max-slots`,
-`CBATCH_MAX_SLOTS`, `max_slots`). Flags override the environment, which overrides the file. Nested
-structs add their settings to the same namespace. Errors use the name that the user gave."""
+A setting is a flag, an environment variable and a key of a TOML file (`--max-num-seqs`,
+`CBATCH_MAX_NUM_SEQS`, `max_num_seqs`). Flags override the environment, which overrides the file.
+Nested structs add their settings to the same namespace. Errors use the name that the user gave."""
 
 from __future__ import annotations
 

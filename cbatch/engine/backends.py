@@ -172,8 +172,8 @@ def executor_for(
     return TorchExecutor(
         cast("Model", target),
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         drafter=_drafter(cast("Model | Head | None", draft), config),
         grammars=grammars,
     )
@@ -188,40 +188,40 @@ def depth_for(device: str, overlap: Literal[0, 1] | None) -> int:
 def block_size_for(target: AnyModel, options: EngineOptions) -> int:
     """Return the tokens of a KV block: the option, or by default 16 on a CPU and 64 on a GPU, where
     attention reads such pages fastest."""
-    return options.block_size_tokens or (64 if is_gpu(str(target.device)) else 16)
+    return options.block_size or (64 if is_gpu(str(target.device)) else 16)
 
 
 def refuse_unserved(
     device: str,
     *,
-    block_size_tokens: int | None,
+    block_size: int | None,
     kv_cache_dtype: str,
     head: Path | None = None,
-    tensor_parallel: int = 1,
+    tensor_parallel_size: int = 1,
     impl: Impl = "own",
 ) -> None:
     """Raise `FieldError` for an option that this device cannot serve."""
     refuse_beside(impl, head=head)
-    if tensor_parallel > 1:
-        _refuse_unshared(device, tensor_parallel)
+    if tensor_parallel_size > 1:
+        _refuse_unshared(device, tensor_parallel_size)
     if not is_gpu(device):
         if kv_cache_dtype != "auto":
             problem = f"{kv_cache_dtype!r} is not served on a CPU"
             raise FieldError("kv_cache_dtype", problem, "leave it out, or use --device cuda")
         return
-    size = block_size_tokens
+    size = block_size
     if size is not None and (size < 16 or size & (size - 1)):
         raise FieldError(
-            "block_size_tokens",
-            f"{block_size_tokens!r} is not served on a GPU",
+            "block_size",
+            f"{block_size!r} is not served on a GPU",
             "use 16, 32, 64 or 128, or --device cpu",
         )
 
 
-def _refuse_unshared(device: str, tensor_parallel: int) -> None:
+def _refuse_unshared(device: str, tensor_parallel_size: int) -> None:
     if is_gpu(device):
-        problem = f"{tensor_parallel} ranks are served on CPUs alone"
-        raise FieldError("tensor_parallel", problem, "use --device cpu, or leave it out")
+        problem = f"{tensor_parallel_size} ranks are served on CPUs alone"
+        raise FieldError("tensor_parallel_size", problem, "use --device cpu, or leave it out")
 
 
 def allowed_drafters(config: SchedulerConfig) -> tuple[str, ...]:
@@ -279,10 +279,10 @@ def gpu_step_bytes(
     lookahead = parse_lookahead(options.lookahead)
     drafts = 0 if lookahead.policy == "off" else max(lookahead.k, MOST_DRAFTS)
     limits = StepLimits(
-        max_slots=options.max_slots,
+        max_num_seqs=options.max_num_seqs,
         max_sequence_tokens=max_tokens,
-        step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
-        block_size_tokens=block_size_for(target, options),
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        block_size=block_size_for(target, options),
         max_drafts=drafts if draft is not None or options.drafter is not None else 0,
         reads=isinstance(draft, GpuHead),
     )
@@ -307,10 +307,10 @@ def _gpu_executor(
     return GpuExecutor(
         target,
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         max_sequence_tokens=config.max_sequence_tokens,
-        step_budget_tokens=config.step_budget_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         draft=draft if drafts else None,
         max_drafts=max(depths) if drafts else 0,
         lookups=LookupSettings(_lookups(), config.default_chain, config.catch_up_price)

@@ -152,10 +152,10 @@ def _scheduler_config(
     target: AnyModel, draft: AnyModel | None, options: EngineOptions, kv_events: bool
 ) -> SchedulerConfig:
     context = target.config.max_position_tokens
-    max_tokens = options.max_model_tokens or context
+    max_tokens = options.max_model_len or context
     if max_tokens > context:
         raise FieldError(
-            "max_model_tokens",
+            "max_model_len",
             f"{max_tokens} is more than the model's context",
             f"use <= {context}",
         )
@@ -165,28 +165,28 @@ def _scheduler_config(
         eos_ids = tuple(dict.fromkeys((*eos_ids, *eos_ids_of(Path(options.tokenizer)))))
     blocks = num_blocks(target, draft, options, max_tokens)
     block_tokens = block_size_for(target, options)
-    if options.max_model_tokens and blocks * block_tokens < max_tokens:
+    if options.max_model_len and blocks * block_tokens < max_tokens:
         field = "num_blocks" if options.num_blocks is not None else "kv_memory_bytes"
         least = -(-max_tokens // block_tokens)
         size = block_bytes(target, draft, options)
         raise FieldError(
             field,
             f"{blocks} blocks hold no sequence of {max_tokens} tokens",
-            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_tokens",
+            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_len",
         )
     return SchedulerConfig(
         num_blocks=blocks,
-        block_size_tokens=block_tokens,
-        max_slots=options.max_slots,
-        max_model_tokens=max_tokens,
-        step_budget_tokens=max(options.step_budget_tokens, options.max_slots),
+        block_size=block_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_tokens,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
         vocab_size=target.config.vocab_size,
         eos_ids=eos_ids,
         prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
         itl_target_s=options.itl_target_s,
         queue_policy=options.queue_policy,
         ageing_per_s=options.ageing_per_s,
-        prefix_cache=options.prefix_cache,
+        enable_prefix_caching=options.enable_prefix_caching,
         kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
         # Cost of a draft token relative to a target token, estimated by the size of the weights.
@@ -225,9 +225,9 @@ def _info(
         drafter=config.default_chain,
         weight_bytes=ranks * sum(weight_bytes(m) for m in (target, draft_model) if m is not None),
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
+        block_size=config.block_size,
         kv_memory_bytes=config.num_blocks * block_bytes(target, draft_model, options),
-        max_model_tokens=config.max_model_tokens,
+        max_model_len=config.max_model_len,
         num_threads=torch.get_num_threads(),
         ranks=ranks,
         sampling_defaults=defaults,

@@ -26,9 +26,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     drafter: tuple[str, ...]  # of a request that names none, preferred first; (): no drafting
     weight_bytes: int  # of both models, in all ranks
     num_blocks: int
-    block_size_tokens: int
+    block_size: int
     kv_memory_bytes: int
-    max_model_tokens: int
+    max_model_len: int
     num_threads: int  # of each rank
     ranks: int = 1  # of tensor parallelism
     code: str = "our own"  # the modelling code in use
@@ -47,7 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             f"lookahead {lookahead}",
             f"code: {self.code}",
             self.row_invariance,
-            f"KV: {self.num_blocks} blocks of {self.block_size_tokens} tokens, "
+            f"KV: {self.num_blocks} blocks of {self.block_size} tokens, "
             f"{mib(self.kv_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
             f"engine threads: {factor}{self.num_threads} of {os.cpu_count()}",
@@ -58,12 +58,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
         return "general.sampling" if Path(self.model).suffix == SUFFIX else GENERATION_FILE
 
     def _context(self) -> str:
-        pool_tokens = self.num_blocks * self.block_size_tokens
-        if pool_tokens >= self.max_model_tokens:
-            return f"context {self.max_model_tokens} tokens"
+        pool_tokens = self.num_blocks * self.block_size
+        if pool_tokens >= self.max_model_len:
+            return f"context {self.max_model_len} tokens"
         return (
             f"a sequence has {pool_tokens} tokens at most, the pool holds no more "
-            f"(context {self.max_model_tokens})"
+            f"(context {self.max_model_len})"
         )
 
 

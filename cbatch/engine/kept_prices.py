@@ -50,9 +50,9 @@ def with_prices(
         "threads": torch.get_num_threads(),
         "ranks": num_ranks(target),
         "torch": str(torch.__version__),
-        "slots": config.max_slots,
-        "blocks": [config.num_blocks, config.block_size_tokens],
-        "tokens": [config.step_budget_tokens, config.max_model_tokens],
+        "slots": config.max_num_seqs,
+        "blocks": [config.num_blocks, config.block_size],
+        "tokens": [config.max_num_batched_tokens, config.max_model_len],
         "drafter": config.default_chain,
     }
     profile = startup.cached_profile(key, lambda: startup.profile_costs(executor, config))

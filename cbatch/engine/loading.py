@@ -46,7 +46,7 @@ def load_models(
     """
     requirements: dict[str, Any] = {
         name: getattr(options, name)
-        for name in ("block_size_tokens", "kv_cache_dtype", "tensor_parallel")
+        for name in ("block_size", "kv_cache_dtype", "tensor_parallel_size")
     }
     head = draft_path if draft_path is not None and is_head(draft_path) else None
     others = [impl for impl in impls if impl != "own"]
@@ -93,13 +93,13 @@ def _start_ranks(
     impls: tuple[Impl, Impl],
     texts: TrialTexts,
 ) -> Ranks | None:
-    if options.tensor_parallel == 1:
+    if options.tensor_parallel_size == 1:
         return None
     import torch
 
-    _check_shards(model, impls[0], options.tensor_parallel)
+    _check_shards(model, impls[0], options.tensor_parallel_size)
     files = RankFiles(model, draft, impls, texts)
-    return Ranks(options.tensor_parallel, files, options, torch.get_num_threads())
+    return Ranks(options.tensor_parallel_size, files, options, torch.get_num_threads())
 
 
 def _check_shards(model: str | Path, impl: Impl, size: int) -> None:
@@ -121,6 +121,6 @@ def _set_num_threads(options: EngineOptions) -> None:
     torch's own number (`OMP_NUM_THREADS`) is lower."""
     import torch
 
-    cpus_per_rank = max(1, given_cpus() // options.tensor_parallel)
+    cpus_per_rank = max(1, given_cpus() // options.tensor_parallel_size)
     default = min(torch.get_num_threads(), cpus_per_rank)
     torch.set_num_threads(default if options.threads == "auto" else options.threads)

@@ -30,7 +30,7 @@ def num_blocks(
             remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
             raise FieldError("kv_memory_bytes", "holds no block", remedy)
         return options.kv_memory_bytes // size
-    full_slots = options.max_slots * -(-max_tokens // block_size_for(target, options))
+    full_slots = options.max_num_seqs * -(-max_tokens // block_size_for(target, options))
     kv_bytes = memory_for_kv_bytes(target, draft, options, max_tokens)
     return max(1, min(full_slots, kv_bytes // size))
 
@@ -65,9 +65,9 @@ def memory_for_kv_bytes(
     step_bytes = gpu_step_bytes(target, draft, options, max_tokens)
     if step_bytes >= free_bytes:
         raise FieldError(
-            "max_slots",
+            "max_num_seqs",
             f"steps work in {mib(step_bytes)}, {mib(free_bytes)} are free beside the weights",
-            "use fewer slots, a smaller step_budget_tokens or max_model_tokens",
+            "use fewer slots, a smaller max_num_batched_tokens or max_model_len",
         )
     return int((free_bytes - step_bytes) * MEMORY_SHARE["cuda"])
 

@@ -62,7 +62,7 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
         return "own"
     if options.device.startswith("cuda"):
         problem = "is not computed on a GPU"
-    elif options.tensor_parallel > 1:
+    elif options.tensor_parallel_size > 1:
         problem = "is not shared out over ranks"
     else:
         from cbatch.runtime.compiled import compiles

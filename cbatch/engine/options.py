@@ -26,20 +26,20 @@ _DRAFTER = (
 )
 # Knobs that the simulator has, too.
 LOOKAHEAD_KNOB = _engine(_LOOKAHEAD, "POLICY", type=str)
-TENSOR_PARALLEL_KNOB = _engine(
+TENSOR_PARALLEL_SIZE_KNOB = _engine(
     "ranks that share the model out: devices, or on a CPU processes",
     "N",
-    aliases=("tp", "tensor_parallel_size"),
+    aliases=("tp", "tensor_parallel"),
     default=1,
 )
-MAX_SLOTS_KNOB = _engine("sequences that run at once", "N")
+MAX_NUM_SEQS_KNOB = _engine("sequences that run at once", "N", aliases=("max_slots",))
 NUM_BLOCKS_KNOB = _engine("KV blocks", "N", default="by memory")
-BLOCK_SIZE_KNOB = _engine(
-    "tokens of a KV block", "TOKENS", name="block_size", default="64 on a GPU, else 16"
+BLOCK_SIZE_KNOB = _engine("tokens of a KV block", "TOKENS", default="64 on a GPU, else 16")
+MAX_MODEL_LEN_KNOB = _engine(
+    "context", "TOKENS", aliases=("max_model_tokens",), default="the model's"
 )
-MAX_MODEL_TOKENS_KNOB = _engine("context", "TOKENS", default="the model's")
-STEP_BUDGET_KNOB = _engine(
-    "tokens of a step, at most", "TOKENS", name="max_num_batched_tokens", aliases=("step_budget",)
+MAX_NUM_BATCHED_TOKENS_KNOB = _engine(
+    "tokens of a step, at most", "TOKENS", aliases=("step_budget",)
 )
 ITL_TARGET_KNOB = _engine(
     "longest gap between tokens of an answer while prompts are read, where the machine can",
@@ -89,10 +89,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "whose modelling code computes; auto: ours where it knows the family (extra 'models')"
         ),
     ] = "auto"
-    tensor_parallel: Annotated[int, TENSOR_PARALLEL_KNOB] = 1
+    tensor_parallel_size: Annotated[int, TENSOR_PARALLEL_SIZE_KNOB] = 1
     lookahead: Annotated[str | LookaheadConfig, LOOKAHEAD_KNOB] = "adaptive"
     drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
-    max_slots: Annotated[int, MAX_SLOTS_KNOB] = 32
+    max_num_seqs: Annotated[int, MAX_NUM_SEQS_KNOB] = 32
     num_blocks: Annotated[int | None, NUM_BLOCKS_KNOB] = None
     kv_memory_bytes: Annotated[
         int | None, _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30)
@@ -101,9 +101,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["auto", "fp8", "fp8_e4m3"],
         _engine("what keys and values are held in: auto (the model's); fp8 on a GPU that has it"),
     ] = "auto"
-    block_size_tokens: Annotated[int | None, BLOCK_SIZE_KNOB] = None
-    max_model_tokens: Annotated[int | None, MAX_MODEL_TOKENS_KNOB] = None
-    step_budget_tokens: Annotated[int, STEP_BUDGET_KNOB] = 1024
+    block_size: Annotated[int | None, BLOCK_SIZE_KNOB] = None
+    max_model_len: Annotated[int | None, MAX_MODEL_LEN_KNOB] = None
+    max_num_batched_tokens: Annotated[int, MAX_NUM_BATCHED_TOKENS_KNOB] = 1024
     prompt_share: Annotated[
         float | None,
         _engine(
@@ -117,7 +117,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ageing_per_s: Annotated[
         float | None, _engine("what waiting a second is worth", "N", name="ageing")
     ] = None
-    prefix_cache: Annotated[bool, PREFIX_CACHE_KNOB] = True
+    enable_prefix_caching: Annotated[bool, PREFIX_CACHE_KNOB] = True
     overlap: Annotated[
         Literal[0, 1] | None, _engine("1: plan a step while one runs (default: 1 on a GPU, else 0)")
     ] = None
@@ -131,7 +131,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not isinstance(self.dtype, str):  # a dtype of torch
             msgspec.structs.force_setattr(self, "dtype", str(self.dtype).removeprefix("torch."))
         convert_fields(self)
-        counts = "num_blocks", "kv_memory_bytes", "max_model_tokens", "threads", "tensor_parallel"
+        counts = "num_blocks", "kv_memory_bytes", "max_model_len", "threads", "tensor_parallel_size"
         for field in counts:
             value = getattr(self, field)
             if isinstance(value, int) and value < 1:

@@ -52,17 +52,15 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_changes(
-    changes: Sequence[CacheChange], now_s: float, block_size_tokens: int = 0
-) -> bytes:
-    """Return an encoded batch. `now_s` is seconds since the epoch; `block_size_tokens` is needed
+def encode_changes(changes: Sequence[CacheChange], now_s: float, block_size: int = 0) -> bytes:
+    """Return an encoded batch. `now_s` is seconds since the epoch; `block_size` is needed
     only for stored blocks."""
-    events = [_event_of(change, block_size_tokens) for change in changes]
+    events = [_event_of(change, block_size) for change in changes]
     return _encoder.encode(KVEventBatch(now_s, events))
 
 
 def _event_of(
-    change: CacheChange, block_size_tokens: int
+    change: CacheChange, block_size: int
 ) -> BlockStored | BlockRemoved | AllBlocksCleared:
     match change:
         case BlocksStored(hashes, parent_hash, token_ids, salt):
@@ -71,7 +69,7 @@ def _event_of(
                 hashes,
                 parent_hash,
                 token_ids,
-                block_size_tokens,
+                block_size,
                 extra_keys=[first, *[None] * (len(hashes) - 1)],
             )
         case BlocksRemoved(hashes):

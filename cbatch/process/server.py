@@ -162,7 +162,7 @@ class EngineServer:
     def _kv_events(self) -> bytes:
         """Return the encoded KV events since the last call; empty without events."""
         changes = self._core.scheduler.take_cache_changes()
-        size = self._core.scheduler.config.block_size_tokens
+        size = self._core.scheduler.config.block_size
         return encode_changes(changes, time.time(), size) if changes else b""
 
     def _send(self, event: Event) -> None:

@@ -28,22 +28,22 @@ class InputBatch:
 
     def __init__(
         self,
-        max_slots: int,
-        block_size_tokens: int,
+        max_num_seqs: int,
+        block_size: int,
         vocab_size: int,
         grammars: GrammarSource | None = None,
     ) -> None:
         self._grammars = grammars
-        self.max_slots = max_slots
-        self.block_size_tokens = block_size_tokens
+        self.max_num_seqs = max_num_seqs
+        self.block_size = block_size
         self.vocab_size = vocab_size
-        self.tokens = np.zeros((max_slots, 0), dtype=np.int64)
-        self.blocks = np.zeros((max_slots, 0), dtype=np.int32)
+        self.tokens = np.zeros((max_num_seqs, 0), dtype=np.int64)
+        self.blocks = np.zeros((max_num_seqs, 0), dtype=np.int32)
         self.clear()
 
     def clear(self) -> None:
         """Forget every slot."""
-        size = self.max_slots
+        size = self.max_num_seqs
         self.failed = np.zeros(size, dtype=np.uint8)
         self.generation = np.zeros(size, dtype=np.int32)
         self.num_tokens = np.zeros(size, dtype=np.int64)
@@ -70,7 +70,7 @@ class InputBatch:
     def admit(self, a: NewSequence) -> None:
         """Fill a slot, replacing its old contents. Raises ValueError for an invalid admission."""
         slot, n = a.slot, len(a.tokens)
-        if not (0 <= slot < self.max_slots and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
+        if not (0 <= slot < self.max_num_seqs and 0 <= a.kv_len_tokens < n <= a.max_total_tokens):
             raise ValueError(
                 f"admission of {a.request_id!r}: slot {slot}, {n} tokens, kv_len "
                 f"{a.kv_len_tokens}, max_total {a.max_total_tokens} do not fit together"
@@ -107,7 +107,7 @@ class InputBatch:
 
     def block_rows(self, slots: NDArray[np.integer], context_tokens: int) -> NDArray[np.int32]:
         """Block tables of `slots`, wide enough for `context_tokens` positions: int32 [R, width]."""
-        width = -(-context_tokens // self.block_size_tokens)
+        width = -(-context_tokens // self.block_size)
         return self.blocks[:, :width].take(slots, axis=0)
 
     def ragged(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cbatch.core.request.typed import OLD_NAMES
 from cbatch.core.scheduler.events import (
     Added,
     Cancelled,
@@ -34,6 +35,7 @@ AnyEvent = (
 )
 FORMAT = "cbatch-step-log"
 VERSION = 1
+_CONFIGURED = b'{"type":"Configured"'  # beginning of that event's line
 _LOOK_BYTES = 2**16  # read at a time, from the end of the file
 
 
@@ -118,7 +120,8 @@ def read_step_log(path: str | Path) -> StepLog:
     events = []
     for number, line in enumerate(lines, start=2):
         try:
-            events.append(decoder.decode(line))
+            renamed = _with_new_names(line) if line.startswith(_CONFIGURED) else line
+            events.append(decoder.decode(renamed))
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise StepLogError(f"{path}, line {number}: damaged record ({error})") from error
     warning = None
@@ -128,6 +131,12 @@ def read_step_log(path: str | Path) -> StepLog:
             f"{len(events)} events before it are whole"
         )
     return StepLog(tuple(events), warning)
+
+
+def _with_new_names(line: bytes) -> bytes:
+    for old, new in OLD_NAMES.items():
+        line = line.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
+    return line
 
 
 def _check_header(path: str | Path, line: bytes) -> None:

@@ -70,7 +70,7 @@ def _calibrated(path: str, policy: str) -> Priced:
         cost=ProfiledCost(calibration.prices, controlled=policy == "adaptive"),
         names=names | {"held_out_total_error": calibration.held_out.total},
         engine={"cost_profile": calibration.profile} | calibration.engine,
-        limits={"max_slots": calibration.max_rows},
+        limits={"max_num_seqs": calibration.max_rows},
     )
 
 
@@ -82,8 +82,8 @@ def _layers(path: str, model: str, *, drafts: bool) -> Priced:
     return Priced(
         cost=table,
         names={"cost": "table", "table": path, "model": model},
-        engine={"max_model_tokens": shape.max_position_embeddings},
-        limits={"max_slots": table.most_rows, "step_budget_tokens": table.most_step_tokens},
+        engine={"max_model_len": shape.max_position_embeddings},
+        limits={"max_num_seqs": table.most_rows, "max_num_batched_tokens": table.most_step_tokens},
     )
 
 
@@ -97,7 +97,7 @@ def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
         cost=cost,
         names=table_names | names,
         engine=engine,
-        limits={"max_slots": cost.most_rows, "step_budget_tokens": cost.most_step_tokens},
+        limits={"max_num_seqs": cost.most_rows, "max_num_batched_tokens": cost.most_step_tokens},
     )
 
 
@@ -107,15 +107,15 @@ def _devices(
     """Return the roofline of the models on the device, their names for the report, and `engine` of
     `Priced`: the context, the size of the KV pool, and the draft's relative price."""
     model = scenario.model or MODEL_SHAPE
-    parts = 1 if scenario.tensor_parallel is None else scenario.tensor_parallel
+    parts = 1 if scenario.tensor_parallel_size is None else scenario.tensor_parallel_size
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
     if draft is None and drafts:
         raise FieldError("--draft", "is missing", "drafting has a price: name the draft")
     config = RooflineConfig(
-        gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel=parts, draft=draft
+        gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel_size=parts, draft=draft
     )
-    names: dict[str, Any] = {"gpu": gpu, "model": model, "tensor_parallel": parts}
-    engine: dict[str, Any] = {"max_model_tokens": config.shape.max_position_embeddings}
+    names: dict[str, Any] = {"gpu": gpu, "model": model, "tensor_parallel_size": parts}
+    engine: dict[str, Any] = {"max_model_len": config.shape.max_position_embeddings}
     if scenario.num_blocks is None:
         pool = _pool_settings(scenario)
         engine["num_blocks"] = pool_blocks(config, pool)
@@ -131,9 +131,9 @@ def _pool_settings(scenario: Scenario) -> PoolSettings:
     given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
     values = defaults | given
     return PoolSettings(
-        block_tokens=values["block_size_tokens"],
-        step_tokens=values["step_budget_tokens"],
-        max_rows=values["max_slots"],
+        block_tokens=values["block_size"],
+        step_tokens=values["max_num_batched_tokens"],
+        max_rows=values["max_num_seqs"],
         memory_share=values["memory_share"],
         rules=values["pool"],
     )

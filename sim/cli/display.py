@@ -20,7 +20,15 @@ from sim.report.report import Record, Report, to_json, to_line
 from sim.report.timeline import Observer, Timeline
 
 # Settings of a report that say where step costs come from.
-PRICED = ("cost", "gpu", "machine", "model", "draft_model", "tensor_parallel", "step_duration_s")
+PRICED = (
+    "cost",
+    "gpu",
+    "machine",
+    "model",
+    "draft_model",
+    "tensor_parallel_size",
+    "step_duration_s",
+)
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
     ("time per output token, ms", "tpot_s"),

@@ -21,17 +21,17 @@ from sim.workload.traces.request import TraceRequest
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE, ROUTER = "0.7", "round-robin"
 USUAL: dict[str, Any] = {
-    "max_slots": 256,
-    "step_budget_tokens": 2048,
-    "block_size_tokens": 16,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048,
+    "block_size": 16,
     "queue_policy": "fcfs",
 }
 # Options that set the field of `SchedulerConfig` with the same name.
-SIZES = (*USUAL, "num_blocks", "max_model_tokens", "itl_target_s")
+SIZES = (*USUAL, "num_blocks", "max_model_len", "itl_target_s")
 
 _SOURCES = ("step_seconds", "cost", "cost_table")
 _STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_model")
-_ROOFLINE = ("gpu", "model", "tensor_parallel", "draft_model")
+_ROOFLINE = ("gpu", "model", "tensor_parallel_size", "draft_model")
 _load, _fleet = (partial(knob, name) for name in ("load", "fleet"))
 _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
 
@@ -74,7 +74,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     seed: Annotated[int, _load("of everything that is drawn")] = 0
     gpu: Annotated[str | None, _cost("roofline of this device", "NAME", default=GPU)] = None
     model: Annotated[str | None, _cost("shape or config.json", "NAME", default=MODEL_SHAPE)] = None
-    tensor_parallel: Annotated[int | None, engine.TENSOR_PARALLEL_KNOB] = None
+    tensor_parallel_size: Annotated[int | None, engine.TENSOR_PARALLEL_SIZE_KNOB] = None
     draft_model: Annotated[
         str | None,
         _cost("shape of the draft, as --model", "NAME", name="draft", aliases=("draft_model",)),
@@ -93,10 +93,10 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             default=ACCEPTANCE,
         ),
     ] = None
-    max_slots: Annotated[int | None, engine.MAX_SLOTS_KNOB] = None
-    step_budget_tokens: Annotated[int | None, engine.STEP_BUDGET_KNOB] = None
+    max_num_seqs: Annotated[int | None, engine.MAX_NUM_SEQS_KNOB] = None
+    max_num_batched_tokens: Annotated[int | None, engine.MAX_NUM_BATCHED_TOKENS_KNOB] = None
     itl_target_s: Annotated[float | None, engine.ITL_TARGET_KNOB] = None
-    block_size_tokens: Annotated[int | None, engine.BLOCK_SIZE_KNOB] = None
+    block_size: Annotated[int | None, engine.BLOCK_SIZE_KNOB] = None
     num_blocks: Annotated[int | None, engine.NUM_BLOCKS_KNOB] = None
     pool: Annotated[
         str | None,
@@ -109,9 +109,9 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     memory_share: Annotated[
         float | None, _engine("of a device's memory, at most", "X", default="0.9")
     ] = None
-    max_model_tokens: Annotated[int | None, engine.MAX_MODEL_TOKENS_KNOB] = None
+    max_model_len: Annotated[int | None, engine.MAX_MODEL_LEN_KNOB] = None
     queue_policy: Annotated[QueuePolicy | None, engine.QUEUE_POLICY_KNOB] = None
-    prefix_cache: Annotated[bool | None, engine.PREFIX_CACHE_KNOB] = None
+    enable_prefix_caching: Annotated[bool | None, engine.PREFIX_CACHE_KNOB] = None
     replicas: Annotated[int, _fleet("engines, all the same", "N")] = 1
     router: Annotated[
         str | None,

@@ -72,10 +72,10 @@ class Simulation(NamedTuple):
         return source if scenario.latency is None else Remote(source, scenario.latency)
 
     def executor(self) -> ModelledExecutor:
-        slots, acceptance = self.config.max_slots, None
+        slots, acceptance = self.config.max_num_seqs, None
         if "acceptance" in self.settings:
-            acceptance = parse_acceptance(self.settings["acceptance"], max_slots=slots)
-        return ModelledExecutor(max_slots=slots, cost=self.cost, acceptance=acceptance)
+            acceptance = parse_acceptance(self.settings["acceptance"], max_num_seqs=slots)
+        return ModelledExecutor(max_num_seqs=slots, cost=self.cost, acceptance=acceptance)
 
     def run(
         self,
@@ -123,7 +123,7 @@ def build(scenario: Scenario) -> Simulation:
     prices = priced(scenario, lookahead.policy)
     config = _scheduler(scenario, lookahead, prices, trace.recorded)
     settings |= prices.names
-    settings |= {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
+    settings |= {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}
     settings["lookahead"] = lookahead_name(lookahead)
     if lookahead.policy != "off":
         given = scenario.acceptance
@@ -155,7 +155,7 @@ def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario,
 
     Lookahead and prices are never taken from a log. Nor is the number of KV blocks if the cost
     model's device has a known memory, from which it is computed."""
-    recorded = {field: getattr(config, field) for field in (*SIZES, "prefix_cache")}
+    recorded = {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}
     if scenario.has_device:
         del recorded["num_blocks"]
     filled = {name: value for name, value in recorded.items() if getattr(scenario, name) is None}
@@ -163,8 +163,8 @@ def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario,
 
 
 def _with_recorded_pool(scenario: Scenario, path: Path) -> Scenario:
-    blocks, block_tokens = recorded_blocks(path, scenario.block_size_tokens)
-    return replace(scenario, num_blocks=blocks, block_size_tokens=block_tokens, pool=None)
+    blocks, block_tokens = recorded_blocks(path, scenario.block_size)
+    return replace(scenario, num_blocks=blocks, block_size=block_tokens, pool=None)
 
 
 def _router(scenario: Scenario) -> str | None:
@@ -193,13 +193,13 @@ def _scheduler(
         if field not in prices.engine:
             fields[field] = min(fields[field], limit)
     fields |= given
-    for field in ("num_blocks", "max_model_tokens"):
+    for field in ("num_blocks", "max_model_len"):
         if field not in fields:
             raise FieldError(field, "is not known from this cost of a step", "give it")
     for field, limit in limits.items():
         if fields[field] > limit:
             raise FieldError(field, f"{fields[field]} is more than was measured", f"use <= {limit}")
-    draft_context_tokens = fields.get("draft_context_tokens") or fields["max_model_tokens"]
+    draft_context_tokens = fields.get("draft_context_tokens") or fields["max_model_len"]
     fields["draft_context_tokens"] = draft_context_tokens
     if lookahead.policy == "off":
         fields |= {"draft_context_tokens": None, "catch_up_price": 1.0, "cost_profile": None}
@@ -207,5 +207,7 @@ def _scheduler(
         fields["decode_reserve_tokens"] = recorded.decode_reserve_tokens
         if fields["queue_policy"] == recorded.queue_policy:
             fields["ageing_per_s"] = recorded.ageing_per_s
-    prefix_cache = scenario.prefix_cache is not False
-    return SchedulerConfig(**fields, prefix_cache=prefix_cache, lookahead=lookahead)
+    enable_prefix_caching = scenario.enable_prefix_caching is not False
+    return SchedulerConfig(
+        **fields, enable_prefix_caching=enable_prefix_caching, lookahead=lookahead
+    )

@@ -89,7 +89,7 @@ class KernelCost:
     def from_roofline(self) -> list[str]:
         """Return the names of the parts that the roofline supplies, not the tables."""
         parts = ["small kernels", "launches", "host"]
-        parts += ["all-reduces"] if self._config.tensor_parallel > 1 else []
+        parts += ["all-reduces"] if self._config.tensor_parallel_size > 1 else []
         for name, passes in (("", self._target), ("draft's ", self._draft)):
             if passes is not None and passes.decodes is None:
                 parts.append(f"{name}attention of decodes")
@@ -133,7 +133,7 @@ class _Passes(NamedTuple):
 
     @classmethod
     def of(cls, tables: KernelTables, config: RooflineConfig, shape: ModelShape) -> _Passes:
-        parts, layers, size = config.tensor_parallel, shape.num_hidden_layers, shape.head_size
+        parts, layers, size = config.tensor_parallel_size, shape.num_hidden_layers, shape.head_size
         heads = shape.num_attention_heads // parts
         kv_heads = max(shape.num_key_value_heads // parts, 1)
         hidden, inner = shape.hidden_size, shape.intermediate_size / parts

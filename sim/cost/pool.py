@@ -67,7 +67,7 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     `FieldError` if not even one block fits."""
     settings = settings or PoolSettings()
     shapes = [config.shape, *([config.draft] if config.draft else [])]
-    gpu, parts = config.gpu, config.tensor_parallel
+    gpu, parts = config.gpu, config.tensor_parallel_size
     total_bytes = gpu.memory_bytes if gpu.usable_bytes is None else gpu.usable_bytes
     weight_bytes = sum(shape.weight_bytes for shape in shapes) / parts
     kept = max(kept_bytes(shape, settings, parts) for shape in shapes)
@@ -80,12 +80,12 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
             "--gpu",
             f"{weight_bytes / 2**30:.1f} GiB of weights and {kept / 2**30:.1f} of work leave no "
             "room for KV",
-            "use more devices (--tensor-parallel) or a larger one",
+            "use more devices (--tensor-parallel-size) or a larger one",
         )
     return blocks
 
 
-def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel: int = 1) -> float:
+def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel_size: int = 1) -> float:
     """Return the bytes that vLLM reserves on each device in addition to the weights. Every device
     samples from whole rows of logits."""
     settings.check()
@@ -93,15 +93,17 @@ def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel: int =
     hidden_bytes = settings.step_tokens * shape.hidden_size * VALUE_BYTES
     rows = min(settings.max_rows, settings.step_tokens)
     sampler_bytes = hidden_bytes + rules.sampler_value_bytes * rows * shape.vocab_size
-    pass_bytes = settings.step_tokens * pass_token_bytes(shape, tensor_parallel)
+    pass_bytes = settings.step_tokens * pass_token_bytes(shape, tensor_parallel_size)
     graphs = num_graphs(settings.max_rows) * rules.graph_bytes
     return max(pass_bytes, sampler_bytes) + graphs + rules.context_bytes
 
 
-def pass_token_bytes(shape: ModelShape, tensor_parallel: int = 1) -> float:
+def pass_token_bytes(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
     """Return the activation bytes per token while the MLP runs: gate, up and their product, and
     three inputs and outputs of the layer."""
-    return VALUE_BYTES * (3 * shape.intermediate_size / tensor_parallel + 3 * shape.hidden_size)
+    return VALUE_BYTES * (
+        3 * shape.intermediate_size / tensor_parallel_size + 3 * shape.hidden_size
+    )
 
 
 def num_graphs(max_rows: int) -> int:

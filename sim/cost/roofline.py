@@ -169,14 +169,14 @@ class Rates(NamedTuple):
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`shape` on `tensor_parallel` devices of type `gpu`, with a draft model or without.
+    """`shape` on `tensor_parallel_size` devices of type `gpu`, with a draft model or without.
 
     Efficiencies are the shares of the data sheet's peaks that good kernels reach. `layer_s` is the
     time of a layer's small kernels: norms, rotations, launches inside a captured graph."""
 
     gpu: Gpu
     shape: ModelShape
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     draft: ModelShape | None = None
     compute_efficiency: float = 0.7
     memory_efficiency: float = 0.8
@@ -186,10 +186,10 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     link_latency_s: float = 1e-5
 
     def __post_init__(self) -> None:
-        shape, parts = self.shape, self.tensor_parallel
+        shape, parts = self.shape, self.tensor_parallel_size
         if parts < 1 or shape.num_attention_heads % parts:
             raise FieldError(
-                "--tensor-parallel",
+                "--tensor-parallel-size",
                 f"{parts} does not divide {shape.num_attention_heads} attention heads",
                 "use a divisor",
             )
@@ -203,10 +203,10 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_token_bytes(self, shape: ModelShape) -> float:
         """Return the KV bytes of a token on one device. With more devices than KV heads, several
         devices hold the same head."""
-        return shape.kv_token_bytes / min(self.tensor_parallel, shape.num_key_value_heads)
+        return shape.kv_token_bytes / min(self.tensor_parallel_size, shape.num_key_value_heads)
 
     def rates(self, shape: ModelShape) -> Rates:
-        parts, layers = self.tensor_parallel, shape.num_hidden_layers
+        parts, layers = self.tensor_parallel_size, shape.num_hidden_layers
         flop_s = 1 / (self.gpu.bf16_flops * self.compute_efficiency * parts)
         byte_s = 1 / (self.gpu.memory_bytes_per_s * self.memory_efficiency)
         width = shape.num_attention_heads * shape.head_size

@@ -38,8 +38,8 @@ class AcceptanceModel(Protocol):
 class _Independent:
     """Base of models that accept each draft independently, given its probability."""
 
-    def __init__(self, max_slots: int) -> None:
-        self._states = np.zeros(max_slots, np.uint64)
+    def __init__(self, max_num_seqs: int) -> None:
+        self._states = np.zeros(max_num_seqs, np.uint64)
 
     def admit(self, admission: NewSequence) -> None:
         self._states[admission.slot] = request_state(ACCEPT, admission)
@@ -62,8 +62,8 @@ class PositionAcceptance(_Independent):
     """An acceptance probability for each depth, given that the drafts before it are accepted. The
     j-th draft of a step has `probabilities[j]`; deeper drafts have the last one."""
 
-    def __init__(self, probabilities: Sequence[float], *, max_slots: int) -> None:
-        super().__init__(max_slots)
+    def __init__(self, probabilities: Sequence[float], *, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs)
         if not probabilities:
             raise FieldError("probabilities", "are none", "give one for each depth")
         self._probabilities = np.asarray([_chance("probabilities", p) for p in probabilities])
@@ -80,14 +80,14 @@ class BetaAcceptance(_Independent):
     distribution with this mean and `concentration` a + b: variance mean (1 - mean) / (1 +
     concentration)."""
 
-    def __init__(self, mean: float, concentration: float, *, max_slots: int) -> None:
-        super().__init__(max_slots)
+    def __init__(self, mean: float, concentration: float, *, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs)
         if not 0 < mean < 1:
             raise FieldError("mean", f"{mean} is not allowed", "use a number in (0, 1)")
         if not 0 < concentration < float("inf"):
             raise FieldError("concentration", f"{concentration} is not allowed", "give a positive")
         self._beta = mean * concentration, (1 - mean) * concentration
-        self._chance = np.zeros(max_slots)
+        self._chance = np.zeros(max_num_seqs)
 
     def admit(self, admission: NewSequence) -> None:
         super().admit(admission)
@@ -104,15 +104,15 @@ class DriftingAcceptance(_Independent):
     at `low`, half of the time each. Before every token it is redrawn with probability 1 / `tokens`,
     so its correlation over n tokens is (1 - 1 / tokens)^n."""
 
-    def __init__(self, high: float, low: float, tokens: float, *, max_slots: int) -> None:
-        super().__init__(max_slots)
+    def __init__(self, high: float, low: float, tokens: float, *, max_num_seqs: int) -> None:
+        super().__init__(max_num_seqs)
         self._high, self._low = _chance("high", high), _chance("low", low)
         if not 1 <= tokens < float("inf"):
             raise FieldError("tokens", f"{tokens} is not allowed", "give 1 or more")
         self._renewal = 1 / tokens
-        self._redraws, self._levels = (np.zeros(max_slots, np.uint64) for _ in range(2))
+        self._redraws, self._levels = (np.zeros(max_num_seqs, np.uint64) for _ in range(2))
         # By slot: a position, and the last position up to it at which the chain was redrawn.
-        self._reached, self._drawn = (np.zeros(max_slots, np.int64) for _ in range(2))
+        self._reached, self._drawn = (np.zeros(max_num_seqs, np.int64) for _ in range(2))
 
     def admit(self, admission: NewSequence) -> None:
         """Start the chain at the first output token; a preempted request's chain is recomputed."""
@@ -151,12 +151,12 @@ class RecordedAcceptance:
     of its output, whether a draft would be accepted. Recordings repeat from the start when they are
     too short, in requests and in tokens."""
 
-    def __init__(self, sequences: Sequence[Sequence[int]], *, max_slots: int) -> None:
+    def __init__(self, sequences: Sequence[Sequence[int]], *, max_num_seqs: int) -> None:
         if not sequences or not all(len(sequence) for sequence in sequences):
             raise FieldError("sequences", "are none, or one is empty", "record the run anew")
         self._sequences = [np.asarray(sequence, np.bool_) for sequence in sequences]
-        self._of_slot = [self._sequences[0]] * max_slots
-        self._first = [0] * max_slots
+        self._of_slot = [self._sequences[0]] * max_num_seqs
+        self._first = [0] * max_num_seqs
 
     def admit(self, admission: NewSequence) -> None:
         """Raises `FieldError` unless the request's id is its number in the trace, as in a
@@ -179,7 +179,7 @@ class RecordedAcceptance:
         return leading(accepted, num_drafted)
 
 
-def parse_acceptance(text: str, *, max_slots: int) -> AcceptanceModel:
+def parse_acceptance(text: str, *, max_num_seqs: int) -> AcceptanceModel:
     """Return the model that `text` describes: "0.7", "positions:0.8,0.6", "beta:0.7,8" (mean,
     concentration), "drift:0.9,0.4,64" (high, low, tokens) or "recorded:FILE" (JSON, a list of 0 and
     1 for each request). Raises `FieldError`."""
@@ -187,23 +187,23 @@ def parse_acceptance(text: str, *, max_slots: int) -> AcceptanceModel:
     if not colon:
         kind, rest = "constant", text
     if kind == "recorded":
-        return RecordedAcceptance(_read_sequences(Path(rest)), max_slots=max_slots)
+        return RecordedAcceptance(_read_sequences(Path(rest)), max_num_seqs=max_num_seqs)
     try:
-        return _parse_numbers(kind, [float(part) for part in rest.split(",")], max_slots)
+        return _parse_numbers(kind, [float(part) for part in rest.split(",")], max_num_seqs)
     except ValueError as error:  # a FieldError is a ValueError that says which number is wrong
         reason = f" ({error})" if isinstance(error, FieldError) else ""
         remedy = "write 0.7, positions:0.8,0.6, beta:0.7,8, drift:0.9,0.4,64 or recorded:FILE"
         raise FieldError("--acceptance", f"{text!r} is no model{reason}", remedy) from error
 
 
-def _parse_numbers(kind: str, numbers: list[float], max_slots: int) -> AcceptanceModel:
+def _parse_numbers(kind: str, numbers: list[float], max_num_seqs: int) -> AcceptanceModel:
     match kind, numbers:
         case ("positions", _) | ("constant", [_]):
-            return PositionAcceptance(numbers, max_slots=max_slots)
+            return PositionAcceptance(numbers, max_num_seqs=max_num_seqs)
         case "beta", [mean, concentration]:
-            return BetaAcceptance(mean, concentration, max_slots=max_slots)
+            return BetaAcceptance(mean, concentration, max_num_seqs=max_num_seqs)
         case "drift", [high, low, tokens]:
-            return DriftingAcceptance(high, low, tokens, max_slots=max_slots)
+            return DriftingAcceptance(high, low, tokens, max_num_seqs=max_num_seqs)
     raise ValueError(kind)
 
 

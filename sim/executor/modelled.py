@@ -21,19 +21,19 @@ class ModelledExecutor:
     """Executor of a serial loop: `run(plan)` returns a result with durations. It has no clock."""
 
     def __init__(
-        self, *, max_slots: int, cost: CostModel, acceptance: AcceptanceModel | None = None
+        self, *, max_num_seqs: int, cost: CostModel, acceptance: AcceptanceModel | None = None
     ) -> None:
         """`acceptance` may be None if no plan drafts."""
         self._cost = cost
         self._acceptance = acceptance
-        self._counts = SlotCounts(max_slots)
+        self._counts = SlotCounts(max_num_seqs)
         self._first_token = [
             0
-        ] * max_slots  # token id at position 0, had the request counted from there
+        ] * max_num_seqs  # token id at position 0, had the request counted from there
         # Shared by the results of steps in which every row emits one token.
-        self._ramp = np.arange(max_slots + 1, dtype=np.int32)
-        self._ones = np.ones(max_slots, np.int32)
-        self._ok = np.zeros(max_slots, np.uint8)
+        self._ramp = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._ones = np.ones(max_num_seqs, np.int32)
+        self._ok = np.zeros(max_num_seqs, np.uint8)
         self.host_s = 0.0  # of the last step, if the cost model separates host time
 
     def idle(self, seconds: float) -> None:

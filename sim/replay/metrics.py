@@ -50,7 +50,7 @@ class MetricsRecorder:
 
     def __init__(
         self,
-        max_slots: int,
+        max_num_seqs: int,
         objectives: Objectives,
         on_record: Callable[[Record], None] | None = None,
         replica: int | None = None,
@@ -59,8 +59,8 @@ class MetricsRecorder:
         self._objectives = objectives
         self._on_record = on_record
         self._open: dict[str, _Open] = {}
-        self._occupants: list[_Open | None] = [None] * max_slots
-        self._last_s: list[float | None] = [None] * max_slots  # of the last token of its request
+        self._occupants: list[_Open | None] = [None] * max_num_seqs
+        self._last_s: list[float | None] = [None] * max_num_seqs  # of the last token of its request
         # Slots whose rows all emitted their last token at _steady_s, and no other rows did.
         self._steady: np.ndarray | None = None
         self._steady_s = 0.0

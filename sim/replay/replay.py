@@ -68,7 +68,7 @@ def replay(
         ReplayedEngine(
             Scheduler(config, log),
             executor,
-            MetricsRecorder(config.max_slots, usual, on_record, None if router is None else i),
+            MetricsRecorder(config.max_num_seqs, usual, on_record, None if router is None else i),
             observers,
         )
         for i, executor in enumerate(executors)

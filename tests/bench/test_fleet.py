@@ -28,10 +28,10 @@ from tests.sim.test_calibrated import calibration
 
 SIZES = {
     "num_blocks": 999,
-    "block_size_tokens": 16,
-    "max_slots": 16,
-    "max_model_tokens": 1024,
-    "step_budget_tokens": 2048,
+    "block_size": 16,
+    "max_num_seqs": 16,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 2048,
     "draft_context_tokens": 1024,
 }
 COST: Any = calibration(engine=SIZES)
@@ -213,7 +213,11 @@ def test_a_fleet_is_what_the_command_simulates() -> None:
     near, run = plain.replay(OpenLoop(requests), router="least-loaded")
     assert near.replicas is not None and {record.replica for record in run.records} == {0, 1}
     config = plain.config("off")
-    assert (config.num_blocks, config.prefix_cache, config.lookahead.policy) == (300, True, "off")
+    assert (config.num_blocks, config.enable_prefix_caching, config.lookahead.policy) == (
+        300,
+        True,
+        "off",
+    )
     away = msgspec.structs.replace(plain, outside=Outside(0.01))
     far, _ = away.replay(OpenLoop(requests), router="least-loaded")
     assert far.ttft_s.mean == pytest.approx((near.ttft_s.mean or 0.0) + 0.01, rel=0.05)

@@ -76,7 +76,7 @@ def test_a_mix_takes_both_kinds_in_turn():
 
 
 def test_a_loop_stays_full_and_counts_what_comes_out():
-    options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
+    options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
     engine, _ = load_engine(*demo_paths(), options)
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
     loop = EndlessLoop(engine, prompts, 2, 6)
@@ -101,7 +101,7 @@ def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
     """Texts of two loops are the same where the noise alone decides them, at any k."""
     params, found = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
     for lookahead in ("off", "fixed:3"):
-        options = EngineOptions(lookahead=lookahead, max_slots=2, max_model_tokens=128)
+        options = EngineOptions(lookahead=lookahead, max_num_seqs=2, max_model_len=128)
         engine, _ = load_engine(*demo_paths(), options)
         prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
         loop, texts = EndlessLoop(engine, prompts, 2, 12, params), {}
@@ -122,7 +122,7 @@ def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
 
 
 def test_spoilt_drafts_are_hardly_ever_accepted():
-    options = EngineOptions(lookahead="fixed:3", max_slots=2, max_model_tokens=128)
+    options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
     engine, _ = load_engine(*demo_paths(), options)
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
     found = []

@@ -15,7 +15,7 @@ def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
     *table, last = capsys.readouterr().out.strip().split("\n")
     assert any("us_per_step_p50" in line for line in table)
     document = json.loads(last)
-    assert [(r["running"], r["k"], r["prefix_cache"]) for r in document["results"]] == [
+    assert [(r["running"], r["k"], r["enable_prefix_caching"]) for r in document["results"]] == [
         (running, k, cache) for running in (2, 8) for k in (0, 4) for cache in (False, True)
     ]
     for row in document["results"]:
@@ -23,9 +23,9 @@ def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
     assert document["machine"]["cores"] >= 1 and "numpy" in document["versions"]
 
 
-@pytest.mark.parametrize(("k", "prefix_cache"), [(0, False), (4, True)])
-def test_steady_state_is_what_it_says(k, prefix_cache):
-    scheduler, rng = bench.steady_state(4, k, prefix_cache)
+@pytest.mark.parametrize(("k", "enable_prefix_caching"), [(0, False), (4, True)])
+def test_steady_state_is_what_it_says(k, enable_prefix_caching):
+    scheduler, rng = bench.steady_state(4, k, enable_prefix_caching)
     before = scheduler.stats.emitted_tokens, scheduler.stats.accepted_tokens
     for _ in range(200):
         _, plan = bench.step(scheduler, rng)

@@ -31,10 +31,10 @@ from tests.sim.test_calibrated import calibration
 PROMPTS = [[1 + i, *range(7)] for i in range(5)]
 SIZES = {
     "num_blocks": 200,
-    "block_size_tokens": 4,
-    "max_slots": 4,
-    "max_model_tokens": 128,
-    "step_budget_tokens": 64,
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
     "draft_context_tokens": 128,
 }
 COST: Any = calibration(engine=SIZES, draft="d")
@@ -44,8 +44,8 @@ def engine(lookahead: str) -> Engine:
     config = make_config(lookahead=lookahead, **SIZES)
     executor = SimExecutor(
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         vocab_size=VOCAB_SIZE,
         acceptance=ModelledAcceptance(0.7),
         draft_context_tokens=config.draft_context_tokens,
@@ -180,7 +180,7 @@ def test_every_batch_is_measured_as_often_as_any_other() -> None:
     more = calibrating.finish()
     assert more.fitted.steps == 3 * once.fitted.steps
     assert more.held_out.steps == 3 * once.held_out.steps
-    assert more.engine["max_slots"] == 4 and more.max_rows == 4
+    assert more.engine["max_num_seqs"] == 4 and more.max_rows == 4
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ class SimExecutor:
         self,
         *,
         num_blocks: int,
-        block_size_tokens: int,
-        max_slots: int,
+        block_size: int,
+        max_num_seqs: int,
         vocab_size: int,
         clock: VirtualClock | None = None,
         acceptance: Acceptance | None = None,
@@ -89,12 +89,12 @@ class SimExecutor:
         self._cost = cost or LinearCost()
         self._faults = faults or Faults()
         self._vocab_size = vocab_size
-        self._block_size_tokens = block_size_tokens
+        self._block_size_tokens = block_size
         self._num_blocks = num_blocks
-        self._slots: list[CheckedSlot | None] = [None] * max_slots
-        self._generations: list[int | None] = [None] * max_slots
-        self._target_kv = ShadowKV("target", num_blocks, block_size_tokens)
-        self._draft_kv = ShadowKV("draft", num_blocks, block_size_tokens)
+        self._slots: list[CheckedSlot | None] = [None] * max_num_seqs
+        self._generations: list[int | None] = [None] * max_num_seqs
+        self._target_kv = ShadowKV("target", num_blocks, block_size)
+        self._draft_kv = ShadowKV("draft", num_blocks, block_size)
         self._drafting = DraftingModel(self._draft_kv, drafter, draft_context_tokens, coverage)
         self._in_flight: deque[tuple[StepResult | Exception, float]] = deque()
         self._busy_until_s = self._clock()

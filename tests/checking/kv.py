@@ -20,10 +20,10 @@ class ContractBreachError(BaseException):
 class ShadowKV:
     """Prefix hashes (uint64) by physical position, for one model's KV."""
 
-    def __init__(self, name: str, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, name: str, num_blocks: int, block_size: int) -> None:
         self._name = name
-        self._block_size_tokens = block_size_tokens
-        self._cells = np.zeros((num_blocks, block_size_tokens), np.uint64)
+        self._block_size_tokens = block_size
+        self._cells = np.zeros((num_blocks, block_size), np.uint64)
 
     def _addresses(self, blocks: np.ndarray, start: int, stop: int) -> np.ndarray:
         positions = np.arange(start, stop)

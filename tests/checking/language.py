@@ -47,14 +47,14 @@ def uniform(seed: int, choice: int, position: int, purpose: int) -> float:
 
 
 def reference_output(
-    request: Request, *, vocab_size: int, eos_ids: Sequence[int], max_model_tokens: int
+    request: Request, *, vocab_size: int, eos_ids: Sequence[int], max_model_len: int
 ) -> tuple[list[int], FinishReason]:
     """Output of `request` served alone, one token at a time; an ending stop id is part of it."""
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)
     state = prefix_hash(request.prompt)
     output: list[int] = []
-    for position in range(len(request.prompt), max_model_tokens):
+    for position in range(len(request.prompt), max_model_len):
         banned = stop_ids if len(output) < params.min_tokens else ()
         token = next_token(
             state,

@@ -27,9 +27,9 @@ INFO = EngineInfo(
     drafter=("model",),
     weight_bytes=2**22,
     num_blocks=64,
-    block_size_tokens=16,
+    block_size=16,
     kv_memory_bytes=2**20,
-    max_model_tokens=128,
+    max_model_len=128,
     num_threads=1,
 )
 
@@ -51,8 +51,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     loaded: list[Engine] = []
 
     def load(model: Any, draft: Any, options: EngineOptions) -> tuple[Engine, EngineInfo]:
-        sizes = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
-        loaded.append(make_engine(max_slots=options.max_slots, seed=options.seed, **sizes))
+        sizes = {"num_blocks": 512, "max_model_len": 600, "block_size": 8}
+        loaded.append(make_engine(max_num_seqs=options.max_num_seqs, seed=options.seed, **sizes))
         return loaded[-1], INFO
 
     for command in ("generate", "demo"):

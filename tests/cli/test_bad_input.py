@@ -14,12 +14,12 @@ from tests.cli.conftest import Run
 Command = Callable[..., Run]
 HEAD = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 GOOD = HEAD + "0.5,20,3\n0.75,30,4\n"
-CONSTANT = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+CONSTANT = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
 READERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "show": (("trace", "show"), ()),
     "sim": (("sim",), CONSTANT),
     "fleet": (("sim",), (*CONSTANT, "--replicas", 2)),
-    "sweep": (("sim",), (*CONSTANT, "--sweep", "max-slots=1,2", "--processes", 1)),
+    "sweep": (("sim",), (*CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1)),
     "capacity": (("sim", "capacity"), (*CONSTANT, "--slo", "ttft=1")),
 }
 BAD: dict[str, tuple[str | bytes | None, str]] = {

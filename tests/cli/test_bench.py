@@ -28,12 +28,12 @@ from tests.server.http_client import Client, sample, serving, wait_until
 from tests.toy_engine import make_engine
 
 ROOT = Path(__file__).parent.parent.parent
-SIZES: dict[str, Any] = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
+SIZES: dict[str, Any] = {"num_blocks": 512, "max_model_len": 600, "block_size": 8}
 
 
 @pytest.fixture(scope="module")
 def toy() -> Iterator[Client]:
-    with serving(make_engine(max_slots=8, **SIZES)) as client:
+    with serving(make_engine(max_num_seqs=8, **SIZES)) as client:
         yield client
 
 
@@ -152,7 +152,7 @@ def test_a_measured_run_beside_a_simulated_one(
     stamps_s = [record["arrival_s"] for record in records]
     assert stamps_s == pytest.approx([i / 40 for i in range(30)])
     simulated = tmp_path / "simulated.json"
-    sizes = ("--num-blocks", "512", "--max-model-tokens", "600", "--step-seconds", "0.01")
+    sizes = ("--num-blocks", "512", "--max-model-len", "600", "--step-seconds", "0.01")
     assert cbatch("sim", trace, *sizes, "--json", simulated).status == 0
     measured = tmp_path / "report.json"
     compared = cbatch("report", "compare", simulated, measured)
@@ -188,7 +188,7 @@ def test_a_page_of_measured_loads_and_one_beside_their_simulation(
     trace.write_text("\n".join(json.dumps(row) for row in (header, *rows)))
     assert bench("--trace", trace, *TEXT)[0].status == 0
     simulated, told = tmp_path / "simulated.json", tmp_path / "told.jsonl"
-    sizes = ("--num-blocks", "512", "--max-model-tokens", "600", "--step-seconds", "0.01")
+    sizes = ("--num-blocks", "512", "--max-model-len", "600", "--step-seconds", "0.01")
     assert cbatch("sim", trace, *sizes, "--json", simulated, "--records", told).status == 0
     reports = (tmp_path / "report.json", simulated)
     both = ("report", "page", *reports, "--page", page)
@@ -416,7 +416,7 @@ def test_the_self_test_reads_everything() -> None:
 @pytest.mark.slow
 def test_the_demo_server(tmp_path: Path) -> None:
     """Its own counters, and text that is real enough to speculate on."""
-    engine = LLM(*demo_paths(), lookahead="ema:4", max_slots=8).engine
+    engine = LLM(*demo_paths(), lookahead="ema:4", max_num_seqs=8).engine
     path = tmp_path / "report.json"
     with serving(engine) as client:
         url = f"http://127.0.0.1:{client.port}"

@@ -21,7 +21,7 @@ def test_the_demo_without_a_terminal(
     cbatch: Callable[..., Run], engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
-    run = cbatch("demo", "--prompts", 5, "--max-tokens", 24, "--max-slots", 3)
+    run = cbatch("demo", "--prompts", 5, "--max-tokens", 24, "--max-num-seqs", 3)
     assert run.status == 0
     assert "\x1b" not in run.out, "no colours where nobody sees them"
     for prompt in demo_prompts()[:5]:
@@ -100,11 +100,11 @@ def lanes_after(engine: Engine, steps: int) -> str:
 
 
 def test_lanes_show_each_sequence_with_its_own_lookahead() -> None:
-    early = lanes_after(make_engine(max_slots=2, lookahead="fixed:3"), 4)
+    early = lanes_after(make_engine(max_num_seqs=2, lookahead="fixed:3"), 4)
     assert "function_0" in early and "function_1" in early and "function_2" not in early
     assert "2 running" in early and "2 waiting" in early
     assert "3 ●" in early or "3 ○" in early, "k and its fate"
-    late = lanes_after(make_engine(max_slots=2, lookahead="fixed:3"), 500)
+    late = lanes_after(make_engine(max_num_seqs=2, lookahead="fixed:3"), 500)
     assert "done" in late and "0 running" in late
     assert "function_3" in late, "a finished sequence makes room"
     assert all(len(line) <= 100 for line in late.splitlines())
@@ -116,5 +116,5 @@ def test_a_demo_in_which_speculation_gains_nothing_says_why(
     monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
     for least, told in ((1e9, True), (0.0, False)):
         monkeypatch.setattr("cbatch.cli.demo.LEAST_GAIN", least)
-        run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-slots", 2)
+        run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-num-seqs", 2)
         assert ("with 2 at once nothing is gained here: to verify a draft costs" in run.out) is told

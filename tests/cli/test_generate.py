@@ -159,7 +159,7 @@ def test_a_file_is_not_overwritten_nor_continued_with_other_work(
         ((PROMPT, "--lookahead", "sometimes"), "--lookahead"),
         ((PROMPT, "--lookahead", "fixed:99"), "--lookahead"),
         ((PROMPT, "--num-blocks", "0"), "--num-blocks"),
-        ((PROMPT, "--max-slots", "many"), "--max-slots"),
+        ((PROMPT, "--max-num-seqs", "many"), "--max-num-seqs"),
         ((PROMPT, "--draft", "x"), "--draft"),
     ],
 )

@@ -79,11 +79,11 @@ def test_a_continued_run_is_as_one_without_interruption(
         return done
 
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    run(whole, "--max-slots", 4)
+    run(whole, "--max-num-seqs", 4)
     part.write_bytes(b"".join(left(whole.read_bytes().splitlines(keepends=True))))
     left_lines = part.read_bytes().splitlines()
     kept = [line for line in left_lines if b"3 times" not in line and line.endswith(b"}")]
-    done = run(part, "--max-slots", 3, "--resume")
+    done = run(part, "--max-num-seqs", 3, "--resume")
     assert tokens_of(part) == tokens_of(whole)
     seeds = [seed for seed, _ in tokens_of(whole).values() if seed is not None]
     assert len(set(seeds)) == NUM_LINES - 1, "and no two lines have the same seed"
@@ -113,11 +113,11 @@ def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path
     source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
     command = ["generate", "--input", str(source), "--engine-seed", "7", "--no-progress"]
     for output, lookahead, slots in zip(outputs, ("adaptive", "fixed:6"), "83", strict=False):
-        more = ["--lookahead", lookahead, "--max-slots", slots]
+        more = ["--lookahead", lookahead, "--max-num-seqs", slots]
         assert main([*command, "--output", str(output), *more]) == 0
     whole = outputs[0].read_bytes().splitlines(keepends=True)
     outputs[2].write_bytes(b"".join(whole[4:9]))
-    more = ["--max-slots", "5", "--lookahead", "off", "--resume"]
+    more = ["--max-num-seqs", "5", "--lookahead", "off", "--resume"]
     assert main([*command, "--output", str(outputs[2]), *more]) == 0
     texts = tokens_of(outputs[0])
     assert tokens_of(outputs[1]) == texts and tokens_of(outputs[2]) == texts

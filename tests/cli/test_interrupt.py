@@ -35,8 +35,8 @@ def slow(executor, plan):
     return run(executor, plan)
 
 SimExecutor.run = slow
-sizes = {"num_blocks": 512, "max_model_tokens": 600, "block_size_tokens": 8}
-generate.load_engine = lambda model, draft, options: (make_engine(max_slots=3, **sizes), INFO)
+sizes = {"num_blocks": 512, "max_model_len": 600, "block_size": 8}
+generate.load_engine = lambda model, draft, options: (make_engine(max_num_seqs=3, **sizes), INFO)
 # Whoever runs the tests in the background may have handed down that it be ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(sys.argv[1:]))

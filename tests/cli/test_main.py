@@ -19,7 +19,7 @@ from tests.cli.conftest import Run
 Command = Callable[..., Run]
 ROWS = "".join(f"{number / 10},8,4\n" for number in range(40))
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + ROWS
-CONSTANT = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+CONSTANT = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
 
 
 @pytest.mark.parametrize("words", [("--version",), ("--help",), ("serve", "--help")])
@@ -66,7 +66,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("srve",), "cbatch", "serve"),
         (("generat",), "cbatch", "generate"),
-        (("serve", "--max-slotts", "4"), "cbatch serve", "--max-slots"),
+        (("serve", "--max-slotts", "4"), "cbatch serve", "--max-num-seqs"),
         (("generate", "x", "--temprature=1"), "cbatch generate", "--temperature"),
         (("bench", "http://x", "--concurency", "4"), "cbatch bench", "--concurrency"),
         (("sim", "t.csv", "--replicaz", "2"), "cbatch sim", "--replicas"),
@@ -117,7 +117,7 @@ def trace(tmp_path: Path) -> Path:
 TABLES: dict[str, tuple[Any, ...]] = {
     "generate": ("generate", "def f():", "--output", "OUT", "--max-tokens", 3),
     "sim": ("sim", "TRACE", *CONSTANT),
-    "sweep": ("sim", "TRACE", *CONSTANT, "--sweep", "max-slots=1,2", "--processes", 1),
+    "sweep": ("sim", "TRACE", *CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1),
     "capacity": ("sim", "capacity", "TRACE", *CONSTANT, "--slo", "ttft=1", "--rates", "1:1.5"),
     "trace show": ("trace", "show", "TRACE"),
     "report compare": ("report", "compare", "REPORT", "REPORT"),

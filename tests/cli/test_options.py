@@ -30,7 +30,7 @@ from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
 COMMANDS = ("serve", "generate", "sim", "bench")
-SMALL = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+SMALL = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
 # Flags of one name that are not one option: a server's model is not a simulated one's.
 OTHERS = {
     "--model": "weights, the name of a shape, or the name that a server gives its model",
@@ -100,9 +100,9 @@ def test_the_same_option_has_one_default(kind: Any) -> None:
         ("generate", "--draft-model", "--draft"),
         ("calibrate", "--draft-model", "--draft"),
         ("sim", "--draft-model", "--draft"),
-        ("serve", "--tp", "--tensor-parallel"),
-        ("serve", "--tensor-parallel-size", "--tensor-parallel"),
-        ("sim", "--tp", "--tensor-parallel"),
+        ("serve", "--tp", "--tensor-parallel-size"),
+        ("serve", "--tensor-parallel", "--tensor-parallel-size"),
+        ("sim", "--tp", "--tensor-parallel-size"),
         ("sim", "--step-budget", "--max-num-batched-tokens"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
 def test_names_that_help_does_not_show_make_no_abbreviation_ambiguous() -> None:
     args = make_parser("serve").parse_args(["serve", "--tensor", "2", "--draft-m", "DIR"])
     settings = read_settings(ServeSettings, args).values
-    assert (settings.engine.tensor_parallel, settings.draft) == (2, "DIR")
+    assert (settings.engine.tensor_parallel_size, settings.draft) == (2, "DIR")
     with pytest.raises(SystemExit):
         make_parser("serve").parse_args(["serve", "--max", "2"])
 
@@ -136,7 +136,7 @@ def test_help_says_no_default_where_there_is_none() -> None:
             assert "NODEFAULT" not in (action.help or ""), flag
 
 
-@pytest.mark.parametrize("flag", ["--tp", "--tensor-parallel-size", "--tensor-parallel"])
+@pytest.mark.parametrize("flag", ["--tp", "--tensor-parallel", "--tensor-parallel-size"])
 def test_an_error_names_the_option_as_it_was_given(cbatch: Command, flag: str) -> None:
     run = cbatch("serve", flag, 0)
     assert run.status == 2 and f"cbatch: {flag}: 0 is not allowed" in run.err, run.err
@@ -155,7 +155,7 @@ def test_a_switch_can_be_turned_off_and_on() -> None:
             words = (command, "trace") if command == "sim" else (command,)
             values: Any = read_settings(kind, make_parser(command).parse_args([*words, *flags]))
             options = values.values if command == "sim" else values.values.engine
-            assert (options.prefix_cache is not False) == shared
+            assert (options.enable_prefix_caching is not False) == shared
     switched = read_settings(
         ServeSettings,
         make_parser("serve").parse_args(["serve", "--no-open-metrics"]),
@@ -318,7 +318,7 @@ def test_bad_rates_are_refused(
 
 
 def test_a_scenario_of_python_has_the_same_rates(trace: Path) -> None:
-    sizes: dict[str, Any] = {"num_blocks": 200, "max_model_tokens": 500, "step_seconds": 0.01}
+    sizes: dict[str, Any] = {"num_blocks": 200, "max_model_len": 500, "step_seconds": 0.01}
     one = build(Scenario(trace=str(trace), rate=8.0, **sizes))
     other = build(Scenario(trace=str(trace), rate_scale=2.0, **sizes))
     assert one.run().duration_s == other.run().duration_s

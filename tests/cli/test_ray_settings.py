@@ -91,11 +91,11 @@ def test_numbers_of_replicas_and_of_calls_are_serves() -> None:
     def config(**args: Any) -> Any:
         return build(args)._bound_deployment._deployment_config
 
-    one = config(max_slots=4, grace=7)
+    one = config(max_num_seqs=4, grace=7)
     assert (one.num_replicas, one.autoscaling_config) == (1, None)
     assert one.max_ongoing_requests == 4 + ServeSettings().limits.max_queued_requests
     assert one.graceful_shutdown_timeout_s == 7 + ray_serve.FLUSH_S
-    scaled = config(max_slots=4, min_replicas=2, max_replicas=5).autoscaling_config
+    scaled = config(max_num_seqs=4, min_replicas=2, max_replicas=5).autoscaling_config
     assert (scaled.min_replicas, scaled.max_replicas) == (2, 5)
     assert scaled.target_ongoing_requests == 4
 

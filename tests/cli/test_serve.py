@@ -59,7 +59,7 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
     live, replays = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replays"
     events = {"enable_kv_cache_events": True, "endpoint": live, "replay_endpoint": replays}
     with serve(
-        *("--port", "0", "--max-slots", "2", "--lookahead", "off"),
+        *("--port", "0", "--max-num-seqs", "2", "--lookahead", "off"),
         *("--config", tmp_path / "serve.toml"),
         *("--kv-events-config", json.dumps(events)),
         environment={"CBATCH_API_KEY": "first,second", "CBATCH_REQUEST_TIMEOUT": "3"},

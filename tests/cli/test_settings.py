@@ -18,7 +18,9 @@ from cbatch.engine.options import EngineOptions
 from cbatch.server.serving.admission_queue import Limits
 from tests.cli.conftest import Run
 
-FILE = 'max_slots = 5\nport = 7\ndrafter = ["ngram"]\nno_prefix_cache = true\nqueue_timeout = 2\n'
+FILE = (
+    'max_num_seqs = 5\nport = 7\ndrafter = ["ngram"]\nno_prefix_cache = true\nqueue_timeout = 2\n'
+)
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -38,14 +40,18 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
     settings = read(tmp_path, FILE, variables, "--drafter", "suffix", "DIR", "--ageing", "0.5")
     found = settings.values
     engine = found.engine
-    assert (engine.max_slots, found.port, engine.drafter) == (5, 8, ("suffix",))
-    assert not engine.prefix_cache and engine.overlap == 1 and found.limits.queue_timeout_s == 2.0
+    assert (engine.max_num_seqs, found.port, engine.drafter) == (5, 8, ("suffix",))
+    assert (
+        not engine.enable_prefix_caching
+        and engine.overlap == 1
+        and found.limits.queue_timeout_s == 2.0
+    )
     assert (found.model, engine.ageing_per_s, found.host) == ("DIR", 0.5, "127.0.0.1")
-    origins = [settings.origin(name) for name in ("drafter", "port", "max_slots", "host")]
+    origins = [settings.origin(name) for name in ("drafter", "port", "max_num_seqs", "host")]
     assert origins == [
         "--drafter",
         "CBATCH_PORT",
-        f"{tmp_path / 'serve.toml'}: max_slots",
+        f"{tmp_path / 'serve.toml'}: max_num_seqs",
         "--host",
     ]
     assert read(tmp_path, "", variables).values.engine.drafter == ("suffix", "ngram")
@@ -59,12 +65,12 @@ def test_how_calls_sample_is_the_servers_setting_alone(
 
     def load(model: Any, draft: Any, options: EngineOptions) -> Any:
         given.append(options)
-        raise FieldError("tensor_parallel", "is refused here", "leave it out")
+        raise FieldError("tensor_parallel_size", "is refused here", "leave it out")
 
     monkeypatch.setattr("cbatch.cli.generate.load_engine", load)
     refused = cbatch("generate", "prompt", "--tp", 2)
     assert refused.err == "cbatch: --tp: is refused here; leave it out\n"
-    assert given == [EngineOptions(generation_config="none", tensor_parallel=2)]
+    assert given == [EngineOptions(generation_config="none", tensor_parallel_size=2)]
     flags = ("--generation-config", "none")
     for text, variables, given, found in (
         ("", {}, (), "auto"),
@@ -84,23 +90,27 @@ def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
     found = ServeSettings()
     assert read_settings(ServeSettings, arguments()).values == found
     assert (found.engine, found.limits) == (EngineOptions(), Limits())
-    changed = arguments("--max-slots", "3", "--kv-memory", "0.5", "--no-prefix-cache")
+    changed = arguments("--max-num-seqs", "3", "--kv-memory", "0.5", "--no-prefix-cache")
     options = read_settings(ServeSettings, changed).values.engine
-    assert (options.max_slots, options.kv_memory_bytes, options.prefix_cache) == (3, 2**29, False)
+    assert (options.max_num_seqs, options.kv_memory_bytes, options.enable_prefix_caching) == (
+        3,
+        2**29,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "variables", "flags", "origin", "problem"),
     [
         ("max_slot = 5", {}, (), "serve.toml: max_slot", "is not known"),
-        ("max_slots = '5'", {}, (), "serve.toml: max_slots", "Expected `int`"),
-        ("max_slots = ", {}, (), "serve.toml", "cannot be read"),
+        ("max_num_seqs = '5'", {}, (), "serve.toml: max_num_seqs", "Expected `int`"),
+        ("max_num_seqs = ", {}, (), "serve.toml", "cannot be read"),
         ("[engine]\nmax_slots = 1", {}, (), "serve.toml: engine", "is not known"),
         ("", {"CBATCH_PORT": "http"}, (), "CBATCH_PORT", "'http' is not allowed"),
         ("", {"CBATCH_PORT": "99999"}, (), "CBATCH_PORT", "99999"),
         ("", {"CBATCH_NUMERICS": "exact"}, (), "CBATCH_NUMERICS", "'exact' is not allowed"),
         ("", {"CBATCH_NO_PREFIX_CACHE": "maybe"}, (), "CBATCH_NO_PREFIX_CACHE", "maybe"),
-        ("", {}, ("--max-slots", "many"), "--max-slots", "'many' is not allowed"),
+        ("", {}, ("--max-num-seqs", "many"), "--max-num-seqs", "'many' is not allowed"),
         ("", {}, ("--grace", "-1"), "--grace", "-1"),
     ],
 )
@@ -194,5 +204,5 @@ def test_a_setting_may_have_an_older_name(tmp_path: Path) -> None:
         ("", {}, ("--max-num-batched-tokens", "99")),
     ):
         settings = read(tmp_path, text, variables, *flags)
-        assert settings.values.engine.step_budget_tokens == 99
+        assert settings.values.engine.max_num_batched_tokens == 99
     assert not unknown_variables({"CBATCH_STEP_BUDGET": "1"}, ServeSettings)

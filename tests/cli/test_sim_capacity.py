@@ -15,7 +15,7 @@ from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
-ONE_SLOT = ("--num-blocks", 200, "--max-model-tokens", 500, "--max-slots", 1)
+ONE_SLOT = ("--num-blocks", 200, "--max-model-len", 500, "--max-num-seqs", 1)
 CONSTANT = (*ONE_SLOT, "--step-seconds", 0.01)
 
 
@@ -47,7 +47,7 @@ def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path)
     table = run.out.rpartition("{")[0]
     assert len(re.findall(r"meets *\n", table)) == sum(one["meets"] for one in found["tried"])
     assert len(re.findall(r"fails *\n", table)) == sum(not one["meets"] for one in found["tried"])
-    assert found["settings"]["max_slots"] == 1 and found["level"]["percentile"] == 99
+    assert found["settings"]["max_num_seqs"] == 1 and found["level"]["percentile"] == 99
 
 
 SESSIONS = ("--turns", "fixed:3", "--think", 0.3)
@@ -61,7 +61,7 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
 ) -> None:
     """16 slots, 10 ms a step, 40 tokens on average: about 40 requests a second. The objective is on
     the time between tokens alone, which no queue lengthens."""
-    engine = ("--num-blocks", 4000, "--max-model-tokens", 500, "--max-slots", 16)
+    engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
     engine += ("--rates", "8:128")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
     found = []
@@ -85,7 +85,7 @@ def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: 
         TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)
     ]
     write_requests(path, requests)
-    slots = ("--num-blocks", 90_000, "--max-model-tokens", 500, "--max-slots", 20_000)
+    slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
     budget = ("--step-budget", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
     run = cbatch("sim", "capacity", path, *slots, *budget, "--rates", "0.5:1")
     assert run.status == 0 and "too short to tell a burst from a load" in run.out, run.out

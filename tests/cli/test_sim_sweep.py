@@ -16,7 +16,7 @@ from sim.workload.traces.request import TraceError, TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
-SMALL = ("--num-blocks", 200, "--max-model-tokens", 500)
+SMALL = ("--num-blocks", 200, "--max-model-len", 500)
 CONSTANT = (*SMALL, "--step-seconds", 0.01)
 
 
@@ -34,7 +34,7 @@ def test_rows_are_the_runs_that_their_values_make(cbatch: Command, trace: Path) 
     """Over numbers, a policy that needs a draft and one that does not, and a switch; in processes
     of their own and in one, and each alone."""
     drafts = ("--draft-model", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
-    sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-slots=2,8")
+    sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-num-seqs=2,8")
     files = [trace.parent / f"{i}.json" for i in range(2)]
     for file, processes in zip(files, (1, 2), strict=True):
         run = cbatch(
@@ -44,13 +44,13 @@ def test_rows_are_the_runs_that_their_values_make(cbatch: Command, trace: Path) 
     assert files[0].read_bytes() == files[1].read_bytes()
     reports = json.loads(files[0].read_bytes())
     rows = run.lines[-1]["scenarios"]
-    assert [(row["lookahead"], row["max-slots"]) for row in rows] == [
+    assert [(row["lookahead"], row["max-num-seqs"]) for row in rows] == [
         ("off", "2"), ("off", "8"), ("fixed:3", "2"), ("fixed:3", "8")
     ]  # fmt: skip
     alone = trace.parent / "alone.json"
     for row, report in zip(rows, reports, strict=True):
         own = drafts if row["lookahead"] != "off" else (*SMALL, "--slo", "ttft=0.02")
-        values = ("--lookahead", row["lookahead"], "--max-slots", row["max-slots"])
+        values = ("--lookahead", row["lookahead"], "--max-num-seqs", row["max-num-seqs"])
         assert cbatch("sim", trace, *own, *values, "--json", alone).status == 0
         single = json.loads(alone.read_bytes())
         single["settings"].pop("draft_model"), report["settings"].pop("draft_model")
@@ -85,21 +85,24 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--sweep", "max-slots"), "'max-slots' is no option and its values"),
-        (("--sweep", "max-slots=2,,3"), "is no option and its values"),
-        (("--sweep", "max-slots=2,2"), "has a value twice"),
+        (("--sweep", "max-num-seqs"), "'max-num-seqs' is no option and its values"),
+        (("--sweep", "max-num-seqs=2,,3"), "is no option and its values"),
+        (("--sweep", "max-num-seqs=2,2"), "has a value twice"),
         (
             ("--sweep", "slots=2,3"),
-            "'slots' is no option of a scenario; did you mean max-slots?; use one of format",
+            "'slots' is no option of a scenario; did you mean max-num-seqs?; use one of format",
         ),
         (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is no option of a scenario"),
         (
-            ("--sweep", "max-slots=2,many"),
-            "--sweep max-slots=many: 'many' is not allowed",
+            ("--sweep", "max-num-seqs=2,many"),
+            "--sweep max-num-seqs=many: 'many' is not allowed",
         ),
-        (("--sweep", "max-slots=2,0"), "--sweep max-slots=0: 0 is not allowed"),
-        (("--sweep", "max-slots=2,4", "--sweep", "max-slots=8"), "max-slots is there twice"),
-        (("--sweep", "max-slots=2,4", "--max-slots", 8), "--max-slots: would be ignored"),
+        (("--sweep", "max-num-seqs=2,0"), "--sweep max-num-seqs=0: 0 is not allowed"),
+        (
+            ("--sweep", "max-num-seqs=2,4", "--sweep", "max-num-seqs=8"),
+            "max-num-seqs is there twice",
+        ),
+        (("--sweep", "max-num-seqs=2,4", "--max-num-seqs", 8), "--max-num-seqs: would be ignored"),
         (
             ("--sweep", "no-prefix-cache=yes,no"),
             "--sweep no-prefix-cache=yes: 'yes' is not allowed; use on or off",
@@ -129,7 +132,7 @@ def test_bad_sweeps_are_refused_before_anything_runs(
 def test_an_error_in_another_process_is_told_as_it_was(cbatch: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1,2,3\n2,2,2\n3,x,3\n")
-    run = cbatch("sim", path, *CONSTANT, "--sweep", "max-slots=2,3", "--processes", 2)
+    run = cbatch("sim", path, *CONSTANT, "--sweep", "max-num-seqs=2,3", "--processes", 2)
     assert run.status == 2 and "line 4: num_prefill_tokens: 'x' is not a number" in run.err
 
 

@@ -20,7 +20,7 @@ from tests.cli.conftest import Run
 from tests.helpers import World, make_config, make_request
 
 Command = Callable[..., Run]
-SMALL = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+SMALL = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
 
 
 def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
-    small = ("--num-blocks", 2, "--max-model-tokens", 500, "--step-seconds", 0.01)
+    small = ("--num-blocks", 2, "--max-model-len", 500, "--step-seconds", 0.01)
     run = cbatch("sim", trace, *small)
     assert run.status == 0 and "refused" in run.out and "whole KV pool" in run.out
     assert run.lines[-1]["refused"] == 8 and run.lines[-1]["requests"] == 22
@@ -201,7 +201,7 @@ def test_the_pool_is_a_devices_or_a_recorded_runs(
     assert longer["num_blocks"] < 0.6 * found["num_blocks"], "its largest step takes more"
     log = tmp_path / "vllm.log"
     log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
-    for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-tokens", 9000)):
+    for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-len", 9000)):
         found = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
         assert (found["num_blocks"], found["pool"]) == (2588, "vllm.log")
 
@@ -246,7 +246,7 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
     device is its own."""
     path = tmp_path / "steps.jsonl"
     rules = {"queue_policy": "shortest", "ageing_per_s": 7.0, "decode_reserve_tokens": 3}
-    config = make_config(max_slots=3, prefix_cache=False, **rules)
+    config = make_config(max_num_seqs=3, enable_prefix_caching=False, **rules)
     with StepRecorder(path) as log:
         world = World(config, log=log)
         for i in range(4):
@@ -260,15 +260,19 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
         return run.lines[-1]["settings"]
 
     found = settings(*constant)
-    fields = ("num_blocks", "block_size_tokens", "max_slots", "max_model_tokens")
-    for field in (*fields, "step_budget_tokens", "queue_policy", "prefix_cache"):
+    fields = ("num_blocks", "block_size", "max_num_seqs", "max_model_len")
+    for field in (*fields, "max_num_batched_tokens", "queue_policy", "enable_prefix_caching"):
         assert found[field] == getattr(config, field), field
     assert len(found["as_recorded"]) == 8
-    changed = settings(*constant, "--max-slots", 2, "--prefix-cache", "--queue-policy", "fcfs")
-    assert [changed[f] for f in ("max_slots", "prefix_cache", "queue_policy")] == [2, True, "fcfs"]
-    assert "max_slots" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]
+    changed = settings(*constant, "--max-num-seqs", 2, "--prefix-cache", "--queue-policy", "fcfs")
+    assert [changed[f] for f in ("max_num_seqs", "enable_prefix_caching", "queue_policy")] == [
+        2,
+        True,
+        "fcfs",
+    ]
+    assert "max_num_seqs" not in changed["as_recorded"] and "num_blocks" in changed["as_recorded"]
     on_device = settings("--gpu", "L4", "--model", "llama-3.2-1b")
-    assert on_device["num_blocks"] > 10_000 and on_device["max_slots"] == 3
+    assert on_device["num_blocks"] > 10_000 and on_device["max_num_seqs"] == 3
     for argv in ((), ("--model", "llama-3.2-1b"), ("--tp", 2)):
         run = cbatch("sim", path, *argv)
         assert run.status == 2 and "--cost: is missing: a step log" in run.err, run.err
@@ -279,17 +283,17 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
 
 
 def test_the_header_says_what_is_simulated(cbatch: Command, trace: Path, calibration: Path) -> None:
-    roofline = "simulated: cost roofline, gpu H100, model llama-3.1-8b, tensor parallel 1"
+    roofline = "simulated: cost roofline, gpu H100, model llama-3.1-8b, tensor parallel size 1"
     assert roofline in cbatch("sim", trace).out
     one = ("--gpu", "L4", "--model", "llama-3.2-1b")
-    assert "gpu L4, model llama-3.2-1b, tensor parallel 1" in cbatch("sim", trace, *one).out
+    assert "gpu L4, model llama-3.2-1b, tensor parallel size 1" in cbatch("sim", trace, *one).out
     assert "simulated: cost constant, step duration s 0.01" in cbatch("sim", trace, *SMALL).out
-    sizes = ("--num-blocks", 80, "--max-model-tokens", 160, "--max-slots", 2)
+    sizes = ("--num-blocks", 80, "--max-model-len", 160, "--max-num-seqs", 2)
     found = cbatch("sim", trace, "--cost", calibration, *sizes).out
     cpu = json.loads(calibration.read_bytes())["machine"]["cpu"]
     assert f"simulated: cost calibrated, machine {cpu}, model " in found
     swept = ("--sweep", "gpu=L4,H100", "--sweep", "requests=2,3", "--processes", 1)
-    both = "gpu L4, model llama-3.1-8b, tensor parallel 1; cost roofline, gpu H100"
+    both = "gpu L4, model llama-3.1-8b, tensor parallel size 1; cost roofline, gpu H100"
     assert both in cbatch("sim", trace, *swept).out
     searched = cbatch("sim", "capacity", trace, "--slo", "ttft=9", "--rates", "1:2")
     assert roofline in searched.out, searched.err
@@ -324,7 +328,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from cbatch.cli.main import main
 
     path = tmp_path_factory.mktemp("calibration") / "cost.json"
-    sizes = ["--max-slots", "2", "--num-blocks", "80", "--max-model-tokens", "160"]
+    sizes = ["--max-num-seqs", "2", "--num-blocks", "80", "--max-model-len", "160"]
     few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would time prices
     assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
     return path
@@ -332,16 +336,16 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sim_by_calibration(cbatch: Command, trace: Path, calibration: Path) -> None:
     found = json.loads(calibration.read_bytes())
-    assert found["engine"]["max_slots"] == found["max_rows"] == 2
+    assert found["engine"]["max_num_seqs"] == found["max_rows"] == 2
     assert found["held_out"]["steps"] > 0 and found["profile"] is None
     run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "goodput", "--requests", 4)
     last = run.lines[-1]
     settings = last["settings"]
-    assert (settings["cost"], settings["num_blocks"], settings["max_slots"]) == (
+    assert (settings["cost"], settings["num_blocks"], settings["max_num_seqs"]) == (
         "calibrated",
         80,
         2,
     )
     assert last["speculation"]["drafted_tokens"] > 0
-    wide = cbatch("sim", trace, "--cost", calibration, "--max-slots", 64)
-    assert wide.status == 2 and "--max-slots: 64 is more than was measured" in wide.err
+    wide = cbatch("sim", trace, "--cost", calibration, "--max-num-seqs", 64)
+    assert wide.status == 2 and "--max-num-seqs: 64 is more than was measured" in wide.err

@@ -28,7 +28,7 @@ def test_requests_are_made_written_and_served(cbatch: Command, tmp_path: Path) -
     lengths = lognormal(90, 0.5, high=400), uniform(2, 9)
     made = generate(lambda rng: gamma(5, 2, rng), *lengths, requests=50, seed=3)
     assert list(Trace(outs[0])) == list(made) != list(Trace(outs[2]))
-    small = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+    small = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
     assert cbatch("sim", outs[2], *small).lines[-1]["requests"] == 50
 
 
@@ -50,7 +50,7 @@ def test_sessions_share_what_they_should(cbatch: Command, tmp_path: Path) -> Non
     )
     requests = list(converse(lambda rng: poisson(2, rng), made, sessions=6, seed=5))
     assert list(Trace(out)) == requests and len(requests) > 6
-    small = ("--num-blocks", 200, "--max-model-tokens", 500, "--step-seconds", 0.01)
+    small = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
     assert cbatch("sim", out, *small).lines[-1]["prefix_hit_tokens"] >= 4 * 64
 
 

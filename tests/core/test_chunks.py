@@ -32,9 +32,9 @@ class Attending(LinearCost, frozen=True):
 def sizes(**more: object) -> dict[str, object]:
     return {
         "num_blocks": 4096,
-        "max_model_tokens": 2048,
-        "step_budget_tokens": 1024,
-        "block_size_tokens": 16,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 1024,
+        "block_size": 16,
         "prompt_share": 0.95,
         **more,
     }
@@ -275,7 +275,7 @@ def test_an_urgent_prompt_overtakes_a_shorter_one() -> None:
 
 
 def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
-    world = world_of(max_slots=5)
+    world = world_of(max_num_seqs=5)
     for number, tokens in enumerate((900, 700, 60)):
         world.add(make_request(f"prompt {number}", tokens, max_tokens=1))
     names = [f"prompt {number}" for number in range(3)]

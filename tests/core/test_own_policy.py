@@ -45,7 +45,7 @@ class OddSlots(LookaheadPolicy):
         return 1.0, 2.0 + slot
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
-        odd = np.arange(self.limits.max_slots)[step.rows] % 2
+        odd = np.arange(self.limits.max_num_seqs)[step.rows] % 2
         return step.max_drafts * odd.astype(np.int32)
 
     def observe(self, step: DraftedStep) -> None:

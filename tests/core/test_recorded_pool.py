@@ -187,7 +187,7 @@ def test_nothing_is_recorded_that_is_not_asked_for() -> None:
 
 def test_there_is_nothing_to_record_without_a_prefix_cache() -> None:
     with pytest.raises(FieldError, match="kv_events"):
-        make_config(kv_events=True, prefix_cache=False)
+        make_config(kv_events=True, enable_prefix_caching=False)
 
 
 def test_a_block_is_recorded_in_the_step_that_completes_it() -> None:

@@ -64,7 +64,7 @@ WRONG_TYPES: list[tuple[type[msgspec.Struct], str, object]] = [
     (SamplingParams, "drafter", 3),
     (SamplingParams, "ignore_eos", "no"),
     (SamplingParams, "verification", []),
-    (EngineOptions, "max_slots", "5"),
+    (EngineOptions, "max_num_seqs", "5"),
     (EngineOptions, "threads", "4"),
     (EngineOptions, "overlap", 2),
     (EngineOptions, "numerics", "quick"),
@@ -165,13 +165,13 @@ def test_an_unknown_field_is_refused_by_name() -> None:
     ("field", "value"),
     [
         ("num_blocks", 0),
-        ("max_slots", 0),
-        ("max_model_tokens", 1),
-        ("step_budget_tokens", 3),
+        ("max_num_seqs", 0),
+        ("max_model_len", 1),
+        ("max_num_batched_tokens", 3),
         ("ageing_per_s", -1.0),
     ],
 )
 def test_a_bad_configuration_names_its_field(field: str, value: object) -> None:
-    good = {"num_blocks": 8, "max_slots": 4, "step_budget_tokens": 64}
+    good = {"num_blocks": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     with pytest.raises(FieldError, match=field):
         SchedulerConfig(**{**good, field: value})  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module", params=["off", "fixed:3"])
 def llm(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> LLM:
     draft = None if request.param == "off" else models[1]
-    options: dict[str, Any] = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"}
+    options: dict[str, Any] = {"max_num_seqs": 4, "random_weights_seed": 0, "numerics": "invariant"}
     return LLM(models[0], draft, lookahead=request.param, **options)
 
 

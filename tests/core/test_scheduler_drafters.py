@@ -157,7 +157,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
     def steps_until_drafting(begin: int) -> tuple[int, int]:
         acceptance = {"a": 0.0}
         config = make_config(
-            drafter=("suffix",), draft_context_tokens=None, max_model_tokens=1000, num_blocks=250
+            drafter=("suffix",), draft_context_tokens=None, max_model_len=1000, num_blocks=250
         )
         lookahead = LookaheadConfig(policy=policy, k=4, idle_drift=0.9999, prior_acceptance=0.5)
         world = World(

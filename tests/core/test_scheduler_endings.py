@@ -89,7 +89,7 @@ def test_a_request_id_is_free_again_once_its_request_has_ended(depth):
 
 def test_blocks_of_a_row_that_was_cancelled_while_it_failed_are_zeroed():
     """Depth 1: when the client cancels, the step in flight turns out not to be finite."""
-    config = make_config(num_blocks=8, max_slots=2)
+    config = make_config(num_blocks=8, max_num_seqs=2)
     world = World(config, depth=1, faults=Faults(non_finite_at={"a": 3}))
     world.add(make_request("a", 8, max_tokens=10))
     while len(world.shown["a"]) < 3:

@@ -27,8 +27,8 @@ def make_world(policy: str, depth: int = 0, temperature: float = 1.0, log: Any =
     config = make_config(
         lookahead=lookahead,
         num_blocks=1024,
-        step_budget_tokens=256,
-        max_model_tokens=512,
+        max_num_batched_tokens=256,
+        max_model_len=512,
         draft_context_tokens=512,
     )
     world = World(config, depth=depth, acceptance=ModelledAcceptance(0.7, CHANCES), log=log)

@@ -35,7 +35,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_entries_go_to_the_owners_of_their_rows(reporting: None, depth: int) -> None:
-    world = World(make_config(max_slots=3, lookahead="fixed:2"), depth=depth)
+    world = World(make_config(max_num_seqs=3, lookahead="fixed:2"), depth=depth)
     for i in range(6):
         world.add(make_request(f"r{i}", 4 + i, max_tokens=3 + 2 * i))
     world.step()
@@ -76,7 +76,7 @@ def test_a_wanted_prompt_is_computed_from_its_beginning() -> None:
 
 
 def test_a_preempted_output_needs_its_prompt_no_more() -> None:
-    world = World(make_config(num_blocks=14, max_slots=2, max_model_tokens=48))
+    world = World(make_config(num_blocks=14, max_num_seqs=2, max_model_len=48))
     requests = [make_request(f"r{i}", 16, max_tokens=24, prompt_logprobs=0) for i in range(2)]
     world.add(*requests)
     world.run()

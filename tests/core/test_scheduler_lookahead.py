@@ -65,7 +65,7 @@ def test_k_goes_to_zero_and_comes_back_with_the_draft_caught_up(depth):
     script = ScriptedAcceptance({"a": [3] * 3 + [0] * 20 + [3]})
     lookahead = LookaheadConfig(policy="ema", k=3, min_survival=0.35, idle_drift=0.98)
     config = make_config(
-        lookahead=lookahead, max_model_tokens=256, num_blocks=80, draft_context_tokens=256
+        lookahead=lookahead, max_model_len=256, num_blocks=80, draft_context_tokens=256
     )
     world = World(config, acceptance=script, depth=depth)
     world.add(make_request("a", 6, max_tokens=200))
@@ -99,7 +99,7 @@ def test_a_prefix_hit_on_blocks_that_were_never_drafted(depth):
 
 
 def test_a_catch_up_longer_than_the_budget_is_sliced():
-    config = make_config(lookahead="fixed:2", step_budget_tokens=10)
+    config = make_config(lookahead="fixed:2", max_num_batched_tokens=10)
     world = World(config, acceptance=ModelledAcceptance(0.6))
     world.add(make_request("a", 40, max_tokens=30))
     world.run()
@@ -112,7 +112,7 @@ def test_a_catch_up_longer_than_the_budget_is_sliced():
 def prompt_steps(**settings: float) -> int:
     """Return the steps until a prompt is in KV, while another row's draft has a prompt to catch up
     with."""
-    config = make_config(lookahead="fixed:2", step_budget_tokens=32, num_blocks=256, **settings)
+    config = make_config(lookahead="fixed:2", max_num_batched_tokens=32, num_blocks=256, **settings)
     world = World(config, acceptance=ModelledAcceptance(0.5))
     world.add(make_request("a", 100, max_tokens=20))
     while not world.shown.get("a"):
@@ -133,7 +133,7 @@ def test_a_catch_up_leaves_prompts_what_it_does_not_cost():
 
 @DEPTHS
 def test_drafts_do_not_starve_a_row_when_the_budget_is_short(depth):
-    config = make_config(lookahead="fixed:4", step_budget_tokens=24)
+    config = make_config(lookahead="fixed:4", max_num_batched_tokens=24)
     world = World(config, depth=depth, acceptance=ModelledAcceptance(0.8))
     world.add(*(make_request(f"r{i}", 4, seed=i, max_tokens=80) for i in range(8)))
     while not world.finished:

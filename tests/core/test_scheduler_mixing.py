@@ -12,7 +12,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 @DEPTHS
 def test_chunks_of_a_long_prompt_mix_with_decodes(depth):
-    world = World(make_config(step_budget_tokens=16, lookahead="fixed:2"), depth=depth)
+    world = World(make_config(max_num_batched_tokens=16, lookahead="fixed:2"), depth=depth)
     world.add(make_request("short", 6, max_tokens=30))
     world.step()
     world.add(make_request("long", 90, max_tokens=5))
@@ -31,7 +31,7 @@ def test_chunks_of_a_long_prompt_mix_with_decodes(depth):
 @DEPTHS
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4", "ema:8"])
 def test_no_step_passes_its_budget(depth, lookahead):
-    config = make_config(step_budget_tokens=12, lookahead=lookahead)
+    config = make_config(max_num_batched_tokens=12, lookahead=lookahead)
     world = World(config, depth=depth)
     world.add(*(make_request(f"r{i}", 4 + 5 * i, max_tokens=15, seed=i) for i in range(8)))
     world.run()
@@ -43,7 +43,7 @@ def test_no_step_passes_its_budget(depth, lookahead):
 
 @DEPTHS
 def test_every_decoding_row_gets_its_token_during_a_prefill(depth):
-    world = World(make_config(step_budget_tokens=8), depth=depth)
+    world = World(make_config(max_num_batched_tokens=8), depth=depth)
     world.add(*(make_request(f"d{i}", 3, max_tokens=40) for i in range(4)))
     for _ in range(8):
         world.step()
@@ -59,7 +59,7 @@ def test_every_decoding_row_gets_its_token_during_a_prefill(depth):
 @DEPTHS
 @pytest.mark.parametrize("lookahead", ["off", "fixed:6"])
 def test_every_array_of_a_plan_has_the_type_that_the_contract_names(depth, lookahead):
-    world = World(make_config(step_budget_tokens=20, lookahead=lookahead), depth=depth)
+    world = World(make_config(max_num_batched_tokens=20, lookahead=lookahead), depth=depth)
     world.add(*(make_request(f"r{i}", 6 + 9 * i, max_tokens=30) for i in range(3)))
     world.run()
     assert sum(len(plan.deltas.append_blocks) for plan in world.plans) > 10

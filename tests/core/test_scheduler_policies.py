@@ -10,7 +10,7 @@ def served(world):
 
 
 def one_at_a_time(policy, **settings):
-    return World(make_config(max_slots=1, queue_policy=policy, **settings))
+    return World(make_config(max_num_seqs=1, queue_policy=policy, **settings))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_without_ageing_priority_is_strict():
 
 
 def test_the_first_that_does_not_fit_holds_back_those_after_it():
-    world = World(make_config(num_blocks=16, max_model_tokens=64))
+    world = World(make_config(num_blocks=16, max_model_len=64))
     world.add(make_request("running", 32, max_tokens=20))
     world.step()
     world.add(make_request("big", 40, max_tokens=4), make_request("small", 4, max_tokens=4))

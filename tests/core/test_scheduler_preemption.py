@@ -35,7 +35,7 @@ def test_a_preempted_request_goes_before_one_that_the_policy_prefers(depth):
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [8, 10, 13, 17])
 def test_the_same_victim_is_not_chosen_twice_without_having_gained_a_block(depth, num_blocks):
-    config = make_config(num_blocks=num_blocks, max_model_tokens=32)
+    config = make_config(num_blocks=num_blocks, max_model_len=32)
     world = World(config, depth=depth)
     world.add(*(make_request(f"r{i}", 3 + i, seed=i, max_tokens=24) for i in range(6)))
     world.run()

@@ -24,7 +24,7 @@ def admissions(world, name):
 @DEPTHS
 @pytest.mark.parametrize("budget_tokens", [16, 128])
 def test_a_burst_with_one_system_prompt_prefills_it_once(depth, budget_tokens):
-    world = World(make_config(step_budget_tokens=budget_tokens), depth=depth)
+    world = World(make_config(max_num_batched_tokens=budget_tokens), depth=depth)
     world.add(*(chat(f"r{i}", 5 * i, 1, 2, 3, 4) for i in range(6)))
     world.run()
     world.assert_reference()
@@ -63,7 +63,7 @@ def test_a_prefix_is_shared_by_requests_of_one_salt_alone(depth):
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
 def test_a_salt_outlives_preemptions_and_executors(depth, lookahead):
     """Every hit is in blocks that a request of the same salt computed; the tokens do not move."""
-    config = make_config(num_blocks=40, max_slots=6, lookahead=lookahead)
+    config = make_config(num_blocks=40, max_num_seqs=6, lookahead=lookahead)
     world = World(config, depth=depth, faults=Faults(raise_at_runs=frozenset({9, 25})))
     salts = {f"r{i}": SALTS[i % len(SALTS)] for i in range(24)}
     for i, (name, salt) in enumerate(salts.items()):
@@ -75,7 +75,7 @@ def test_a_salt_outlives_preemptions_and_executors(depth, lookahead):
     wrote, holders = {}, {}  # salts by block, and by slot
     for deltas in (plan.deltas for plan in world.plans):
         for a in deltas.new_sequences:
-            hits = a.kv_len_tokens // config.block_size_tokens
+            hits = a.kv_len_tokens // config.block_size
             assert {wrote[block] for block in a.blocks[:hits].tolist()} <= {salts[a.request_id]}
             holders[a.slot] = salts[a.request_id]
             wrote |= dict.fromkeys(a.blocks[hits:].tolist(), holders[a.slot])

@@ -42,7 +42,7 @@ def test_another_prefix_gives_another_rest():
 
 
 def test_a_resumed_request_goes_before_those_that_wait():
-    world = World(make_config(max_slots=1))
+    world = World(make_config(max_num_seqs=1))
     world.add(make_request("waits", max_tokens=3))
     world.scheduler.add(make_request("begun", max_tokens=9), 0.0, (1, 2))
     world.loop.step()

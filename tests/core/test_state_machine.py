@@ -30,25 +30,25 @@ NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 @st.composite
 def configs(draw):
-    max_slots = draw(st.integers(1, 5))
+    max_num_seqs = draw(st.integers(1, 5))
     policy = draw(st.sampled_from(["fixed", "ema", "adaptive", "off"]))
     draft_context = draw(st.sampled_from([64, 20, None]))
     chains = [None, ("suffix",), ("ngram", "suffix")]
     if draft_context is not None:
         chains += [("suffix", "model"), ("model", "ngram")]
-    prefix_cache = draw(st.booleans())
+    enable_prefix_caching = draw(st.booleans())
     return SchedulerConfig(
         num_blocks=draw(st.one_of(st.integers(2, 12), st.just(40))),
-        block_size_tokens=draw(st.integers(1, 6)),
-        max_slots=max_slots,
-        max_model_tokens=draw(st.integers(8, 64)),
-        step_budget_tokens=draw(st.integers(max_slots, 40)),
+        block_size=draw(st.integers(1, 6)),
+        max_num_seqs=max_num_seqs,
+        max_model_len=draw(st.integers(8, 64)),
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
         vocab_size=SMALL_VOCAB,
         eos_ids=draw(st.sampled_from([(), (3,)])),
         queue_policy=draw(st.sampled_from(["fcfs", "priority", "shortest"])),
         ageing_per_s=draw(st.sampled_from([None, 0.0, 2.0, 1000.0])),
-        prefix_cache=prefix_cache,
-        kv_events=prefix_cache and draw(st.booleans()),
+        enable_prefix_caching=enable_prefix_caching,
+        kv_events=enable_prefix_caching and draw(st.booleans()),
         decode_reserve_tokens=draw(st.integers(1, 8)),
         draft_context_tokens=draft_context,
         drafter=draw(st.sampled_from(chains)),

@@ -40,8 +40,8 @@ class HostAndDevice(ModelledExecutor):
             draft_pass_s=4e-5 * scale,
             draft_token_s=1e-7 * scale,
         )
-        acceptance = PositionAcceptance([0.7], max_slots=rows)
-        super().__init__(max_slots=rows, cost=cost, acceptance=acceptance)
+        acceptance = PositionAcceptance([0.7], max_num_seqs=rows)
+        super().__init__(max_num_seqs=rows, cost=cost, acceptance=acceptance)
         self._clock, self.steps_with_drafts = clock, 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -61,11 +61,11 @@ def speed(lookahead: str, rows: int, scale: float) -> tuple[float, float]:
     config = make_config(
         lookahead=f"{lookahead}:{DEPTH}",
         num_blocks=rows * (MAX_TOKENS // 64 + 2),
-        block_size_tokens=64,
-        max_slots=rows,
-        max_model_tokens=MAX_TOKENS + 64,
+        block_size=64,
+        max_num_seqs=rows,
+        max_model_len=MAX_TOKENS + 64,
         draft_context_tokens=MAX_TOKENS + 64,
-        step_budget_tokens=1024,
+        max_num_batched_tokens=1024,
     )
     clock, scheduler = VirtualClock(), Scheduler(config)
     for number in range(rows):

@@ -43,7 +43,7 @@ def tokens(llm: LLM, params: Any) -> list[tuple[int, ...]]:
         (("ngram",), False, {"lookahead": "ema"}),
         (("suffix",), False, {"lookahead": "fixed:3", "overlap": 1}),
         (("suffix", "ngram"), False, {"num_blocks": 14, "lookahead": "fixed:4"}),
-        (("suffix", "model"), True, {"max_slots": 3, "lookahead": "ema"}),
+        (("suffix", "model"), True, {"max_num_seqs": 3, "lookahead": "ema"}),
         (("model", "ngram"), True, {"overlap": 1, "lookahead": "ema"}),
         (("ngram",), True, {"lookahead": "fixed:2"}),
     ],

@@ -39,8 +39,8 @@ ASKED = demo_prompts()[:6]
 def test_the_shipped_head_drafts_and_changes_no_text(caplog):
     """As well after a prefix hit as cold."""
     caplog.set_level("INFO", logger="cbatch")
-    plain = LLM(TARGET, lookahead="off", max_slots=6).generate(ASKED, GREEDY)
-    llm = LLM(TARGET, demo_head(), lookahead="fixed:3", max_slots=6)
+    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(ASKED, GREEDY)
+    llm = LLM(TARGET, demo_head(), lookahead="fixed:3", max_num_seqs=6)
     assert "eagle3 head that reads what comes into layers 2, 6, 9" in caplog.text
     cold = llm.generate(ASKED, GREEDY)
     assert llm.engine.scheduler.stats.prefix_hit_tokens == 0
@@ -87,8 +87,8 @@ def test_medusa_heads_that_only_guess_are_refused(scale, tmp_path):
 def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeypatch):
     """Untrained ones, which their self-test would refuse: hardly a draft of theirs stands."""
     monkeypatch.setattr(self_test.Tested, "guesses", False)
-    plain = LLM(TARGET, lookahead="off", max_slots=6).generate(ASKED, GREEDY)
-    llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_slots=6)
+    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(ASKED, GREEDY)
+    llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
     for _ in range(2):  # cold, then on prefix hits
         found = llm.generate(ASKED, GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in plain]
@@ -162,8 +162,8 @@ def test_the_head_of_smollm2_drafts_and_changes_no_text():
     template = chat_template_of("smollm2")
     assert template is not None
     asked = [template.render(each) for each in questions]
-    plain = LLM("smollm2", lookahead="off", max_slots=2).generate(asked, GREEDY)
-    llm = LLM("smollm2", SMOLLM2_HEAD, lookahead="fixed:2", max_slots=2)
+    plain = LLM("smollm2", lookahead="off", max_num_seqs=2).generate(asked, GREEDY)
+    llm = LLM("smollm2", SMOLLM2_HEAD, lookahead="fixed:2", max_num_seqs=2)
     found = llm.generate(asked, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in plain]
     assert llm.engine.stats.speculation.accepted_tokens > 10

@@ -89,7 +89,9 @@ def test_a_request_that_always_fails_ends_and_the_others_go_on(depth):
 
 
 def test_only_requests_common_to_all_failing_steps_are_suspects():
-    world = World(make_config(max_slots=1), faults=Faults(raise_with_requests=frozenset({"bad"})))
+    world = World(
+        make_config(max_num_seqs=1), faults=Faults(raise_with_requests=frozenset({"bad"}))
+    )
     world.add(*crowd(2), make_request("bad"), make_request("last", max_tokens=4))
     world.run()
     assert world.finished["bad"].reason is FinishReason.ERROR
@@ -106,7 +108,7 @@ def test_nothing_hangs_on_an_executor_that_always_fails(depth):
 
 @DEPTHS
 def test_faults_with_tokens_in_between_never_add_up(depth):
-    config = make_config(max_slots=1, step_budget_tokens=32)
+    config = make_config(max_num_seqs=1, max_num_batched_tokens=32)
     every_other = Faults(raise_at_runs=frozenset(range(0, 200, 4)))
     world = World(config, depth=depth, faults=every_other)
     world.add(make_request("a", max_tokens=20))
@@ -117,7 +119,7 @@ def test_faults_with_tokens_in_between_never_add_up(depth):
 
 @DEPTHS
 def test_non_finite_row_ends_alone(depth):
-    config = make_config(lookahead="fixed:3", num_blocks=24, max_slots=3)
+    config = make_config(lookahead="fixed:3", num_blocks=24, max_num_seqs=3)
     world = World(config, depth=depth, faults=Faults(non_finite_at={"r1": 5}))
     world.add(*crowd(8))
     world.run()

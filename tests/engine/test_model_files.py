@@ -52,7 +52,7 @@ def test_a_target_and_a_draft_of_another_type(tmp_path: Path) -> None:
         path.write_bytes(gguf_bytes(*convert(model, kind)))
     tokenizer = tokenizer_of(demo_paths()[0])
     prompts = [tokenizer.encode(prompt) for prompt in demo_prompts()[:3]]
-    options: dict[str, Any] = {"lookahead": "fixed:3", "max_slots": 4, "tokenizer": "none"}
+    options: dict[str, Any] = {"lookahead": "fixed:3", "max_num_seqs": 4, "tokenizer": "none"}
     params = SamplingParams(max_tokens=24, temperature=0)
     expected = LLM(demo_paths()[0], **options).generate(prompts, params)
     got = LLM(*paths, **options).generate(prompts, params)
@@ -65,7 +65,7 @@ def test_text_in_and_out(tiny: Path) -> None:
     assert template is not None
     chat = template.render([{"role": "user", "content": "for item"}])
     assert chat == "for item<|end|>"
-    (one,) = LLM(tiny, max_slots=2, draft=tiny).generate(chat, GREEDY)
+    (one,) = LLM(tiny, max_num_seqs=2, draft=tiny).generate(chat, GREEDY)
     assert list(one.prompt_token_ids) == tokenizer.encode(chat)
     assert one.prompt_token_ids[0] == 0 and one.prompt_token_ids[-1] == 343
     assert one.text == tokenizer.decode(one.token_ids)
@@ -77,7 +77,7 @@ def test_a_file_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     read: list[Path] = []
     whole = gguf_file._read_parts
     monkeypatch.setattr(gguf_file, "_read_parts", lambda path: read.append(path) or whole(path))
-    LLM(tiny, draft=tiny, max_slots=2)
+    LLM(tiny, draft=tiny, max_num_seqs=2)
     assert read == [tiny]
     held = gguf_of(tiny)
     assert chat_template_of(tiny) is not None and tokenizer_of(tiny).vocab_size > 300
@@ -103,7 +103,7 @@ def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_of_a_file(tiny: Path) -> None:
-    options = ("--port", "0", "--lookahead", "off", "--max-slots", "2")
+    options = ("--port", "0", "--lookahead", "off", "--max-num-seqs", "2")
     with serve(tiny, *options, environment={}) as (_, where, told):
         assert f"serving tiny.gguf on {where}" in told
         body = {"prompt": "for item", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -233,7 +233,7 @@ def test_smollm2_writes_as_llama_cpp() -> None:
     template = chat_template_of("smollm2")
     assert template is not None
     prompts = [template.render([{"role": "user", "content": text}]) for text in WRITTEN]
-    llm = LLM("smollm2", dtype="float32", max_slots=2, max_model_tokens=256, lookahead="off")
+    llm = LLM("smollm2", dtype="float32", max_num_seqs=2, max_model_len=256, lookahead="off")
     answers = llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0))
     assert [each.text for each in answers] == [*WRITTEN.values()]
     assert {each.finish_reason for each in answers} == {FinishReason.STOP}

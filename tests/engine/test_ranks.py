@@ -44,7 +44,7 @@ PARAMS = [
 
 
 def make(model: Path = TARGET, draft: Path | None = DRAFT, **options: Any) -> LLM:
-    settings = {"tensor_parallel": 2, "threads": 1, "dtype": "float32", "num_blocks": 256}
+    settings = {"tensor_parallel_size": 2, "threads": 1, "dtype": "float32", "num_blocks": 256}
     return LLM(model, draft, **(settings | options))
 
 
@@ -85,7 +85,7 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
     by ranks that are started anew."""
     drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
     pair = tiny / "tiny", tiny / "draft"
-    plain = make(*pair, lookahead="off", max_slots=32, **drawn)
+    plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)
     assert plain.info.row_invariant and plain.info.ranks == 2
     tokens = [c.token_ids for c in plain.generate(PROMPTS, PARAMS)]
     alone = [plain.generate(PROMPTS[i], PARAMS[i])[0].token_ids for i in (0, 5, 31)]
@@ -93,13 +93,13 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
     assert plain.engine.scheduler.stats.preemptions == 0
     assert len(set(tokens)) > 20 and all(c for c in tokens)
     logged = SamplingParams(max_tokens=30, temperature=0, logprobs=1, ignore_eos=True)
-    whole = make(*pair, lookahead="off", tensor_parallel=1, **drawn)
+    whole = make(*pair, lookahead="off", tensor_parallel_size=1, **drawn)
     both = (llm.generate(PROMPTS[7], logged)[0].choices[0].logprobs for llm in (plain, whole))
     for mine, expected in zip(*both, strict=True):
         assert mine.token_id == expected.token_id
         assert abs(mine.logprob - expected.logprob) < 1e-4
     ranks_of(plain).close()
-    scarce = {"max_slots": 8, "step_budget_tokens": 41, "num_blocks": 14, "overlap": 1}
+    scarce = {"max_num_seqs": 8, "max_num_batched_tokens": 41, "num_blocks": 14, "overlap": 1}
     busy = make(*pair, lookahead="fixed:4", drafter=drafter, **scarce, **drawn)
     assert [c.token_ids for c in busy.generate(PROMPTS, PARAMS)] == tokens
     stats, speculation = busy.engine.scheduler.stats, busy.engine.stats.speculation
@@ -118,10 +118,10 @@ def test_a_head_drafts_and_changes_no_text() -> None:
         SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         for i in range(6)
     ]
-    plain = make(draft=None, lookahead="off", max_slots=6)
+    plain = make(draft=None, lookahead="off", max_num_seqs=6)
     tokens = [c.token_ids for c in plain.generate(asked, params)]
     ranks_of(plain).close()
-    scarce = {"max_slots": 6, "num_blocks": 18, "step_budget_tokens": 64}
+    scarce = {"max_num_seqs": 6, "num_blocks": 18, "max_num_batched_tokens": 64}
     llm = make(draft=demo_head(), lookahead="fixed:4", **scarce)
     assert [c.token_ids for c in llm.generate(asked, params)] == tokens
     stats, speculation = llm.engine.scheduler.stats, llm.engine.stats.speculation
@@ -200,7 +200,7 @@ def test_ranks_do_not_outlive_rank_0() -> None:
 
 def test_generate_tells_its_ranks_and_their_threads() -> None:
     command = [sys.executable, "-m", "cbatch.cli.main", "generate", "x = ", "--max-tokens", "4"]
-    command += ["--tensor-parallel", "2", "--lookahead", "off", "--threads", "3"]
+    command += ["--tensor-parallel-size", "2", "--lookahead", "off", "--threads", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "on cpu in 2 ranks, lookahead off" in done.stderr
     assert "engine threads: 2 x 3 of" in done.stderr
@@ -209,23 +209,30 @@ def test_generate_tells_its_ranks_and_their_threads() -> None:
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; give 1 or more"),
-        ({"tensor_parallel": -2}, "tensor_parallel: -2 is not allowed"),
-        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide .* num_key_value_heads, 4"),
-        ({"device": "cuda"}, "tensor_parallel: 2 ranks are served on CPUs alone; use --device cpu"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: another name of `tensor_parallel`"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: 0 is not allowed; give 1 or more"),
+        ({"tensor_parallel_size": -2}, "tensor_parallel_size: -2 is not allowed"),
+        (
+            {"tensor_parallel_size": 3},
+            "tensor_parallel_size: 3 does not divide .* num_key_value_heads, 4",
+        ),
+        (
+            {"device": "cuda"},
+            "tensor_parallel_size: 2 ranks are served on CPUs alone; use --device cpu",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(FieldError, match=problem):
-        LLM(TARGET, **({"tensor_parallel": 2} | options))
+        LLM(TARGET, **({"tensor_parallel_size": 2} | options))
 
 
 def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is given is shared out; a block is held by every rank in part."""
     monkeypatch.setattr("cbatch.engine.loading.given_cpus", lambda: 2)
     torch.set_num_threads(2)
-    two = LLM(TARGET, tensor_parallel=2, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none")
+    two = LLM(
+        TARGET, tensor_parallel_size=2, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none"
+    )
     one = LLM(TARGET, threads=1, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none")
     assert two.info.num_threads == 1
     assert two.info.num_blocks == one.info.num_blocks > 16

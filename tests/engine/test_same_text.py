@@ -49,13 +49,18 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks of 16": {"lookahead": "fixed:2", "batch": 3, "chunk": 16, "threads": 2},
     "chunks of 33": {"lookahead": "fixed:2", "batch": 5, "chunk": 33, "threads": 2},
     "preemptions": {"lookahead": "fixed:3", "batch": 8, "scarce": True, "threads": 2},
-    "prefix hits": {"lookahead": "fixed:3", "batch": 8, "prefix_cache": True, "threads": 2},
+    "prefix hits": {
+        "lookahead": "fixed:3",
+        "batch": 8,
+        "enable_prefix_caching": True,
+        "threads": 2,
+    },
     "everything": {
         "lookahead": "adaptive:6",
         "batch": 8,
         "chunk": 48,
         "scarce": True,
-        "prefix_cache": True,
+        "enable_prefix_caching": True,
         "depth": 1,
         "threads": 2,
     },
@@ -70,7 +75,9 @@ def grid() -> dict[str, dict[str, Any]]:
     for at, (k, batch) in enumerate(itertools.product(range(9), (1, 2, 8, 32, 64))):
         settings: dict[str, Any] = {"batch": batch, "threads": 1 + at % 2, "chain": at // 2 % 2}
         settings["lookahead"] = f"fixed:{k}" if k else "off"
-        settings |= ({}, {"prefix_cache": True}, {"depth": 1}, {"scarce": batch == 8})[at % 4]
+        settings |= ({}, {"enable_prefix_caching": True}, {"depth": 1}, {"scarce": batch == 8})[
+            at % 4
+        ]
         if batch * (k + 1) <= 32:
             settings["chunk"] = (512, 33, 16)[at % 3] if batch * (k + 1) <= 15 else 33
         found[f"k = {k}, {batch} at once"] = settings
@@ -134,13 +141,15 @@ def assert_happened(
     drafter: Sequence[str] = (),
     chunk: int = 8192,
     scarce: bool = False,
-    prefix_cache: bool = False,
+    enable_prefix_caching: bool = False,
     depth: int = 0,
 ) -> None:
     stats, speculation = found.engine.scheduler.stats, found.engine.stats.speculation
     assert found.steps.widest == batch or (found.steps.widest > 1 and (scarce or chunk < 512))
     assert found.steps.mixed > 0 or batch == 1 or chunk > 64
-    assert (stats.preemptions > 0) == scarce and (stats.prefix_hit_tokens > 0) == prefix_cache
+    assert (stats.preemptions > 0) == scarce and (
+        stats.prefix_hit_tokens > 0
+    ) == enable_prefix_caching
     depths = speculation.k_histogram.keys()
     if drafter:
         assert speculation.accepted_tokens > 0 and speculation.rejections > 0

@@ -21,7 +21,7 @@ from tests.runtime.engines import RecordingExecutor, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 
 CONFIG = SchedulerConfig(
-    num_blocks=4096, max_slots=64, max_model_tokens=1200, draft_context_tokens=1200
+    num_blocks=4096, max_num_seqs=64, max_model_len=1200, draft_context_tokens=1200
 )
 
 
@@ -30,8 +30,8 @@ class Machine(ModelledExecutor):
     and 0.02 ms a token."""
 
     def __init__(self) -> None:
-        acceptance = PositionAcceptance([0.5], max_slots=64)
-        super().__init__(max_slots=64, cost=self, acceptance=acceptance)
+        acceptance = PositionAcceptance([0.5], max_num_seqs=64)
+        super().__init__(max_num_seqs=64, cost=self, acceptance=acceptance)
         self._linear = LinearCost(
             base_s=5e-3,
             token_s=1e-4,
@@ -51,7 +51,7 @@ class Machine(ModelledExecutor):
 
 @pytest.mark.parametrize("slots", [8, 64])
 def test_the_prices_of_a_known_machine_come_out(slots):
-    config = msgspec.structs.replace(CONFIG, max_slots=slots)
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=slots)
     profile = profile_costs(Machine(), config, budget_s=0.5)
     assert profile.row_s == pytest.approx(5e-5)
     assert profile.context_token_s == pytest.approx(1e-6)
@@ -64,7 +64,9 @@ def test_the_prices_of_a_known_machine_come_out(slots):
 
 
 def test_shapes_fit_slots_pool_and_context():
-    small = SchedulerConfig(num_blocks=12, max_slots=4, max_model_tokens=90, step_budget_tokens=9)
+    small = SchedulerConfig(
+        num_blocks=12, max_num_seqs=4, max_model_len=90, max_num_batched_tokens=9
+    )
     shapes = shapes_for(small)
     assert shapes and all(s.num_drafts == 0 for s in shapes), "there is no draft"
     assert max(s.rows for s in shapes) == 2, "two sequences of 66 tokens fill 12 blocks"
@@ -75,14 +77,14 @@ def test_a_profile_is_measured_and_leaves_no_trace():
     target, draft = tiny_model(), tiny_model(noise=0.3)
     config = SchedulerConfig(
         num_blocks=256,
-        block_size_tokens=4,
-        max_slots=8,
-        max_model_tokens=target.config.max_position_tokens,
+        block_size=4,
+        max_num_seqs=8,
+        max_model_len=target.config.max_position_tokens,
         vocab_size=target.config.vocab_size,
         draft_context_tokens=draft.config.max_position_tokens,
     )
     executor = RecordingExecutor(
-        target, num_blocks=256, block_size_tokens=4, max_slots=8, drafter=DraftModel(draft)
+        target, num_blocks=256, block_size=4, max_num_seqs=8, drafter=DraftModel(draft)
     )
     profile = profile_costs(executor, config, budget_s=0.3)
     assert profile.tokens[0] == 1 and 32 in profile.tokens
@@ -119,7 +121,7 @@ def test_a_context_too_short_for_any_profile_is_served():
     model, draft = demo_paths()
     texts = []
     for lookahead in ("adaptive", "off"):
-        llm = LLM(model, draft=draft, lookahead=lookahead, max_model_tokens=64)
+        llm = LLM(model, draft=draft, lookahead=lookahead, max_model_len=64)
         config = llm.engine.scheduler.config
         assert not can_profile(config) and config.cost_profile is None
         params = SamplingParams(temperature=0.0, max_tokens=24)

@@ -20,7 +20,7 @@ from cbatch.engine.info import EngineInfo
 
 ASKED: dict[str, Any] = {
     "numerics": "auto",
-    "block_size_tokens": 16,
+    "block_size": 16,
     "kv_cache_dtype": "auto",
 }
 
@@ -63,7 +63,7 @@ def test_a_device_that_is_not_here_is_told(
     assert capsys.readouterr().err.startswith(f"cbatch: --device: {words}")
 
 
-@pytest.mark.parametrize("field, value", [("block_size_tokens", 48), ("block_size_tokens", 4)])
+@pytest.mark.parametrize("field, value", [("block_size", 48), ("block_size", 4)])
 def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
@@ -112,5 +112,5 @@ def test_the_demo_runs_where_a_gpu_is_seen(
 
 
 def test_fixtures_that_ask_for_invariance_load(seen_gpu: pytest.MonkeyPatch) -> None:
-    llm = LLM(*demo_paths(), numerics="invariant", max_slots=2, tokenizer="none")
+    llm = LLM(*demo_paths(), numerics="invariant", max_num_seqs=2, tokenizer="none")
     assert llm.info.device == "cpu" and llm.info.row_invariant

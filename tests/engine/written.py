@@ -119,7 +119,7 @@ def write(
     batch: int = 1,
     chunk: int = 8192,
     scarce: bool = False,
-    prefix_cache: bool = False,
+    enable_prefix_caching: bool = False,
     depth: int = 0,
 ) -> Written:
     """What `count` requests get, by default in the plainest way: `batch` at a time, at most `chunk`
@@ -130,13 +130,13 @@ def write(
     lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
     config = SchedulerConfig(
         num_blocks=SCARCE_BLOCKS if scarce else 2048,
-        block_size_tokens=4 if scarce else 16,
-        max_slots=batch,
-        max_model_tokens=target.max_position_tokens,
-        step_budget_tokens=max(chunk, batch),
+        block_size=4 if scarce else 16,
+        max_num_seqs=batch,
+        max_model_len=target.max_position_tokens,
+        max_num_batched_tokens=max(chunk, batch),
         decode_reserve_tokens=1,
         vocab_size=target.vocab_size,
-        prefix_cache=prefix_cache,
+        enable_prefix_caching=enable_prefix_caching,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
         drafter=tuple(drafter) or None,
         lookahead=parse_lookahead(lookahead),
@@ -151,7 +151,7 @@ def write(
         SamplingParams(seed=2**40 + i, max_tokens=n, **COMMON, **PARAMS[i % len(PARAMS)])
         for i, n in enumerate(lengths)
     ]
-    turns = 2 if prefix_cache else 1
+    turns = 2 if enable_prefix_caching else 1
     done = [each for _ in range(turns) for each in complete_all(engine, prompts, params)]
     if isinstance(runner, ThreadedExecutor):
         runner.close()

@@ -149,10 +149,10 @@ class Run:
             self.executor = GpuExecutor(
                 target,
                 num_blocks=size.blocks,
-                block_size_tokens=size.page_tokens,
-                max_slots=size.slots,
+                block_size=size.page_tokens,
+                max_num_seqs=size.slots,
                 max_sequence_tokens=_MODEL_TOKENS + 1,
-                step_budget_tokens=size.budget_tokens,
+                max_num_batched_tokens=size.budget_tokens,
                 draft=draft,
                 max_drafts=size.drafts,
                 lookups=LookupSettings({"ngram": NgramLookup()}, self.chain),
@@ -175,10 +175,10 @@ class Run:
         scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=size.blocks,
-                block_size_tokens=size.page_tokens,
-                max_slots=size.slots,
-                max_model_tokens=_MODEL_TOKENS,
-                step_budget_tokens=size.budget_tokens,
+                block_size=size.page_tokens,
+                max_num_seqs=size.slots,
+                max_model_len=_MODEL_TOKENS,
+                max_num_batched_tokens=size.budget_tokens,
                 vocab_size=size.target.vocab_size,
                 draft_context_tokens=_MODEL_TOKENS if size.draft and size.drafts else None,
                 lookahead=parse_lookahead(f"fixed:{size.drafts}" if size.drafts else "off"),

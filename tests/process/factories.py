@@ -24,7 +24,7 @@ from tests.checking.executor import SimExecutor
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config
 
-SIZES = {"num_blocks": 2048, "max_model_tokens": 512, "block_size_tokens": 4, "max_slots": 32}
+SIZES = {"num_blocks": 2048, "max_model_len": 512, "block_size": 4, "max_num_seqs": 32}
 
 
 class MortalExecutor:
@@ -123,15 +123,15 @@ class SimFactory(msgspec.Struct, frozen=True):
     def config(self) -> Any:
         sizes = SIZES | self.sizes
         if self.lookahead != "off":
-            sizes.setdefault("draft_context_tokens", sizes["max_model_tokens"])
+            sizes.setdefault("draft_context_tokens", sizes["max_model_len"])
         return make_config(lookahead=self.lookahead, vocab_size=self.vocab_size, **sizes)
 
     def executor(self) -> SimExecutor:
         config = self.config()
         return SimExecutor(
             num_blocks=config.num_blocks,
-            block_size_tokens=config.block_size_tokens,
-            max_slots=config.max_slots,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
             vocab_size=config.vocab_size,
             draft_context_tokens=config.draft_context_tokens,
             drafter=config.default_chain,

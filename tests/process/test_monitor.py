@@ -26,7 +26,7 @@ def step(engine: Engine, monitor: Monitor) -> Any:
 
 
 def busy(**options: Any) -> tuple[Engine, Monitor]:
-    engine = make_engine(**({"lookahead": "ema:4", "max_slots": 4} | options))
+    engine = make_engine(**({"lookahead": "ema:4", "max_num_seqs": 4} | options))
     for number in range(4):
         params = SamplingParams(max_tokens=60, seed=number, ignore_eos=True)
         engine.add([5, 6, 7, 8 + number], params)

@@ -20,7 +20,7 @@ from tests.process.watching import Watched, all_over, running
 
 FACTORY = EngineFactory(
     *demo_paths(),
-    EngineOptions(tensor_parallel=2, threads=1, lookahead="fixed:3", dtype="float32"),
+    EngineOptions(tensor_parallel_size=2, threads=1, lookahead="fixed:3", dtype="float32"),
 )
 
 

@@ -96,7 +96,7 @@ def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
             each.request,
             vocab_size=config.vocab_size,
             eos_ids=config.eos_ids,
-            max_model_tokens=config.max_sequence_tokens,
+            max_model_len=config.max_sequence_tokens,
         )
         assert each.ending is not None and each.ending.reason is reason, each.ending
         assert each.tokens == expected, each.request.request_id

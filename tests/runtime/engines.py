@@ -126,8 +126,8 @@ def run_engine(
     lookahead: str = "off",
     depth: int = 0,
     num_blocks: int = 256,
-    block_size_tokens: int = 4,
-    max_slots: int = 8,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
     arrivals: Sequence[int] | None = None,
     held: Drafter | None = None,
     grammars: GrammarSource | None = None,
@@ -142,13 +142,16 @@ def run_engine(
     `held` drafts, or `draft` alone; `kind` is the executor's class, unless it is given."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
-        block_size_tokens=block_size_tokens,
-        max_slots=max_slots,
-        max_model_tokens=target.config.max_position_tokens,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=target.config.max_position_tokens,
         vocab_size=target.config.vocab_size,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
         lookahead=parse_lookahead(lookahead),
-        **({"step_budget_tokens": 256, "decode_reserve_tokens": 4, "prompt_share": 1.0} | settings),
+        **(
+            {"max_num_batched_tokens": 256, "decode_reserve_tokens": 4, "prompt_share": 1.0}
+            | settings
+        ),
     )
     scheduler = Scheduler(config)
     if executor is None:
@@ -157,7 +160,7 @@ def run_engine(
             kind = PricedExecutor if config.lookahead.policy == "adaptive" else RecordingExecutor
         if held is None and draft is not None:
             held = DraftModel(draft)
-        sizes = {"block_size_tokens": block_size_tokens, "max_slots": max_slots}
+        sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
         executor = kind(target, drafter=held, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
     loop = StepLoop(scheduler, threaded if depth else executor, clock=clock, depth=depth)

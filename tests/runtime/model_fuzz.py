@@ -43,7 +43,7 @@ Make = Callable[[random.Random], tuple[Path, str]]
 def outcome(path: Path) -> str:
     """All that a server does with a model: `SERVED`, or the message of its refusal."""
     try:
-        llm = LLM(path, max_slots=2, num_blocks=16, lookahead="off")
+        llm = LLM(path, max_num_seqs=2, num_blocks=16, lookahead="off")
         template = chat_template_of(path)
     except (ModelError, TokenizerError, ChatTemplateError) as error:
         assert str(path) in str(error), f"names no file: {error}"

@@ -44,7 +44,7 @@ class ScriptedModel(DraftModel):
         self.q: list[torch.Tensor] = []
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
-        self.table, self.kv_len = table, np.zeros(table.max_slots, dtype=np.int64)
+        self.table, self.kv_len = table, np.zeros(table.max_num_seqs, dtype=np.int64)
 
     def propose(self, rows: DraftRows) -> Proposal:
         self.asked.append(rows)

@@ -157,7 +157,7 @@ def test_scores_are_of_rows_without_drafts_alone():
     ours, _ = requests(GREEDY)
     first = ours[: len(CHAINS)]
     busy = run_chains([r for r in first if r.params.drafter == ("suffix",)], lookahead="fixed:3")
-    idle = run_chains(first, lookahead="fixed:1", max_slots=1)
+    idle = run_chains(first, lookahead="fixed:1", max_num_seqs=1)
     out = [structs.replace(r, params=structs.replace(r.params, max_lookahead=0)) for r in first]
     never = run_chains(out)
     for run in (busy, idle, never):

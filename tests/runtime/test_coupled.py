@@ -73,7 +73,7 @@ def test_modes_share_a_step():
     """Greedy, coupled and rejection rows in one batch, each as if it were alone in its mode."""
     modes = requests("rejection"), requests("coupled")
     mixed = [modes[i % 3 != 0][i] for i in range(len(COUPLED))]
-    settings = {"lookahead": "fixed:4", "step_budget_tokens": 1024}  # never short of drafts
+    settings = {"lookahead": "fixed:4", "max_num_batched_tokens": 1024}  # never short of drafts
     found = speculated(mixed, **settings)
     assert (found.accepted >= 2).any() and (found.accepted < found.drafted).any()
     for i in (0, 3, 5, 7):

@@ -72,7 +72,7 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
         for i, p in enumerate(prompts(8))
     ]
     run = checked_run(
-        requests, lookahead="fixed:4", num_blocks=48, step_budget_tokens=40, max_slots=6
+        requests, lookahead="fixed:4", num_blocks=48, max_num_batched_tokens=40, max_num_seqs=6
     )
     drafter = run.executor.drafter
     assert isinstance(drafter, CheckedDraftModel)
@@ -110,7 +110,7 @@ def test_acceptance_is_the_same_in_every_slot():
     """Trap 10 (a slot whose index is wrong drafts garbage)."""
     prompt = prompts(1, seed=6)[0]
     requests = [make_request(f"r{i}", prompt, max_tokens=60) for i in range(8)]
-    run = checked_run(requests, lookahead="fixed:3", prefix_cache=False)
+    run = checked_run(requests, lookahead="fixed:3", enable_prefix_caching=False)
     rows = [run.executor.row_of_request[f"r{i}"] for i in range(8)]
     assert sorted({slot for row in rows for slot, _, _ in row}) == list(range(8))
     assert all([r[1:] for r in row] == [r[1:] for r in rows[0]] for row in rows)

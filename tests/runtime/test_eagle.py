@@ -134,7 +134,7 @@ def hard_life(monkeypatch: pytest.MonkeyPatch, **params: Any) -> tuple[list[Any]
         make_request(f"r{i}", (shared if i % 2 else []) + p, max_tokens=24, **params)
         for i, p in enumerate(prompts(8))
     ]
-    size = {"num_blocks": 40, "step_budget_tokens": 40, "max_slots": 6}
+    size = {"num_blocks": 40, "max_num_batched_tokens": 40, "max_num_seqs": 6}
     return requests, {"lookahead": "fixed:4", **size}
 
 
@@ -286,7 +286,7 @@ def test_the_law_of_sampled_text_is_that_without_a_head(verification, tmp_path):
             None if held is None else head,  # type: ignore[arg-type]
             held=held,
             lookahead="off" if held is None else "fixed:2",
-            max_slots=64,
+            max_num_seqs=64,
             check=False,
             arrivals=[i // 64 for i in range(2000)],
         )

@@ -98,7 +98,7 @@ def requests() -> tuple[Request, ...]:
 
 def run(depth: int, executor_type: type[RecordingExecutor] = Checking) -> Run:
     draft = tiny_model(noise=NOISE)
-    settings = {"lookahead": "fixed:4", "depth": depth, "step_budget_tokens": 40}
+    settings = {"lookahead": "fixed:4", "depth": depth, "max_num_batched_tokens": 40}
     return run_engine(
         requests(), tiny_model(), draft, held=Telling(draft), kind=executor_type, **settings
     )

@@ -22,7 +22,7 @@ from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.reference import written_kv
 
 NOISE = 0.08
-SIZES: dict[str, int] = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8}
+SIZES: dict[str, int] = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8}
 
 
 def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[list[int]]:
@@ -175,12 +175,12 @@ class _KvChecker(RecordingExecutor):
         for a in plan.deltas.new_sequences:
             self.emitted[a.slot] = a.tokens.tolist()
         result = super().run(plan)
-        table, size = self.table, self.table.block_size_tokens
+        table, size = self.table, self.table.block_size
         for row, slot in enumerate(plan.slots.tolist()):
             first, last = result.row_splits[row : row + 2]
             self.emitted[slot] += result.tokens[first:last].tolist()
             length = int(table.kv_len[slot])
-            fresh = TorchExecutor(self.model, num_blocks=64, block_size_tokens=size, max_slots=1)
+            fresh = TorchExecutor(self.model, num_blocks=64, block_size=size, max_num_seqs=1)
             tokens = self.emitted[slot][: length + 1]
             # One position more is known than is in KV: exactly the last one.
             one = admit(0, tokens, max_total=len(tokens) + 1, blocks=range(64))

@@ -90,8 +90,8 @@ def decoder() -> Decoder:
 
 
 def executor(**settings: Any) -> GpuExecutor:
-    sizes = {"num_blocks": 8, "block_size_tokens": 16, "max_slots": 2}
-    budget = {"max_sequence_tokens": 40, "step_budget_tokens": 16}
+    sizes = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 2}
+    budget = {"max_sequence_tokens": 40, "max_num_batched_tokens": 16}
     return GpuExecutor(decoder(), **sizes | budget | settings)
 
 
@@ -130,10 +130,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("block_size_tokens", 48), ("block_size_tokens", 8)],
+    [("block_size", 48), ("block_size", 8)],
 )
 def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
-    options: dict[str, Any] = {"block_size_tokens": 16, "kv_cache_dtype": "auto"}
+    options: dict[str, Any] = {"block_size": 16, "kv_cache_dtype": "auto"}
     refuse_unserved("cuda:1", **options)
     refuse_unserved("cpu", **options | {field: value})
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
@@ -167,7 +167,7 @@ def test_queries_have_tiles_of_their_kind(
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
-    options: dict[str, Any] = {"block_size_tokens": 16}
+    options: dict[str, Any] = {"block_size": 16}
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
         refuse_unserved("cpu", **options, kv_cache_dtype="fp8")
     refuse_unserved("cuda", **options, kv_cache_dtype="fp8")
@@ -199,7 +199,7 @@ def test_blocks_are_what_attention_reads_fastest() -> None:
     for device, usual in (("cpu", 16), ("cuda:0", 64)):
         target: Any = SimpleNamespace(device=device)
         assert block_size_for(target, EngineOptions()) == usual
-        assert block_size_for(target, EngineOptions(block_size_tokens=32)) == 32
+        assert block_size_for(target, EngineOptions(block_size=32)) == 32
 
 
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:

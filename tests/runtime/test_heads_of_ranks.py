@@ -70,8 +70,8 @@ def serve(
     draft: Head | None = None
     if head is not None:
         (draft, *_) = load_heads(head, target, "the target")
-    sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | settings
-    sizes = {name: sizes[name] for name in ("num_blocks", "block_size_tokens", "max_slots")}
+    sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8} | settings
+    sizes = {name: sizes[name] for name in ("num_blocks", "block_size", "max_num_seqs")}
     held = None if draft is None else drafter_of(draft)
     executor = Counting(target, drafter=held, **sizes)
     lookahead = f"fixed:{k}" if k else "off"
@@ -104,7 +104,7 @@ def test_text_is_that_without_a_head(make: Callable[..., Any], tmp_path: Path) -
         )
         for i, prompt in enumerate(prompts(12))
     ]
-    hard = {"num_blocks": 40, "step_budget_tokens": 40, "max_slots": 6}
+    hard = {"num_blocks": 40, "max_num_batched_tokens": 40, "max_num_seqs": 6}
     plain = by_ranks(2, partial(serve, requests=requests, head=None, k=0))
     outputs = plain[0].run.outputs
     assert len({tuple(tokens) for tokens in outputs.values()}) == len(requests)
@@ -133,7 +133,7 @@ def test_drafts_are_those_beside_a_whole_model(make: Callable[..., Any], tmp_pat
     target = tiny_model()
     draft = load_heads(head, target, "the target")[0]
     held = drafter_of(draft)
-    executor = Counting(target, drafter=held, num_blocks=256, block_size_tokens=4, max_slots=8)
+    executor = Counting(target, drafter=held, num_blocks=256, block_size=4, max_num_seqs=8)
     given: Any = {"executor": executor, "held": held, "lookahead": "fixed:3"}
     whole = run_engine(requests, target, draft, **given)  # type: ignore[arg-type]
     assert mine.run.outputs == whole.outputs

@@ -71,7 +71,7 @@ def run(kind: str, /, **settings: Any) -> Run:
 
 @functools.cache
 def plain(kind: str, decoder_pass: str = "compiled") -> Run:
-    return run(kind, max_slots=1, prefix_cache=False)
+    return run(kind, max_num_seqs=1, enable_prefix_caching=False)
 
 
 def assert_same(found: Run, base: Run, *, bits: bool = True) -> None:
@@ -99,7 +99,7 @@ Happened = Callable[[Run], bool]
 VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     "together": ({}, lambda r: max(batch_sizes(r)) == len(COUPLED)),
     "staggered": (
-        {"max_slots": 3, "arrivals": [0, 0, 3, 3, 8, 15, 15, 60], "lookahead": "fixed:4"},
+        {"max_num_seqs": 3, "arrivals": [0, 0, 3, 3, 8, 15, 15, 60], "lookahead": "fixed:4"},
         lambda r: {1, 2, 3} <= batch_sizes(r),
     ),
     **{
@@ -110,10 +110,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     "ema": ({"lookahead": "ema:6"}, ragged),
     "adaptive": ({"lookahead": "adaptive:6"}, ragged),
     "tiny chunks": (
-        {"lookahead": "fixed:2", "step_budget_tokens": 12},
+        {"lookahead": "fixed:2", "max_num_batched_tokens": 12},
         lambda r: mixed_steps(r) >= 4,
     ),
-    "chunks": ({"lookahead": "fixed:2", "step_budget_tokens": 40}, lambda r: mixed_steps(r) >= 1),
+    "chunks": (
+        {"lookahead": "fixed:2", "max_num_batched_tokens": 40},
+        lambda r: mixed_steps(r) >= 1,
+    ),
     "chunks by price": (  # the target leaves room for 8 to 32 tokens
         {
             "lookahead": "fixed:3",
@@ -125,11 +128,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
         lambda r: mixed_steps(r) >= 4 and len(set(r.executor.chunk_tokens)) >= 4,
     ),
     "prefix hits": (
-        {"lookahead": "fixed:3", "max_slots": 4},
+        {"lookahead": "fixed:3", "max_num_seqs": 4},
         lambda r: r.scheduler.stats.prefix_hit_tokens >= 60,
     ),
     "preemptions": (
-        {"lookahead": "fixed:3", "num_blocks": 34, "prefix_cache": False},
+        {"lookahead": "fixed:3", "num_blocks": 34, "enable_prefix_caching": False},
         lambda r: r.scheduler.stats.preemptions >= 2,
     ),
     "overlap": ({"lookahead": "fixed:3", "depth": 1}, lambda r: True),
@@ -138,7 +141,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
             "lookahead": "ema:6",
             "depth": 1,
             "num_blocks": 40,
-            "step_budget_tokens": 32,
+            "max_num_batched_tokens": 32,
             "arrivals": [0, 2, 2, 2, 9, 9, 14, 20],
         },
         lambda r: r.scheduler.stats.preemptions >= 1 and r.scheduler.stats.prefix_hit_tokens > 0,
@@ -173,14 +176,20 @@ def test_passes_by_torch(kind: str, variant: str) -> None:
 def test_sampled_tokens_without_drafts() -> None:
     """In rejection mode, too, nothing but the request has a say while nobody drafts."""
     asked = requests("rejection")
-    alone = run_engine(asked, tiny_model(), max_slots=1, prefix_cache=False)
-    varied = {"num_blocks": 40, "step_budget_tokens": 20, "arrivals": [0, 0, 3, 3, 9, 15, 15, 15]}
+    alone = run_engine(asked, tiny_model(), max_num_seqs=1, enable_prefix_caching=False)
+    varied = {
+        "num_blocks": 40,
+        "max_num_batched_tokens": 20,
+        "arrivals": [0, 0, 3, 3, 9, 15, 15, 15],
+    }
     found = run_engine(asked, tiny_model(), **varied)
     assert found.outputs == alone.outputs and found.scheduler.stats.preemptions > 0
 
 
 def test_a_wrong_bit_is_noticed() -> None:
     """The comparison has power: another model's run differs in bits."""
-    other = run_engine(requests(), tiny_model(noise=1e-4), max_slots=1, prefix_cache=False)
+    other = run_engine(
+        requests(), tiny_model(noise=1e-4), max_num_seqs=1, enable_prefix_caching=False
+    )
     with pytest.raises(AssertionError):
         assert_same(other, plain("fp32"))

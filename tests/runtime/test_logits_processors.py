@@ -173,7 +173,7 @@ def test_choices_of_a_call_share_what_their_lists_became(monkeypatch):
     first = make_request("r0", [1, 2, 3], **params)
     call = [msgspec.structs.replace(first, request_id=f"r{i}", choice=i) for i in range(4)]
     other = make_request("other", [1, 2, 3], **(params | {"banned_token_ids": (1,)}))
-    together = run_engine([*call, other], tiny_model(), max_slots=8)
+    together = run_engine([*call, other], tiny_model(), max_num_seqs=8)
     assert len(made) == 2
     assert all(max(together.outputs[f"r{i}"]) < 5 for i in range(4))
     assert 1 not in together.outputs["other"]

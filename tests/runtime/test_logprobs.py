@@ -48,16 +48,16 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 class World:
     def __init__(self, *, lookahead: str = "off", depth: int = 0, **settings: Any) -> None:
-        sizes = {"num_blocks": 256, "block_size_tokens": 4, "max_slots": 8} | {
-            name: settings.pop(name) for name in ("num_blocks", "max_slots") if name in settings
+        sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8} | {
+            name: settings.pop(name) for name in ("num_blocks", "max_num_seqs") if name in settings
         }
         draft = None if lookahead == "off" else tiny_model(noise=NOISE)
         config = SchedulerConfig(
-            max_model_tokens=256,
+            max_model_len=256,
             vocab_size=VOCAB,
             draft_context_tokens=None if draft is None else 256,
             lookahead=parse_lookahead(lookahead),
-            **({"step_budget_tokens": 256, "decode_reserve_tokens": 4} | sizes | settings),
+            **({"max_num_batched_tokens": 256, "decode_reserve_tokens": 4} | sizes | settings),
         )
         drafter = None if draft is None else DraftModel(draft)
         self.scheduler = Scheduler(config)
@@ -83,7 +83,7 @@ class World:
 
 @functools.cache
 def plain(**extra: Any) -> list[Completion]:
-    return World(max_slots=1, prefix_cache=False).complete(**extra)
+    return World(max_num_seqs=1, enable_prefix_caching=False).complete(**extra)
 
 
 def numbers(completions: list[Completion]) -> list[Any]:
@@ -143,7 +143,7 @@ def test_speculation_changes_no_bit(mode):
         world = World(lookahead=lookahead)
         assert numbers(world.complete(logprobs_mode=mode)) == base
     world.assert_speculated()
-    world = World(lookahead="fixed:3", depth=1, num_blocks=44, step_budget_tokens=40)
+    world = World(lookahead="fixed:3", depth=1, num_blocks=44, max_num_batched_tokens=40)
     assert numbers(world.complete(logprobs_mode=mode)) == base
     world.assert_speculated()
     assert world.scheduler.stats.preemptions > 0
@@ -201,7 +201,7 @@ def test_a_row_has_the_same_bits_in_any_company(vocab):
 
 @functools.cache
 def plain_prompts() -> list[Completion]:
-    return World(max_slots=1, prefix_cache=False).complete(prompt_logprobs=2)
+    return World(max_num_seqs=1, enable_prefix_caching=False).complete(prompt_logprobs=2)
 
 
 def test_every_token_of_a_prompt():
@@ -216,7 +216,7 @@ def test_every_token_of_a_prompt():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_prompts_in_chunks_beside_decodes_and_after_preemptions(depth):
-    world = World(lookahead="fixed:3", depth=depth, num_blocks=36, step_budget_tokens=14)
+    world = World(lookahead="fixed:3", depth=depth, num_blocks=36, max_num_batched_tokens=14)
     assert numbers(world.complete(prompt_logprobs=2)) == numbers(plain_prompts())
     assert any(chunks and deciding for chunks, deciding in world.executor.chunk_steps)
     assert world.scheduler.stats.preemptions > 0

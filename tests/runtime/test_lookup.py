@@ -47,8 +47,8 @@ def guessed(make: Maker, text: list[int], depth: int = 4) -> list[int]:
 class World:
     """A drafter over a slot table whose tokens a test moves on by hand."""
 
-    def __init__(self, make: Maker, max_slots: int = 4, **settings: Any) -> None:
-        self.table = InputBatch(max_slots, 4, VOCAB)
+    def __init__(self, make: Maker, max_num_seqs: int = 4, **settings: Any) -> None:
+        self.table = InputBatch(max_num_seqs, 4, VOCAB)
         self.drafter = LookupDrafter(make(), **settings)
         self.drafter.bind(self.table, 16)
 

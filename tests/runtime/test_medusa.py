@@ -226,7 +226,7 @@ def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
             None if held is None else head,  # type: ignore[arg-type]
             held=held,
             lookahead="off" if held is None else "fixed:2",
-            max_slots=64,
+            max_num_seqs=64,
             check=False,
             arrivals=[i // 64 for i in range(2000)],
         )

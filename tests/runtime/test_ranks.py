@@ -136,7 +136,7 @@ def test_blocks_are_shared_out_whole(tmp_path: Path, name: str) -> None:
 def test_blocks_are_not_cut(tmp_path: Path) -> None:
     path = write_gguf(tmp_path, "supers")
     with pytest.raises(
-        FieldError, match="tensor_parallel: 2 gives 128 columns of model.layers.0.se"
+        FieldError, match="tensor_parallel_size: 2 gives 128 columns of model.layers.0.se"
     ):
         by_ranks(2, lambda ranks: load_model(path, ranks=ranks))
     widened = by_ranks(2, lambda ranks: logits_of(load_model(path, ranks=ranks, dtype="bfloat16")))

@@ -35,13 +35,13 @@ UNSHARED = (
     *("moshi", "opt", "persimmon", "stablelm"),
 )
 SCARCE: dict[str, Any] = {
-    "tensor_parallel": 2,
+    "tensor_parallel_size": 2,
     "threads": 1,
     "model_impl": "transformers",
     "tokenizer": "none",
     "num_blocks": 20,
-    "block_size_tokens": 4,
-    "step_budget_tokens": 16,
+    "block_size": 4,
+    "max_num_batched_tokens": 16,
 }
 
 
@@ -99,7 +99,7 @@ def test_text_is_that_of_its_own_eager_pass(tmp_path: Path) -> None:
     wanted = [eager_text(net, prompt, 32) for prompt in prompts]
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     for lookahead, slots in (("off", 1), ("off", 4), ("fixed:4", 4)):
-        llm = LLM(tmp_path, lookahead=lookahead, drafter=("ngram",), max_slots=slots, **SCARCE)
+        llm = LLM(tmp_path, lookahead=lookahead, drafter=("ngram",), max_num_seqs=slots, **SCARCE)
         done = llm.generate(prompts, params)
         assert [list(each.token_ids) for each in done] == wanted, (lookahead, slots)
         stats = llm.engine.scheduler.stats
@@ -116,7 +116,7 @@ def test_a_draft_of_transformers_is_whole_in_each_rank(tmp_path: Path) -> None:
     make_tiny("granite", tmp_path / "draft")
     prompts = [s.tolist() for s in sequences((18, 5, 9))]
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-    settings = SCARCE | {"model_impl": "auto", "max_slots": 3, "num_blocks": 64}
+    settings = SCARCE | {"model_impl": "auto", "max_num_seqs": 3, "num_blocks": 64}
     texts = []
     for lookahead in ("off", "fixed:3"):
         llm = LLM(tmp_path / "model", tmp_path / "draft", lookahead=lookahead, **settings)
@@ -131,7 +131,7 @@ def test_what_no_plan_shares_out_is_refused(kind: str, tmp_path: Path) -> None:
     assert kind in UNSHARED
     tiny_config(kind).save_pretrained(tmp_path)
     known = f"transformers has no plan for {kind} that|the plan of {kind} asks for .* not known"
-    with pytest.raises(FieldError, match=f"tensor_parallel: ({known}).*; leave it out"):
+    with pytest.raises(FieldError, match=f"tensor_parallel_size: ({known}).*; leave it out"):
         check_shared(tmp_path, 2)
 
 
@@ -139,15 +139,17 @@ def test_what_no_plan_shares_out_is_refused(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", UNSHARED)
 def test_so_is_every_other(kind: str, tmp_path: Path) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
-    with pytest.raises(FieldError, match="tensor_parallel"):
+    with pytest.raises(FieldError, match="tensor_parallel_size"):
         check_shared(tmp_path, 2)
 
 
 def test_heads_that_cannot_be_shared_out_are_refused_before_anything_loads(tmp_path: Path) -> None:
     tiny_config("gemma2").save_pretrained(tmp_path)  # without weights
-    problem = "tensor_parallel: 4 does not divide the model's num_key_value_heads, 2; leave it out"
+    problem = (
+        "tensor_parallel_size: 4 does not divide the model's num_key_value_heads, 2; leave it out"
+    )
     with pytest.raises(FieldError, match=problem):
-        LLM(tmp_path, tokenizer="none", tensor_parallel=4, random_weights_seed=1)
+        LLM(tmp_path, tokenizer="none", tensor_parallel_size=4, random_weights_seed=1)
 
 
 if __name__ == "__main__":

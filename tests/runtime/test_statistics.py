@@ -60,9 +60,9 @@ def sample(
         requests,
         tiny_model(vocab_size=VOCAB),
         tiny_model(vocab_size=VOCAB, noise=0.15, poison=poison),
-        max_slots=96,
+        max_num_seqs=96,
         num_blocks=512,
-        step_budget_tokens=2048,
+        max_num_batched_tokens=2048,
         check=False,
         **settings,
     )

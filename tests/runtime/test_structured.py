@@ -248,7 +248,9 @@ SAMPLED = {"temperature": 1.0, "verification": "coupled"}
 
 @functools.cache
 def plain(sampled: bool = False) -> Run:
-    done = run(requests(**(SAMPLED if sampled else {})), max_slots=1, prefix_cache=False)
+    done = run(
+        requests(**(SAMPLED if sampled else {})), max_num_seqs=1, enable_prefix_caching=False
+    )
     for i in range(len(ASKED) - 1):
         ids, reason = done.outputs[f"r{i}"], done.reasons[f"r{i}"]
         if reason is FinishReason.STOP:
@@ -277,7 +279,7 @@ def test_speculation_moves_no_token(sampled, depth):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_nor_do_preemptions(sampled):
     asked = requests(**(SAMPLED if sampled else {}))
-    done = run(asked, draft(), lookahead="fixed:3", num_blocks=19, step_budget_tokens=64)
+    done = run(asked, draft(), lookahead="fixed:3", num_blocks=19, max_num_batched_tokens=64)
     assert done.scheduler.stats.preemptions > 0 and (done.accepted >= 2).any()
     assert done.outputs == plain(sampled).outputs
 
@@ -345,7 +347,7 @@ def sampled_words(verification: str = "rejection") -> Run:
         )
         for i in range(LAW_COUNT)
     ]
-    return run(asked, draft(seed=2), lookahead="fixed:3", max_slots=64, check=False)
+    return run(asked, draft(seed=2), lookahead="fixed:3", max_num_seqs=64, check=False)
 
 
 def law_z(done: Run) -> float:

@@ -142,7 +142,7 @@ def test_the_engine_writes_it_with_drafts_preemptions_and_overlap(sampled: bool)
     for depth in (0, 1):
         drafted = run(drafts=True, sampled=sampled, lookahead="fixed:4", depth=depth)
         assert drafted.outputs == plain.outputs and (drafted.accepted >= 2).any()
-    crowded = run(sampled=sampled, num_blocks=26, step_budget_tokens=64)
+    crowded = run(sampled=sampled, num_blocks=26, max_num_batched_tokens=64)
     assert crowded.scheduler.stats.preemptions > 0 and crowded.outputs == plain.outputs
 
 

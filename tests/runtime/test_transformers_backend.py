@@ -35,9 +35,9 @@ SCARCE: dict[str, Any] = {
     "model_impl": "transformers",
     "tokenizer": "none",
     "num_blocks": 20,
-    "block_size_tokens": 4,
-    "max_slots": 4,
-    "step_budget_tokens": 16,
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
 }
 
 

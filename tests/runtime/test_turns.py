@@ -57,7 +57,7 @@ class KnowingModel(DraftModel):
         self._text_of: dict[int, int] = {}
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
-        self.table, self.kv_len = table, np.zeros(table.max_slots, dtype=np.int64)
+        self.table, self.kv_len = table, np.zeros(table.max_num_seqs, dtype=np.int64)
 
     def admit(self, admission: Any) -> None:
         self._text_of[admission.slot] = int(admission.request_id)

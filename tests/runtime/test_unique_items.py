@@ -143,5 +143,5 @@ def test_through_the_engine_with_drafts_overlap_and_preemptions() -> None:
     for depth in (0, 1):
         drafted = run(drafts=True, lookahead="fixed:4", depth=depth)
         assert drafted.outputs == plain.outputs and (drafted.accepted >= 1).any()
-    crowded = run(num_blocks=35, step_budget_tokens=64)
+    crowded = run(num_blocks=35, max_num_batched_tokens=64)
     assert crowded.scheduler.stats.preemptions > 0 and crowded.outputs == plain.outputs

@@ -12,7 +12,7 @@ from cbatch.demo import demo_paths
 from cbatch.text import load_chat_template
 from tests.server.http_client import Client, serving
 
-OPTIONS: dict[str, Any] = {"numerics": "invariant", "lookahead": "ema:4", "max_slots": 32}
+OPTIONS: dict[str, Any] = {"numerics": "invariant", "lookahead": "ema:4", "max_num_seqs": 32}
 
 
 @pytest.fixture(scope="session")

@@ -193,7 +193,7 @@ def served_model(
 ) -> ServedModel:
     return ServedModel(
         MODEL,
-        max_model_tokens=engine.config.max_model_tokens,
+        max_model_len=engine.config.max_model_len,
         vocab_size=engine.config.vocab_size,
         created_s=int(time.time()),
         tokenizer=tokenizer,
@@ -205,7 +205,7 @@ def served_model(
 
 def toy_model(template: str = "{{ messages[0].content }}", **options: Any) -> ServedModel:
     """Of no engine, with the toy tokenizer unless another is given."""
-    given = {"max_model_tokens": 256, "vocab_size": TOKENIZER.vocab_size, "created_s": 0}
+    given = {"max_model_len": 256, "vocab_size": TOKENIZER.vocab_size, "created_s": 0}
     given |= {"name": MODEL, "tokenizer": TOKENIZER}
     return ServedModel(chat_template=ChatTemplate(template, {}, "the test"), **(given | options))
 

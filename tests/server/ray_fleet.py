@@ -26,7 +26,7 @@ NUM_LATE = 40  # calls that come right after a replica has died
 NUM_TOKENS, ENDLESS_TOKENS = 160, 900
 NUM_ROUNDS = 4
 WITHIN_S = 0.8  # of the long streams' beginning: in the middle of them
-OPTIONS: dict[str, Any] = {"max_slots": 128, "threads": 1, "grace": 60}
+OPTIONS: dict[str, Any] = {"max_num_seqs": 128, "threads": 1, "grace": 60}
 
 
 class Stream(NamedTuple):

@@ -47,7 +47,7 @@ class ScriptedService:
         self.queue = AdmissionQueue(Limits(), time.monotonic)
 
     async def start(self) -> Any:
-        sizes = {"max_model_tokens": 1024, "vocab_size": self.tokenizer.vocab_size}
+        sizes = {"max_model_len": 1024, "vocab_size": self.tokenizer.vocab_size}
         return SimpleNamespace(config=SimpleNamespace(**sizes))
 
     def open(self, model: Any) -> None:

@@ -19,7 +19,7 @@ from tests.server.http_client import Client, events_of, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
-ROOMY = {"num_blocks": 4096, "max_model_tokens": 8192, "block_size_tokens": 4}
+ROOMY = {"num_blocks": 4096, "max_model_len": 8192, "block_size": 4}
 
 
 @pytest.fixture(scope="module")

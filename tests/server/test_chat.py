@@ -27,13 +27,13 @@ BODY = {"messages": MESSAGES, "max_tokens": 20, "seed": 5}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with serving(make_engine(max_model_tokens=256), chat_template=TEMPLATE) as client:
+    with serving(make_engine(max_model_len=256), chat_template=TEMPLATE) as client:
         yield client
 
 
 def expected(text: str = TEXT, **params: Any) -> list[str]:
     options = {"max_tokens": 20, "seed": 5} | params
-    engine = make_engine(max_model_tokens=256)
+    engine = make_engine(max_model_len=256)
     (completion,) = complete_all(engine, [TOKENIZER.encode(text)], [SamplingParams(**options)])
     return [choice.text for choice in completion.choices]
 

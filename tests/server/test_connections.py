@@ -43,7 +43,7 @@ REFUSALS = "vllm:admission_rejections_total"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    engine = make_engine(max_model_len=8192, num_blocks=4096)
     with serving(engine, Limits(max_unread_tokens=10**6), connections=SHORT) as client:
         yield client
 
@@ -135,7 +135,7 @@ DEAF = {
 
 
 # A context for answers longer than the system takes off a server's hands.
-LONG_CONTEXT = {"max_model_tokens": 2**19, "num_blocks": 8192}
+LONG_CONTEXT = {"max_model_len": 2**19, "num_blocks": 8192}
 
 
 @pytest.mark.parametrize("what", DEAF)
@@ -278,7 +278,7 @@ def watched() -> Iterator[list[BodyIntake]]:
 def test_requests_one_behind_the_other() -> None:
     last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     most = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + last
-    with serving(make_engine(max_model_tokens=8192, num_blocks=4096)) as client:
+    with serving(make_engine(max_model_len=8192, num_blocks=4096)) as client:
         assert statuses(run(exchange(client.port, most))) == [200] * (MAX_PIPELINED + 1)
         told = run(exchange(client.port, post(LONG) + GET * 999))
     assert statuses(told) in ([], [200]) and b"[DONE]" not in told, "not all of them are kept"
@@ -324,7 +324,7 @@ LEFT = {
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
     """A server whose one key may have one call open."""
-    engine = make_engine(max_model_tokens=8192, num_blocks=4096)
+    engine = make_engine(max_model_len=8192, num_blocks=4096)
     keys = KeyRing(["a"], max_requests_per_key=1)
     with watched() as intakes, serving(engine, keys=keys) as client:
         yield client, engine, intakes[0]

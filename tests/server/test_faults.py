@@ -42,7 +42,7 @@ def body(seed: int, max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def expected(seeds: range, max_tokens: int) -> list[str]:
-    engine = make_engine(num_blocks=2048, max_model_tokens=512)
+    engine = make_engine(num_blocks=2048, max_model_len=512)
     params = [SamplingParams(max_tokens=max_tokens, seed=seed) for seed in seeds]
     return [c.text for c in complete_all(engine, [PROMPT] * len(seeds), params)]
 
@@ -99,7 +99,7 @@ def overload(seconds: float) -> dict[str, float]:
     """Four times what the engine can do, without pause; returns figures for the report."""
     slots, tokens = 4, 8
     factory = SimFactory(
-        lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_slots": slots}
+        lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_num_seqs": slots}
     )
     limits = Limits(max_queued_requests=2 * slots)
     most_queued = 0

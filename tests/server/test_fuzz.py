@@ -34,7 +34,7 @@ def session() -> Iterator[requests.Session]:
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A real executor, for the simulator's has no log probabilities."""
     model = write_model(tmp_path_factory.mktemp("models") / "model")
-    options: dict[str, Any] = {"max_slots": 32, "max_model_tokens": 48, "random_weights_seed": 0}
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 48, "random_weights_seed": 0}
     engine = LLM(model, drafter=("ngram", "suffix"), lookahead="fixed:3", **options).engine
     with serving(engine, chat_template=TEMPLATE) as client:
         yield client

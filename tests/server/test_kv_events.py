@@ -45,7 +45,7 @@ def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
     """Of a small pool, with salts, clients that leave, and an executor that fails twice."""
     faults = Faults(raise_at_runs=frozenset({30, 90}))
     engine = make_engine(
-        kv_events=True, num_blocks=60, max_model_tokens=128, lookahead="off", faults=faults
+        kv_events=True, num_blocks=60, max_model_len=128, lookahead="off", faults=faults
     )
     salts = (None, "alice", "bob")
 
@@ -114,7 +114,7 @@ def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
 
 def whole_blocks(tokens: list[int]) -> set[bytes]:
     """Of all of them but the last, whose KV nobody computes."""
-    size, before, found = SIZES["block_size_tokens"], digest_of_root(None), set()
+    size, before, found = SIZES["block_size"], digest_of_root(None), set()
     for at in range(0, (len(tokens) - 1) // size * size, size):
         before = digest(before, tokens[at : at + size])
         found.add(before)

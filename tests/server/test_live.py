@@ -93,7 +93,7 @@ def test_the_page_is_open_and_its_stream_is_not() -> None:
 
 
 def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = SlowEngine(monkeypatch, max_model_tokens=1024, num_blocks=64, block_size_tokens=16)
+    slow = SlowEngine(monkeypatch, max_model_len=1024, num_blocks=64, block_size=16)
     with serving(slow.engine) as client, watching(client) as response:
         assert response.getheader("content-type", "").startswith("text/event-stream")
         assert response.readline() == b"event: hello\n"
@@ -203,7 +203,7 @@ def snapshot(num_steps: int) -> Snapshot:
 def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
     async def scenario() -> None:
         service: Any = Stub()
-        model: Any = type("M", (), {"name": "m", "max_model_tokens": 9, "chats": False})
+        model: Any = type("M", (), {"name": "m", "max_model_len": 9, "chats": False})
         feed = LiveFeed(service, model, Metrics("m", service))
         watcher = feed.events()
         assert await anext(watcher) == b""

@@ -19,7 +19,7 @@ PROMPT = "def add(a, b):"
 
 def make_llm(folder: Path) -> LLM:
     target, draft = write_model(folder / "target"), write_model(folder / "draft", layers=1)
-    options: dict[str, Any] = {"max_slots": 4, "random_weights_seed": 0, "numerics": "invariant"}
+    options: dict[str, Any] = {"max_num_seqs": 4, "random_weights_seed": 0, "numerics": "invariant"}
     return LLM(target, draft, **options)
 
 

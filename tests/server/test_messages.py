@@ -26,7 +26,7 @@ def prompt_ids(template: str, *messages: dict[str, Any], **fields: Any) -> list[
     """What a call becomes."""
     model = ServedModel(
         "toy",
-        max_model_tokens=4096,
+        max_model_len=4096,
         vocab_size=TOKENIZER.vocab_size,
         created_s=0,
         tokenizer=TOKENIZER,

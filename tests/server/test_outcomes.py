@@ -36,7 +36,7 @@ class Scene(NamedTuple):
 
 @contextlib.contextmanager
 def one_slot(limits: Limits) -> Iterator[Scene]:
-    sizes = {"max_slots": 1, "num_blocks": 512}
+    sizes = {"max_num_seqs": 1, "num_blocks": 512}
     # Steps so long that a call has the slot until it leaves, on a busy machine too.
     core = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
     core.grammars = None

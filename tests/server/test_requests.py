@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def params_of(asked: dict[str, Any], own: dict[str, Any] | None = None) -> SamplingParams:
-    model = toy_model(max_model_tokens=99, sampling_defaults=own)
+    model = toy_model(max_model_len=99, sampling_defaults=own)
     parse = parse_chat if "messages" in asked else parse_completion
     return parse(json.dumps(asked).encode(), model).params
 

@@ -63,7 +63,7 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised(
     monkeypatch.setattr(service_module, "READING_S", 60)
 
     async def scene() -> None:
-        async with service(max_model_tokens=8000, num_blocks=4000) as made:
+        async with service(max_model_len=8000, num_blocks=4000) as made:
             prompt = "ab " * 5000
             params = SamplingParams(max_tokens=3)
             submitting = asyncio.create_task(made.submit(prompt[:4000], params, request_id="r"))
@@ -147,7 +147,7 @@ def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, s
     """Nothing is read: each ends with its share, and what was unread is dropped."""
 
     async def scene() -> None:
-        sizes = {"max_model_tokens": 2048, "num_blocks": 4096}
+        sizes = {"max_model_len": 2048, "num_blocks": 4096}
         params = SamplingParams(max_tokens=1500, seed=1)
         async with service(Limits(max_unread_tokens=300), step_s=0.0, **sizes) as made:
             streams = [

@@ -47,7 +47,7 @@ TEMPLATES = {
     "deep": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
 }
 MESSAGES = [{"role": "user", "content": "ab" * 6000}]
-MODEL = toy_model("{{ messages[0].content }}", max_model_tokens=10**6)
+MODEL = toy_model("{{ messages[0].content }}", max_model_len=10**6)
 CONVERSATION = {"messages": MESSAGES, "chat_template_kwargs": {"n": 99999}, "max_tokens": 2}
 
 
@@ -71,7 +71,7 @@ def served(
     template: str = QUICK, held: TextTokenizer = TOKENIZER, **options: Any
 ) -> Iterator[Client]:
     chat_template = ChatTemplate(template, {}, "the test's template")
-    engine = make_engine(tokenizer=held, max_model_tokens=4096, num_blocks=512)
+    engine = make_engine(tokenizer=held, max_model_len=4096, num_blocks=512)
     with serving(engine, LIMITS, chat_template=chat_template, **options) as client:
         yield client
 
@@ -169,7 +169,7 @@ def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.Monke
 
     async def scene() -> None:
         async with test_service.service(Limits(prompt_timeout_s=600)) as made:
-            model = toy_model(FOREVER, max_model_tokens=10**6)
+            model = toy_model(FOREVER, max_model_len=10**6)
             made.open(model)
             (prompt,) = parse_chat(json.dumps(CONVERSATION).encode(), model).prompts
             slow = made.submit(prompt, test_service.LONG, request_id="r")

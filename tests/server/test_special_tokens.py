@@ -47,7 +47,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     raw = byte_tokens()
     folder = tmp_path_factory.mktemp("m") / "model"
     write_chained(folder, raw, raw.encode(TEXT).ids, eos=256)
-    return LLM(folder, num_blocks=64, max_slots=4)
+    return LLM(folder, num_blocks=64, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")

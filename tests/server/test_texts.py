@@ -32,7 +32,7 @@ PROMPTS = [f"{text}{i}" for i, text in itertools.product(range(20), SCRIPTS)]
 OPTIONS: dict[str, Any] = {
     "numerics": "invariant",
     "lookahead": "fixed:3",
-    "max_slots": 32,
+    "max_num_seqs": 32,
     "random_weights_seed": 0,
 }
 USAGE = {"stream_options": {"include_usage": True}}

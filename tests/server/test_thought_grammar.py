@@ -141,7 +141,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def test_drafts_and_preemption_move_no_token_of_thought_or_answer() -> None:
-    base = run(requests(), max_slots=1, prefix_cache=False)
+    base = run(requests(), max_num_seqs=1, enable_prefix_caching=False)
     lengths = []
     for n in range(9):
         assert base.reasons[f"r{n}"] is FinishReason.STOP, text_of(base.outputs[f"r{n}"])
@@ -152,14 +152,14 @@ def test_drafts_and_preemption_move_no_token_of_thought_or_answer() -> None:
     done = run(requests(), draft(), lookahead="fixed:4")
     assert_speculated(done)
     assert done.outputs == base.outputs
-    tight = run(requests(), draft(), lookahead="fixed:3", num_blocks=28, step_budget_tokens=64)
+    tight = run(requests(), draft(), lookahead="fixed:3", num_blocks=28, max_num_batched_tokens=64)
     assert tight.scheduler.stats.preemptions > 0
     assert tight.outputs == base.outputs
 
 
 def test_a_restart_anywhere_goes_on_as_it_was() -> None:
     """The state is a function of the committed tokens."""
-    base = run(requests()[1:2], max_slots=1)
+    base = run(requests()[1:2], max_num_seqs=1)
     (ids,) = base.outputs.values()
 
     def allowed(structured: Structured) -> list[float]:

@@ -37,7 +37,7 @@ def served(
     chain = chain[1 if request.param == "pieces" else 0 :]  # without the space before the first
     folder = tmp_path_factory.mktemp(request.param) / "model"
     path = write_chained(folder, raw, chain, eos=chain[-1])
-    llm, engine = (LLM(path, num_blocks=64, max_slots=4) for _ in range(2))
+    llm, engine = (LLM(path, num_blocks=64, max_num_seqs=4) for _ in range(2))
     template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None

@@ -15,10 +15,10 @@ from tests.checking.cost import LinearCost
 def config_for(**overrides: Any) -> SchedulerConfig:
     settings: dict[str, Any] = {
         "num_blocks": 400,
-        "block_size_tokens": 16,
-        "max_slots": 16,
-        "max_model_tokens": 2000,
-        "step_budget_tokens": 256,
+        "block_size": 16,
+        "max_num_seqs": 16,
+        "max_model_len": 2000,
+        "max_num_batched_tokens": 256,
     }
     return SchedulerConfig(**(settings | overrides))
 
@@ -29,7 +29,7 @@ def speculating(k: int) -> dict[str, Any]:
 
 
 def executor_for(config: SchedulerConfig, cost: CostModel | None = None) -> ModelledExecutor:
-    acceptance = PositionAcceptance([0.6], max_slots=config.max_slots)
+    acceptance = PositionAcceptance([0.6], max_num_seqs=config.max_num_seqs)
     return ModelledExecutor(
-        max_slots=config.max_slots, cost=cost or LinearCost(), acceptance=acceptance
+        max_num_seqs=config.max_num_seqs, cost=cost or LinearCost(), acceptance=acceptance
     )

@@ -43,13 +43,13 @@ def admission(slot: int, request: int, known_tokens: int = PROMPT_TOKENS) -> Any
     )
 
 
-def model_of(spec: str, max_slots: int, folder: Path) -> AcceptanceModel:
+def model_of(spec: str, max_num_seqs: int, folder: Path) -> AcceptanceModel:
     if spec == "recorded":
         path = folder / "fates.json"
         fates = np.random.default_rng(1).integers(0, 2, (7, 90)).tolist()
         path.write_text(json.dumps([row[: 60 + i] for i, row in enumerate(fates)]))
         spec = f"recorded:{path}"
-    return parse_acceptance(spec, max_slots=max_slots)
+    return parse_acceptance(spec, max_num_seqs=max_num_seqs)
 
 
 def fates(model: AcceptanceModel, requests: int, tokens: int) -> np.ndarray:
@@ -106,8 +106,8 @@ def test_only_request_and_position_decide(spec: str, tmp_path: Path) -> None:
 def test_noise_of_depth_and_of_position_are_the_same(tmp_path: Path) -> None:
     """Per-position chances depend on depth; the coin behind them on the position alone: with the
     greater chance of a lesser depth at least as much is accepted."""
-    model = PositionAcceptance([0.8, 0.5, 0.3], max_slots=50)
-    constant = PositionAcceptance([0.3], max_slots=50)
+    model = PositionAcceptance([0.8, 0.5, 0.3], max_num_seqs=50)
+    constant = PositionAcceptance([0.3], max_num_seqs=50)
     for slot in range(50):
         for one in (model, constant):
             one.admit(admission(slot, slot))
@@ -125,7 +125,7 @@ def test_constant_and_positions_have_their_chances() -> None:
     count = 40_000
     slots, drafts = np.arange(count), np.full(count, 4, np.int32)
     for chances in ([0.7], [0.8, 0.5, 0.25]):
-        model = PositionAcceptance(chances, max_slots=count)
+        model = PositionAcceptance(chances, max_num_seqs=count)
         for slot in range(count):
             model.admit(admission(slot, slot))
         accepted = model.num_accepted(slots, np.full(count, 30), drafts)
@@ -138,16 +138,18 @@ def test_constant_and_positions_have_their_chances() -> None:
 
 def test_beta_differs_between_requests_by_its_law() -> None:
     mean, concentration, requests, tokens = 0.6, 3.0, 4000, 60
-    shares = fates(BetaAcceptance(mean, concentration, max_slots=requests), requests, tokens).mean(
-        axis=1
-    )
+    shares = fates(
+        BetaAcceptance(mean, concentration, max_num_seqs=requests), requests, tokens
+    ).mean(axis=1)
     of_chance = mean * (1 - mean) / (1 + concentration)
     of_coins = mean * (1 - mean) * concentration / (1 + concentration) / tokens
     variance = of_chance + of_coins
     assert within(float(shares.mean()), mean, math.sqrt(variance / requests))
     # The fourth moment of a law on [0, 1] with this variance: at most 3 times its square here.
     assert within(float(shares.var()), variance, variance * math.sqrt(2 / requests))
-    constant = fates(PositionAcceptance([mean], max_slots=requests), requests, tokens).mean(axis=1)
+    constant = fates(PositionAcceptance([mean], max_num_seqs=requests), requests, tokens).mean(
+        axis=1
+    )
     assert not within(float(constant.var()), variance, variance * math.sqrt(2 / requests))
 
 
@@ -156,7 +158,7 @@ def test_drift_is_correlated_as_long_as_it_says(lag: int) -> None:
     """Of fates x at p and p + lag: mean m = (high + low) / 2, covariance ((high - low) / 2)^2 times
     (1 - 1 / tokens)^lag. Standard errors are over requests, which are independent."""
     high, low, dwell, requests, tokens = 0.9, 0.2, 20.0, 3000, 120
-    found = fates(DriftingAcceptance(high, low, dwell, max_slots=requests), requests, tokens)
+    found = fates(DriftingAcceptance(high, low, dwell, max_num_seqs=requests), requests, tokens)
     centred = found - (high + low) / 2
     products = (centred[:, :-lag] * centred[:, lag:]).mean(axis=1)
     error = float(products.std()) / math.sqrt(requests)
@@ -169,7 +171,7 @@ def test_drift_is_correlated_as_long_as_it_says(lag: int) -> None:
 
 
 def test_recorded_sequences_are_replayed_and_begin_again() -> None:
-    model = RecordedAcceptance([[1, 0, 1, 1], [0, 1]], max_slots=3)
+    model = RecordedAcceptance([[1, 0, 1, 1], [0, 1]], max_num_seqs=3)
     for slot, request in enumerate((0, 1, 2)):
         model.admit(admission(slot, request))
     slots, k = np.arange(3), np.array([4, 4, 2], np.int32)
@@ -187,7 +189,7 @@ BAD = (
 @pytest.mark.parametrize("text", ["", *BAD.split()])
 def test_what_is_no_model_is_refused(text: str) -> None:
     with pytest.raises(FieldError):
-        parse_acceptance(text, max_slots=1)
+        parse_acceptance(text, max_num_seqs=1)
 
 
 def test_recordings_hold_noughts_and_ones(tmp_path: Path) -> None:
@@ -195,9 +197,9 @@ def test_recordings_hold_noughts_and_ones(tmp_path: Path) -> None:
     for bad in ("[]", "[[]]", "[[2]]", "{}", "[[1"):
         path.write_text(bad)
         with pytest.raises(FieldError):
-            parse_acceptance(f"recorded:{path}", max_slots=1)
+            parse_acceptance(f"recorded:{path}", max_num_seqs=1)
     with pytest.raises(FieldError, match="request_id"):
-        RecordedAcceptance([[1]], max_slots=1).admit(
+        RecordedAcceptance([[1]], max_num_seqs=1).admit(
             SimpleNamespace(slot=0, request_id="x", num_prompt_tokens=1)  # type: ignore[arg-type]
         )
 

@@ -139,13 +139,13 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     """The fake executor's costs are linear, on a virtual clock: fitted to some batches, others come
     out within a hundredth; and the loop takes no time."""
     config = make_config(
-        lookahead="fixed:4", num_blocks=600, max_slots=8, step_budget_tokens=200, eos_ids=()
+        lookahead="fixed:4", num_blocks=600, max_num_seqs=8, max_num_batched_tokens=200, eos_ids=()
     )
     clock = VirtualClock()
     executor = SimExecutor(
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         vocab_size=config.vocab_size,
         clock=clock,
         draft_context_tokens=config.draft_context_tokens,
@@ -194,7 +194,7 @@ def calibration(**more: Any) -> Calibration:
         "draft": None,
         "machine": {},
         "versions": {},
-        "engine": {"num_blocks": 10, "max_slots": 2},
+        "engine": {"num_blocks": 10, "max_num_seqs": 2},
         "prices": TRUE,
         "profile": None,
         "max_rows": 2,
@@ -208,6 +208,8 @@ def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_bytes(msgspec.json.encode(calibration()))
     assert read_calibration(path) == calibration()
+    path.write_bytes(path.read_bytes().replace(b"max_num_seqs", b"max_slots"))
+    assert read_calibration(path) == calibration(), "a file of an earlier version"
     path.write_bytes(msgspec.json.encode(calibration(version=1)))
     with pytest.raises(FieldError, match="calibrate again"):
         read_calibration(path)
@@ -225,7 +227,7 @@ def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
     """As an engine's executor does not measure the loop around it."""
     config, cost = make_config(lookahead="off"), ProfiledCost(TRUE)
     scheduler = Scheduler(config)
-    executor = ModelledExecutor(max_slots=config.max_slots, cost=cost)
+    executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=cost)
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=4), 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None

@@ -35,14 +35,14 @@ def serving(
     level: ServiceLevel, output_tokens: int = OUTPUT_TOKENS, requests: int = REQUESTS
 ) -> Callable[..., Tried]:
     """One slot, `requests` in steady succession, every step the same: a D/D/1 queue."""
-    config = SchedulerConfig(num_blocks=100, max_slots=1, max_model_tokens=500)
+    config = SchedulerConfig(num_blocks=100, max_num_seqs=1, max_model_len=500)
 
     def serve(rate: float, rounds: int = 1) -> Tried:
         arriving = (
             TraceRequest(arrival_s=i * GAP_S / rate, prompt_tokens=9, output_tokens=output_tokens)
             for i in range(requests * rounds)
         )
-        executor = ModelledExecutor(max_slots=1, cost=constant_cost(step_s=STEP_S))
+        executor = ModelledExecutor(max_num_seqs=1, cost=constant_cost(step_s=STEP_S))
         records: list[Record] = []
         report = replay(
             OpenLoop(arriving),

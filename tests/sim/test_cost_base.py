@@ -100,7 +100,9 @@ def test_efficiencies_constants_and_exchanges_add_up() -> None:
     # Two devices halve the work; of each of the ring's exchanges a device moves 2 tokens of 64
     # values of 2 bytes.
     whole_s = Roofline(config()).step_s(decoding(2, 100))[1]
-    found_s = Roofline(config(tensor_parallel=2, link_latency_s=1e-4)).step_s(decoding(2, 100))[1]
+    found_s = Roofline(config(tensor_parallel_size=2, link_latency_s=1e-4)).step_s(
+        decoding(2, 100)
+    )[1]
     exchange_s = 2 * 64 * 2 / 1e9 + 1e-4
     assert found_s == pytest.approx(whole_s / 2 + 2 * SHAPE.num_hidden_layers * exchange_s)
 
@@ -159,8 +161,8 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: config(tensor_parallel=3), "--tensor-parallel"),
-        (lambda: config(tensor_parallel=0), "--tensor-parallel"),
+        (lambda: config(tensor_parallel_size=3), "--tensor-parallel-size"),
+        (lambda: config(tensor_parallel_size=0), "--tensor-parallel-size"),
         (lambda: config(compute_efficiency=1.5), "compute_efficiency"),
         (lambda: config(memory_efficiency=math.nan), "memory_efficiency"),
         (lambda: load_gpu("H1000"), "--gpu"),

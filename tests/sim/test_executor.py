@@ -24,7 +24,7 @@ def ints(*values):
 
 
 def executor(**settings):
-    base = {"num_blocks": 8, "block_size_tokens": 4, "max_slots": 2, "vocab_size": 100}
+    base = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "vocab_size": 100}
     return SimExecutor(**(base | settings))
 
 
@@ -74,7 +74,7 @@ def test_prefill_then_verification_gives_the_reference():
     assert third.num_accepted.tolist() == [2]
     tokens = np.concatenate([first.tokens, second.tokens, third.tokens]).tolist()
     request = make_request("a", [1, 2, 3, 4, 5])
-    expected, _ = reference_output(request, vocab_size=100, eos_ids=(), max_model_tokens=11)
+    expected, _ = reference_output(request, vocab_size=100, eos_ids=(), max_model_len=11)
     assert tokens == expected
     assert fake.stats.num_rejections == fake.stats.num_full_acceptances == 1
     # After a full acceptance the draft lags by one token.

@@ -99,7 +99,7 @@ def test_least_loaded_beats_taking_turns_on_a_skewed_load() -> None:
     ]
     p99_s = {}
     for router in ("round-robin", "least-loaded"):
-        report = fleet(OpenLoop(requests), 2, router, config_for(max_slots=8))
+        report = fleet(OpenLoop(requests), 2, router, config_for(max_num_seqs=8))
         assert report.replicas is not None
         p99_s[router] = report.e2e_s.p99
     assert p99_s["least-loaded"] < 0.7 * p99_s["round-robin"]

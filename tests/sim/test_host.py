@@ -170,7 +170,7 @@ def test_the_command_reads_one(tmp_path: Path) -> None:
     host = Host(cores=1, server=Work(token_s=1e-4))
     (tmp_path / "host.json").write_bytes(msgspec.json.encode(host))
     write_requests(tmp_path / "trace.jsonl", workload())
-    given = {"step_seconds": 0.01, "num_blocks": 400, "max_model_tokens": 2000, "replicas": 2}
+    given = {"step_seconds": 0.01, "num_blocks": 400, "max_model_len": 2000, "replicas": 2}
     plain = Scenario(trace=str(tmp_path / "trace.jsonl"), **given)  # type: ignore[arg-type]
     hosted = msgspec.structs.replace(plain, host=str(tmp_path / "host.json"))
     one, other = build(plain).run(), build(hosted).run()

@@ -94,7 +94,7 @@ def test_steps_are_products_and_attention() -> None:
 
 
 def test_a_rank_has_its_part_of_the_products() -> None:
-    whole, half = tables(), config(tensor_parallel=2)
+    whole, half = tables(), config(tensor_parallel_size=2)
     cost = KernelCost(whole, half)
     assert {"all-reduces", "attention of decodes"} < set(cost.from_roofline), "3 heads on 1"
     rates = half.rates(SHAPE)

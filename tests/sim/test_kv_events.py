@@ -67,7 +67,7 @@ class Gateway:
         scheduler = step.scheduler
         changes = scheduler.take_cache_changes()
         if changes:
-            size = scheduler.config.block_size_tokens
+            size = scheduler.config.block_size
             self.publisher.publish(encode_changes(changes, step.ended_s, size))
         self.subscriber.hear()
         self.num_steps += 1
@@ -133,9 +133,9 @@ def test_a_published_trace_is_followed(tmp_path: Path) -> None:
     config = config_for(
         kv_events=True,
         num_blocks=1000,
-        block_size_tokens=512,
-        max_model_tokens=200_000,
-        step_budget_tokens=8192,
+        block_size=512,
+        max_model_len=200_000,
+        max_num_batched_tokens=8192,
         **speculating(3),
     )
     gateway = follow(requests, config, tmp_path, every_steps=80)

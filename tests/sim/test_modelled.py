@@ -73,14 +73,16 @@ def counts(stats: SchedulerStats) -> SchedulerStats:
 
 
 def config_for(lookahead: str) -> Any:
-    return make_config(lookahead=lookahead, num_blocks=60, max_slots=6, step_budget_tokens=40)
+    return make_config(
+        lookahead=lookahead, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=40
+    )
 
 
 def checked(config: Any) -> SimExecutor:
     return SimExecutor(
         num_blocks=config.num_blocks,
-        block_size_tokens=config.block_size_tokens,
-        max_slots=config.max_slots,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
         vocab_size=config.vocab_size,
         acceptance=ModelledAcceptance(ACCEPTANCE),
         draft_context_tokens=config.draft_context_tokens,
@@ -90,9 +92,9 @@ def checked(config: Any) -> SimExecutor:
 
 def fast(config: Any, cost: Any = None) -> ModelledExecutor:
     return ModelledExecutor(
-        max_slots=config.max_slots,
+        max_num_seqs=config.max_num_seqs,
         cost=cost or LinearCost(),
-        acceptance=PositionAcceptance([ACCEPTANCE], max_slots=config.max_slots),
+        acceptance=PositionAcceptance([ACCEPTANCE], max_num_seqs=config.max_num_seqs),
     )
 
 
@@ -179,6 +181,6 @@ def test_composition_of_a_step(lookahead: str) -> None:
 
 def test_drafts_without_a_model_of_acceptance_are_refused() -> None:
     config = config_for("fixed:3")
-    executor = ModelledExecutor(max_slots=config.max_slots, cost=LinearCost())
+    executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=LinearCost())
     with pytest.raises(ValueError, match="acceptance"):
         serve(executor, config)

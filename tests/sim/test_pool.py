@@ -55,7 +55,7 @@ def device(total_bytes: float, usable_bytes: int | None = None) -> Gpu:
 
 
 def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: object) -> int:
-    config = RooflineConfig(gpu=device(total_bytes), shape=shape, tensor_parallel=tp)
+    config = RooflineConfig(gpu=device(total_bytes), shape=shape, tensor_parallel_size=tp)
     return pool_blocks(config, PoolSettings(**settings))  # type: ignore[arg-type]
 
 

@@ -275,7 +275,9 @@ def test_goodput_counts_requests_that_keep_all_their_objectives() -> None:
 
 
 def test_closed_loop_keeps_its_concurrency() -> None:
-    report = run(ClosedLoop(workload(), 4), config_for(num_blocks=4000, step_budget_tokens=2000))
+    report = run(
+        ClosedLoop(workload(), 4), config_for(num_blocks=4000, max_num_batched_tokens=2000)
+    )
     assert report.requests == 120
     assert report.mean_running == pytest.approx(4, rel=0.1)
     assert report.queue_s.max < 0.1  # a slot is free; other prompts may be read first
@@ -297,7 +299,7 @@ def test_sessions_find_their_history_in_the_prefix_cache() -> None:
         if request.think_s is not None:
             assert starts_s[index] == pytest.approx(ends_s[index - 1] + request.think_s)
     assert [r.index for r in records] != sorted(starts_s), "sessions ran side by side"
-    none = run(OpenLoop(requests), config_for(num_blocks=4000, prefix_cache=False))
+    none = run(OpenLoop(requests), config_for(num_blocks=4000, enable_prefix_caching=False))
     assert none.prefix_hit_tokens == 0
 
 

@@ -30,19 +30,19 @@ def run(*observers: Observer, num_blocks: int = 60) -> Report:
     """With drafts, and with preemptions if the pool is small."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
-        block_size_tokens=16,
-        max_slots=SLOTS,
-        max_model_tokens=600,
-        step_budget_tokens=96,
+        block_size=16,
+        max_num_seqs=SLOTS,
+        max_model_len=600,
+        max_num_batched_tokens=96,
         lookahead=LookaheadConfig(policy="fixed", k=3),
         draft_context_tokens=600,
     )
     lengths = uniform(30, 200), uniform(20, 150)
     requests = generate(lambda rng: poisson(3.0, rng), *lengths, requests=40, seed=5)
     executor = ModelledExecutor(
-        max_slots=SLOTS,
+        max_num_seqs=SLOTS,
         cost=constant_cost(step_s=0.02),
-        acceptance=PositionAcceptance([0.6], max_slots=SLOTS),
+        acceptance=PositionAcceptance([0.6], max_num_seqs=SLOTS),
     )
     return replay(OpenLoop(requests), config, executor, observers=observers)
 

@@ -97,7 +97,7 @@ def write_lessons(
     recorder must be the drafter of the engine's executor; it writes to the shards."""
     batch: Batch[int] = Batch(engine)
     end, at = time.monotonic() + seconds, 0
-    max_waiting = 2 * recorder.table.max_slots
+    max_waiting = 2 * recorder.table.max_num_seqs
     while True:
         while len(batch.waiting) < max_waiting and at < len(prompts) and time.monotonic() < end:
             tokens, params = prompts[at]

@@ -39,7 +39,7 @@ def ask_itself(model: str | Path, count: int, *, progress: bool = False) -> list
         "stop_token_ids": ends,
     }
     params = [SamplingParams(seed=seed, **settings) for seed in range(count)]
-    llm = LLM(model, lookahead="off", max_model_tokens=len(opening) + _MOST_TOKENS)
+    llm = LLM(model, lookahead="off", max_model_len=len(opening) + _MOST_TOKENS)
     answers = llm.generate([opening] * count, params, progress=progress)
     texts = [a.choices[0].text.strip() for a in answers if a.choices[0].finish_reason is complete]
     return [text for text in dict.fromkeys(texts) if text]

@@ -65,20 +65,20 @@ def record(
     longest = max((len(tokens) + params.max_tokens for tokens, params in prompts), default=1)
     config = SchedulerConfig(
         num_blocks=SLOTS * -(-longest // BLOCK_TOKENS),
-        block_size_tokens=BLOCK_TOKENS,
-        max_slots=SLOTS,
-        max_model_tokens=min(longest, c.max_position_tokens),
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=SLOTS,
+        max_model_len=min(longest, c.max_position_tokens),
         vocab_size=c.vocab_size,
-        step_budget_tokens=STEP_TOKENS,
+        max_num_batched_tokens=STEP_TOKENS,
         eos_ids=c.eos_token_ids,
-        prefix_cache=False,
+        enable_prefix_caching=False,
     )
     recorder = Recorder(hidden_layers(kind, c.num_layers), shards.record)
     executor = TorchExecutor(
         target,
         num_blocks=config.num_blocks,
-        block_size_tokens=BLOCK_TOKENS,
-        max_slots=SLOTS,
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=SLOTS,
         drafter=recorder,
     )
     reported_s = time.monotonic()

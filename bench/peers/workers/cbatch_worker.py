@@ -34,12 +34,12 @@ class Ours:
             None if draft is None else Path(draft),
             dtype=dtype,
             lookahead=lookahead,
-            max_slots=max_sequences,
-            max_model_tokens=tokens,
-            step_budget_tokens=step_tokens,
+            max_num_seqs=max_sequences,
+            max_model_len=tokens,
+            max_num_batched_tokens=step_tokens,
             num_blocks=max_sequences * (-(-tokens // BLOCK_TOKENS) + 1),
-            block_size_tokens=BLOCK_TOKENS,
-            prefix_cache=False,  # every repeat has the same prompts
+            block_size=BLOCK_TOKENS,
+            enable_prefix_caching=False,  # every repeat has the same prompts
             tokenizer="none",
         )
         self._step = self._llm.engine.step

@@ -13,6 +13,14 @@ from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError, short
 
+# Fields of the scheduler's configuration, by their names in files that earlier versions wrote.
+OLD_NAMES = {
+    "block_size_tokens": "block_size",
+    "max_model_tokens": "max_model_len",
+    "max_slots": "max_num_seqs",
+    "prefix_cache": "enable_prefix_caching",
+    "step_budget_tokens": "max_num_batched_tokens",
+}
 _fields = functools.cache(msgspec.structs.fields)
 
 

@@ -25,7 +25,6 @@ OPTIONS = {
     "speculative_config": "drafters beyond `draft` (a model, EAGLE or Medusa heads) and `drafter`",
     "swap_space": "KV offload",
     "task": "embeddings",
-    "tensor_parallel_size": "another name of `tensor_parallel`",
 }
 
 # Request fields of other engines: the unsupported feature, and the values that do not use it.

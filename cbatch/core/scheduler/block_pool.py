@@ -59,11 +59,11 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class BlockPool:
-    """Allocates `num_blocks` blocks of `block_size_tokens` positions each, and caches prefixes."""
+    """Allocates `num_blocks` blocks of `block_size` positions each, and caches prefixes."""
 
-    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size_tokens
+        self.block_size = block_size
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # True if the block's KV of the draft model is complete, too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
@@ -76,7 +76,7 @@ class BlockPool:
         self._uids, self._parents = np.zeros((2, num_blocks), dtype=np.int64)
         # By block: its token ids as bytes, and the next block of its run, which may have been
         # reused for another node since.
-        content = np.dtype((np.void, 4 * block_size_tokens))
+        content = np.dtype((np.void, 4 * block_size))
         self._contents: np.ndarray = np.zeros(num_blocks, dtype=content)
         self._next = np.zeros(num_blocks, dtype=np.intp)
         self._index: dict[tuple[int, bytes], int] = {}  # block by (parent's uid, content)

@@ -27,11 +27,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Sizes and policies of a scheduler. Raises `FieldError` naming the field."""
 
     num_blocks: int
-    block_size_tokens: int = 16
-    max_slots: int = 64  # sequences that run at once
-    max_model_tokens: int = 2048  # context: prompt and output together
-    step_budget_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
-    # Part of `step_budget_tokens` that a catch-up token takes from prompts: the cost of a draft
+    block_size: int = 16
+    max_num_seqs: int = 64  # sequences that run at once
+    max_model_len: int = 2048  # context: prompt and output together
+    max_num_batched_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
+    # Part of `max_num_batched_tokens` that a catch-up token takes from prompts: the cost of a draft
     # token relative to a target token.
     catch_up_price: float = 1.0
     vocab_size: int = 2**31 - 1
@@ -39,7 +39,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     queue_policy: QueuePolicy = "fcfs"
     # Advance of a waiting request per second: levels under `priority`, tokens under `shortest`.
     ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
-    prefix_cache: bool = True
+    enable_prefix_caching: bool = True
     kv_events: bool = False  # record what enters and leaves the prefix cache
     decode_reserve_tokens: int = 16  # free KV positions beyond the prompt, required for admission
     draft_context_tokens: int | None = None  # of the draft model; None: there is none
@@ -56,20 +56,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def __post_init__(self) -> None:
         checks = (
             ("num_blocks", self.num_blocks >= 1, "give at least 1 block"),
-            ("block_size_tokens", self.block_size_tokens >= 1, "give at least 1 token"),
-            ("max_slots", self.max_slots >= 1, "give at least 1 slot"),
-            ("max_model_tokens", self.max_model_tokens >= 2, "give room for a prompt and a token"),
+            ("block_size", self.block_size >= 1, "give at least 1 token"),
+            ("max_num_seqs", self.max_num_seqs >= 1, "give at least 1 slot"),
+            ("max_model_len", self.max_model_len >= 2, "give room for a prompt and a token"),
             (
-                "step_budget_tokens",
-                self.step_budget_tokens >= self.max_slots,
-                "give at least max_slots, so that every running sequence gets its token",
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens >= self.max_num_seqs,
+                "give at least max_num_seqs, so that every running sequence gets its token",
             ),
             ("catch_up_price", 0 <= self.catch_up_price <= 1, "use a number in [0, 1]"),
             ("decode_reserve_tokens", self.decode_reserve_tokens >= 1, "give at least 1"),
             (
                 "kv_events",
-                self.prefix_cache or not self.kv_events,
-                "share prefixes (prefix_cache): else there is nothing to tell",
+                self.enable_prefix_caching or not self.kv_events,
+                "share prefixes (enable_prefix_caching): else there is nothing to tell",
             ),
             (
                 "ageing_per_s",
@@ -104,7 +104,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     @property
     def max_sequence_tokens(self) -> int:
         """Return the length of the longest sequence that fits context and pool."""
-        return min(self.max_model_tokens, self.num_blocks * self.block_size_tokens)
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
     def check_request(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
         """Return the tokens of prompt and `output`, the tokens that it has already, as int32.
@@ -141,7 +141,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 )
         longest = self.max_sequence_tokens - 1
         if len(prompt) > longest:
-            limit = "context" if self.max_model_tokens <= longest + 1 else "whole KV pool"
+            limit = "context" if self.max_model_len <= longest + 1 else "whole KV pool"
             raise RefusedError(
                 "prompt",
                 f"{len(prompt)} tokens do not fit",

@@ -45,7 +45,7 @@ class DraftableRows:
         """Drafts and catch-up tokens of all rows, at most. While prompts wait, drafts get half of
         the step's budget, and leave time for a chunk within the target gap between tokens."""
         state, target_s = self._state, self._batch.itl_target_s
-        budget = state.config.step_budget_tokens - self.num_rows
+        budget = state.config.max_num_batched_tokens - self.num_rows
         has_prompts = bool(state.prefilling or state.waiting)
         if has_prompts:
             budget //= 2

@@ -31,7 +31,7 @@ class Planner:
         batch, tokens = self._plan_decodes()
         chunks: list[Chunk] = []
         if state.prefilling or (state.waiting and state.table.num_free):
-            budget = state.config.step_budget_tokens - len(batch.slots) - tokens.total_drafts
+            budget = state.config.max_num_batched_tokens - len(batch.slots) - tokens.total_drafts
             budget -= ceil(tokens.total_catch_up * state.config.catch_up_price)
             may_admit = state.stats.preemptions == num_preemptions and not state.pending_preemption
             chunks = self._prefill.schedule(budget, batch, tokens, may_admit=may_admit)

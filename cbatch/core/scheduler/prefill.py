@@ -66,7 +66,7 @@ class PrefillScheduler:
         """Return the prompt tokens that do not delay decoding rows too long (see step_costs.py)."""
         state, num_rows = self.state, len(batch.slots)
         if not num_rows:
-            return state.config.step_budget_tokens
+            return state.config.max_num_batched_tokens
         pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens)
         context = state.table.kv_len(rows[0].slot) if rows else 0
         target_s = batch.itl_target_s
@@ -123,7 +123,7 @@ class PrefillScheduler:
             if before is not None and not self._overtakes(sequence, before):
                 break
             # The last known token is always computed, because its logits are needed.
-            may_hit = state.config.prefix_cache and not sequence.computes_prompt
+            may_hit = state.config.enable_prefix_caching and not sequence.computes_prompt
             max_hits = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
             match = pool.match(sequence.tokens, max_hits, sequence.root)
             if may_hit and not cached and state.may_match_more(match, sequence.root):

@@ -54,8 +54,8 @@ class _Entry(msgspec.Struct, eq=False):
 class RecordedBlockPool(BlockPool):
     """A block pool that keeps its changes until `take_changes` is called, without a limit."""
 
-    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
-        super().__init__(num_blocks, block_size_tokens)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
         self._entries: dict[int, _Entry] = {}  # by uid
         self._changes: list[CacheChange] = []
 

@@ -165,7 +165,9 @@ class Scheduler:
     def prompt_token_s(self) -> float:
         """Return the estimated seconds per prompt token at the present load; 0 if unknown."""
         state = self._state
-        return state.step_costs.prompt_token_s(len(state.decoding), self.config.step_budget_tokens)
+        return state.step_costs.prompt_token_s(
+            len(state.decoding), self.config.max_num_batched_tokens
+        )
 
     @property
     def remaining_prompt_tokens(self) -> int:
@@ -210,7 +212,7 @@ class Scheduler:
         assert (references == state.pool.ref_counts).all(), "references and tables disagree"
         slots = sorted([*state.prefilling, *state.decoding])
         assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
-        assert len(slots) + len(leaving) + table.num_free == self.config.max_slots
+        assert len(slots) + len(leaving) + table.num_free == self.config.max_num_seqs
         assert len(running) + len(state.waiting) == len(state.sequences)
         for owner in running:
             self._check_row(owner)

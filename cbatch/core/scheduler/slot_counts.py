@@ -14,9 +14,9 @@ from cbatch.core.scheduler.plan import NewSequence, StepPlan
 class SlotCounts:
     """Token counts of each slot, which follow the plans and results of an executor."""
 
-    def __init__(self, max_slots: int) -> None:
-        self.num_tokens = [0] * max_slots  # known tokens
-        self.num_uncomputed = [0] * max_slots  # known tokens that are not in KV
+    def __init__(self, max_num_seqs: int) -> None:
+        self.num_tokens = [0] * max_num_seqs  # known tokens
+        self.num_uncomputed = [0] * max_num_seqs  # known tokens that are not in KV
         self._since_prefill = 0  # steps after the last chunk
         self._idle_s = 0.0
 

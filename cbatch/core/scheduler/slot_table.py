@@ -27,9 +27,9 @@ class SlotTable:
     `num_tokens` and no other column; the number of KV positions is derived.
     """
 
-    def __init__(self, max_slots: int, max_blocks_per_sequence: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks_per_sequence: int) -> None:
         def column(dtype: type[np.generic] = np.int32) -> np.ndarray:
-            return np.zeros(max_slots, dtype=dtype)
+            return np.zeros(max_num_seqs, dtype=dtype)
 
         self.generation = column()
         self.num_tokens = column()  # known tokens: prompt and output
@@ -45,10 +45,10 @@ class SlotTable:
         self.num_cached_tokens = column()  # leading positions in ready blocks of the prefix cache
         # Constants; plans use slices of them.
         self.zeros, self.ones = column(), column() + ONE
-        self.trues = np.ones(max_slots, dtype=np.bool_)
-        self.blocks = np.zeros((max_slots, max_blocks_per_sequence), dtype=np.intp)
-        self._free_slots = list(range(max_slots))  # a heap
-        self._set_tokens(np.zeros((max_slots, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
+        self.trues = np.ones(max_num_seqs, dtype=np.bool_)
+        self.blocks = np.zeros((max_num_seqs, max_blocks_per_sequence), dtype=np.intp)
+        self._free_slots = list(range(max_num_seqs))  # a heap
+        self._set_tokens(np.zeros((max_num_seqs, _INITIAL_WIDTH_TOKENS), dtype=np.int32))
 
     def kv_len(self, slot: int) -> int:
         """Return the number of valid positions in the target's KV."""

@@ -31,13 +31,13 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         pool = RecordedBlockPool if config.kv_events else BlockPool
-        self.pool = pool(config.num_blocks, config.block_size_tokens)
+        self.pool = pool(config.num_blocks, config.block_size)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
-        self._block_size = np.array(config.block_size_tokens, dtype=np.int32)
-        self.table = SlotTable(config.max_slots, max_blocks)
+        self._block_size = np.array(config.block_size, dtype=np.int32)
+        self.table = SlotTable(config.max_num_seqs, max_blocks)
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
-        self.owners: list[Sequence | None] = [None] * config.max_slots
+        self.owners: list[Sequence | None] = [None] * config.max_num_seqs
         self.prefilling: list[int] = []  # slots, in order of admission
         self.decoding: list[int] = []  # slots, ascending
         self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: that has changed
@@ -48,12 +48,12 @@ class SchedulerState:
         self.stats = SchedulerStats()
         self.policy = build_policy(
             config.lookahead if config.default_chain else LookaheadConfig(),
-            PolicyLimits(config.max_slots, config.step_budget_tokens, config.cost_profile),
+            PolicyLimits(config.max_num_seqs, config.max_num_batched_tokens, config.cost_profile),
         )
-        self.step_costs = StepCosts(config.step_budget_tokens, config.prompt_share)
+        self.step_costs = StepCosts(config.max_num_batched_tokens, config.prompt_share)
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
-        self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size_tokens)
+        self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)
         self.stop_union = _NONE  # stop ids of all running sequences
         self._stop_counts: dict[int, int] = {}  # running sequences by stop id
         self._arrivals = 0  # number of requests so far
@@ -128,7 +128,7 @@ class SchedulerState:
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
         sequence.last_node, sequence.num_nodes = match.node, hits
-        if self.config.prefix_cache:
+        if self.config.enable_prefix_caching:
             self._add_nodes(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
         self.owners[slot] = sequence
         self.prefilling.append(slot)
@@ -322,7 +322,7 @@ class SchedulerState:
         in every step, but before lookups that might hit them, and when the sequence leaves."""
         table, pool, sequence = self.table, self.pool, self.owners[slot]
         assert sequence is not None
-        if not self.config.prefix_cache:
+        if not self.config.enable_prefix_caching:
             return
         size = pool.block_size
         first, last = int(table.num_cached_tokens[slot]) // size, table.kv_len(slot) // size

@@ -47,7 +47,7 @@ class AdaptivePolicy(LearningPolicy):
         self.drafting = True
         self.decision = LookaheadDecision(np.zeros(0, np.int32))
         self._gain = 0.0  # of drafting, average of the decisions since it began
-        self._num_drafts = np.zeros(limits.max_slots, dtype=np.int32)
+        self._num_drafts = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._newcomer_drafts = 0  # k of a row that enters, until the next decision
         self._steps = 0  # calls of `choose`
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next

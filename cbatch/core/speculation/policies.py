@@ -25,7 +25,7 @@ class LearningPolicy(FixedPolicy):
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         super().__init__(config, limits)
         self.config = config
-        self.estimate = np.empty((2, limits.max_slots))  # N and D, see acceptance.py
+        self.estimate = np.empty((2, limits.max_num_seqs))  # N and D, see acceptance.py
         self.estimate[:] = np.array(self.prior)[:, None]
 
     @property

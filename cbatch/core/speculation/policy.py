@@ -16,7 +16,7 @@ from cbatch.core.speculation.config import LookaheadConfig
 class PolicyLimits(msgspec.Struct, frozen=True):
     """Sizes of the engine, and the cost of its steps."""
 
-    max_slots: int
+    max_num_seqs: int
     max_tokens: int  # of the target, in a step
     profile: CostProfile | None = None  # for a `priced` policy, if it is known
 

@@ -45,10 +45,10 @@ _WARM_UP = 3  # batches that run first and are not measured
 _NUM_TEXTS, _TEXT_TOKENS = 16, 128  # generated texts that prompts are cut from, and their length
 _ENGINE_FIELDS = (
     "num_blocks",
-    "block_size_tokens",
-    "max_slots",
-    "max_model_tokens",
-    "step_budget_tokens",
+    "block_size",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
     "draft_context_tokens",
     "catch_up_price",
 )
@@ -73,7 +73,7 @@ def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[Designe
     """
     if config.default_chain not in ((), (MODEL,)):
         raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
-    max_rows, speculates = config.max_slots, _speculates(config)
+    max_rows, speculates = config.max_num_seqs, _speculates(config)
     max_shared = config.max_sequence_tokens - _MAX_UNSHARED_TOKENS - _OUTPUT_TOKENS[1] - 1
 
     def batches(
@@ -114,18 +114,20 @@ class Calibrator:
         self.held_out_samples: list[StepSample] = []
         executor.reset()
         self._config, self._clock, self._pause = config, clock, pause
-        self._meter = StepMeter(executor, config.max_slots, clock)
+        self._meter = StepMeter(executor, config.max_num_seqs, clock)
         plain, speculates = LookaheadConfig(), _speculates(config)
         if speculates:  # with `max_lookahead` a request drafts fewer
             plain = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
         self._plain = self._serving = self._make(plain)
-        self._sharing = self._make(LookaheadConfig(), prefix_cache=True)
+        self._sharing = self._make(LookaheadConfig(), enable_prefix_caching=True)
         if speculates:
             self._controlled = self._make(LookaheadConfig(policy="adaptive"))
         self._generated_text: list[int] = []  # token ids that prompts are cut from
 
-    def _make(self, lookahead: LookaheadConfig, *, prefix_cache: bool = False) -> Engine:
-        config = structs.replace(self._config, lookahead=lookahead, prefix_cache=prefix_cache)
+    def _make(self, lookahead: LookaheadConfig, *, enable_prefix_caching: bool = False) -> Engine:
+        config = structs.replace(
+            self._config, lookahead=lookahead, enable_prefix_caching=enable_prefix_caching
+        )
         core = EngineCore(Scheduler(config), self._meter, clock=self._clock)
         return Engine(core, seed=0)
 

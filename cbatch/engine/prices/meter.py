@@ -17,10 +17,10 @@ class StepMeter:
     """An executor that runs steps on another one, and keeps the sample of the last step."""
 
     def __init__(
-        self, executor: Executor, max_slots: int, clock: Callable[[], float] = time.perf_counter
+        self, executor: Executor, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._executor, self._clock = executor, clock
-        self._counts = SlotCounts(max_slots)
+        self._counts = SlotCounts(max_num_seqs)
         self.last: StepSample
         self.own_s = 0.0  # overhead of the meter in the last step, in seconds
 

@@ -144,10 +144,10 @@ def _looks_up(config: SchedulerConfig) -> bool:
 
 def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
     needed_tokens = shape.most_tokens
-    blocks = shape.rows * -(-needed_tokens // config.block_size_tokens)
+    blocks = shape.rows * -(-needed_tokens // config.block_size)
     return (
-        shape.rows <= config.max_slots
-        and shape.tokens + shape.rows * shape.catch_up <= config.step_budget_tokens
+        shape.rows <= config.max_num_seqs
+        and shape.tokens + shape.rows * shape.catch_up <= config.max_num_batched_tokens
         and needed_tokens <= config.max_sequence_tokens
         and blocks <= config.num_blocks
     )
@@ -158,7 +158,7 @@ class _StepRunner:
     third of a small model's step: if an equal step can follow, that one is measured instead."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
-        self._meter, self._config = StepMeter(executor, config.max_slots), config
+        self._meter, self._config = StepMeter(executor, config.max_num_seqs), config
         self._looks_up = _looks_up(config)
         self._steps, self._spent_s = 0, 0.0
 
@@ -226,7 +226,7 @@ class _StepRunner:
     def _admission(self, shape: StepShape, slot: int, generation: int) -> NewSequence:
         num_tokens, max_tokens = shape.context_tokens, shape.most_tokens
         kv_len = num_tokens - shape.query_len + shape.num_drafts
-        num_blocks = -(-max_tokens // self._config.block_size_tokens)
+        num_blocks = -(-max_tokens // self._config.block_size)
         return NewSequence(
             slot=slot,
             generation=generation,

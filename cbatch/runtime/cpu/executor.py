@@ -56,14 +56,14 @@ class TorchExecutor:
         model: Model,
         *,
         num_blocks: int,
-        block_size_tokens: int,
-        max_slots: int,
+        block_size: int,
+        max_num_seqs: int,
         drafter: Drafter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
         self.model = model
-        self.table = InputBatch(max_slots, block_size_tokens, model.config.vocab_size, grammars)
-        self.kv = KVCache(model.config, num_blocks, block_size_tokens, model.dtype, model.device)
+        self.table = InputBatch(max_num_seqs, block_size, model.config.vocab_size, grammars)
+        self.kv = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
         self.drafter = drafter
         # For drafters that read hidden states: rows of each sequence in the last pass, and states.
         self._hidden: tuple[I64, Tensor] | None = None

@@ -54,6 +54,6 @@ class RankGroup:
 def join(rank: int, size: int, folder: Path) -> RankGroup:
     """Raises RuntimeError if this torch has no gloo."""
     if not dist.is_available() or not dist.is_gloo_available():
-        raise RuntimeError("tensor_parallel: this torch was built without gloo")
+        raise RuntimeError("tensor_parallel_size: this torch was built without gloo")
     with torch.inference_mode(False):
         return RankGroup(rank, size, folder)

@@ -76,7 +76,7 @@ class ChainDrafter(Drafter):
         self._forget()
 
     def _forget(self) -> None:
-        slots = self.table.max_slots
+        slots = self.table.max_num_seqs
         self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not just the model
         self._num_mixed = 0
         self._scored = np.zeros(slots, dtype=np.bool_)  # its chain has a lookup, and may draft

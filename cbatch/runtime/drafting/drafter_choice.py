@@ -48,8 +48,8 @@ class DrafterChoice:
     """The order of all slots' drafters. A drafter's number is its index in `prices`, the cost of
     one of its passes relative to a step without drafts."""
 
-    def __init__(self, prices: Sequence[float], max_slots: int) -> None:
-        shape = len(prices), max_slots
+    def __init__(self, prices: Sequence[float], max_num_seqs: int) -> None:
+        shape = len(prices), max_num_seqs
         self._prices = np.array(prices)[:, None]
         self._fleet = np.full((2, len(prices)), _FLEET_TRIALS)  # N and D
         self._fleet[0] *= _FLEET_MEAN
@@ -57,9 +57,11 @@ class DrafterChoice:
         self._tally = np.zeros((2, *shape))  # accepted and failed since the last decision
         self._unheard = np.zeros(shape)  # decisions in a row without trials
         self._handicap = np.full(shape, np.inf)  # infinite for drafters outside the slot's chain
-        self._depth = np.full(max_slots, float(_FIRST_DEPTH))
+        self._depth = np.full(max_num_seqs, float(_FIRST_DEPTH))
         self.held = np.zeros(shape, dtype=np.bool_)  # drafter is in the slot's chain
-        self.chooses = np.zeros(max_slots, dtype=np.bool_)  # the slot's chain has several drafters
+        self.chooses = np.zeros(
+            max_num_seqs, dtype=np.bool_
+        )  # the slot's chain has several drafters
         self.ranks = np.zeros(shape, dtype=np.int64)  # 0: first
 
     def enter(self, slot: int, chain: Sequence[int], carried: np.ndarray | None = None) -> None:

@@ -41,7 +41,7 @@ class Turns:
         self._table, self._lookups = table, lookups
         self.names = (*lookups, *((MODEL,) if with_model else ()))
         prices = [model_price if name == MODEL else 0.0 for name in self.names]
-        slots = table.max_slots
+        slots = table.max_num_seqs
         self._choice = DrafterChoice(prices, slots)
         # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
         turns = 2 * len(lookups) + 1
@@ -80,7 +80,7 @@ class Turns:
         learnt = self._choice.leave(slot)
         if owner is not None and chose:
             self._carried[owner] = learnt
-            if len(self._carried) > self._table.max_slots:
+            if len(self._carried) > self._table.max_num_seqs:
                 del self._carried[next(iter(self._carried))]
         self._seat(np.array([slot]))
 

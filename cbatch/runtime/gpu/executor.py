@@ -48,11 +48,11 @@ class GpuExecutor:
     """Runs step plans on a model with Triton kernels. Both an `Executor` (`run`) and an
     `OverlappedExecutor` (`submit` and `wait`: one plan is queued while another runs).
 
-    - `max_sequence_tokens`, `step_budget_tokens`: most tokens of a sequence, and of a step.
+    - `max_sequence_tokens`, `max_num_batched_tokens`: most tokens of a sequence, and of a step.
     - `max_drafts`: most drafts of a row; 0 turns speculation off. Drafts come from `draft`, and
     from
       `lookups`, which run on the host over the tokens before the pending step.
-    - `block_size_tokens`: page size of the KV cache; the attention kernel checks it.
+    - `block_size`: page size of the KV cache; the attention kernel checks it.
     - `grammars`: the host computes their token masks. Sampling of a step then waits for the
     previous
       step's result; its forward pass does not.
@@ -69,10 +69,10 @@ class GpuExecutor:
         target: Decoder,
         *,
         num_blocks: int,
-        block_size_tokens: int,
-        max_slots: int,
+        block_size: int,
+        max_num_seqs: int,
         max_sequence_tokens: int,
-        step_budget_tokens: int,
+        max_num_batched_tokens: int,
         draft: Draft | None = None,
         max_drafts: int = 0,
         lookups: LookupSettings | None = None,
@@ -86,14 +86,14 @@ class GpuExecutor:
         if draft is None and lookups is None:
             max_drafts = 0
         self.target, self.draft, self.device = target, draft, target.device
-        self._max_slots, self._max_drafts = max_slots, max_drafts
-        self._budget_tokens = step_budget_tokens
+        self._max_num_seqs, self._max_drafts = max_num_seqs, max_drafts
+        self._budget_tokens = max_num_batched_tokens
         self._queue = device_for(target.device)
         limits = StepLimits(
-            max_slots,
+            max_num_seqs,
             max_sequence_tokens,
-            step_budget_tokens,
-            block_size_tokens,
+            max_num_batched_tokens,
+            block_size,
             max_drafts,
             reads=isinstance(draft, GpuHead),
         )
@@ -112,9 +112,9 @@ class GpuExecutor:
                 self._drafting, self.draft_kv = passes.of_draft(draft, sizes.vocab)
             self._target, self.kv = passes.of_target(target, self._drafting)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
-            self._masking = Masking(self._target, self._queue, max_slots, max_drafts)
+            self._masking = Masking(self._target, self._queue, max_num_seqs, max_drafts)
         self._slots = HostSlots(sizes, self._arena.places)
-        self._host = self._host_side(lookups, grammars, block_size_tokens, num_blocks)
+        self._host = self._host_side(lookups, grammars, block_size, num_blocks)
         self._logprobs = LogprobsReader(target, self._target, self.state, grammars)
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending: deque[Pending] = deque()
@@ -124,7 +124,7 @@ class GpuExecutor:
         self,
         lookups: LookupSettings | None,
         grammars: GrammarSource | None,
-        block_size_tokens: int,
+        block_size: int,
         num_blocks: int,
     ) -> HostSide:
         known, chains, model = None, None, None
@@ -137,7 +137,7 @@ class GpuExecutor:
             )
         if lookups is not None or grammars is not None:
             vocab = self.target.config.vocab_size
-            known = KnownTokens(self._max_slots, block_size_tokens, vocab, grammars)
+            known = KnownTokens(self._max_num_seqs, block_size, vocab, grammars)
         if lookups is not None:
             assert known is not None
             chains = HostDrafts(lookups, known, num_blocks, model)
@@ -199,7 +199,7 @@ class GpuExecutor:
             lengths, depths = self._drafting.lengths, range(self._drafting.most_drafts)
             for count, longest in product(sizes(self._most_catch_up), lengths):
                 self._drafting.ingest(device, count, longest)
-            drafts = product(sizes(self._max_slots), depths, (False, True))
+            drafts = product(sizes(self._max_num_seqs), depths, (False, True))
             for count, depth, shaped in drafts:
                 self._drafting.draft(device, count, depth, shaped)
         if self._host.known is not None:
@@ -286,7 +286,7 @@ class GpuExecutor:
     def _draft(self, bounds: Bounds) -> None:
         if bounds.drafting:
             assert self._drafting is not None
-            rows = bucket(bounds.draft_rows, self._max_slots)
+            rows = bucket(bounds.draft_rows, self._max_num_seqs)
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
             longest = bounds.longest_catch_up
             self._drafting.run(self._queue, catch_up, longest, rows, bounds.depth, bounds.shaped)

@@ -82,8 +82,8 @@ class _NotedDrafter(ModelDrafter):
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
-        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
-        self.drafts, self.catch_up = np.zeros((2, table.max_slots), dtype=np.int32)
+        self.kv_len = np.zeros(table.max_num_seqs, dtype=np.int64)
+        self.drafts, self.catch_up = np.zeros((2, table.max_num_seqs), dtype=np.int32)
 
     def begin(self) -> None:
         self.drafts[:] = self.catch_up[:] = 0

@@ -49,7 +49,7 @@ class HostSide:
                 else DraftPlan.of_model(plan, self._model)
             )
         assert self.known is not None
-        ahead: I64 = np.zeros(self.known.max_slots, dtype=np.int64)
+        ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)
         for before in under_way:
             stays = self.known.generation[before.slots] == before.generations
             ahead[before.slots] = stays * before.wants_logits * (1 + before.num_drafts)

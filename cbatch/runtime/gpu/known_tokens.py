@@ -47,17 +47,17 @@ class KnownTokens(InputBatch):
 
     def __init__(
         self,
-        max_slots: int,
-        block_size_tokens: int,
+        max_num_seqs: int,
+        block_size: int,
         vocab_size: int,
         grammars: GrammarSource | None,
     ) -> None:
         self._source = grammars
-        super().__init__(max_slots, block_size_tokens, vocab_size, grammars)
+        super().__init__(max_num_seqs, block_size, vocab_size, grammars)
 
     def clear(self) -> None:
         super().clear()
-        self.logits_processors = _Grammars(self.max_slots, self.vocab_size, self._source)
+        self.logits_processors = _Grammars(self.max_num_seqs, self.vocab_size, self._source)
 
     def masked(self, plan: StepPlan) -> I32:
         """Return the slots of the plan whose logits need a mask."""

@@ -19,9 +19,11 @@ from triton_kernels.slots.draft_batch import DraftLayout
 class Masking:
     """Applies the host's token masks to the logits of `target`."""
 
-    def __init__(self, target: TargetPass, device: Device, max_slots: int, max_drafts: int) -> None:
+    def __init__(
+        self, target: TargetPass, device: Device, max_num_seqs: int, max_drafts: int
+    ) -> None:
         self._target, self._device = target, device
-        self._max_slots, self._max_drafts = max_slots, max_drafts
+        self._max_num_seqs, self._max_drafts = max_num_seqs, max_drafts
         self._bits = torch.zeros(0, dtype=torch.int32, device=target.logits.device)
 
     def mask_nothing(self) -> None:
@@ -44,7 +46,7 @@ class Masking:
         counts: I64 = np.zeros(len(slots), dtype=np.int64)
         tokens: I64 = np.zeros((len(slots), self._max_drafts), dtype=np.int64)
         if drafts:
-            num_slots, words = self._max_slots + 1, buffers.drafts.numpy()
+            num_slots, words = self._max_num_seqs + 1, buffers.drafts.numpy()
             counts = words[slots].astype(np.int64)
             places = words[num_slots + slots][:, None] + iota(self._max_drafts)
             tokens = words[2 * num_slots + places].astype(np.int64)

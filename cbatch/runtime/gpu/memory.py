@@ -30,26 +30,26 @@ Draft = Decoder | GpuHead
 class StepLimits(NamedTuple):
     """The largest step that an executor is built for."""
 
-    max_slots: int
+    max_num_seqs: int
     max_sequence_tokens: int
-    step_budget_tokens: int
-    block_size_tokens: int
+    max_num_batched_tokens: int
+    block_size: int
     max_drafts: int  # of a row; 0: no speculation
     reads: bool = False  # the draft is a head, which reads the target's states and never catches up
 
     @property
     def most_catch_up(self) -> int:
         """The most tokens that the draft computes in its first pass of a step."""
-        return self.max_slots + (0 if self.reads else self.step_budget_tokens)
+        return self.max_num_seqs + (0 if self.reads else self.max_num_batched_tokens)
 
     @property
     def most_logits(self) -> int:
         """The most rows of logits: one per token, and at most one more than drafts per slot."""
-        return min(self.step_budget_tokens, self.max_slots * (1 + self.max_drafts))
+        return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.max_drafts))
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
         """Return attention's tuning; the KV cache is of `kv_dtype`, by default the decoder's."""
-        heads, page_tokens = heads_of(decoder.config), self.block_size_tokens
+        heads, page_tokens = heads_of(decoder.config), self.block_size
         return Tuning.of(
             heads,
             decoder.dtype,
@@ -64,9 +64,9 @@ class StepLimits(NamedTuple):
         """Return the sizes of the device's slot state. One extra slot is for padding rows."""
         tokens, vocab = self.max_sequence_tokens, config.vocab_size
         return ArenaSizes(
-            slots=self.max_slots + 1,
+            slots=self.max_num_seqs + 1,
             tokens=aligned(tokens),
-            blocks=aligned(-(-tokens // self.block_size_tokens)),
+            blocks=aligned(-(-tokens // self.block_size)),
             vocab=vocab,
             listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
             drafts=aligned(self.max_drafts),
@@ -84,17 +84,17 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
     used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # token masks
     models: list[tuple[Draft, int, int]] = []
-    models.append((target, limits.step_budget_tokens, limits.most_logits))
+    models.append((target, limits.max_num_batched_tokens, limits.most_logits))
     kept = 0  # bytes of target states per token, for a head
     if draft is not None and limits.max_drafts:
-        rows = limits.max_slots * limits.max_drafts
+        rows = limits.max_num_seqs * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
         used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # listed tokens
         tokens = limits.most_catch_up
         if isinstance(draft, GpuHead):
             # A head's longest pass is the one over the target's tokens.
-            tokens = limits.step_budget_tokens
-            used += (tokens + 2 * limits.max_slots + 2) * draft.state_bytes
+            tokens = limits.max_num_batched_tokens
+            used += (tokens + 2 * limits.max_num_seqs + 2) * draft.state_bytes
             kept = len(draft.head.hidden_layers) * target.config.hidden_size * draft.dtype.itemsize
         models.append((draft, tokens, rows))
     eager = captured = 0

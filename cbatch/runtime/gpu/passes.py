@@ -42,8 +42,8 @@ class PassBuilder(NamedTuple):
                 draft,
                 self.state,
                 num_blocks=self.num_blocks,
-                block_size=limits.block_size_tokens,
-                most_tokens=limits.step_budget_tokens,
+                block_size=limits.block_size,
+                most_tokens=limits.max_num_batched_tokens,
             )
         if not isinstance(draft, GpuMedusaHead):
             first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
@@ -53,7 +53,7 @@ class PassBuilder(NamedTuple):
             attention,
             self.state,
             self.layout,
-            block_size=limits.block_size_tokens,
+            block_size=limits.block_size,
             most_tokens=most_tokens,
             most_positions=limits.max_sequence_tokens,
             most_drafts=limits.max_drafts,
@@ -65,7 +65,7 @@ class PassBuilder(NamedTuple):
     def of_target(
         self, decoder: Decoder, drafting: DraftPasses | None
     ) -> tuple[TargetPass, KVCache]:
-        most_tokens = self.limits.step_budget_tokens
+        most_tokens = self.limits.max_num_batched_tokens
         kv, attention = self._memory(decoder, most_tokens)
         target = TargetPass(
             decoder,
@@ -84,7 +84,7 @@ class PassBuilder(NamedTuple):
         self, decoder: Decoder | GpuEagleHead, most_tokens: int, first_key: int = 0
     ) -> tuple[KVCache, PagedAttention]:
         """Return a KV cache for a model, and the attention that reads it."""
-        config, page_tokens = decoder.config, self.limits.block_size_tokens
+        config, page_tokens = decoder.config, self.limits.block_size
         kv_dtype, tuning = self.kv_dtype or decoder.dtype, self.tuning
         kv = KVCache(config, self.num_blocks, page_tokens, kv_dtype, decoder.device)
         if tuning is None:

@@ -18,7 +18,7 @@ from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.gguf_file import GgufTensor
 from cbatch.runtime.model.weight_files import WeightSource
 
-FIELD = "tensor_parallel"
+FIELD = "tensor_parallel_size"
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

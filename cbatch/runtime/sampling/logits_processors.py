@@ -253,14 +253,14 @@ class LogitsProcessors:
     """The processors of all slots. `active` is bool [slots]; `num_active` counts the true ones."""
 
     def __init__(
-        self, max_slots: int, vocab_size: int, grammars: GrammarSource | None = None
+        self, max_num_seqs: int, vocab_size: int, grammars: GrammarSource | None = None
     ) -> None:
         self._vocab_size, self._grammars = vocab_size, grammars
         self._chains: dict[int, ProcessorChain] = {}
         # By slot. The n choices of a request share `params`, whose lists may be as long as the
         # vocabulary; they share the stateless processors, too.
         self._shared: dict[int, tuple[SamplingParams, dict[str, LogitsProcessor]]] = {}
-        self.active: NDArray[np.bool_] = np.zeros(max_slots, dtype=np.bool_)
+        self.active: NDArray[np.bool_] = np.zeros(max_num_seqs, dtype=np.bool_)
         self.num_active = 0
 
     def admit(self, a: NewSequence) -> None:

@@ -30,7 +30,7 @@ class ServedModel:
         self,
         name: str,
         *,
-        max_model_tokens: int,
+        max_model_len: int,
         vocab_size: int,
         created_s: int,
         root: str | None = None,
@@ -48,7 +48,7 @@ class ServedModel:
         self.tool_parser: ToolParser | None = tool_parser
         if tool_parser is None and self.reasoning_parser == "harmony":
             self.tool_parser = "harmony"
-        self.max_model_tokens, self.vocab_size = max_model_tokens, vocab_size
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self._created_s = created_s
         self._root = root or name
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class ServedModel:
     @property
     def reply_tokens(self) -> int:
         """Default `max_tokens` of a chat: the model's own default, or else the context length."""
-        return int(self.sampling_defaults.get("max_tokens", self.max_model_tokens))
+        return int(self.sampling_defaults.get("max_tokens", self.max_model_len))
 
     def card(self) -> dict[str, Any]:
         return {
@@ -67,7 +67,7 @@ class ServedModel:
             "owned_by": "cbatch",
             "root": self._root,
             "parent": None,
-            "max_model_len": self.max_model_tokens,
+            "max_model_len": self.max_model_len,
         }
 
     def require(self, name: str | None) -> None:
@@ -116,7 +116,7 @@ class ServedModel:
 
     def require_length(self, field: str, text: str) -> None:
         """Raise `FieldError` for a text that is too long however it is tokenized. Takes no time."""
-        require_length(field, text, self.tokenizer, self.max_model_tokens)
+        require_length(field, text, self.tokenizer, self.max_model_len)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a rendered conversation. Raises `FieldError` if it is too long."""

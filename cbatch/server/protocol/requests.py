@@ -310,8 +310,8 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
     if not isinstance(value, list) or not value:
         raise FieldError("prompt", no_list(value), remedy)
     if type(value[0]) is int:
-        if len(value) > model.max_model_tokens:
-            limit = f"the context takes {model.max_model_tokens}"
+        if len(value) > model.max_model_len:
+            limit = f"the context takes {model.max_model_len}"
             raise FieldError("prompt", f"{len(value)} tokens do not fit", limit)
         if all(type(i) is int for i in value):
             return (tuple(value),)

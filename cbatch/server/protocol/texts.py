@@ -38,14 +38,14 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
     shown = None
     if fields.return_token_strs:
         shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
-    return msgspec.json.encode(Tokenized(len(ids), model.max_model_tokens, ids, shown))
+    return msgspec.json.encode(Tokenized(len(ids), model.max_model_len, ids, shown))
 
 
 def detokenize(body: bytes, model: ServedModel) -> bytes:
     """Return the body of the response. Raises `FieldError`."""
     fields = take_fields(decode_object(body), DetokenizeFields)
     model.require(fields.model)
-    limit = max(model.max_model_tokens, LONG_TEXT_CHARS)
+    limit = max(model.max_model_len, LONG_TEXT_CHARS)
     if len(fields.tokens) > limit:
         raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {limit}")
     size = model.tokenizer.vocab_size

@@ -34,10 +34,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     version: str
-    max_model_tokens: int
+    max_model_len: int
     chats: bool
-    max_slots: int
-    block_size_tokens: int
+    max_num_seqs: int
+    block_size: int
     policy: str
     max_lookahead: int
     drafters: tuple[str, ...]
@@ -114,10 +114,10 @@ class LiveFeed:
         return Hello(
             model=model.name,
             version=version("cbatch"),
-            max_model_tokens=model.max_model_tokens,
+            max_model_len=model.max_model_len,
             chats=model.chats,
-            max_slots=config.max_slots,
-            block_size_tokens=config.block_size_tokens,
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
             policy=config.lookahead.policy if config.default_chain else "off",
             max_lookahead=config.lookahead.k,
             drafters=config.default_chain,

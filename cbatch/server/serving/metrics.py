@@ -231,10 +231,10 @@ class Metrics(Collector):
         """Return a metric whose labels hold the data. CPU blocks count as GPU blocks, as in
         vLLM."""
         values = {
-            "block_size": config.block_size_tokens,
+            "block_size": config.block_size,
             "num_gpu_blocks": config.num_blocks,
-            "kv_cache_size_tokens": config.num_blocks * config.block_size_tokens,
-            "enable_prefix_caching": config.prefix_cache,
+            "kv_cache_size_tokens": config.num_blocks * config.block_size,
+            "enable_prefix_caching": config.enable_prefix_caching,
         }
         text = "How KV is held."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *values))

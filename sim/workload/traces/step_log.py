@@ -44,7 +44,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
     except StepLogError as error:
         raise FieldError("step log", str(error), "record it anew") from error
     configs = [event.config for event in log.events if isinstance(event, Configured)]
-    size = configs[0].block_size_tokens if configs else 1
+    size = configs[0].block_size if configs else 1
     names = _BlockNames(size)
     requests = [
         TraceRequest(

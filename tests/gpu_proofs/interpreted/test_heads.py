@@ -65,9 +65,9 @@ def test_captured_steps_are_those_of_the_cpu(
         make(tmp_path, target, prompts(23, 1, 30, max_tokens=12)),
         lookahead="fixed:3",
         depth=depth,
-        max_slots=3,
+        max_num_seqs=3,
         num_blocks=8,
-        step_budget_tokens=20,
+        max_num_batched_tokens=20,
     )
     happened(seen, "accepted", "rejected", "unfinished chunks", "slots used again")
     assert not replayed(stream)["reads"]
@@ -147,7 +147,7 @@ def test_a_gpu_serves_heads(
     answers = [make_request(f"r{i}", text, max_tokens=8) for i, text in enumerate(inputs)]
     make(head, target, [*texts, *answers])
     llms = [
-        LLM(model, head, device=device, max_slots=2, tokenizer="none", lookahead="fixed:2")
+        LLM(model, head, device=device, max_num_seqs=2, tokenizer="none", lookahead="fixed:2")
         for device in ("auto", "cpu")
     ]
     assert [llm.info.device for llm in llms] == ["cuda", "cpu"]
@@ -160,4 +160,4 @@ def test_a_gpu_serves_heads(
     random = made_heads.medusa_tensors(5) if make is medusa else made_heads.eagle3_tensors(5)
     made_heads.write_head(head, json.loads((head / "config.json").read_text()), random)
     with pytest.raises(FieldError, match="no more than by always guessing one token"):
-        LLM(model, head, max_slots=2, tokenizer="none")
+        LLM(model, head, max_num_seqs=2, tokenizer="none")

@@ -31,10 +31,10 @@ def text(folder: Path, device: str) -> list[list[int]]:
         device=device,
         model_impl="transformers",
         tokenizer="none",
-        max_slots=2,
+        max_num_seqs=2,
         drafter=("ngram",),
         lookahead="fixed:2",
-        block_size_tokens=16,
+        block_size=16,
         num_blocks=64,
     )
     assert llm.info.device.startswith(device) and llm.info.code.startswith("transformers ")

@@ -60,7 +60,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def load(pair: tuple[Path, Path | None], **more: Any) -> LLM:
-    return LLM(*pair, random_weights_seed=4, max_slots=2, tokenizer="none", **more)
+    return LLM(*pair, random_weights_seed=4, max_num_seqs=2, tokenizer="none", **more)
 
 
 def tokens(llm: LLM) -> list[list[int]]:

@@ -83,8 +83,8 @@ def test_greedy_requests_come_and_go(stream: Stream, depth: int) -> None:
         lookahead="fixed:3",
         depth=depth,
         arrivals=[0, 0, 1, 5],
-        max_slots=3,
-        step_budget_tokens=20,
+        max_num_seqs=3,
+        max_num_batched_tokens=20,
     )
     happened(seen, "accepted", "rejected", "mixed steps", "slots used again", "catch-ups")
     replayed(stream)
@@ -99,7 +99,7 @@ def test_sampled_and_shaped_requests(stream: Stream, depth: int) -> None:
         Pair(noise=0.05),
         lookahead="fixed:3",
         depth=depth,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
     )
     happened(seen, "accepted", "rejected", "all accepted", "ragged k")
     replayed(stream)
@@ -115,7 +115,7 @@ def test_preempted_and_cancelled_requests(stream: Stream, depth: int) -> None:
         lookahead="fixed:2",
         depth=depth,
         num_blocks=6,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
         cancels={"r1": 6},
     )
     assert len(outputs["r1"]) < 22 == len(outputs["r0"])
@@ -143,7 +143,7 @@ def test_faults_resets_and_values_that_are_not_finite(
         Pair(noise=0.05, poison=59),
         lookahead="fixed:2",
         depth=depth,
-        max_slots=3,
+        max_num_seqs=3,
         num_faults=2,
     )
     assert outputs["target"] == []
@@ -162,7 +162,12 @@ def test_log_probabilities(stream: Stream, depth: int) -> None:
         make_request("prompt", range(20, 44), max_tokens=2, prompt_logprobs=2),
     ]
     _, seen = run_twins(
-        requests, Pair(), Pair(noise=0.05), lookahead="fixed:2", depth=depth, step_budget_tokens=16
+        requests,
+        Pair(),
+        Pair(noise=0.05),
+        lookahead="fixed:2",
+        depth=depth,
+        max_num_batched_tokens=16,
     )
     assert seen["log probabilities"] == 4 + 4 + 23
     assert not replayed(stream)["reads"]

@@ -10,7 +10,7 @@ from tests.checking.language import (
 )
 from tests.helpers import make_request
 
-ALONE = {"vocab_size": 50, "eos_ids": (), "max_model_tokens": 100}
+ALONE = {"vocab_size": 50, "eos_ids": (), "max_model_len": 100}
 
 
 def test_a_token_depends_on_seed_choice_and_prefix():

@@ -56,8 +56,8 @@ def run(
         Pair(),
         Pair(noise=0.04) if lookahead != "off" else None,
         lookahead=lookahead,
-        max_slots=slots,
-        step_budget_tokens=20,
+        max_num_seqs=slots,
+        max_num_batched_tokens=20,
         twins_kind=kind(kv_dtype, made),
     )
     if lookahead != "off":

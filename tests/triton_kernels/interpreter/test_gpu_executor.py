@@ -68,8 +68,8 @@ def test_greedy_requests_come_and_go(lookahead: str, depth: int, noise: float) -
         lookahead=lookahead,
         depth=depth,
         arrivals=[0, 0, 1, 5],
-        max_slots=3,
-        step_budget_tokens=20,
+        max_num_seqs=3,
+        max_num_batched_tokens=20,
     )
     assert {len(tokens) for tokens in outputs.values()} == {8}
     happened(seen, "unfinished chunks", "slots used again")
@@ -90,7 +90,7 @@ def test_preempted_requests_resume(depth: int) -> None:
         lookahead="fixed:2",
         depth=depth,
         num_blocks=6,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
     )
     happened(seen, "preemptions", "resumed", "slots used again", "accepted", "rejected")
 
@@ -126,7 +126,7 @@ def test_sampled_and_shaped_requests(depth: int) -> None:
         Pair(noise=0.05),
         lookahead="fixed:3",
         depth=depth,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
     )
     happened(seen, "slots used again", "accepted", "rejected", "all accepted", "ragged k")
     assert all(token % 2 == 0 for token in outputs["r5"])
@@ -150,7 +150,7 @@ def test_all_kernels_together() -> None:
         Pair(noise=0.03, **more, **biases),
         lookahead="fixed:2",
         arrivals=[0, 1, 1],
-        max_slots=3,
+        max_num_seqs=3,
         tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
@@ -190,7 +190,7 @@ def test_values_that_are_not_finite(depth: int) -> None:
         lookahead="fixed:2",
         depth=depth,
         num_blocks=4,
-        max_slots=3,
+        max_num_seqs=3,
     )
     assert outputs["target"] == []
     assert [len(outputs[name]) for name in ("draft", "sound", "later")] == [6, 6, 3]
@@ -234,7 +234,7 @@ def test_log_probabilities(depth: int) -> None:
         Pair(noise=0.05),
         lookahead="fixed:2",
         depth=depth,
-        step_budget_tokens=16,
+        max_num_batched_tokens=16,
     )
     happened(seen, "accepted", "unfinished chunks")
     assert seen["log probabilities"] == 4 + 4 + 23

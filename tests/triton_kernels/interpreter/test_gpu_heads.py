@@ -98,8 +98,8 @@ def test_greedy_requests_come_and_go(make: Any, depth: int, tmp_path: Path) -> N
         lookahead="fixed:3",
         depth=depth,
         arrivals=[0, 0, 1, 5],
-        max_slots=3,
-        step_budget_tokens=20,
+        max_num_seqs=3,
+        max_num_batched_tokens=20,
     )
     assert {len(tokens) for tokens in outputs.values()} == {20}
     happened(seen, "accepted", "rejected", "unfinished chunks", "mixed steps", "slots used again")
@@ -123,7 +123,7 @@ def test_preempted_requests_resume(
         lookahead="fixed:4",
         depth=depth,
         num_blocks=6,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
     )
     happened(seen, "preemptions", "resumed", "slots used again", "ragged k")
     happened(seen, "accepted", "rejected")
@@ -143,7 +143,7 @@ def test_prefix_hits(make: Any, depth: int, tmp_path: Path) -> None:
         lookahead="fixed:3",
         depth=depth,
         arrivals=[0, 3, 5, 6],
-        step_budget_tokens=24,
+        max_num_batched_tokens=24,
     )
     assert seen["prefix hits"] == 3
     happened(seen, "accepted", "rejected", "unfinished chunks")
@@ -160,7 +160,7 @@ def test_sampled_and_shaped_requests(make: Any, depth: int, tmp_path: Path) -> N
         make(tmp_path, target, asked),
         lookahead="fixed:3",
         depth=depth,
-        step_budget_tokens=48,
+        max_num_batched_tokens=48,
     )
     happened(seen, "slots used again", "accepted", "rejected", "ragged k")
     assert all(token % 2 == 0 for token in outputs["r5"])
@@ -194,7 +194,7 @@ def test_values_that_are_not_finite(make: Any, depth: int, tmp_path: Path) -> No
     asked = poisoned(6, 6, 3)
     head = make(tmp_path, Pair(), asked)
     outputs, seen = run_twins(
-        asked, Pair(poison=60), head, lookahead="fixed:2", depth=depth, num_blocks=4, max_slots=3
+        asked, Pair(poison=60), head, lookahead="fixed:2", depth=depth, num_blocks=4, max_num_seqs=3
     )
     assert outputs["target"] == []
     assert [len(outputs[name]) for name in ("draft", "sound", "later")] == [6, 6, 3]
@@ -218,7 +218,7 @@ def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.Mon
         make(tmp_path, target, requests),
         lookahead="fixed:2",
         arrivals=[0, 1],
-        max_slots=2,
+        max_num_seqs=2,
         tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
@@ -310,10 +310,10 @@ def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray
     count, slots = 400, 50
     config = SchedulerConfig(
         num_blocks=slots,
-        block_size_tokens=16,
-        max_slots=slots,
-        max_model_tokens=16,
-        step_budget_tokens=4 * slots,
+        block_size=16,
+        max_num_seqs=slots,
+        max_model_len=16,
+        max_num_batched_tokens=4 * slots,
         vocab_size=VOCAB,
         draft_context_tokens=256,
         lookahead=parse_lookahead("fixed:2"),
@@ -321,10 +321,10 @@ def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray
     executor = Counting(
         target.decoder,
         num_blocks=config.num_blocks,
-        block_size_tokens=16,
-        max_slots=slots,
+        block_size=16,
+        max_num_seqs=slots,
         max_sequence_tokens=config.max_sequence_tokens,
-        step_budget_tokens=config.step_budget_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         draft=head.decoder,
         max_drafts=2,
     )

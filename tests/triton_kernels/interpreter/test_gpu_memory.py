@@ -27,10 +27,10 @@ from tests.triton_kernels.interpreter.twins import CPU, Pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 LIMITS = StepLimits(
-    max_slots=7,
+    max_num_seqs=7,
     max_sequence_tokens=2048,
-    step_budget_tokens=24,
-    block_size_tokens=16,
+    max_num_batched_tokens=24,
+    block_size=16,
     max_drafts=3,
 )
 NUM_BLOCKS = 8
@@ -114,9 +114,9 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         held = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
         logits = executor._target.most_logits
-        rows = limits.max_slots if drafts else 0
+        rows = limits.max_num_seqs if drafts else 0
         how = Deciding(shaped=True, weighs=draft is not None, blocks=draft is not None)
-        tokens = limits.step_budget_tokens
+        tokens = limits.max_num_batched_tokens
         executor._target.compute(executor._queue, tokens, tokens)
         executor._target.find_logits(executor._queue, logits)
         executor._target.decide(executor._queue, logits, how)
@@ -141,6 +141,8 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     kv_bytes = engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
     assert kv_bytes == int(0.85 * (3 << 30))
     monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 9 << 30)
-    with pytest.raises(FieldError, match="max_slots: steps work in 9,216 MiB, 8,192 MiB are free"):
+    with pytest.raises(
+        FieldError, match="max_num_seqs: steps work in 9,216 MiB, 8,192 MiB are free"
+    ):
         engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
     decoder.device = CPU

@@ -47,10 +47,10 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
         target,
         draft=draft,
         num_blocks=8,
-        block_size_tokens=16,
-        max_slots=2,
+        block_size=16,
+        max_num_seqs=2,
         max_sequence_tokens=64,
-        step_budget_tokens=16,
+        max_num_batched_tokens=16,
         max_drafts=3,
         tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=2),
     )

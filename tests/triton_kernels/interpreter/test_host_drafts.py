@@ -120,7 +120,7 @@ def test_drafts_that_were_looked_up_are_verified_as_on_a_cpu(model: bool) -> Non
 def test_late_drafts_leave_the_text_as_it_is() -> None:
     """Text of few words repeats itself: what was guessed a step ago mostly stands."""
     requests = chained(True, max_tokens=14)
-    plain, _ = run_twins(requests, Pair(vocab_size=VOCAB), max_slots=6)
+    plain, _ = run_twins(requests, Pair(vocab_size=VOCAB), max_num_seqs=6)
     outputs, seen = run_chains(requests, depth=1, twins_kind=LateTwins)
     assert outputs == plain
     happened(seen, "plans in flight", "accepted", "rejected", "drafted fewer", "slots used again")
@@ -174,7 +174,7 @@ def run_structured(drafts: bool, **more: Any) -> tuple[dict[str, list[int]], Cou
         grammars=GRAMMARS,
         lookahead="fixed:3" if drafts else "off",
         eos_ids=(0,),
-        step_budget_tokens=40,
+        max_num_batched_tokens=40,
         **more,
     )
 

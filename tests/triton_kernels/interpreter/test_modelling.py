@@ -68,7 +68,7 @@ def test_steps_are_those_of_the_cpu(
         for i, n in enumerate((23, 5, 30))
     ]
     outputs, seen = run_twins(
-        requests, target, draft, lookahead="fixed:3", max_slots=3, step_budget_tokens=20
+        requests, target, draft, lookahead="fixed:3", max_num_seqs=3, max_num_batched_tokens=20
     )
     assert {len(tokens) for tokens in outputs.values()} == {8}
     happened(seen, "unfinished chunks", "rejected", "mixed steps", "catch-ups")

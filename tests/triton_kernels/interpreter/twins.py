@@ -94,8 +94,8 @@ class Twins:
         self.cpu = TorchExecutor(
             target.model,
             num_blocks=config.num_blocks,
-            block_size_tokens=config.block_size_tokens,
-            max_slots=config.max_slots,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
             drafter=drafter,
             grammars=grammars,
         )
@@ -114,10 +114,10 @@ class Twins:
         return GpuExecutor(
             target.decoder,
             num_blocks=config.num_blocks,
-            block_size_tokens=config.block_size_tokens,
-            max_slots=config.max_slots,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
             max_sequence_tokens=config.max_sequence_tokens,
-            step_budget_tokens=config.step_budget_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             draft=None if draft is None else draft.decoder,
             max_drafts=config.lookahead.k,
             **settings,
@@ -231,7 +231,7 @@ def run_twins(
     depth: int = 0,
     arrivals: Sequence[int] | None = None,
     num_blocks: int = 64,
-    max_slots: int = 4,
+    max_num_seqs: int = 4,
     num_faults: int = 0,
     tuning: Any = None,
     cancels: Mapping[str, int] | None = None,
@@ -244,14 +244,14 @@ def run_twins(
     the step named there: outputs, and what happened."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
-        block_size_tokens=BLOCK_SIZE,
-        max_slots=max_slots,
-        max_model_tokens=target.config.max_position_tokens,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=target.config.max_position_tokens,
         vocab_size=target.config.vocab_size,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
         lookahead=parse_lookahead(lookahead),
         drafter=None if lookups is None else lookups.default,
-        **({"step_budget_tokens": 32, "decode_reserve_tokens": 4} | settings),
+        **({"max_num_batched_tokens": 32, "decode_reserve_tokens": 4} | settings),
     )
     scheduler = Scheduler(config)
     twins = twins_kind(target, draft, config, tuning=tuning, lookups=lookups, grammars=grammars)

@@ -41,11 +41,9 @@ class DraftModel(ModelDrafter):
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
         model = self.model
-        self.kv = KVCache(
-            model.config, num_blocks, table.block_size_tokens, model.dtype, model.device
-        )
-        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
-        self._ones = np.ones(table.max_slots, dtype=np.int32)  # batches use a prefix of it
+        self.kv = KVCache(model.config, num_blocks, table.block_size, model.dtype, model.device)
+        self.kv_len = np.zeros(table.max_num_seqs, dtype=np.int64)
+        self._ones = np.ones(table.max_num_seqs, dtype=np.int32)  # batches use a prefix of it
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         self.kv.zero_blocks(block_ids)

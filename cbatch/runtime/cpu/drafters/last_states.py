@@ -18,7 +18,7 @@ class LastStates:
 
     def __init__(self, table: InputBatch, num_blocks: int, size: int) -> None:
         self._table = table
-        self.of_slot = torch.zeros(table.max_slots, size)
+        self.of_slot = torch.zeros(table.max_num_seqs, size)
         self.of_block = torch.zeros(num_blocks, size)
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
@@ -28,7 +28,7 @@ class LastStates:
         """On a prefix hit, set the slot's state to that of its last shared block."""
         computed = admission.kv_len_tokens
         if computed:
-            last_block = admission.blocks[computed // self._table.block_size_tokens - 1]
+            last_block = admission.blocks[computed // self._table.block_size - 1]
             self.of_slot[admission.slot] = self.of_block[int(last_block)]
 
     def keep_of_blocks(
@@ -36,7 +36,7 @@ class LastStates:
     ) -> None:
         """Keep the states at the ends of blocks. `states` [sum of lens, size] has those of
         positions [starts[i], starts[i] + lens[i]) of each slot i."""
-        size = self._table.block_size_tokens
+        size = self._table.block_size
         positions = (starts - lens.cumsum() + lens).repeat(lens) + iota(len(states))
         at = ((positions + 1) % size == 0).nonzero()[0]
         if len(at):

@@ -27,7 +27,7 @@ class MedusaDrafter(ModelDrafter):
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
-        self.kv_len = np.zeros(table.max_slots, dtype=np.int64)
+        self.kv_len = np.zeros(table.max_num_seqs, dtype=np.int64)
         self._states = LastStates(table, num_blocks, self.head.config.hidden_size)
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:

@@ -177,7 +177,7 @@ function onLook(frame, now, says) {
   charts.accepted.say(accepted === null ? DASH : percent(accepted));
   charts.load.say(
     count(running),
-    `of ${count(hello.max_slots)}, ${count(frame.queued_requests)} wait`,
+    `of ${count(hello.max_num_seqs)}, ${count(frame.queued_requests)} wait`,
   );
   const idle = compiling.length ? `still compiling: ${compiling.join("; ")}` : "";
   put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : idle);
@@ -252,7 +252,7 @@ function onHello(told) {
   put($("model"), hello.model);
   document.title = `${hello.model} · cbatch`;
   $("chat").disabled = !hello.chats;
-  $("max-tokens").max = hello.max_model_tokens;
+  $("max-tokens").max = hello.max_model_len;
 }
 
 // Keep a stream open for ever: close it while the page is hidden, reconnect if the server is gone.
