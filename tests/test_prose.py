@@ -18,9 +18,12 @@ PLAIN = (
     "bench",
     "cbatch",
     "sim",
-    "tests/cli/test_options.py",
+    "tests/cli",
     "tests/core",
+    "tests/engine",
+    "tests/process",
     "tests/test_prose.py",
+    "tests/text",
     "tools",
     "triton_kernels",
 )

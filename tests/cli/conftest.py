@@ -47,7 +47,7 @@ class Run:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """The engines that commands have loaded, the latest last."""
+    """Return the list of engines that commands have loaded, the latest last."""
     loaded: list[Engine] = []
 
     def load(model: Any, draft: Any, options: EngineOptions) -> tuple[Engine, EngineInfo]:
@@ -64,7 +64,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 def cbatch(
     engines: list[Engine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Run]:
-    """Runs a command line. Its log lines go where those of the tests go."""
+    """Return a function that runs a command line. Log lines of the command go where those of the
+    tests go."""
     monkeypatch.setattr("cbatch.cli.serve.configure", lambda form: None)
 
     def run(*argv: Any) -> Run:

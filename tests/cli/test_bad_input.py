@@ -1,4 +1,4 @@
-"""Bad traces: whoever reads them says what is wrong, with file, line and field, and stops."""
+"""Bad traces: each reader names the problem with file, line and field, and stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "capacity": (("sim", "capacity"), (*CONSTANT, "--slo", "ttft=1")),
 }
 BAD: dict[str, tuple[str | bytes | None, str]] = {
-    # name: (text, where and what)
+    # name: (text, place and problem)
     "absent": (None, ": file: cannot be read"),
     "empty": ("", ": file: is empty"),
     "a header alone": (HEAD, ": file: has no requests"),

@@ -41,7 +41,7 @@ def toy() -> Iterator[Client]:
 def bench(
     cbatch: Callable[..., Run], toy: Client, tmp_path: Path
 ) -> Callable[..., tuple[Run, Any, list[Any]]]:
-    """The run, its JSON document and its records."""
+    """Return a function that gives a run, its JSON document and its records."""
     document, records = tmp_path / "report.json", tmp_path / "records.jsonl"
 
     def run(*argv: Any) -> tuple[Run, Any, list[Any]]:
@@ -49,8 +49,8 @@ def bench(
         done = cbatch("bench", url, "--json", document, "--records", records, *argv)
         if not document.exists():
             return done, None, []
-        told = [json.loads(line) for line in records.read_text().splitlines()]
-        return done, json.loads(document.read_bytes()), told
+        rows = [json.loads(line) for line in records.read_text().splitlines()]
+        return done, json.loads(document.read_bytes()), rows
 
     return run
 
@@ -77,7 +77,7 @@ def test_figures_are_what_the_server_counts(
     tokens = sample(toy, "vllm:generation_tokens_total") - before - TRIAL_TOKENS
     assert document["output_tokens"] == tokens == document["server"]["output_tokens"]
     assert tokens == sum(record["output_tokens"] for record in records)
-    assert document["prompt_tokens"] == 24 * 20  # as told: cut from the server's own tokens
+    assert document["prompt_tokens"] == 24 * 20  # as requested: cut from the server's own tokens
     assert document["requests"] == document["sent"] == len(records) == 24
     assert document["output_tokens_per_s"] == pytest.approx(tokens / document["duration_s"])
     assert not document["errors"] and not document["cut_requests"]
@@ -131,7 +131,7 @@ def test_the_server_is_looked_at_while_it_runs(
 
 
 def test_a_search_for_the_highest_rate(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """No rate keeps so short a time: it goes down to the end of its range, and says so."""
+    """No rate meets so short a time: the search goes down to the end of its range, and says so."""
     options = ("--find-rate", "--rate", "6400", "--slo", "ttft=1e-6", "--goodput-share", "0.5")
     run, document, _ = bench(*options, *SHORT, "--requests", "4")
     assert run.status == 1 and "even 100 requests/s fail" in run.out
@@ -140,7 +140,7 @@ def test_a_search_for_the_highest_rate(bench: Callable[..., Any], tmp_path: Path
     assert rates == [6400 / 2**i for i in range(7)] == document["loads"][::-1]
 
 
-def test_a_measured_run_beside_a_simulated_one(
+def test_a_measured_run_next_to_a_simulated_one(
     bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -162,12 +162,12 @@ def test_a_measured_run_beside_a_simulated_one(
     ]
     values = {each["name"]: each for each in compared.lines[-1]["results"][0]["measures"]}
     ttft = values["time to first token, ms, p50"]
-    ours = json.loads(simulated.read_bytes())["ttft_s"]["p50"], document["ttft_s"]["p50"]
-    assert (ttft["a"], ttft["b"]) == pytest.approx([1e3 * (each or 0) for each in ours])
-    assert ttft["difference"] == pytest.approx(ours[1] / (ours[0] or 1) - 1)
+    medians_s = json.loads(simulated.read_bytes())["ttft_s"]["p50"], document["ttft_s"]["p50"]
+    assert (ttft["a"], ttft["b"]) == pytest.approx([1e3 * (each or 0) for each in medians_s])
+    assert ttft["difference"] == pytest.approx(medians_s[1] / (medians_s[0] or 1) - 1)
 
 
-def test_a_page_of_measured_loads_and_one_beside_their_simulation(
+def test_a_page_of_measured_loads_and_one_next_to_their_simulation(
     bench: Callable[..., Any], cbatch: Callable[..., Run], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
@@ -176,10 +176,10 @@ def test_a_page_of_measured_loads_and_one_beside_their_simulation(
     runs = _drawn(page)
     assert [each["name"] for each in runs] == ["concurrency 2", "concurrency 4"]
     assert [each["report"] for each in runs] == document["reports"]
-    for each in runs:
-        series, report = each["series"], each["report"]
-        assert each["points"]["of"] == 24
-        assert each["quantiles"]["ttft_s"][100] == pytest.approx(report["ttft_s"]["p50"], rel=1e-5)
+    for drawn in runs:
+        series, report = drawn["series"], drawn["report"]
+        assert drawn["points"]["of"] == 24
+        assert drawn["quantiles"]["ttft_s"][100] == pytest.approx(report["ttft_s"]["p50"], rel=1e-5)
         tokens = sum(series["output_tokens_per_s"]) * series["length_s"]
         assert tokens == pytest.approx(report["output_tokens"], rel=1e-3)
     trace = tmp_path / "trace.jsonl"
@@ -187,21 +187,21 @@ def test_a_page_of_measured_loads_and_one_beside_their_simulation(
     header = {"format": "cbatch-requests", "version": 1}
     trace.write_text("\n".join(json.dumps(row) for row in (header, *rows)))
     assert bench("--trace", trace, *TEXT)[0].status == 0
-    simulated, told = tmp_path / "simulated.json", tmp_path / "told.jsonl"
+    simulated, sim_rows = tmp_path / "simulated.json", tmp_path / "told.jsonl"
     sizes = ("--num-blocks", "512", "--max-model-len", "600", "--step-seconds", "0.01")
-    assert cbatch("sim", trace, *sizes, "--json", simulated, "--records", told).status == 0
+    assert cbatch("sim", trace, *sizes, "--json", simulated, "--records", sim_rows).status == 0
     reports = (tmp_path / "report.json", simulated)
     both = ("report", "page", *reports, "--page", page)
-    assert cbatch(*both, "--records", tmp_path / "records.jsonl", told).status == 0
+    assert cbatch(*both, "--records", tmp_path / "records.jsonl", sim_rows).status == 0
     runs = _drawn(page)
     assert [each["name"] for each in runs] == ["report, measured", "simulated, simulated"]
-    for each, path in zip(runs, reports, strict=True):
-        assert each["report"] == json.loads(path.read_bytes())
-        assert each["points"]["of"] == 20 and len(each["points"]["e2e_s"]) == 20
-        cut = each["report"]["e2e_s"]["p50"]
-        assert each["quantiles"]["e2e_s"][100] == pytest.approx(cut, rel=1e-5)
+    for drawn, path in zip(runs, reports, strict=True):
+        assert drawn["report"] == json.loads(path.read_bytes())
+        assert drawn["points"]["of"] == 20 and len(drawn["points"]["e2e_s"]) == 20
+        cut = drawn["report"]["e2e_s"]["p50"]
+        assert drawn["quantiles"]["e2e_s"][100] == pytest.approx(cut, rel=1e-5)
     assert cbatch(*both).status == 0 and [each["points"] for each in _drawn(page)] == [None, None]
-    for records in ((told,), (told, trace), (told, tmp_path / "nowhere")):
+    for records in ((sim_rows,), (sim_rows, trace), (sim_rows, tmp_path / "nowhere")):
         run = cbatch(*both, "--records", *records)
         assert run.status == 2 and "--records: " in run.err
 
@@ -225,10 +225,10 @@ def test_conversations_over_two_processes(bench: Callable[..., Any], tmp_path: P
     for record in sorted(records, key=lambda record: record["index"]):
         turns.setdefault(record["session"], []).append(record)
     assert len(turns) == 6
-    for told in turns.values():
-        prompts = [record["prompt_tokens"] for record in told]
+    for session in turns.values():
+        prompts = [record["prompt_tokens"] for record in session]
         assert prompts == sorted(prompts) and prompts[0] < prompts[1] < prompts[2]
-        for before, after in zip(told, told[1:], strict=False):
+        for before, after in zip(session, session[1:], strict=False):
             assert after["sent_s"] >= before["arrival_s"] + before["e2e_s"]
     assert document["prefix_hit_tokens"] > 0
 
@@ -251,7 +251,7 @@ def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_
 def test_prompts_of_ones_own_at_the_times_of_a_trace(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Its arrivals and output lengths; what it says of prompts counts for nothing."""
+    """Only arrivals and output lengths of the trace count; its prompts are ignored."""
     trace, prompts = tmp_path / "trace.jsonl", tmp_path / "prompts.txt"
     requests = [
         TraceRequest(arrival_s=i / 50, prompt_tokens=99, output_tokens=3 + i) for i in range(6)
@@ -284,12 +284,14 @@ def test_prompts_of_ones_own_at_the_times_of_a_trace(
         (("--field", "top_k"), "--field"),
     ],
 )
-def test_bad_options_are_told(bench: Callable[..., Any], argv: tuple[str, ...], words: str) -> None:
+def test_bad_options_are_named(
+    bench: Callable[..., Any], argv: tuple[str, ...], words: str
+) -> None:
     run, document, _ = bench(*argv)
     assert run.status == 2 and words in run.err and document is None
 
 
-def test_nobody_there(cbatch: Callable[..., Run]) -> None:
+def test_no_server_there(cbatch: Callable[..., Run]) -> None:
     run = cbatch("bench", "http://127.0.0.1:9")
     assert run.status == 2 and "URL: not connected" in run.err
     run = cbatch("bench")
@@ -415,7 +417,7 @@ def test_the_self_test_reads_everything() -> None:
 
 @pytest.mark.slow
 def test_the_demo_server(tmp_path: Path) -> None:
-    """Its own counters, and text that is real enough to speculate on."""
+    """It reports its own counters, and its text is real enough to speculate on."""
     engine = LLM(*demo_paths(), lookahead="ema:4", max_num_seqs=8).engine
     path = tmp_path / "report.json"
     with serving(engine) as client:

@@ -39,13 +39,13 @@ def test_the_demo_without_a_terminal(
     assert with_lookahead["batch"] == 1 and with_lookahead["mean_accepted_tokens"] > 1
     assert [each["lookahead"] for each in many] == ["off", with_lookahead["lookahead"]]
     assert [each["batch"] for each in many] == [3, 3]
-    told = re.sub(r"(?<=\d),(?=\d)", "", re.sub(r" +", " ", run.out))
+    output = re.sub(r"(?<=\d),(?=\d)", "", re.sub(r" +", " ", run.out))
     for at_once, pair in ((3, many), (1, (without, with_lookahead))):
         rates = [each["output_tokens_per_s"] for each in pair]
-        found = re.search(rf"│ {at_once} │ (\d+) │ (\d+) │ (\d+\.\d\d)x │ yes │", told)
-        assert found is not None, told
-        assert [float(rate) for rate in found.groups()[:2]] == pytest.approx(rates, abs=0.6)
-        assert float(found[3]) == pytest.approx(rates[1] / rates[0], abs=0.01)
+        row = re.search(rf"│ {at_once} │ (\d+) │ (\d+) │ (\d+\.\d\d)x │ yes │", output)
+        assert row is not None, output
+        assert [float(rate) for rate in row.groups()[:2]] == pytest.approx(rates, abs=0.6)
+        assert float(row[3]) == pytest.approx(rates[1] / rates[0], abs=0.01)
     first = run.out.index("What speculation gains")
     assert first < run.out.index("Summary"), "it is among the first figures"
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
@@ -75,12 +75,12 @@ def test_a_chat_goes_on_where_it_was(
         assert question in chat
     assert chat.count(demo_chat.FOLLOW_UP) == len(demo_chat.QUESTIONS)
     assert chat.count("│ ") >= 2 * len(demo_chat.QUESTIONS)
-    found = re.search(r"of the prompts (\d+)% was found in the prefix cache", chat)
-    assert found is not None
-    if real:  # the demo's own template has another text where an answer began
-        assert int(found[1]) >= 30
-    *_, told = run.lines[0]["results"]
-    assert told["batch"] == len(demo_chat.QUESTIONS) and told["output_tokens_per_s"] > 0
+    share = re.search(r"of the prompts (\d+)% was found in the prefix cache", chat)
+    assert share is not None
+    if real:  # the demo's own template renders an earlier answer differently
+        assert int(share[1]) >= 30
+    *_, result = run.lines[0]["results"]
+    assert result["batch"] == len(demo_chat.QUESTIONS) and result["output_tokens_per_s"] > 0
 
 
 def lanes_after(engine: Engine, steps: int) -> str:
@@ -114,7 +114,7 @@ def test_a_demo_in_which_speculation_gains_nothing_says_why(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
-    for least, told in ((1e9, True), (0.0, False)):
+    for least, why in ((1e9, True), (0.0, False)):
         monkeypatch.setattr("cbatch.cli.demo.LEAST_GAIN", least)
         run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-num-seqs", 2)
-        assert ("with 2 at once nothing is gained here: to verify a draft costs" in run.out) is told
+        assert ("with 2 at once nothing is gained here: to verify a draft costs" in run.out) is why

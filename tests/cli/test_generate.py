@@ -108,7 +108,7 @@ def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_p
 def test_a_line_that_was_cut_short_is_written_again(
     cbatch: Command, tmp_path: Path, cut: int
 ) -> None:
-    """As of a run that was killed while it wrote."""
+    """This is how a run ends that was killed while it wrote."""
     output = tmp_path / "out.jsonl"
     command = ("generate", PROMPT, "class A", "--seed", 4, "--output", output)
     cbatch(*command)

@@ -1,4 +1,5 @@
-"""`cbatch generate --input`: whatever a line holds, it alone ends with an error that names it."""
+"""`cbatch generate --input`: a bad line ends with an error that names it, and no other line
+does."""
 
 from __future__ import annotations
 
@@ -16,33 +17,36 @@ GOOD = b'{"prompt": "def f():", "max_tokens": 4}'
 HUGE = b"9" * 400
 
 
-def asked(field: str, value: bytes) -> bytes:
+def line_with(field: str, value: bytes) -> bytes:
     return b'{"prompt": "a", "%s": %s}' % (field.encode(), value)
 
 
 BAD_LINES: dict[str, tuple[bytes, str]] = {
-    # name: (line, what the error says)
+    # name: (line, the error's words)
     "half a pair in the prompt": (b'{"prompt": "\\ud800 x"}', "prompt: character 0 is half of a"),
-    "half a pair in the id": (asked("id", b'"a\\udc00"'), "id: character 1 is half of a surrogate"),
+    "half a pair in the id": (
+        line_with("id", b'"a\\udc00"'),
+        "id: character 1 is half of a surrogate",
+    ),
     "half a pair in a stop": (
-        asked("stop", b'["b", "\\ud800"]'),
+        line_with("stop", b'["b", "\\ud800"]'),
         "stop[1]: character 0 is half of a",
     ),
     "half a pair in a grammar": (
-        asked("structured_outputs", b'{"regex": "\\ud800"}'),
+        line_with("structured_outputs", b'{"regex": "\\ud800"}'),
         "structured_outputs: ",
     ),
     "half a pair as a schema's key": (
-        asked("structured_outputs", b'{"json": {"\\ud800": 1}}'),
+        line_with("structured_outputs", b'{"json": {"\\ud800": 1}}'),
         "structured_outputs: ",
     ),
-    "half a pair for a number": (asked("seed", b'"\\ud800"'), "seed: "),
-    "half a pair in a priority": (asked("priority", b'"\\ud800"'), "priority: "),
-    "half a pair in a name": (asked("\\\\ud800", b"1"), "is not a known field"),
+    "half a pair for a number": (line_with("seed", b'"\\ud800"'), "seed: "),
+    "half a pair in a priority": (line_with("priority", b'"\\ud800"'), "priority: "),
+    "half a pair in a name": (line_with("\\\\ud800", b"1"), "is not a known field"),
     "a nest without an end": (b'{"prompt": ' + b"[" * 100_000, "line: is nested too deeply"),
     "a nest": (b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900), "prompt: [[[[["),
     "a nest as a schema": (
-        asked("structured_outputs", b'{"json": %s}' % (b'{"a":' * 900 + b"1" + b"}" * 900)),
+        line_with("structured_outputs", b'{"json": %s}' % (b'{"a":' * 900 + b"1" + b"}" * 900)),
         "",
     ),
     "no UTF-8": (b'{"prompt": "\xff"}', "line: is not UTF-8 (invalid start byte at byte 12)"),
@@ -50,30 +54,33 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "NUL alone": (b"\0", "line: is not JSON"),
     "two objects": (GOOD + GOOD, "line: is not JSON"),
     "cut short": (GOOD[:-5], "line: is not JSON"),
-    "many digits": (asked("seed", b"9" * 5000), "line: is not JSON"),
-    "a huge seed": (asked("seed", HUGE), "seed: 999"),
-    "a huge length": (asked("max_tokens", HUGE), "max_tokens: 999"),
-    "a length beyond int32": (asked("max_tokens", b"2147483648"), "max_tokens: 2147483648"),
-    "a huge top_k": (asked("top_k", HUGE), "top_k: 999"),
-    "a huge lookahead": (asked("max_lookahead", HUGE), "max_lookahead: 999"),
-    "a huge n": (asked("n", b"1000000000"), "n: 1000000000 is not allowed"),
-    "a huge priority": (asked("priority", HUGE), "priority: 999"),
-    "a huge temperature": (asked("temperature", HUGE), "temperature: 999"),
+    "many digits": (line_with("seed", b"9" * 5000), "line: is not JSON"),
+    "a huge seed": (line_with("seed", HUGE), "seed: 999"),
+    "a huge length": (line_with("max_tokens", HUGE), "max_tokens: 999"),
+    "a length beyond int32": (line_with("max_tokens", b"2147483648"), "max_tokens: 2147483648"),
+    "a huge top_k": (line_with("top_k", HUGE), "top_k: 999"),
+    "a huge lookahead": (line_with("max_lookahead", HUGE), "max_lookahead: 999"),
+    "a huge n": (line_with("n", b"1000000000"), "n: 1000000000 is not allowed"),
+    "a huge priority": (line_with("priority", HUGE), "priority: 999"),
+    "a huge temperature": (line_with("temperature", HUGE), "temperature: 999"),
     "a huge token id": (b'{"prompt": [%s]}' % HUGE, "prompt: "),
-    "a huge id of a bias": (asked("logit_bias", b'{"%s": 1}' % HUGE), "logit_bias: "),
-    "infinity": (asked("temperature", b"1e999"), "temperature: inf"),
-    "NaN": (asked("top_p", b"NaN"), "top_p: nan"),
-    "another type": (asked("stop", b"{}"), "stop: {} is not allowed"),
-    "a number for an id": (asked("id", b"7"), "id: 7 is not allowed"),
-    "a long unknown name": (asked("a" * 100_000, b"1"), "aaaa"),
+    "a huge id of a bias": (line_with("logit_bias", b'{"%s": 1}' % HUGE), "logit_bias: "),
+    "infinity": (line_with("temperature", b"1e999"), "temperature: inf"),
+    "NaN": (line_with("top_p", b"NaN"), "top_p: nan"),
+    "another type": (line_with("stop", b"{}"), "stop: {} is not allowed"),
+    "a number for an id": (line_with("id", b"7"), "id: 7 is not allowed"),
+    "a long unknown name": (line_with("a" * 100_000, b"1"), "aaaa"),
     "a long prompt": (b'{"prompt": "%s"}' % (b"ab" * 4_000_000), "8000000 characters cannot fit"),
-    "a long value": (asked("id", b"[%s]" % (b"1," * 10**6 + b"1")), "id: [1, 1, "),
-    "a long list": (asked("banned_token_ids", b"[%s]" % (b"1," * 10**5 + b"1")), "has 100001 ids"),
+    "a long value": (line_with("id", b"[%s]" % (b"1," * 10**6 + b"1")), "id: [1, 1, "),
+    "a long list": (
+        line_with("banned_token_ids", b"[%s]" % (b"1," * 10**5 + b"1")),
+        "has 100001 ids",
+    ),
 }
 
 
 def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[dict[str, Any]]:
-    """The results by index."""
+    """Return a function that gives the results by index."""
     (folder / "in.jsonl").write_bytes(content)
     output = folder / "out.jsonl"
     run = cbatch("generate", "--input", folder / "in.jsonl", "--output", output, *more)
@@ -93,7 +100,7 @@ def test_a_bad_line_alone_ends_with_an_error(cbatch: Command, tmp_path: Path, na
 
 
 def test_all_bad_lines_at_once_and_again(cbatch: Command, tmp_path: Path) -> None:
-    """What ends no line by itself may end it in company, or when the run is continued."""
+    """A line without an error of its own must not fail in company, or when the run is continued."""
     lines = [GOOD, *(line for line, _ in BAD_LINES.values()), GOOD]
     content = b"\r\n".join(lines)
     rows = generate(cbatch, tmp_path, content)
@@ -107,20 +114,20 @@ def test_all_bad_lines_at_once_and_again(cbatch: Command, tmp_path: Path) -> Non
 def test_marks_and_ends_of_lines_are_no_part_of_them(
     cbatch: Command, tmp_path: Path, end: bytes
 ) -> None:
-    """A byte order mark also where files were joined."""
+    """A byte order mark is removed, also where files were joined."""
     mark = b"\xef\xbb\xbf"
     rows = generate(cbatch, tmp_path, end.join((mark + GOOD, b" \t", mark + GOOD)))
     assert [len(row["choices"][0]["token_ids"]) for row in rows] == [4, 4]
     (tmp_path / "in.txt").write_bytes(end.join((mark + b"one", b"", b"t\xffo", mark + b"three")))
     run = cbatch("generate", "--input", tmp_path / "in.txt", "--max-tokens", 3)
     *lines, _ = run.lines
-    told = {row["index"]: (row["prompt"], row["error"]) for row in lines}
-    assert told[0] == ("one", None) and told[2] == ("three", None)
-    assert told[1] == ("", "line 3: line: is not UTF-8 (invalid start byte at byte 1)")
+    results = {row["index"]: (row["prompt"], row["error"]) for row in lines}
+    assert results[0] == ("one", None) and results[2] == ("three", None)
+    assert results[1] == ("", "line 3: line: is not UTF-8 (invalid start byte at byte 1)")
 
 
 def test_an_argument_that_is_no_text_ends_alone(cbatch: Command) -> None:
-    """As Python hands on what a shell gives that is no UTF-8."""
+    """Python passes text of a shell that is not UTF-8 on as half surrogate pairs."""
     run = cbatch("generate", "def f():", "\udcff", "--max-tokens", 3)
     *lines, _ = run.lines
     good, bad = sorted(lines, key=lambda row: row["index"])

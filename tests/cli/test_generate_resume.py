@@ -1,4 +1,4 @@
-"""`cbatch generate --resume`: a run that was interrupted ends as one that was not."""
+"""`cbatch generate --resume`: an interrupted run ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NUM_LINES = 12
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     lines = [{"prompt": "def", "temperature": 1.0, "max_tokens": 8} for _ in range(NUM_LINES)]
-    lines[3]["seed"] = 5  # its own
+    lines[3]["seed"] = 5  # a seed of its own
     lines[7] |= {"stop": ["zz"], "banned_token_ids": [3, 4], "logit_bias": {"5": 1}}
-    lines[5]["colour"] = 1  # an error
+    lines[5]["colour"] = 1  # an unknown field
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
 def tokens_of(path: Path) -> dict[int, Any]:
-    """By index; every line is there once."""
+    """Return tokens by index; check that every line is there once."""
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     assert sorted(row["index"] for row in rows) == list(range(NUM_LINES))
     return {row["index"]: (row["seed"], row["choices"] and told(row)) for row in rows}
@@ -50,7 +50,7 @@ def reordered(lines: list[bytes]) -> list[bytes]:
 
 
 def failed(lines: list[bytes]) -> list[bytes]:
-    """As an engine that cannot be kept running answers."""
+    """Answer as an engine does that cannot be kept running."""
     row = json.loads(lines[4]) | {"choices": [], "error": "the executor failed 3 times in a row"}
     return [*lines[:4], json.dumps(row).encode() + b"\n", *lines[5:9]]
 
@@ -107,7 +107,7 @@ def test_seeds_depend_on_the_engines_seed_and_the_place_alone(
 
 
 def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path) -> None:
-    """Drafts are offered by prices that a clock measures: they must not move a token."""
+    """Measured prices decide which drafts are offered: they must not change a token."""
     source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(3)]
     line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
     source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A process of its own, stopped by real signals in the middle of its work, then resumed."""
+"""A process of its own is stopped by real signals in the middle of its work, then resumed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.cli.conftest import Run
 ROOT = Path(__file__).parent.parent.parent
 NUM_PROMPTS = 30
 
-# `cbatch` over an engine without a model, whose steps take a while, and later ones so long that
-# whoever waits for the first lines comes in time to stop it.
+# `cbatch` over an engine without a model. Its steps are slow, and later ones are so long that a
+# test that waits for the first lines can stop it in time.
 SLOW_CBATCH = """
 import signal, sys, time
 from cbatch.cli import generate
@@ -68,9 +68,9 @@ def test_a_stopped_run_is_resumed(
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.005)
         process.send_signal(stop_with)
-        told, _ = process.communicate(timeout=120)
+        errors, _ = process.communicate(timeout=120)
     if stop_with is signal.SIGINT:
-        assert process.returncode == 130 and "--resume" in told
+        assert process.returncode == 130 and "--resume" in errors
     before = lines_of(output)
     assert 4 <= len(before) < NUM_PROMPTS, "it must have been stopped in the middle"
     assert cbatch(*command, "--resume").status == 0

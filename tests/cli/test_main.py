@@ -1,4 +1,4 @@
-"""What all commands share: help, errors about what was typed, and what is left for programs."""
+"""Common behaviour of all commands: help, errors about arguments, and output for programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_help_loads_nothing_that_computes(words: tuple[str, ...]) -> None:
 
 
 def test_the_process_that_listens_never_imports_what_computes() -> None:
-    """It would double the start: the engine's process imports the same."""
+    """An import would double the start-up time: the engine's process imports the same."""
     code = (
         "import sys; from cbatch.cli.model_service import ModelParts\n"
         "from cbatch.cli.serve_settings import ServeSettings\n"

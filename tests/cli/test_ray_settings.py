@@ -1,4 +1,4 @@
-"""What replicas on Ray Serve are told, and what they refuse. None of it needs Ray."""
+"""Settings of replicas on Ray Serve, and settings that they refuse. No test needs Ray."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_numbers_of_replicas_and_of_calls_are_serves() -> None:
     assert scaled.target_ongoing_requests == 4
 
 
-def test_every_variable_that_is_set_is_told() -> None:
+def test_every_variable_that_is_set_is_listed() -> None:
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
     for name, value in ray_serve.ENVIRONMENT.items():
         assert f"`{name}={value}`" in text, name

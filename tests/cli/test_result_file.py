@@ -1,5 +1,5 @@
-"""The output of `cbatch generate` beside other runs, other programs and a full disk: nothing that
-was answered is lost, nothing is there twice."""
+"""The output of `cbatch generate` with other runs, other programs and a full disk: no answer is
+lost or written twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def line_of(job: Job, text: str = "x" * 200, error: str | None = None) -> dict[s
 
 
 def indices(path: Path) -> list[int]:
-    """Every line is whole."""
+    """Return the indices of the lines; each must be whole."""
     content = path.read_bytes()
     assert content == b"" or content.endswith(b"\n")
     return [json.loads(line)["index"] for line in content.splitlines()]
@@ -42,7 +42,7 @@ def indices(path: Path) -> list[int]:
 
 @contextlib.contextmanager
 def disk_of(size_bytes: int) -> Iterator[None]:
-    """As if no file could grow beyond."""
+    """Limit the size of any file, as a full disk would."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
     try:
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_when_failures_are_dropped_loses_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize("device", ["output", "stdout"])
-def test_a_device_that_is_full_is_told_in_a_line(
+def test_a_full_device_is_reported_in_a_line(
     cbatch: Command, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     if device == "output":
@@ -131,7 +131,7 @@ def test_two_runs_do_not_write_to_one_file(cbatch: Command, tmp_path: Path) -> N
 def test_a_file_that_another_run_replaced_meanwhile_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening and locking: what was opened is in no folder any more."""
+    """It happens between opening and locking: the opened file is in no folder any more."""
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
@@ -163,7 +163,7 @@ def removed(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """As an editor saves: another file, of the same size."""
+    """Replace a file by another of the same size, as an editor saves."""
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
     other.replace(path)
@@ -215,7 +215,7 @@ def test_a_file_that_was_changed_between_runs_is_refused_as_it_is(
     assert path.read_bytes() == before
 
 
-def test_a_file_that_cannot_be_there_is_told_before_a_model_loads(
+def test_a_file_that_cannot_be_there_is_reported_before_a_model_loads(
     cbatch: Command, tmp_path: Path
 ) -> None:
     for path in (tmp_path, tmp_path / "no" / "such.jsonl"):

@@ -32,25 +32,25 @@ ROOT = Path(__file__).parent.parent.parent
 def serve(
     *options: Any, environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """The process, where it serves, and what it told by then."""
+    """Start `cbatch serve`; yield the process, its address, and its output until then."""
     command = [sys.executable, "-m", "cbatch.cli.main", "serve", *map(str, options)]
     with subprocess.Popen(
         command, env=os.environ | environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stderr is not None
-            told = ""
-            while (where := re.search(r"http://127\.0\.0\.1:\d+", told)) is None:
+            log = ""
+            while (where := re.search(r"http://127\.0\.0\.1:\d+", log)) is None:
                 line = process.stderr.readline()
-                assert line, f"it ended: {told}"
-                told += line
-            yield process, where[0], told
+                assert line, f"it ended: {log}"
+                log += line
+            yield process, where[0], log
         finally:
             if process.poll() is None:
                 process.kill()
 
 
-def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_it_serves_the_demo_pair_until_it_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# of the web shop\nthird\n")
     (tmp_path / "serve.toml").write_text(
         f'num_blocks = 64\napi_key = ["none"]\napi_key_file = "{tmp_path / "keys"}"\n'
@@ -63,11 +63,11 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
         *("--config", tmp_path / "serve.toml"),
         *("--kv-events-config", json.dumps(events)),
         environment={"CBATCH_API_KEY": "first,second", "CBATCH_REQUEST_TIMEOUT": "3"},
-    ) as (process, where, told):
-        assert "row_invariant" in told and "KV: 64 blocks of 16 tokens" in told
-        assert "connections: 2 at most" in told
-        assert "lookahead off" in told and re.search(
-            r"weights: \d+ MiB; engine threads: \d+ of \d+\n", told
+    ) as (process, where, log):
+        assert "row_invariant" in log and "KV: 64 blocks of 16 tokens" in log
+        assert "connections: 2 at most" in log
+        assert "lookahead off" in log and re.search(
+            r"weights: \d+ MiB; engine threads: \d+ of \d+\n", log
         )
         body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
         texts = set()
@@ -100,12 +100,12 @@ def test_it_serves_the_demo_pair_until_it_is_told_to_stop(tmp_path: Path) -> Non
 def test_the_models_own_defaults_hold_for_calls_that_leave_a_field_out(tmp_path: Path) -> None:
     model = shutil.copytree(demo_paths()[0], tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 9}')
-    with serve(model, "--port", "0", environment={"CBATCH_LOOKAHEAD": "off"}) as (_, where, told):
-        assert "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 9" in told
+    with serve(model, "--port", "0", environment={"CBATCH_LOOKAHEAD": "off"}) as (_, where, log):
+        assert "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 9" in log
         texts = set()
-        for asked in ({}, {}, {"temperature": 0, "max_tokens": 9}):
+        for fields in ({}, {}, {"temperature": 0, "max_tokens": 9}):
             chat = {"messages": [{"role": "user", "content": "def add(a, b):"}]}
-            (choice,) = post(f"{where}/v1/chat/completions", chat | asked, "-")["choices"]
+            (choice,) = post(f"{where}/v1/chat/completions", chat | fields, "-")["choices"]
             texts.add(choice["message"]["content"])
         assert len(texts) == 1
 
@@ -131,8 +131,8 @@ def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
 
 
 @pytest.mark.parametrize("files", [8, 64, 256])
-def test_too_few_open_files_are_told_in_a_line(files: int) -> None:
-    """Of a process that starts with them: an event loop takes some before anything is checked."""
+def test_too_few_open_files_are_reported_in_a_line(files: int) -> None:
+    """The process starts with too few: an event loop takes some before anything is checked."""
     command = f"ulimit -n {files}; exec {sys.executable} -m cbatch.cli.main serve --port 0"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

@@ -1,4 +1,4 @@
-"""Where settings come from, which count, and how a wrong one is told."""
+"""Sources of settings, their order, and errors about wrong ones."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def read(
 def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Path) -> None:
     variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram", "CBATCH_OVERLAP": "1"}
     settings = read(tmp_path, FILE, variables, "--drafter", "suffix", "DIR", "--ageing", "0.5")
-    found = settings.values
-    engine = found.engine
-    assert (engine.max_num_seqs, found.port, engine.drafter) == (5, 8, ("suffix",))
+    values = settings.values
+    engine = values.engine
+    assert (engine.max_num_seqs, values.port, engine.drafter) == (5, 8, ("suffix",))
     assert (
         not engine.enable_prefix_caching
         and engine.overlap == 1
-        and found.limits.queue_timeout_s == 2.0
+        and values.limits.queue_timeout_s == 2.0
     )
-    assert (found.model, engine.ageing_per_s, found.host) == ("DIR", 0.5, "127.0.0.1")
+    assert (values.model, engine.ageing_per_s, values.host) == ("DIR", 0.5, "127.0.0.1")
     origins = [settings.origin(name) for name in ("drafter", "port", "max_num_seqs", "host")]
     assert origins == [
         "--drafter",
@@ -60,7 +60,8 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
 def test_how_calls_sample_is_the_servers_setting_alone(
     cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other commands say it by their own flags, so the model's defaults stay out of them."""
+    """Other commands have flags of their own for it, so the model's defaults do not apply to
+    them."""
     given: list[EngineOptions] = []
 
     def load(model: Any, draft: Any, options: EngineOptions) -> Any:
@@ -72,13 +73,13 @@ def test_how_calls_sample_is_the_servers_setting_alone(
     assert refused.err == "cbatch: --tp: is refused here; leave it out\n"
     assert given == [EngineOptions(generation_config="none", tensor_parallel_size=2)]
     flags = ("--generation-config", "none")
-    for text, variables, given, found in (
+    for text, variables, given, setting in (
         ("", {}, (), "auto"),
         ("", {}, flags, "none"),
         ('generation_config = "none"', {}, (), "none"),
         ('generation_config = "none"', {"CBATCH_GENERATION_CONFIG": "auto"}, (), "auto"),
     ):
-        assert read(tmp_path, text, variables, *given).values.generation_config == found
+        assert read(tmp_path, text, variables, *given).values.generation_config == setting
     with pytest.raises(SystemExit):
         read(tmp_path, "", {}, "--generation-config", "vllm")
     variables = {"CBATCH_GENERATION_CONFIG": "vllm"}
@@ -87,9 +88,9 @@ def test_how_calls_sample_is_the_servers_setting_alone(
 
 
 def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
-    found = ServeSettings()
-    assert read_settings(ServeSettings, arguments()).values == found
-    assert (found.engine, found.limits) == (EngineOptions(), Limits())
+    values = ServeSettings()
+    assert read_settings(ServeSettings, arguments()).values == values
+    assert (values.engine, values.limits) == (EngineOptions(), Limits())
     changed = arguments("--max-num-seqs", "3", "--kv-memory", "0.5", "--no-prefix-cache")
     options = read_settings(ServeSettings, changed).values.engine
     assert (options.max_num_seqs, options.kv_memory_bytes, options.enable_prefix_caching) == (
@@ -114,7 +115,7 @@ def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
         ("", {}, ("--grace", "-1"), "--grace", "-1"),
     ],
 )
-def test_what_is_wrong_is_told_with_where_it_stands(
+def test_a_wrong_setting_is_named_with_its_place(
     tmp_path: Path,
     text: str,
     variables: dict[str, str],
@@ -142,25 +143,25 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
     assert settings.named(FieldError("lookahead.k", "x", "y")).field == "--lookahead"
 
 
-def test_variables_that_nobody_reads_are_found_but_for_those_of_kubernetes(tmp_path: Path) -> None:
+def test_unknown_variables_are_named_except_those_of_kubernetes(tmp_path: Path) -> None:
     cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
     cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
-    found = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
-    assert unknown_variables(found, ServeSettings) == ["CBATCH_MAX_SLOT"]
+    variables = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
+    assert unknown_variables(variables, ServeSettings) == ["CBATCH_MAX_SLOT"]
     assert read(tmp_path, "", cluster).values.port == 8000
 
 
 def test_errors_at_start_say_what_to_do(
     cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of these starts an engine."""
+    """No case starts an engine."""
     started: list[Any] = []
     monkeypatch.setattr("cbatch.process.server.EngineProcess.__init__", started.append)
     (tmp_path / "notes").write_text("mine")
     on = '"enable_kv_cache_events": true'
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for flags, told in (
+        for flags, message in (
             (("--port", port), f"--port: {port} is taken; stop what listens there"),
             (("--host", "203.0.113.7"), "--host: '203.0.113.7' cannot be bound"),
             ((str(tmp_path),), "MODEL: "),
@@ -188,7 +189,7 @@ def test_errors_at_start_say_what_to_do(
             (("--max-connections", 0), "--max-connections: 0 is not allowed"),
         ):
             run = cbatch("serve", *flags)
-            assert run.status == 2 and told in run.err, run.err
+            assert run.status == 2 and message in run.err, run.err
     run = cbatch("serve", tmp_path)
     assert "has no config.json; name a Hugging Face model directory" in run.err
     assert not started

@@ -34,20 +34,24 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path) -> None:
-    """50 ms of service every 0.5 s: 10 times the rate."""
+    """Service takes 50 ms every 0.5 s: the capacity is 10 times the rate."""
     out = trace.parent / "capacity.json"
     run = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=0.05", "--json", out)
     assert run.status == 0, run.err
-    (found,) = json.loads(out.read_bytes())
-    assert run.lines[-1] == {"scenarios": [found]}
-    assert found["best"]["rate"] * 1.02 >= 10 and found["best"]["rate"] <= 10 * 1.01
-    assert found["best"]["arrivals_per_s"] == pytest.approx(found["best"]["rate"] * 2)
-    assert f"capacity: {found['best']['rate']:.4g} times the rate" in run.out
-    assert found["best"]["rounds"] == 8 and "the trace is short: it was served 8 times" in run.out
+    (scenario,) = json.loads(out.read_bytes())
+    assert run.lines[-1] == {"scenarios": [scenario]}
+    assert scenario["best"]["rate"] * 1.02 >= 10 and scenario["best"]["rate"] <= 10 * 1.01
+    assert scenario["best"]["arrivals_per_s"] == pytest.approx(scenario["best"]["rate"] * 2)
+    assert f"capacity: {scenario['best']['rate']:.4g} times the rate" in run.out
+    assert (
+        scenario["best"]["rounds"] == 8 and "the trace is short: it was served 8 times" in run.out
+    )
     table = run.out.rpartition("{")[0]
-    assert len(re.findall(r"meets *\n", table)) == sum(one["meets"] for one in found["tried"])
-    assert len(re.findall(r"fails *\n", table)) == sum(not one["meets"] for one in found["tried"])
-    assert found["settings"]["max_num_seqs"] == 1 and found["level"]["percentile"] == 99
+    assert len(re.findall(r"meets *\n", table)) == sum(one["meets"] for one in scenario["tried"])
+    assert len(re.findall(r"fails *\n", table)) == sum(
+        not one["meets"] for one in scenario["tried"]
+    )
+    assert scenario["settings"]["max_num_seqs"] == 1 and scenario["level"]["percentile"] == 99
 
 
 SESSIONS = ("--turns", "fixed:3", "--think", 0.3)
@@ -64,7 +68,7 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
     engine += ("--rates", "8:128")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
-    found = []
+    rates = []
     for count in counts:
         path = tmp_path / f"{count}.jsonl"
         made = cbatch("trace", "generate", path, *law, "--seed", 3, *more, count)
@@ -73,13 +77,13 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
         run = cbatch("sim", "capacity", path, *engine, *slo)
         (document,) = run.lines[-1]["scenarios"]
         assert document["ends"] == "between", run.out
-        found.append(document["best"]["arrivals_per_s"])
-    assert all(32 < per_s < 44 for per_s in found) and max(found) < 1.15 * min(found), found
+        rates.append(document["best"]["arrivals_per_s"])
+    assert all(32 < per_s < 44 for per_s in rates) and max(rates) < 1.15 * min(rates), rates
 
 
 def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: Path) -> None:
-    """An engine without an end to its slots: nothing is known of what is under way for longer than
-    10,000 requests last."""
+    """The engine has unlimited slots: behaviour beyond the time that 10,000 requests last is
+    unknown."""
     path = tmp_path / "long.jsonl"
     requests = [
         TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)
@@ -97,11 +101,11 @@ def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> 
         "sim", "capacity", trace, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
     )  # fmt: skip
     assert run.status == 0, run.err
-    fast, slow = (found["best"]["rate"] for found in run.lines[-1]["scenarios"])
+    fast, slow = (scenario["best"]["rate"] for scenario in run.lines[-1]["scenarios"])
     assert fast > 1.5 * slow and "step-seconds 0.02" in run.out
 
 
-def test_ends_of_the_range_are_told(cbatch: Command, trace: Path) -> None:
+def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
     low = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "tpot=0.001")
     assert low.status == 0 and "even 0.01562 times the rate fails" in low.out
     high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "1:4")

@@ -1,4 +1,4 @@
-"""`cbatch sim --sweep`: every row is the run that its values alone would make."""
+"""`cbatch sim --sweep`: every row equals the run of its values alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_rows_are_the_runs_that_their_values_make(cbatch: Command, trace: Path) -> None:
-    """Over numbers, a policy that needs a draft and one that does not, and a switch; in processes
-    of their own and in one, and each alone."""
+    """Sweep numbers, a policy that needs a draft and one that does not, and a switch. Run in
+    several processes, in one, and each row alone."""
     drafts = ("--draft-model", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
     sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-num-seqs=2,8")
     files = [trace.parent / f"{i}.json" for i in range(2)]
@@ -129,7 +129,7 @@ def test_bad_sweeps_are_refused_before_anything_runs(
     assert not out.exists()
 
 
-def test_an_error_in_another_process_is_told_as_it_was(cbatch: Command, tmp_path: Path) -> None:
+def test_an_error_in_another_process_is_reported_as_it_was(cbatch: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1,2,3\n2,2,2\n3,x,3\n")
     run = cbatch("sim", path, *CONSTANT, "--sweep", "max-num-seqs=2,3", "--processes", 2)

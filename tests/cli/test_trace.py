@@ -194,20 +194,20 @@ def test_the_pool_is_a_devices_or_a_recorded_runs(
     cbatch: Command, trace: Path, tmp_path: Path
 ) -> None:
     card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
-    found = cbatch("sim", trace, *card).lines[-1]["settings"]
-    assert found["num_blocks"] == pytest.approx(2588, rel=0.03), "as vLLM 0.19 had on one"
-    assert (found["pool"], found["memory_share"]) == ("vllm-0.19", 0.9)
+    settings = cbatch("sim", trace, *card).lines[-1]["settings"]
+    assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as vLLM 0.19 had on one"
+    assert (settings["pool"], settings["memory_share"]) == ("vllm-0.19", 0.9)
     longer = cbatch("sim", trace, *card, "--step-budget", 32768).lines[-1]["settings"]
-    assert longer["num_blocks"] < 0.6 * found["num_blocks"], "its largest step takes more"
+    assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "its largest step takes more"
     log = tmp_path / "vllm.log"
     log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
     for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-len", 9000)):
-        found = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
-        assert (found["num_blocks"], found["pool"]) == (2588, "vllm.log")
+        settings = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
+        assert (settings["num_blocks"], settings["pool"]) == (2588, "vllm.log")
 
 
 def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
-    """What an engine recorded comes back: arrivals, lengths, outputs, and shared prefixes."""
+    """An engine's log gives back arrivals, lengths, outputs, and shared prefixes."""
     path = tmp_path / "steps.jsonl"
     with StepRecorder(path) as log:
         world = World(make_config(eos_ids=(3,)), log=log)
@@ -221,19 +221,19 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
     assert cbatch("trace", "show", path).lines[-1]["format"] == "cbatch-step-log"
     out = tmp_path / "requests.jsonl"
     assert cbatch("trace", "convert", path, out).status == 0
-    found = list(Trace(out))
+    requests = list(Trace(out))
     kept = [name for name in world.requests if lengths[name]]
-    assert [r.output_tokens for r in found] == [lengths[name] for name in kept]
-    assert [r.prompt_tokens for r in found] == [len(world.requests[n].prompt) for n in kept]
-    assert {r.hash_ids for r in found[1::2]} == {found[1].hash_ids}
-    assert len(found) == 11 and found[-1].arrival_s > 0
+    assert [r.output_tokens for r in requests] == [lengths[name] for name in kept]
+    assert [r.prompt_tokens for r in requests] == [len(world.requests[n].prompt) for n in kept]
+    assert {r.hash_ids for r in requests[1::2]} == {requests[1].hash_ids}
+    assert len(requests) == 11 and requests[-1].arrival_s > 0
     assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
     refused = cbatch("trace", "show", path, "--skip-empty")
     assert refused.status == 2 and "--skip-empty" in refused.err
 
 
 def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
-    """The rules that no option names, as the simulated engine has them."""
+    """Return the rules that no option names, as the simulated engine has them."""
     parser = argparse.ArgumentParser()
     add_flags(parser, Scenario)
     args = parser.parse_args([str(path), "--step-seconds", "0.01", *argv])
@@ -242,8 +242,8 @@ def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
 
 
 def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path) -> None:
-    """Without a size on the command line, as its engine was; with one, as it says. The pool of a
-    device is its own."""
+    """Without a size on the command line the log's applies; with one, the command line's. The pool
+    of a device is its own."""
     path = tmp_path / "steps.jsonl"
     rules = {"queue_policy": "shortest", "ageing_per_s": 7.0, "decode_reserve_tokens": 3}
     config = make_config(max_num_seqs=3, enable_prefix_caching=False, **rules)
@@ -259,11 +259,11 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
         assert run.status == 0, run.err
         return run.lines[-1]["settings"]
 
-    found = settings(*constant)
+    values = settings(*constant)
     fields = ("num_blocks", "block_size", "max_num_seqs", "max_model_len")
     for field in (*fields, "max_num_batched_tokens", "queue_policy", "enable_prefix_caching"):
-        assert found[field] == getattr(config, field), field
-    assert len(found["as_recorded"]) == 8
+        assert values[field] == getattr(config, field), field
+    assert len(values["as_recorded"]) == 8
     changed = settings(*constant, "--max-num-seqs", 2, "--prefix-cache", "--queue-policy", "fcfs")
     assert [changed[f] for f in ("max_num_seqs", "enable_prefix_caching", "queue_policy")] == [
         2,
@@ -289,9 +289,9 @@ def test_the_header_says_what_is_simulated(cbatch: Command, trace: Path, calibra
     assert "gpu L4, model llama-3.2-1b, tensor parallel size 1" in cbatch("sim", trace, *one).out
     assert "simulated: cost constant, step duration s 0.01" in cbatch("sim", trace, *SMALL).out
     sizes = ("--num-blocks", 80, "--max-model-len", 160, "--max-num-seqs", 2)
-    found = cbatch("sim", trace, "--cost", calibration, *sizes).out
+    output = cbatch("sim", trace, "--cost", calibration, *sizes).out
     cpu = json.loads(calibration.read_bytes())["machine"]["cpu"]
-    assert f"simulated: cost calibrated, machine {cpu}, model " in found
+    assert f"simulated: cost calibrated, machine {cpu}, model " in output
     swept = ("--sweep", "gpu=L4,H100", "--sweep", "requests=2,3", "--processes", 1)
     both = "gpu L4, model llama-3.1-8b, tensor parallel size 1; cost roofline, gpu H100"
     assert both in cbatch("sim", trace, *swept).out
@@ -324,20 +324,20 @@ def test_blocks_and_stamps_of_other_writers(cbatch: Command, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `cbatch calibrate` writes of a few steps of the demo pair."""
+    """Return the file that `cbatch calibrate` writes of a few steps of the demo pair."""
     from cbatch.cli.main import main
 
     path = tmp_path_factory.mktemp("calibration") / "cost.json"
     sizes = ["--max-num-seqs", "2", "--num-blocks", "80", "--max-model-len", "160"]
-    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would time prices
+    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would measure prices
     assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
     return path
 
 
 def test_sim_by_calibration(cbatch: Command, trace: Path, calibration: Path) -> None:
-    found = json.loads(calibration.read_bytes())
-    assert found["engine"]["max_num_seqs"] == found["max_rows"] == 2
-    assert found["held_out"]["steps"] > 0 and found["profile"] is None
+    document = json.loads(calibration.read_bytes())
+    assert document["engine"]["max_num_seqs"] == document["max_rows"] == 2
+    assert document["held_out"]["steps"] > 0 and document["profile"] is None
     run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "goodput", "--requests", 4)
     last = run.lines[-1]
     settings = last["settings"]

@@ -1,4 +1,5 @@
-"""`cbatch trace generate` writes what `sim.workload.generate` makes, and what the readers know."""
+"""`cbatch trace generate` writes what `sim.workload.generate` makes, in a form that readers
+accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output that nobody reads to its end, as of `cbatch ... | head`."""
+"""Output whose reader leaves early, as in `cbatch ... | head`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CBATCH = "import sys; from cbatch.cli import main; sys.exit(main.main(sys.argv[1
 
 
 def run_unread(code: str, *command: str) -> tuple[int, str]:
-    """Exit status and what was told on stderr, if the reader leaves before the first byte."""
+    """Return the exit status and stderr if the reader leaves before the first byte."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command],
         cwd=ROOT,
@@ -25,16 +25,16 @@ def run_unread(code: str, *command: str) -> tuple[int, str]:
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    told = process.stderr.read().decode()
+    errors = process.stderr.read().decode()
     process.stderr.close()
-    return process.wait(timeout=60), told
+    return process.wait(timeout=60), errors
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ("sim", "TRACE", "--gpu", "H100"),  # a table of rich's, then a line
-        ("trace", "convert", "TRACE", "OUT"),  # a line alone, at the very end
+        ("sim", "TRACE", "--gpu", "H100"),  # a table by rich, then a line
+        ("trace", "convert", "TRACE", "OUT"),  # a single line, at the very end
     ],
 )
 def test_commands_end_quietly(command: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Late kernels of an engine without a device, whose child processes end when a test says so."""
+"""Late kernels of an engine without a device; their compiling processes end when a test says so."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _KERNELS = {SHAPED: "shape_kernel", BLOCKS: "coins_kernel"}
 _MODULES = {SHAPED: "sampling.shape", BLOCKS: "verification.block_kernel"}
 
 
-class Held(NamedTuple):
-    """`kernels` whose processes end once `end` lets them."""
+class HeldKernels(NamedTuple):
+    """`kernels`, with compiling processes that end when `end` is called."""
 
     kernels: LateKernels
     folder: Path
@@ -40,7 +40,7 @@ class Held(NamedTuple):
         part.rename(self.folder / _KERNELS[group])
 
     def end_all(self) -> None:
-        """Wait until no process is left."""
+        """End all processes and wait for them."""
         for group in self.kernels.pending:
             self.end(group)
         while self.kernels._running:
@@ -48,13 +48,13 @@ class Held(NamedTuple):
             self.kernels.pending  # noqa: B018
 
 
-def held(folder: Path, patch: pytest.MonkeyPatch) -> Held:
+def held_kernels(folder: Path, patch: pytest.MonkeyPatch) -> HeldKernels:
     patch.setattr(ahead, "COMMAND", (sys.executable, "-c", _CHILD, str(folder)))
     patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-    found = {}
+    specialisations = {}
     for group, name in _KERNELS.items():
         module = f"triton_kernels.{_MODULES[group]}"
-        found[frozenset((group,))] = {
+        specialisations[frozenset((group,))] = {
             name: Specialisation(module, name, {}, {}, {}, {}, TARGETS["sm_90"])
         }
-    return Held(LateKernels(found), folder)
+    return HeldKernels(LateKernels(specialisations), folder)

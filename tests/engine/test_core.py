@@ -1,4 +1,4 @@
-"""The core of an engine: what enters, what a step brings, and the one end of each request."""
+"""The core of an engine: requests enter, steps return rows, and each request ends once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.core import EngineCore, StepOutput
 from cbatch.runtime.gpu.late import BLOCKS, SHAPED
-from tests.engine.late import held
+from tests.engine.late import held_kernels
 from tests.helpers import make_request
 from tests.toy_engine import make_engine
 
@@ -80,7 +80,7 @@ def test_requests_that_can_neither_run_nor_end_are_an_error(
 def test_of_choices_that_wait_for_kernels_none_stays_where_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = held(tmp_path, monkeypatch)
+    late = held_kernels(tmp_path, monkeypatch)
     engine = make_engine(late=late.kernels)
     add = engine.core.add
 

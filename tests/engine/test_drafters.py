@@ -1,4 +1,4 @@
-"""Who drafts, chosen when an engine is loaded and by each request."""
+"""The drafter, chosen when an engine is loaded and by each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from tests.test_llm import PROMPTS, make, write_model
 
 REPEATING = [prompt * 4 for prompt in PROMPTS]
-# So small a model says one token for ever, unless it is kept from it a little.
+# So small a model repeats one token for ever without a slight penalty.
 FREE = {"max_tokens": 48, "ignore_eos": True}
 GREEDY = SamplingParams(temperature=0, frequency_penalty=0.05, **FREE)
 COUPLED = SamplingParams(temperature=0.1, top_k=4, seed=5, **FREE)
@@ -58,19 +58,19 @@ def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options
 
 
 def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
-    """Its prices are measured too, and are those of the lookup itself: it has no passes that follow
-    one another, so a deeper draft costs it hardly more."""
+    """Its prices are measured too, and are those of the lookup itself. A lookup has no sequential
+    passes, so a deeper draft costs it hardly more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     llm = make(pair, draft=False, drafter=("ngram",), lookahead="adaptive:4")
-    # Whether drafts pay is the machine's to say: where a step is short none does.
+    # Whether drafts pay depends on the machine: where a step is short none does.
     assert tokens(llm, GREEDY) == plain[0]
     model = make(pair, lookahead="adaptive:4")
     profiles: list[CostProfile] = []
-    for each in (llm, model):
-        profile = each.engine.scheduler.config.cost_profile
+    for loaded in (llm, model):
+        profile = loaded.engine.scheduler.config.cost_profile
         assert profile is not None
         profiles.append(profile)
-    # Of a step in which a row drafts one token, and eight.
+    # Cost of drafting in a step in which a row drafts one token, and eight.
     (one, eight), (model_one, model_eight) = (
         [p.draft_setup_s + k * (p.draft_pass_s + p.draft_token_s) for k in (1, 8)] for p in profiles
     )
@@ -89,7 +89,7 @@ def test_each_request_may_choose(pair, plain):
     assert done.speculation.drafted_tokens == 0
 
 
-def test_lookups_beside_a_draft_are_held_without_being_asked_for(pair, plain):
+def test_lookups_are_loaded_with_a_draft_model_without_an_option(pair, plain):
     llm = make(pair, lookahead="fixed:3")
     assert llm.info.drafter == ("model",)
     params = msgspec.structs.replace(GREEDY, drafter=("suffix",))
@@ -97,7 +97,7 @@ def test_lookups_beside_a_draft_are_held_without_being_asked_for(pair, plain):
     assert llm.engine.stats.speculation.accepted_tokens > 20
 
 
-def test_without_drafters_nobody_drafts_and_a_request_is_told_so(pair):
+def test_without_drafters_a_request_for_one_is_refused(pair):
     llm = make(pair, draft=False)
     assert llm.engine.core.drafters == llm.info.drafter == ()
     (done,) = llm.generate("abc", SamplingParams(drafter=("ngram",)))

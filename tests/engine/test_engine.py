@@ -11,7 +11,8 @@ PROMPT = "def add(a, b):"
 
 
 def run(engine: Engine) -> tuple[dict[tuple[str, int], Choice], list[Output]]:
-    """Every choice by (request, index), and all outputs; each choice ends exactly once."""
+    """Return every choice by (request, index), and all outputs; check that each choice ends exactly
+    once."""
     outputs: list[Output] = []
     for _ in range(2000):
         if not engine.has_work:
@@ -47,7 +48,7 @@ def test_streamed_pieces_add_up_to_the_choice(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("lookahead", ["off", "fixed:1", "fixed:4", "fixed:8"])
-def test_a_stop_string_cuts_text_and_tokens_alike_at_any_lookahead(
+def test_a_stop_string_cuts_text_and_tokens_at_the_same_place_at_any_lookahead(
     lookahead: str, depth: int
 ) -> None:
     for seed in range(6):

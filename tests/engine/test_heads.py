@@ -1,4 +1,5 @@
-"""Heads in an engine: the shipped one drafts; those that guess, or do not fit, are refused."""
+"""Heads in an engine: the shipped one drafts; a head that guesses at random or does not fit is
+refused."""
 
 from __future__ import annotations
 
@@ -32,22 +33,22 @@ from tests.runtime.test_eagle import Cold
 TARGET = demo_paths()[0]
 SMOLLM2_HEAD = Path(tools.heads.__file__).parent / "smollm2"
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-ASKED = demo_prompts()[:6]
+PROMPTS = demo_prompts()[:6]
 
 
 @needs_compiler
 def test_the_shipped_head_drafts_and_changes_no_text(caplog):
-    """As well after a prefix hit as cold."""
+    """This holds after a prefix hit, too."""
     caplog.set_level("INFO", logger="cbatch")
-    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(ASKED, GREEDY)
+    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
     llm = LLM(TARGET, demo_head(), lookahead="fixed:3", max_num_seqs=6)
     assert "eagle3 head that reads what comes into layers 2, 6, 9" in caplog.text
-    cold = llm.generate(ASKED, GREEDY)
+    cold = llm.generate(PROMPTS, GREEDY)
     assert llm.engine.scheduler.stats.prefix_hit_tokens == 0
-    again = llm.generate(ASKED, GREEDY)
+    again = llm.generate(PROMPTS, GREEDY)
     assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
-    for found in (cold, again):
-        assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    for completions in (cold, again):
+        assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     for first, second in zip(cold, again, strict=True):
         assert first.speculation.accepted_tokens == second.speculation.accepted_tokens
     total = llm.engine.stats.speculation
@@ -66,7 +67,8 @@ def test_a_head_that_only_guesses_is_refused(tmp_path):
 
 
 def medusa(folder: Path, scale: float) -> Path:
-    """Two heads; with a `scale` of 0 each says what the model says of the token before."""
+    """Write a folder of two Medusa heads. With a `scale` of 0 each predicts what the model predicts
+    from the token before."""
     g = torch.Generator().manual_seed(0)
     blocks = [torch.randn(256, 256, generator=g) * scale for _ in range(2)]
     folder.mkdir()
@@ -85,13 +87,14 @@ def test_medusa_heads_that_only_guess_are_refused(scale, tmp_path):
 
 
 def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeypatch):
-    """Untrained ones, which their self-test would refuse: hardly a draft of theirs stands."""
+    """The heads are untrained: hardly a draft of theirs is accepted, and their self-test would
+    refuse them."""
     monkeypatch.setattr(self_test.Tested, "guesses", False)
-    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(ASKED, GREEDY)
+    plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
     llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
     for _ in range(2):  # cold, then on prefix hits
-        found = llm.generate(ASKED, GREEDY)
-        assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+        completions = llm.generate(PROMPTS, GREEDY)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     stats = llm.engine.stats.speculation
     assert stats.drafted_tokens > 0 and stats.rejections > 0
     assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
@@ -99,7 +102,7 @@ def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeyp
 
 @needs_compiler
 def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
-    """A file that does not say whether the residual is normed, and a first guess that is wrong."""
+    """The file does not say whether the residual is normed, and the first guess is wrong."""
     target = load_model(TARGET)
     right = read_head(demo_head(), target.config)[0]
     wrong = structs.replace(right, norm_before_residual=True)
@@ -115,8 +118,8 @@ def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
 
 @needs_compiler
 @torch.inference_mode()
-def test_beside_block_weights_a_head_is_rounded_to_them(tmp_path):
-    """Its drafts are nearly those of what it was, from half the bytes."""
+def test_a_head_of_a_model_in_blocks_is_rounded_to_blocks(tmp_path):
+    """Its drafts stay nearly the same, from half the bytes."""
     values, tensors = convert(TARGET, Q8_0)
     path = tmp_path / "target.gguf"
     path.write_bytes(gguf_bytes(values, tensors))
@@ -130,15 +133,15 @@ def test_beside_block_weights_a_head_is_rounded_to_them(tmp_path):
     plain.keep_hidden(whole.head.hidden_layers)
     hidden = plain.room_for_hidden(len(tokens))
     plain.forward(Cold.batch(tokens), KVCache(plain.config, 64, 4, plain.dtype, "cpu"), hidden)
-    found = [
+    heads = [
         each.first_logits(
             Cold.batch(tokens), KVCache(each.config, 64, 4, each.dtype, "cpu"), hidden
         )[1:, each.vocabulary]
         for each in (whole, rounded)
     ]
-    assert not torch.equal(*found)
-    assert (found[0] - found[1]).abs().mean() < 0.1 * found[0].std()
-    assert (found[0].argmax(-1) == found[1].argmax(-1)).float().mean() > 0.9
+    assert not torch.equal(*heads)
+    assert (heads[0] - heads[1]).abs().mean() < 0.1 * heads[0].std()
+    assert (heads[0].argmax(-1) == heads[1].argmax(-1)).float().mean() > 0.9
 
 
 def test_a_head_of_another_model_is_refused_before_anything_loads(tmp_path):
@@ -161,9 +164,9 @@ def test_the_head_of_smollm2_drafts_and_changes_no_text():
     ]
     template = chat_template_of("smollm2")
     assert template is not None
-    asked = [template.render(each) for each in questions]
-    plain = LLM("smollm2", lookahead="off", max_num_seqs=2).generate(asked, GREEDY)
+    prompts = [template.render(each) for each in questions]
+    plain = LLM("smollm2", lookahead="off", max_num_seqs=2).generate(prompts, GREEDY)
     llm = LLM("smollm2", SMOLLM2_HEAD, lookahead="fixed:2", max_num_seqs=2)
-    found = llm.generate(asked, GREEDY)
-    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    completions = llm.generate(prompts, GREEDY)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     assert llm.engine.stats.speculation.accepted_tokens > 10

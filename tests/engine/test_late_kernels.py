@@ -1,4 +1,4 @@
-"""Requests that need kernels that are still being compiled wait for them; others do not."""
+"""Requests wait for kernels that are still being compiled only if they need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED
 from cbatch.text.outputs import Choice
-from tests.engine.late import Held, held
+from tests.engine.late import HeldKernels, held_kernels
 from tests.toy_engine import make_engine
 
 PROMPT = "def add(a, b):"
@@ -28,8 +28,8 @@ WAITS = {SHAPED: {"shaped", "both"}, BLOCKS: {"blocks", "both"}}
 
 
 @pytest.fixture
-def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    made = held(tmp_path, monkeypatch)
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldKernels]:
+    made = held_kernels(tmp_path, monkeypatch)
     yield made
     made.end_all()
 
@@ -41,7 +41,7 @@ def add(engine: Engine, *kinds: str, **more: Any) -> None:
 
 
 def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
-    """Steps until requests `left` alone have not ended; what the others got."""
+    """Step until only the requests `left` have not ended; return the output of the others."""
     ended: dict[str, Choice] = {}
     while len(engine._groups) > len(left):
         for output in engine.step():
@@ -54,7 +54,7 @@ def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_waits_for_its_kernels_and_no_other_does(
-    late: Held, depth: int, monkeypatch: pytest.MonkeyPatch
+    late: HeldKernels, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = make_engine(depth=depth)
     add(calm, *PARAMS)
@@ -62,24 +62,24 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
     engine = make_engine(depth=depth, late=late.kernels)
     assert engine.core.late.pending == GROUPS
     add(engine, *PARAMS)
-    found = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
-    assert set(found) == {"plain", "filtered"}
+    outputs = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
+    assert set(outputs) == {"plain", "filtered"}
     for _ in range(3):
         assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
     late.end(BLOCKS)
-    found |= steps(engine, WAITS[SHAPED])
+    outputs |= steps(engine, WAITS[SHAPED])
     assert engine.core.late.pending == (SHAPED,)
     late.end(SHAPED)
-    found |= steps(engine, set())
+    outputs |= steps(engine, set())
     assert engine.core.late.pending == ()
-    texts = {kind: choice.text for kind, choice in found.items()}
+    texts = {kind: choice.text for kind, choice in outputs.items()}
     assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
-    assert all(choice.finish_reason is FinishReason.LENGTH for choice in found.values())
-    assert held(late.folder, monkeypatch).kernels.pending == (), "the next start finds them"
+    assert all(choice.finish_reason is FinishReason.LENGTH for choice in outputs.values())
+    assert held_kernels(late.folder, monkeypatch).kernels.pending == (), "the next start finds them"
 
 
 def test_kernels_that_do_not_compile_hold_nothing_up(
-    late: Held, caplog: pytest.LogCaptureFixture
+    late: HeldKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(late=late.kernels)
     add(engine, *PARAMS)
@@ -90,7 +90,7 @@ def test_kernels_that_do_not_compile_hold_nothing_up(
         assert f"not every kernel could be compiled ahead of: {name}\n" in caplog.text
 
 
-def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held) -> None:
+def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: HeldKernels) -> None:
     engine = make_engine(late=late.kernels)
     add(engine, "shaped", n=3)
     with pytest.raises(FieldError, match="prompt"):
@@ -108,7 +108,7 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     assert engine.step() == [] and not engine.scheduler.has_work
 
 
-def test_what_is_compiled_is_logged(late: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_compiled_is_logged(late: HeldKernels, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cbatch"):
         engine = make_engine(late=late.kernels)
         for group in GROUPS:

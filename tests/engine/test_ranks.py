@@ -1,4 +1,4 @@
-"""Tensor parallelism by real processes: text is the same at any batch, k and chunk, and after a
+"""Tensor parallelism with real processes: text is the same at any batch, k and chunk, and after a
 restart. Ranks end together."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.test_llm import write_model
 TARGET, DRAFT = demo_paths()
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(5, 90, 3 + 5 * (i % 6)).tolist() for i in range(32)]
-# Greedy, drawn by a seed (drafts then are verified by coupling), and one with a grammar.
+# Greedy, seeded (drafts are then verified by coupling), and one with a grammar.
 PARAMS = [
     SamplingParams(max_tokens=30 + i % 9, temperature=0, ignore_eos=True)
     if i % 3
@@ -50,7 +50,8 @@ def make(model: Path = TARGET, draft: Path | None = DRAFT, **options: Any) -> LL
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of few layers, and so of few messages, which is what a busy machine makes slow."""
+    """Write a model of few layers. Few layers make few messages, which are slow on a busy
+    machine."""
     folder = tmp_path_factory.mktemp("models")
     for name, layers in (("tiny", 2), ("draft", 1)):
         file = write_model(folder / name, hidden=64, layers=layers) / "config.json"
@@ -81,8 +82,8 @@ def threads_as_before() -> Any:
 
 
 def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
-    """Alone and 32 at once, by k = 0 and 4, whole prompts and chunks, with preemptions and without,
-    by ranks that are started anew."""
+    """Requests run alone and 32 at once, with k = 0 and 4, whole prompts and chunks, with and
+    without preemptions, on ranks that are restarted."""
     drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
     pair = tiny / "tiny", tiny / "draft"
     plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)
@@ -112,18 +113,18 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
 
 @needs_compiler
 def test_a_head_drafts_and_changes_no_text() -> None:
-    """It is tried by both ranks, and refused by both where it only guesses."""
-    asked = demo_prompts()[:6]
+    """Both ranks run its self-test, and both refuse it if it only guesses."""
+    prompts = demo_prompts()[:6]
     params = [
         SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         for i in range(6)
     ]
     plain = make(draft=None, lookahead="off", max_num_seqs=6)
-    tokens = [c.token_ids for c in plain.generate(asked, params)]
+    tokens = [c.token_ids for c in plain.generate(prompts, params)]
     ranks_of(plain).close()
     scarce = {"max_num_seqs": 6, "num_blocks": 18, "max_num_batched_tokens": 64}
     llm = make(draft=demo_head(), lookahead="fixed:4", **scarce)
-    assert [c.token_ids for c in llm.generate(asked, params)] == tokens
+    assert [c.token_ids for c in llm.generate(prompts, params)] == tokens
     stats, speculation = llm.engine.scheduler.stats, llm.engine.stats.speculation
     assert stats.preemptions > 0
     assert speculation.accepted_tokens > 20 and speculation.rejections > 0
@@ -155,8 +156,8 @@ def test_a_rank_that_comes_to_something_else_is_found_out(monkeypatch: pytest.Mo
     llm = make(lookahead="off", tokenizer="none")
     verify = executor_module.verify
 
-    def other(*asked: Any) -> Any:
-        verified = verify(*asked)
+    def other(*args: Any) -> Any:
+        verified = verify(*args)
         verified.tokens[0, 0] ^= 1
         return verified
 
@@ -168,10 +169,10 @@ def test_a_rank_that_comes_to_something_else_is_found_out(monkeypatch: pytest.Mo
 @pytest.mark.statistics
 @pytest.mark.slow
 def test_a_fault_of_rank_0_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other waits for it in the middle of a step, and is not left there."""
+    """The other rank waits for it in the middle of a step, and is ended too."""
     llm = make(lookahead="off", tokenizer="none")
 
-    def full(*asked: Any) -> Any:
+    def full(*args: Any) -> Any:
         raise MemoryError("no more")
 
     monkeypatch.setattr(executor_module, "verify", full)
@@ -183,7 +184,7 @@ def test_a_fault_of_rank_0_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.statistics
 @pytest.mark.slow
 def test_ranks_do_not_outlive_rank_0() -> None:
-    """Not even one that was stopped."""
+    """This holds for a stopped rank, too."""
     code = (
         "from tests.engine.test_ranks import *; llm = make(lookahead='off', tokenizer='none')\n"
         "print(*ranks_of(llm).pids, flush=True); time.sleep(600)"
@@ -227,7 +228,7 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: 
 
 
 def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given is shared out; a block is held by every rank in part."""
+    """Given threads and memory are divided among the ranks; each rank holds part of a block."""
     monkeypatch.setattr("cbatch.engine.loading.given_cpus", lambda: 2)
     torch.set_num_threads(2)
     two = LLM(

@@ -1,8 +1,9 @@
 """Text and log probabilities of greedy and seeded requests are the same to the bit, however the
-engine comes to them: alone or with others, by which drafts, in which chunks, after preemptions, on
-cached prefixes, by one thread or two, and after a restart on an idle machine or a busy one.
+engine runs them.
 
-Each case asserts that what it is about did happen.
+Cases: alone or with others, any drafts, any chunks, after preemptions, on cached prefixes, one
+thread or two, and after a restart on an idle machine or a busy one. Each case asserts that its
+condition did occur.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ CASES: dict[str, dict[str, Any]] = {
         "threads": 2,
     },
 }
-# Of the other models, whose other cases are left to `make test-statistics`, as is the grid.
+# Cases that also run for the other models. Their other cases, and the grid, run in `make
+# test-statistics`.
 OFTEN = ("64 at once", "k = 3", "adaptive", "chunks of 33", "everything")
 
 
 def grid() -> dict[str, dict[str, Any]]:
-    """Every k with every batch; the rest by turns."""
-    found = {}
+    """Return settings with every k for every batch size; the other settings vary by turns."""
+    cases = {}
     for at, (k, batch) in enumerate(itertools.product(range(9), (1, 2, 8, 32, 64))):
         settings: dict[str, Any] = {"batch": batch, "threads": 1 + at % 2, "chain": at // 2 % 2}
         settings["lookahead"] = f"fixed:{k}" if k else "off"
@@ -80,8 +82,8 @@ def grid() -> dict[str, dict[str, Any]]:
         ]
         if batch * (k + 1) <= 32:
             settings["chunk"] = (512, 33, 16)[at % 3] if batch * (k + 1) <= 15 else 33
-        found[f"k = {k}, {batch} at once"] = settings
-    return found
+        cases[f"k = {k}, {batch} at once"] = settings
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,8 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
 
 @pytest.fixture(scope="module")
 def plain(pair_of: PairOf) -> Callable[[str], list[Any]]:
-    """Alone, by one thread, without drafts, whole prompts, no cache."""
+    """Return the output of each request alone, with one thread, no drafts, whole prompts and no
+    cache."""
 
     @functools.cache
     def found(model: str) -> list[Any]:
@@ -115,7 +118,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The demo's pair, its target as blocks."""
+    """Write the demo's pair as GGUF files, the target as blocks."""
     paths = [folder / "target.gguf", folder / "draft.gguf"]
     for model, path, kind in zip(demo_paths(), paths, (Q8_0, BF16), strict=True):
         path.write_bytes(gguf_bytes(*convert(model, kind)))
@@ -127,14 +130,14 @@ def check(pair: Pair, plain: list[Any], *, threads: int, chain: int = 0, **setti
         settings["drafter"] = (LOOKUPS if pair.draft is None else WITH_A_DRAFT)[chain]
     count = max(24 if settings.get("scarce") else 16, settings["batch"])
     torch.set_num_threads(threads)
-    found = write(pair, count, **settings)
-    for first in range(0, len(found.bits), count):
-        assert found.bits[first : first + count] == plain[:count]
-    assert_happened(found, **settings)
+    written = write(pair, count, **settings)
+    for first in range(0, len(written.bits), count):
+        assert written.bits[first : first + count] == plain[:count]
+    assert_happened(written, **settings)
 
 
 def assert_happened(
-    found: Written,
+    written: Written,
     *,
     batch: int,
     lookahead: str = "off",
@@ -144,9 +147,9 @@ def assert_happened(
     enable_prefix_caching: bool = False,
     depth: int = 0,
 ) -> None:
-    stats, speculation = found.engine.scheduler.stats, found.engine.stats.speculation
-    assert found.steps.widest == batch or (found.steps.widest > 1 and (scarce or chunk < 512))
-    assert found.steps.mixed > 0 or batch == 1 or chunk > 64
+    stats, speculation = written.engine.scheduler.stats, written.engine.stats.speculation
+    assert written.steps.widest == batch or (written.steps.widest > 1 and (scarce or chunk < 512))
+    assert written.steps.mixed > 0 or batch == 1 or chunk > 64
     assert (stats.preemptions > 0) == scarce and (
         stats.prefix_hit_tokens > 0
     ) == enable_prefix_caching
@@ -161,13 +164,13 @@ def assert_happened(
 
 
 def _cases() -> list[Any]:
-    found = []
+    cases = []
     for model, (name, settings) in itertools.product(MODELS, (CASES | grid()).items()):
         marks = [NEEDS_SMOLLM2] if model == SMOLLM2 else []
         if name not in (CASES if model == "bf16" else OFTEN):
             marks.append(pytest.mark.statistics)
-        found.append(pytest.param(model, settings, id=f"{model}, {name}", marks=marks))
-    return found
+        cases.append(pytest.param(model, settings, id=f"{model}, {name}", marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("model", "settings"), _cases())
@@ -181,7 +184,7 @@ def test_same_text(
 
 
 class Start(NamedTuple):
-    """Of a process: how many threads compute in it, and whether they have one processor alone."""
+    """How a process starts: its number of threads, and whether all of them have one processor."""
 
     threads: int
     one_cpu: bool = False
@@ -190,8 +193,8 @@ class Start(NamedTuple):
 STARTS = (Start(2), Start(1, one_cpu=True), Start(1), Start(2, one_cpu=True), Start(2))
 
 
-def told_by(models: Sequence[str], start: Start, environment: dict[str, str]) -> str:
-    """What a fresh process tells (see `written`), in this environment and more variables."""
+def output_of_process(models: Sequence[str], start: Start, environment: dict[str, str]) -> str:
+    """Return what a fresh process prints (see `written`), with more environment variables."""
     cpus = os.sched_getaffinity(0)
     command = [sys.executable, "-m", "tests.engine.written", *models]
     where = ["taskset", "-c", str(min(cpus))] if start.one_cpu else []
@@ -216,12 +219,12 @@ def busy_processes(count: int) -> Iterator[None]:
 def assert_starts_agree(
     models: Sequence[str], environment: dict[str, str], starts: Sequence[Start]
 ) -> None:
-    """As many on the machine as it is as beside two loops that never rest."""
-    told: Counter[str] = Counter()
+    """Run each start twice: on the machine as it is, and with two busy loops."""
+    outputs: Counter[str] = Counter()
     for loops in (0, 2):
         with busy_processes(loops):
-            told.update(told_by(models, start, environment) for start in starts)
-    assert len(told) == 1, told
+            outputs.update(output_of_process(models, start, environment) for start in starts)
+    assert len(outputs) == 1, outputs
 
 
 @pytest.mark.slow
@@ -229,8 +232,8 @@ def assert_starts_agree(
     "starts", [STARTS[:1], pytest.param(STARTS, marks=pytest.mark.statistics)], ids=["2", "10"]
 )
 def test_a_restart_changes_no_bit(tmp_path: Path, starts: Sequence[Start]) -> None:
-    """Logits of a tiny model and of the demo's; and what the demo's pair writes, of fp32 and of
-    blocks."""
+    """It prints digests of logits of a tiny model and the demo's, and of output of the demo's pair
+    in fp32 and in blocks."""
     build(tmp_path, "llama")
     version()  # the kernels are compiled once
     assert_starts_agree([str(tmp_path), *map(str, gguf_files(tmp_path))], {}, starts)

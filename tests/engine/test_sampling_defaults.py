@@ -38,25 +38,27 @@ def gguf(folder: Path, **values: Any) -> Path:
 
 
 def test_a_gguf_file_says_it_among_its_metadata(tmp_path: Path) -> None:
-    write(tmp_path, temperature=0.1)  # not the file's
+    write(tmp_path, temperature=0.1)  # the value in the folder's file does not count
     assert sampling_defaults(gguf(tmp_path)) == {}
     sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}
     ignored = {"penalty_last_n": 64, "mirostat": 2, "xtc_probability": 0.5, "sequence": "k;p"}
-    found = sampling_defaults(gguf(tmp_path, **sampling, **ignored))
+    defaults = sampling_defaults(gguf(tmp_path, **sampling, **ignored))
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    assert found == {names.get(name, name): value for name, value in sampling.items()}
+    assert defaults == {names.get(name, name): value for name, value in sampling.items()}
     assert sampling_defaults(gguf(tmp_path, top_k=0)) == {}
 
 
 @pytest.mark.parametrize(("name", "value"), [("temp", -0.5), ("top_p", 1.5), ("top_k", "x")])
-def test_what_is_wrong_in_a_gguf_file_is_told_with_its_key(
+def test_a_bad_value_in_a_gguf_file_is_named_with_its_key(
     tmp_path: Path, name: str, value: Any
 ) -> None:
     with pytest.raises(ModelError) as caught:
         sampling_defaults(gguf(tmp_path, **{name: value}))
-    told = str(caught.value)
-    assert told.startswith(f"{tmp_path / 'model.gguf'}: general.sampling.{name}: {value!r} is not")
-    assert 'generation_config="none"' in told
+    message = str(caught.value)
+    assert message.startswith(
+        f"{tmp_path / 'model.gguf'}: general.sampling.{name}: {value!r} is not"
+    )
+    assert 'generation_config="none"' in message
 
 
 def test_arrays_and_numbers_beyond_fp32(tmp_path: Path) -> None:
@@ -74,8 +76,8 @@ def test_no_top_k_has_three_names(tmp_path: Path, value: int | None) -> None:
 
 
 def test_a_top_p_of_0_is_greedy(tmp_path: Path) -> None:
-    found = sampling_defaults(write(tmp_path, temperature=0.7, top_p=0))
-    assert SamplingParams(**found) == SamplingParams(temperature=0.0)
+    defaults = sampling_defaults(write(tmp_path, temperature=0.7, top_p=0))
+    assert SamplingParams(**defaults) == SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +93,11 @@ def test_a_top_p_of_0_is_greedy(tmp_path: Path) -> None:
         ("max_new_tokens", True, "Expected `int`"),
     ],
 )
-def test_what_is_wrong_is_told_with_file_and_field(
+def test_a_bad_value_is_named_with_file_and_field(
     tmp_path: Path, field: str, value: Any, remedy: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
         sampling_defaults(write(tmp_path, **{field: value}))
-    told = str(caught.value)
-    assert told.startswith(f"{tmp_path / 'generation_config.json'}: {field}: {value!r} is not")
-    assert remedy in told and 'generation_config="none"' in told
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'generation_config.json'}: {field}: {value!r} is not")
+    assert remedy in message and 'generation_config="none"' in message

@@ -1,4 +1,5 @@
-"""`device="auto"` on a machine whose GPU torch sees: served there, or by the CPU with a reason."""
+"""`device="auto"` on a machine whose GPU torch sees: the GPU serves, or the CPU with a stated
+reason."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 
-ASKED: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "numerics": "auto",
     "block_size": 16,
     "kv_cache_dtype": "auto",
@@ -27,7 +28,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture
 def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This machine has an H100, as far as torch tells before anything runs on it."""
+    """Pretend that torch sees an H100, on which nothing has run yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -36,14 +37,14 @@ def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_without_a_gpu_the_cpu_serves() -> None:
     assert not torch.cuda.is_available(), "the suite hides GPUs from itself"
-    assert usual_device(**ASKED) == "cpu"
+    assert usual_device(**OPTIONS) == "cpu"
 
 
 def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
-    assert usual_device(**ASKED) == "cuda"
-    assert usual_device(**ASKED | {"kv_cache_dtype": "fp8"}) == "cuda"
-    assert usual_device(**ASKED | {"numerics": "invariant"}) == "cpu"
-    assert usual_device(**ASKED | {"impl": "transformers"}) == "cpu"
+    assert usual_device(**OPTIONS) == "cuda"
+    assert usual_device(**OPTIONS | {"kv_cache_dtype": "fp8"}) == "cuda"
+    assert usual_device(**OPTIONS | {"numerics": "invariant"}) == "cpu"
+    assert usual_device(**OPTIONS | {"impl": "transformers"}) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
         ("tpu", "'tpu' is not served"),
     ],
 )
-def test_a_device_that_is_not_here_is_told(
+def test_a_missing_device_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], device: str, words: str
 ) -> None:
     assert main(["generate", "def f():", "--device", device]) == 2
@@ -68,7 +69,7 @@ def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "cbatch"):
-        assert usual_device(**ASKED | {field: value}) == "cpu"
+        assert usual_device(**OPTIONS | {field: value}) == "cpu"
     assert f"not used: {field}: " in caplog.text
     with pytest.raises(FieldError, match=f"^{field}: .*or --device cpu"):
         load_engine(demo_paths()[0], None, EngineOptions(device="cuda", **{field: value}))
@@ -89,7 +90,7 @@ def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
         caplog.clear()
         with seen_gpu.context() as patch, caplog.at_level(logging.WARNING, "cbatch"):
             patch.setattr(name, value)
-            assert usual_device(**ASKED) == "cpu"
+            assert usual_device(**OPTIONS) == "cpu"
         assert reason in caplog.text
 
 

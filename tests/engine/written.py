@@ -1,5 +1,5 @@
-"""What engines write, to the bit, and how they came to it. `python -m tests.engine.written` tells
-it of a fresh process: see `main`."""
+"""Output of engines, to the bit, and the steps that produced it. `python -m tests.engine.written`
+prints digests of it from a fresh process: see `main`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.runtime.engines import made_up_durations
 from tests.runtime.logit_bits import digests
 
 SMOLLM2 = "smollm2"
-# By turns over the requests of a run: greedy ones, and seeded ones whose tokens do not depend on
+# Used in turn by the requests of a run: greedy ones, and seeded ones whose tokens do not depend on
 # drafts. The wide nucleus goes beyond the tokens that a cut looks at first.
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -43,10 +43,10 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.2},
 )
 COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 4}
-LENGTHS = (40, 12, 24, 12)  # of outputs, by turns
-SCARCE_BLOCKS = 96  # of 4 tokens: the longest request fits, and 8 others do not go on together
-# What smollm2 is asked for: text that repeats itself, which is what lookups guess.
-ASKED = (
+LENGTHS = (40, 12, 24, 12)  # of outputs, used in turn
+SCARCE_BLOCKS = 96  # of 4 tokens: the longest request fits, but 8 others do not fit together
+# Prompts for smollm2: text that repeats itself, which lookups guess.
+PROMPTS = (
     "Repeat this list three times: apple, pear, plum, grape, cherry, apricot, melon, fig.",
     "Write down the numbers from 1 to 40, with commas between them.",
     "Name five rivers of Europe.",
@@ -56,7 +56,7 @@ ASKED = (
 
 
 class Pair(NamedTuple):
-    """A target, its draft if it has one, and prompts of some 30 to 300 tokens."""
+    """A target, its draft if it has one, and prompts of about 30 to 300 tokens."""
 
     target: Model
     draft: Model | None
@@ -66,7 +66,7 @@ class Pair(NamedTuple):
 
 @functools.cache
 def demo(target: Path, draft: Path) -> Pair:
-    """The demo's pair, as these files have it."""
+    """Return the demo's pair, loaded from these files."""
     tokenizer = tokenizer_of(demo_paths()[0])
     texts = [*edit_prompts(), *demo_prompts()]
     prompts = sorted((tokenizer.encode(text) for text in texts), key=len)
@@ -79,20 +79,20 @@ def smollm2() -> Pair:
     path = find_model(SMOLLM2)
     tokenizer, template = tokenizer_of(path), chat_template_of(path)
     assert template is not None
-    chats = [template.render([{"role": "user", "content": text}]) for text in ASKED]
+    chats = [template.render([{"role": "user", "content": text}]) for text in PROMPTS]
     prompts = [tokenizer.encode(chat) for chat in chats]
     prompts.append(prompts[3] + prompts[0] + prompts[1] + prompts[3])
     return Pair(load_model(path), None, tokenizer, prompts)
 
 
 class Watched:
-    """An executor, and what its steps were."""
+    """An executor that records properties of its steps."""
 
     def __init__(self, inner: TorchExecutor, *, priced: bool) -> None:
         self._inner, self._priced = inner, priced
         self.reset = inner.reset
-        self.widest = 0  # rows of a step
-        self.mixed = 0  # steps in which a chunk that was not the last ran beside rows that decoded
+        self.widest = 0  # largest number of rows in a step
+        self.mixed = 0  # steps with both decoding rows and a prompt chunk that is not the last
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._inner.run(plan)
@@ -122,8 +122,11 @@ def write(
     enable_prefix_caching: bool = False,
     depth: int = 0,
 ) -> Written:
-    """What `count` requests get, by default in the plainest way: `batch` at a time, at most `chunk`
-    tokens a step. `scarce`: in few and small blocks. With a prefix cache they come twice."""
+    """Run `count` requests; by default one at a time, without drafts, chunks or a cache.
+
+    `batch`: most requests at a time. `chunk`: most tokens a step. `scarce`: few and small blocks.
+    With a prefix cache all requests run twice.
+    """
     target = pair.target.config
     draft = pair.draft if MODEL in drafter else None
     prompts = [pair.prompts[i % len(pair.prompts)] for i in range(count)]
@@ -141,7 +144,7 @@ def write(
         drafter=tuple(drafter) or None,
         lookahead=parse_lookahead(lookahead),
     )
-    # The prices of a made-up machine: on this one drafts may never pay.
+    # Prices of a made-up machine: on this one drafts may never pay.
     priced = config.lookahead.policy == "adaptive"
     steps = Watched(executor_for(pair.target, draft, config), priced=priced)
     runner = ThreadedExecutor(steps) if depth else steps
@@ -155,15 +158,18 @@ def write(
     done = [each for _ in range(turns) for each in complete_all(engine, prompts, params)]
     if isinstance(runner, ThreadedExecutor):
         runner.close()
-    # The loop recovers from any exception, one that nobody meant included.
+    # The loop recovers from any exception, including a bug's.
     assert engine.scheduler.stats.executor_resets == 0 and not any(c.error for c in done)
     return Written([(c.text, c.token_ids, c.logprobs) for c in done], engine, steps)
 
 
 def main() -> None:
-    """Digests of logits of the model of the first argument and the demo's, and of what is written
-    by the demo's pair, by those of further two arguments, or by smollm2 where its name stands.
-    By as many threads as torch takes."""
+    """Print digests of the logits of two models, and of output of one or two pairs.
+
+    The first argument is the first model; the demo's is the second. The pairs are the demo's and
+    the one of further arguments: two files, or the name of smollm2. As many threads compute as
+    torch chooses.
+    """
     tiny, *more = sys.argv[1:]
     for line in digests(Path(tiny), demo_paths()[0]):
         print(line)
@@ -172,9 +178,9 @@ def main() -> None:
         pairs.append(smollm2() if more == [SMOLLM2] else demo(*map(Path, more)))
     for pair in pairs:
         drafter = ("ngram",) if pair.draft is None else (MODEL,)
-        found = write(pair, 6, batch=4, chunk=64, lookahead="fixed:2", drafter=drafter)
-        assert found.engine.stats.speculation.accepted_tokens > 0
-        print(hashlib.sha256(repr(found.bits).encode()).hexdigest())
+        written = write(pair, 6, batch=4, chunk=64, lookahead="fixed:2", drafter=drafter)
+        assert written.engine.stats.speculation.accepted_tokens > 0
+        print(hashlib.sha256(repr(written.bits).encode()).hexdigest())
     print(f"{torch.get_num_threads()} threads", file=sys.stderr)
 
 

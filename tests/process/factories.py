@@ -1,5 +1,5 @@
 """Engines for processes of their own: the real scheduler over the simulator's executor, which can
-be slow, and can die. Importable by name, so that a factory finds its way there."""
+be slow and can die. Factories are importable by name, so that a process can load them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ SIZES = {"num_blocks": 2048, "max_model_len": 512, "block_size": 4, "max_num_seq
 
 
 class MortalExecutor:
-    """A step takes `step_s`, in `parts`. It dies in every step with a request whose prompt begins
-    with `poison` once that has `at` output tokens or more. After 60 steps it stands still while
-    there is a file `held`."""
+    """An executor whose step takes `step_s`, in `parts`.
+
+    It dies in every step with a request whose prompt begins with `poison` and that has `at` output
+    tokens or more. After 60 steps it waits as long as the file `pause_file` exists.
+    """
 
     def __init__(
         self,
@@ -40,18 +42,18 @@ class MortalExecutor:
         at: int,
         death: str,
         parts: int,
-        held: str | None,
+        pause_file: str | None,
     ) -> None:
-        self._held, self._num_steps = held, 0
+        self._pause_file, self._num_steps = pause_file, 0
         self._inner, self._step_s, self._parts = inner, step_s, parts
         self.progress = np.zeros(1, dtype=np.int64)
         self.report_progress = self._report if parts > 1 else None
         self._poison, self._at, self._death = poison, at, death
-        self._doomed: dict[int, int] = {}  # slot: tokens it may still emit
+        self._doomed: dict[int, int] = {}  # by slot: tokens that it may still emit
 
     def run(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
-        while self._held and self._num_steps > 60 and Path(self._held).exists():
+        while self._pause_file and self._num_steps > 60 and Path(self._pause_file).exists():
             time.sleep(0.002)
         for admission in plan.deltas.new_sequences:
             self._doomed.pop(admission.slot, None)
@@ -84,7 +86,7 @@ class MortalExecutor:
 
 
 class MortalScheduler(Scheduler):
-    """It dies of a request whose prompt begins with `dies_of`."""
+    """A scheduler that dies of adding a request whose prompt begins with `dies_of`."""
 
     dies_of: int | None = None
 
@@ -95,16 +97,19 @@ class MortalScheduler(Scheduler):
 
 
 class DeadlyGrammars:
-    """To compile one is the end."""
+    """Grammars whose compilation kills the process."""
 
-    def compiled(self, asked: StructuredOutputs) -> Any:
+    def compiled(self, outputs: StructuredOutputs) -> Any:
         os._exit(3)
 
 
 class SimFactory(msgspec.Struct, frozen=True):
-    """`step_s` are real seconds; `poison` is the first prompt token of requests that kill in a
-    step, `unreadable` of those that kill as they are read. `once`: a file; an engine makes it as it
-    starts, and where it is there none does."""
+    """Parameters of an engine.
+
+    `step_s` is in real seconds. `poison` is the first prompt token of requests that kill in a step,
+    `unreadable` of those that kill as they are read. `once` is a file that the engine creates as it
+    starts; it fails if the file exists.
+    """
 
     lookahead: str = "fixed:3"
     vocab_size: int = 1000
@@ -112,13 +117,13 @@ class SimFactory(msgspec.Struct, frozen=True):
     poison: int | None = None
     poison_at: int = 0
     unreadable: int | None = None
-    parts: int = 1  # of a step, which it tells about if there are several
+    parts: int = 1  # of a step; the engine reports progress after each
     death: Literal["kill", "exit"] = "kill"
     depth: int = 0
     sizes: dict[str, Any] = {}
     record: str | None = None
     once: str | None = None
-    held: str | None = None  # a file; while it is there, nobody gets more than 240 tokens
+    pause_file: str | None = None  # a file; while it exists, a request gets at most 240 tokens
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -148,7 +153,13 @@ class SimFactory(msgspec.Struct, frozen=True):
         if not self.depth:
             death = self.death
             executor = MortalExecutor(
-                executor, self.step_s, self.poison, self.poison_at, death, self.parts, self.held
+                executor,
+                self.step_s,
+                self.poison,
+                self.poison_at,
+                death,
+                self.parts,
+                self.pause_file,
             )
         core = EngineCore(
             scheduler,
@@ -163,7 +174,8 @@ class SimFactory(msgspec.Struct, frozen=True):
 
 
 class FrozenFactory(msgspec.Struct, frozen=True):
-    """Writes to `path`, as the engine ends, how many objects its collector passed over."""
+    """A factory whose engine writes to `path`, as it ends, how many objects its garbage collector
+    has frozen."""
 
     path: str
 
@@ -177,7 +189,7 @@ class FrozenFactory(msgspec.Struct, frozen=True):
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):
-    """Cannot make an engine, and says so in one of two ways."""
+    """A factory that fails, in one of two ways."""
 
     names_field: bool
 

@@ -1,5 +1,5 @@
-"""Real engine processes, killed, hung and poisoned; the model is the simulator's, whose tokens are
-a hash of the request and of everything before, so that any slip changes all that follows."""
+"""Real engine processes, killed, hung and poisoned. The model is the simulator's: its tokens are a
+hash of the request and of everything before, so that any error changes all that follows."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_streams_survive_twenty_kills() -> None:
     asyncio.run(kill_rounds(20, max_tokens=400, seed=2))
 
 
-def test_kills_before_any_token_convict_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice all are in flight, then one on trial, then another."""
+def test_kills_before_any_token_convict_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kills hit all requests in flight, then one request on trial, then another."""
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
     factory = SimFactory(step_s=0.03)
 
@@ -86,7 +86,8 @@ def test_kills_before_any_token_convict_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 
 def in_flight(client: EngineClient) -> int:
-    """Requests in the step that runs, as whoever outlives the engine would learn."""
+    """Return the requests in the step that runs, as a reader learns them after the engine's
+    death."""
     return len(client._link.journal.read()) if client.up and client._link else 0
 
 
@@ -99,9 +100,10 @@ def test_a_poison_request_ends_alone() -> None:
             poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
             await all_over([*watched, poison])
             assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
-            # A step with 8 before it may have brought four more.
+            # A step with 8 tokens before it may have brought four more.
             assert 4 <= len(poison.tokens) <= 12, "it was served up to there"
-            # Steps that it died too soon to tell of are run again: a token clears it each time.
+            # Steps whose results were lost with the engine are run again: a token clears the
+            # request each time.
             deaths = client.num_starts - poison.last_start
             assert deaths <= 4, "two strikes, two deaths alone"
             after = Watched(client, make_request("after", max_tokens=10))
@@ -122,7 +124,7 @@ def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
             await all_over(watched)
             assert client.num_starts == 2
             client.stats = None
-            while client.stats is None:  # an idle engine gives signs of life
+            while client.stats is None:  # an idle engine sends heartbeats
                 await asyncio.sleep(0.01)
         assert_undisturbed(watched, SLOW)
 
@@ -131,7 +133,7 @@ def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
 
 @pytest.mark.parametrize("parts", [1, 10])
 def test_a_long_step_is_no_hung_one_as_long_as_it_goes_on(parts: int) -> None:
-    """A chunk of a large model's prompt on a slow processor takes minutes, part by part."""
+    """A chunk of a large model's prompt on a slow processor takes minutes, in many parts."""
     factory = SimFactory(step_s=5.0, parts=parts, lookahead="off")
 
     async def scene() -> None:
@@ -141,7 +143,7 @@ def test_a_long_step_is_no_hung_one_as_long_as_it_goes_on(parts: int) -> None:
                 await all_over([watched])
                 assert client.num_starts == 1
                 assert_undisturbed([watched], factory)
-            while client.num_starts == (parts == 1):  # one that says nothing is killed
+            while client.num_starts == (parts == 1):  # a step without progress is killed
                 await asyncio.sleep(0.01)
 
     asyncio.run(scene())
@@ -153,10 +155,10 @@ def test_cancel_and_finish_free_everything() -> None:
             watched = watch(client, 100, count=10)
             while not all(each.streaming for each in watched):
                 await asyncio.sleep(0.001)
-            for each in watched[:5]:
-                client.cancel(each.request.request_id)
-            for each in watched[5:]:
-                client.finish(each.request.request_id, keep_tokens=1)
+            for request in watched[:5]:
+                client.cancel(request.request.request_id)
+            for request in watched[5:]:
+                client.finish(request.request.request_id, keep_tokens=1)
             counts = [len(each.tokens) for each in watched]
             while client.stats is None or client.stats.num_running:
                 await asyncio.sleep(0.001)
@@ -218,7 +220,7 @@ def lives(pid: int) -> bool:
 
 
 def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More deaths in a row than a broken engine is given, and the engine is not held to be one. A
+    """The engine dies more often in a row than a broken engine may, and is not treated as broken. A
     call of many choices is tried as one."""
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 3)
@@ -230,8 +232,8 @@ def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch)
             choices = [make_request(f"many{i}", [7, 9], choice=i) for i in range(6)]
             poisons += Watched.call(client, choices)
             await all_over(poisons)
-            for each in poisons:
-                assert_ended_by(each, FinishReason.ERROR, "dies whenever it runs this request")
+            for request in poisons:
+                assert_ended_by(request, FinishReason.ERROR, "dies whenever it runs this request")
             assert client.num_starts - 1 > 3 + 1, "a broken engine has no more lives"
             assert client.num_starts - 1 <= 4 * 4, "two strikes a call, and two deaths alone"
             after = Watched(client, make_request("after", max_tokens=10))
@@ -242,7 +244,7 @@ def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a request of our own."""
+    """It is given up even if a request of the test's own is involved."""
     monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 2)
 
@@ -258,7 +260,7 @@ def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 def test_who_is_being_read_is_a_suspect() -> None:
-    """The engine dies of reading a call, of which no step knows yet."""
+    """The engine dies of reading a call, which is in no step yet."""
     factory = SimFactory(step_s=0.004, unreadable=999)
 
     async def scene() -> None:
@@ -275,7 +277,7 @@ def test_who_is_being_read_is_a_suspect() -> None:
 
 
 def test_whose_grammar_is_being_compiled_is_a_suspect() -> None:
-    """No step knows of it, and it has been read."""
+    """The request has been read, and is in no step yet."""
     deadly = StructuredOutputs(regex="deadly")
 
     async def scene() -> None:
@@ -292,7 +294,7 @@ def test_whose_grammar_is_being_compiled_is_a_suspect() -> None:
 
 
 class Unlucky(Watched):
-    """Its `hooks` raise."""
+    """A listener whose `hooks` raise."""
 
     def __init__(self, client: EngineClient, request: Request, hooks: tuple[str, ...]) -> None:
         self.raised: list[str] = []
@@ -342,7 +344,7 @@ def test_watchers_that_fail_stop_nothing() -> None:
 
 
 def test_what_the_wire_does_not_take_ends_alone() -> None:
-    """As it is added, and where another engine is to be given it."""
+    """This holds as it is added, and where a new engine is to get it."""
     unsendable = make_request("unsendable", [2**70, 1], max_tokens=9)
 
     async def scene() -> None:
@@ -357,7 +359,7 @@ def test_what_the_wire_does_not_take_ends_alone() -> None:
             os.kill(client.pid, signal.SIGKILL)
             while client.up:
                 await asyncio.sleep(0.001)
-            late = Watched(client, unsendable)  # nobody sends it yet
+            late = Watched(client, unsendable)  # it is not sent yet
             await all_over([*watched, late])
             assert isinstance(late.failed, OverflowError) and client.num_starts == 2
         assert_undisturbed(watched, SLOW)

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the steps, and nobody waits for one in a step."""
+"""Grammars are compiled next to the steps, and no step waits for one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from tests.process.test_messages import OneCommand
 
 
 class SlowGrammars:
-    """Each but "quick" takes until `release`; those that begin with "bad" do not compile."""
+    """Each grammar but "quick" takes until `release`; those that begin with "bad" do not
+    compile."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
         self.compiled_texts: list[str] = []
 
-    def compiled(self, asked: StructuredOutputs) -> Any:
+    def compiled(self, outputs: StructuredOutputs) -> Any:
         assert threading.current_thread() is not threading.main_thread()
-        assert asked.regex == "quick" or self.release.wait(30)
-        self.compiled_texts.append(str(asked.regex))
-        if str(asked.regex).startswith("bad"):
+        assert outputs.regex == "quick" or self.release.wait(30)
+        self.compiled_texts.append(str(outputs.regex))
+        if str(outputs.regex).startswith("bad"):
             raise FieldError("structured_outputs", "does not compile", "change it")
         return object()
 
@@ -43,16 +44,16 @@ def asking(name: str, regex: str, **more: Any) -> Request:
 
 
 def ready(grammar_queue: GrammarQueue, count: int) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     deadline_s = time.monotonic() + 30
-    while len(found) < count:
+    while len(problems) < count:
         assert time.monotonic() < deadline_s
         for request, _, problem in grammar_queue.take_ready():
-            found[request.request_id] = None if problem is None else str(problem)
-    return found
+            problems[request.request_id] = None if problem is None else str(problem)
+    return problems
 
 
-def test_choices_share_a_grammar_and_a_bad_one_is_told() -> None:
+def test_choices_share_a_grammar_and_a_bad_one_is_reported() -> None:
     grammars: Any = SlowGrammars()
     grammar_queue = GrammarQueue(grammars, lambda _: None)
     for name, regex in (("a", "x"), ("b", "x"), ("c", "bad"), ("d", "y")):
@@ -60,8 +61,8 @@ def test_choices_share_a_grammar_and_a_bad_one_is_told() -> None:
     grammar_queue.leave("d")
     assert grammar_queue.waiting and not list(grammar_queue.take_ready())
     grammars.release.set()
-    found = ready(grammar_queue, 3)
-    assert found["a"] is found["b"] is None and "does not compile" in str(found["c"])
+    problems = ready(grammar_queue, 3)
+    assert problems["a"] is problems["b"] is None and "does not compile" in str(problems["c"])
     assert not grammar_queue.waiting and grammars.compiled_texts == ["x", "bad"], (
         "nobody wanted the last"
     )
@@ -84,7 +85,7 @@ def test_a_quick_one_does_not_wait_for_slow_ones() -> None:
     assert set(ready(grammar_queue, 3)) == set("abc")
 
 
-def test_no_more_are_held_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_grammars_are_kept_than_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_GRAMMARS", 2)
     grammars: Any = SlowGrammars()
     grammars.release.set()

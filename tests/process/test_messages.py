@@ -1,4 +1,4 @@
-"""What goes over the wire comes out the same; what was in flight is known whatever happened."""
+"""Messages arrive unchanged, and what was in flight is known after any failure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:
 
 
 def test_choices_of_a_call_are_sent_together() -> None:
-    """Its parameters may be long: they are there once."""
+    """Their parameters may be long, and are sent once."""
     request = make_request("", 5, banned_token_ids=tuple(range(5000)))
     choices = tuple(NewChoice(str(i), i, (7,) * i) for i in range(128))
     alone = len(encode(Add(request, choices[:1])))
@@ -66,9 +66,9 @@ def test_choices_of_a_call_are_sent_together() -> None:
     assert len(content) - alone < 128 * 200
     command = decode_command(content)
     assert isinstance(command, Add)
-    for i, (each, output) in enumerate(command.requests()):
-        assert (each.request_id, each.choice, output) == (str(i), i, (7,) * i)
-        assert each.params is command.request.params
+    for i, (choice, output) in enumerate(command.requests()):
+        assert (choice.request_id, choice.choice, output) == (str(i), i, (7,) * i)
+        assert choice.params is command.request.params
 
 
 def test_a_half_written_list_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_half_written_list_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class OneCommand:
-    """A socket on which some commands wait."""
+    """A socket with some waiting commands."""
 
     def __init__(self, *commands: Any) -> None:
         self.waiting = [frames_of(command) for command in commands]

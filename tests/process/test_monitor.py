@@ -1,4 +1,4 @@
-"""What watchers are shown: true, bounded, not more often than it may be, and free for the rest."""
+"""Watchers are shown true, bounded data at a limited rate, and cost nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.toy_engine import make_engine
 
 
 def step(engine: Engine, monitor: Monitor) -> Any:
-    """One turn, noted; the commit."""
+    """Run one step and note it; return the commit."""
     commit = engine.core.loop.step()
     assert commit is not None
     assert engine.core.loop.last is not None
@@ -33,20 +33,20 @@ def busy(**options: Any) -> tuple[Engine, Monitor]:
     return engine, Monitor(engine.scheduler)
 
 
-def test_steps_are_told_as_they_were() -> None:
+def test_steps_are_shown_as_they_were() -> None:
     engine, monitor = busy()
     totals = engine.scheduler.stats
-    told: list[StepSnapshot] = []
+    shown: list[StepSnapshot] = []
     num_steps = 0
     while engine.scheduler.has_work:
         step(engine, monitor)
         steps, number = monitor.take_steps()
-        told += steps
+        shown += steps
         num_steps += number
-    assert num_steps == len(told) == totals.steps
-    assert sum(sum(each.drafted) for each in told) == totals.drafted_tokens > 50
-    assert sum(sum(each.accepted) for each in told) == totals.accepted_tokens > 20
-    first, *others = told
+    assert num_steps == len(shown) == totals.steps
+    assert sum(sum(each.drafted) for each in shown) == totals.drafted_tokens > 50
+    assert sum(sum(each.accepted) for each in shown) == totals.accepted_tokens > 20
+    first, *others = shown
     assert first.slots == [0, 1, 2, 3] and first.chunk == [4] * 4 and not any(first.drafted)
     assert all(set(each.chunk) == {1} for each in others)
 
@@ -73,7 +73,7 @@ def test_rows_are_who_runs() -> None:
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-def test_no_belief_where_none_is_held(lookahead: str) -> None:
+def test_no_acceptance_is_shown_without_an_estimate(lookahead: str) -> None:
     engine, monitor = busy(lookahead=lookahead)
     step(engine, monitor)
     assert [row.estimated_acceptance for row in monitor.rows()] == [None] * 4
@@ -105,7 +105,8 @@ def test_an_executor_may_use_its_arrays_again() -> None:
 
 
 def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
-    """Overlapped: who ends while the next step runs has a row in it that counts for nobody."""
+    """With overlap, a request that ends while the next step runs has a row in it that must not
+    count."""
     engine, monitor = busy()
     result_rows = step(engine, monitor)
     monitor.take_steps()

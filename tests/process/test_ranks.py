@@ -1,5 +1,5 @@
-"""An engine process of two ranks: what happens to one of them happens to the engine, which is
-started anew; its requests go on from their transcripts."""
+"""An engine process of two ranks: if one of them dies the engine is restarted, and its requests
+continue from their transcripts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FACTORY = EngineFactory(
 
 
 def rank_1_of(client: EngineClient) -> int:
-    """The engine's other children hold no rank."""
+    """Return the pid of rank 1; the engine's other children are no ranks."""
     children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
-    (found,) = [
+    (rank,) = [
         int(pid)
         for pid in children
         if b"cbatch.engine.ranks.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    return found
+    return rank
 
 
 def watch(client: EngineClient, name: str) -> list[Watched]:
@@ -54,7 +54,7 @@ def watch(client: EngineClient, name: str) -> list[Watched]:
 
 
 async def strike(client: EngineClient, name: str, number: signal.Signals) -> list[list[int]]:
-    """Texts of streams in whose midst rank 1 gets a signal."""
+    """Send rank 1 a signal while streams run; return the tokens of the streams."""
     watched, start = watch(client, name), client.num_starts
     while not all(len(each.tokens) > 4 for each in watched):
         await asyncio.sleep(0.001)
@@ -69,7 +69,7 @@ async def strike(client: EngineClient, name: str, number: signal.Signals) -> lis
 
 
 def served(*strikes: signal.Signals) -> None:
-    """Whatever happens to a rank, texts are those of an engine that was left alone."""
+    """Check that the tokens are those of an undisturbed engine, whatever happens to a rank."""
 
     async def scene() -> None:
         async with running(FACTORY, hang_timeout_s=10.0) as client:

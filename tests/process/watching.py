@@ -1,4 +1,4 @@
-"""Requests on a client, what came of each, and what each should have got."""
+"""Requests on a client, their results, and the results that they should have."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.process.factories import SimFactory
 
 
 class Watched:
-    """A listener that remembers."""
+    """A listener that records events."""
 
     @classmethod
     def call(cls, client: EngineClient, choices: Sequence[Request]) -> list[Self]:
-        """Those of one call."""
-        found = [cls(client, request, add=False) for request in choices]
-        client.add([(each.request, each) for each in found])
-        return found
+        """Add the requests of one call."""
+        listeners = [cls(client, request, add=False) for request in choices]
+        client.add([(each.request, each) for each in listeners])
+        return listeners
 
     def __init__(self, client: EngineClient, request: Request, *, add: bool = True) -> None:
         self.request = request
         self.tokens: list[int] = []
-        self.last_start = 0  # the engine's, that the last tokens came from
+        self.last_start = 0  # number of the engine start that sent the last tokens
         self.num_admissions = 0
         self.ending: Ending | None = None
         self.lost: str | None = None
@@ -75,7 +75,7 @@ class Watched:
 
 @asynccontextmanager
 async def running(factory: Factory, **timeouts: float) -> AsyncIterator[EngineClient]:
-    """A client whose engine is a process of its own."""
+    """Run a client whose engine is a process of its own."""
     client = EngineClient(partial(EngineProcess, factory), **timeouts)
     await client.start()
     try:
@@ -89,22 +89,22 @@ async def all_over(watched: Iterable[Watched], limit_s: float = 300) -> None:
 
 
 def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
-    """Each ended of itself, with exactly what it gets when it is served alone."""
+    """Check that each ended by itself, with exactly what it gets when served alone."""
     config = factory.config()
-    for each in watched:
+    for request in watched:
         expected, reason = reference_output(
-            each.request,
+            request.request,
             vocab_size=config.vocab_size,
             eos_ids=config.eos_ids,
             max_model_len=config.max_sequence_tokens,
         )
-        assert each.ending is not None and each.ending.reason is reason, each.ending
-        assert each.tokens == expected, each.request.request_id
-        assert each.num_admissions == 1
+        assert request.ending is not None and request.ending.reason is reason, request.ending
+        assert request.tokens == expected, request.request.request_id
+        assert request.num_admissions == 1
 
 
 async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: random.Random) -> int:
-    """Kills the engine once some more tokens have come; how many streams that cut in the middle."""
+    """Kill the engine once some more tokens have come; return how many streams that interrupted."""
     before = sum(len(each.tokens) for each in watched)
     more = rng.randrange(1, 8 * len(watched))
     while sum(len(each.tokens) for each in watched) < before + more:

@@ -57,7 +57,7 @@ def test_a_salt_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     held = tmp_path / "held"
     held.touch()
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, record=str(path), held=str(held))
+    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(held))
 
     with serving_process(factory) as served:
 

@@ -163,7 +163,7 @@ async def until_running(client: Client, count: int) -> None:
 def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
     max_tokens, held = 300, tmp_path / "held"
     held.touch()
-    factory = msgspec.structs.replace(SIM, held=str(held))
+    factory = msgspec.structs.replace(SIM, pause_file=str(held))
 
     async def scene(client: Client, pid: int) -> list[Answer]:
         port = client.port
@@ -195,7 +195,7 @@ def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
 ) -> None:
     held = tmp_path / "held"
     held.touch()
-    factory = msgspec.structs.replace(SIM, held=str(held))
+    factory = msgspec.structs.replace(SIM, pause_file=str(held))
 
     async def scene(client: Client, pid: int) -> list[Answer]:
         streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))

@@ -84,7 +84,9 @@ def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
     is left: those of the stream, which goes on, and of a call after it."""
     held = tmp_path / "held"
     held.touch()
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, held=str(held), sizes={"kv_events": True})
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size, pause_file=str(held), sizes={"kv_events": True}
+    )
 
     async def scene(served: Served) -> list[Answer]:
         port = served.client.port

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED
-from tests.engine.late import held
+from tests.engine.late import held_kernels
 from tests.server.http_client import serving, wait_until
 from tests.toy_engine import make_engine
 
@@ -19,7 +19,7 @@ BODY = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
 def test_ready_names_what_is_still_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    late = held(tmp_path, monkeypatch)
+    late = held_kernels(tmp_path, monkeypatch)
     caplog.set_level(logging.INFO, "cbatch")
     with serving(make_engine(late=late.kernels, depth=1)) as client, ThreadPoolExecutor() as pool:
 
@@ -48,7 +48,7 @@ def test_ready_names_what_is_still_compiled(
 def test_a_client_that_leaves_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = held(tmp_path, monkeypatch)
+    late = held_kernels(tmp_path, monkeypatch)
     engine = make_engine(late=late.kernels, depth=1)
     with serving(engine) as client:
         with client.open(BODY | {"verification": "block", "timeout": 0.3}) as response:

@@ -163,7 +163,7 @@ def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
     """The first of them that the next engine is given."""
     held = tmp_path / "held"
     held.touch()
-    with serving_process(msgspec.structs.replace(SIM, held=str(held))) as served:
+    with serving_process(msgspec.structs.replace(SIM, pause_file=str(held))) as served:
         wanted = expected(range(NUM_CALLS), 300)
 
         async def scene() -> list[str | None]:

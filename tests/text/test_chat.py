@@ -1,4 +1,4 @@
-"""Chat templates, beside the renderer of the library that models publish theirs for."""
+"""Chat templates, compared with the renderer of the library that models publish theirs for."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ HELPED = """{{ strftime_now(format='%Y') }}{{ documents is none }}{% for m in me
 @pytest.mark.parametrize("prompted", [True, False])
 def test_rendering_agrees_with_the_peer(template: str, prompted: bool) -> None:
     mine = ChatTemplate(template, TOKENS, "here").render(MESSAGES, add_generation_prompt=prompted)
-    (theirs,), _ = render_jinja_template(
+    (reference,), _ = render_jinja_template(
         [MESSAGES], chat_template=template, add_generation_prompt=prompted, **TOKENS
     )
-    assert mine == theirs
+    assert mine == reference
     assert "49" not in mine, "a message was taken for a template"
 
 
@@ -136,7 +136,7 @@ NAMED = {"default": "plain", "tool_use": "tools{{ bos_token }}", "rag": "rag"}
 
 
 def stored(tmp_path: Path, form: str) -> tuple[Path, dict[str, Any] | None]:
-    """The templates `NAMED` in a model's folder, or in the metadata of a GGUF file."""
+    """Store the templates `NAMED` in a model's folder, or in the metadata of a GGUF file."""
     listed = [{"name": name, "template": text} for name, text in NAMED.items()]
     if form == "GGUF":
         metadata = {f"tokenizer.chat_template.{name}": text for name, text in NAMED.items()}
@@ -166,7 +166,7 @@ def test_named_templates(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPa
     assert template is not None
     assert template.render(MESSAGES, tools=TOOLS) == "tools<s>"
     assert [template.render(MESSAGES, tools=tools) for tools in (None, [])] == ["plain"] * 2
-    for name, text in NAMED.items():  # asked for by name, with and without tools
+    for name, text in NAMED.items():  # chosen by name, with and without tools
         chosen = load_chat_template(model, name, config)
         assert chosen is not None
         expected = text.replace("{{ bos_token }}", "<s>")

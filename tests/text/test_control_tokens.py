@@ -1,4 +1,4 @@
-"""What callers write becomes no control token, by any kind of tokenizer, and loses nothing."""
+"""Text of callers becomes no control token, with any kind of tokenizer, and loses nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cbatch.text.gguf_tokenizer import gguf_tokenizer
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL, SENTENCE_PIECE, as_read
 
 SPACE = "▁"
-END, TURN = "<s>", "<|turn|>"  # END is what callers write, and templates too; TURN templates alone
+END, TURN = "<s>", "<|turn|>"  # callers and templates write END; only templates write TURN
 LETTERS = "abcdeinrstu<>|/'\"{}[]:,.＜＞"
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<s>{% endfor %}<|turn|>",
@@ -37,7 +37,7 @@ TEMPLATE = ChatTemplate(
 def pieces(
     normalizer: Any, pre_tokenizer: Any = None, *, normalized: bool = False, **flags: bool
 ) -> Tokenizer:
-    """BPE of characters with some merges, bytes where there is no character."""
+    """BPE of characters with some merges, or of bytes where there is no character."""
     merges = [("t", "r"), ("u", "e"), ("tr", "ue"), (SPACE, "true"), ("s", ">")]
     names = ["<unk>", END, *(f"<0x{i:02X}>" for i in range(256)), SPACE, *LETTERS]
     names += [a + b for a, b in merges]
@@ -67,7 +67,7 @@ def byte_pieces(*, add_prefix_space: bool) -> Tokenizer:
 
 
 def unigram(normalizer: Any = None) -> Tokenizer:
-    """It makes a control token of any text that holds one."""
+    """A Unigram model that makes a control token of any text that holds one."""
     scores = [("<unk>", 0.0), (END, 0.0), *((c, -3.0) for c in SPACE + LETTERS)]
     raw = Tokenizer(models.Unigram(scores, 0))
     if normalizer is not None:
@@ -136,7 +136,7 @@ PARTS = [*SPELLINGS, "a", "true", " ", " true", "<", "s>", "é", "\U0010f000", "
 TEXTS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=6).map("".join)
 PLAIN = ["a", "true", " ", " true", "<", "s>", "é", "x", "<call>"]
 TURNS = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}<|turn|>"
-OWN = [TURN, END, TURN, END, TURN]  # of the template, for two messages
+OWN = [TURN, END, TURN, END, TURN]  # the template's own tokens, for two messages
 
 
 def prompt_ids(
@@ -162,8 +162,8 @@ def test_control_tokens_are_the_templates_alone(name: str, first: str, second: s
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_they_would_not_be_otherwise(name: str) -> None:
-    """Encoded as it stands, what callers write is a control token."""
+def test_without_protection_they_are_control_tokens(name: str) -> None:
+    """Encoded without protection, the text of callers contains control tokens."""
     tokenizer = KINDS[name]
     assert controls(tokenizer, tokenizer.encode(f"{END} {END}", add_special_tokens=False))
 
@@ -178,9 +178,9 @@ def test_a_conversation_without_them_is_encoded_as_ever(name: str, texts: list[s
     assert tokenizer.control_tokens.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
-# Where the model itself makes a control token of the text, its pieces are characters.
+# Models that themselves make a control token of the text: its pieces are single characters.
 MODELS_MAKE_THEM = ["byte level", "byte level, space in front", "Unigram", "Unigram, NFKC"]
-CUT_ALIKE = [n for n in KINDS if n not in MODELS_MAKE_THEM and "normalized" not in n]
+SAME_PIECES = [n for n in KINDS if n not in MODELS_MAKE_THEM and "normalized" not in n]
 
 
 @lru_cache
@@ -190,13 +190,13 @@ def without_control_token(name: str) -> TextTokenizer:
     return TextTokenizer(Tokenizer.from_str(json.dumps(stored)), "without")
 
 
-@pytest.mark.parametrize("name", CUT_ALIKE)
+@pytest.mark.parametrize("name", SAME_PIECES)
 @settings(max_examples=25)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=2))
 def test_pieces_are_those_of_a_tokenizer_without_the_control_token(
     name: str, texts: list[str]
 ) -> None:
-    """No blank more or less, no other cut beside it."""
+    """There is no space more or less, and no other split next to it."""
     tokenizer = KINDS[name]
     without = without_control_token(name)
     assume(not any(other in text for text in texts for other in (TURN, "\ufdd0", "\U0010f000")))
@@ -234,7 +234,7 @@ def test_what_is_no_text_and_what_texts_are_in() -> None:
     assert tokenizer.decode(ids).count(f"x{END}") == 1
 
 
-def test_what_stands_around_a_text_is_not_taken_for_a_callers() -> None:
+def test_tokens_around_a_text_are_not_taken_for_a_callers() -> None:
     raw = pieces(PREPEND)
     raw.post_processor = processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, raw.token_to_id(END))]

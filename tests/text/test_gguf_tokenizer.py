@@ -34,7 +34,7 @@ def _byte_level() -> dict[str, Any]:
 
 BYTE_LEVEL = _byte_level()
 TWICE = "ggml.tokens: a token stands twice"
-# Scores say what is joined first: "lo" before "el", though either could be.
+# Scores say what is merged first: "lo" before "el", though either could be.
 PIECES = ["<unk>", "<s>", "</s>", "▁", "h", "e", "l", "o", "lo", "el", "hel", "▁hello", "llo", "▁h"]
 SENTENCE_PIECE: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
@@ -62,15 +62,15 @@ def rebuilt(metadata: dict[str, Any], **changes: Any) -> TextTokenizer:
 
 
 def test_byte_level_is_what_it_was_made_of() -> None:
-    original, found = TextTokenizer(byte_level(), "memory"), rebuilt(BYTE_LEVEL)
+    original, loaded = TextTokenizer(byte_level(), "memory"), rebuilt(BYTE_LEVEL)
     for text in TEXTS[:-1]:
-        assert found.encode(text) == original.encode(text)
-        assert found.decode(found.encode(text)) == text
+        assert loaded.encode(text) == original.encode(text)
+        assert loaded.decode(loaded.encode(text)) == text
     end = BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
-    assert found.encode("a<|end|><think>b")[1:3] == [end, end + 1]
-    assert found.decode([end, end + 1]) == "<think>"  # what a user defined is no control token
-    assert [found.added[i] for i in sorted(found.special_ids)] == ["<|endoftext|>", "<|end|>"]
-    assert found.vocab_size == end + 2  # without what only fills the vocabulary up
+    assert loaded.encode("a<|end|><think>b")[1:3] == [end, end + 1]
+    assert loaded.decode([end, end + 1]) == "<think>"  # a user-defined token is no control token
+    assert [loaded.added[i] for i in sorted(loaded.special_ids)] == ["<|endoftext|>", "<|end|>"]
+    assert loaded.vocab_size == end + 2  # without tokens that only pad the vocabulary
 
 
 def test_how_texts_are_cut_is_the_files_own() -> None:
@@ -92,17 +92,17 @@ def test_how_texts_are_cut_is_the_files_own() -> None:
 
 
 def test_sentence_piece() -> None:
-    found = rebuilt(SENTENCE_PIECE)
+    tokenizer = rebuilt(SENTENCE_PIECE)
     ids = {text: i for i, text in enumerate(SENTENCE_PIECE["tokenizer.ggml.tokens"])}
     pieces = [1, *(ids[each] for each in ("▁", "hel", "lo"))]
-    assert found.encode("hello") == pieces
-    assert found.decode(pieces) == "hello"
+    assert tokenizer.encode("hello") == pieces
+    assert tokenizer.decode(pieces) == "hello"
     other = rebuilt(SENTENCE_PIECE, add_space_prefix=False, add_bos_token=False)
     assert other.encode("hello") == pieces[2:]
     eszett = [ids["<0xC3>"], ids["<0x9F>"]]
-    assert found.encode("ß")[-2:] == eszett and found.decode(found.encode("ß")) == "ß"
-    # A text after a control token begins like one of its own.
-    assert found.encode("</s>o", add_special_tokens=False) == [2, ids["▁"], ids["o"]]
+    assert tokenizer.encode("ß")[-2:] == eszett and tokenizer.decode(tokenizer.encode("ß")) == "ß"
+    # A text after a control token begins like a text of its own.
+    assert tokenizer.encode("</s>o", add_special_tokens=False) == [2, ids["▁"], ids["o"]]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,16 @@ def test_sentence_piece() -> None:
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, True, True),
     ],
 )
-def test_what_stands_around_a_text(
-    pre: str, add: dict[str, bool], begins: bool, ends: bool
-) -> None:
-    found, end = rebuilt(BYTE_LEVEL, pre=pre, **add), BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
-    ids = found.encode("a b")
+def test_tokens_around_a_text(pre: str, add: dict[str, bool], begins: bool, ends: bool) -> None:
+    tokenizer, end = rebuilt(BYTE_LEVEL, pre=pre, **add), BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
+    ids = tokenizer.encode("a b")
     assert (ids[0] == 0, ids[-1] == end) == (begins, ends)
-    assert found.encode("a b", add_special_tokens=False) == ids[begins : len(ids) - ends]
+    assert tokenizer.encode("a b", add_special_tokens=False) == ids[begins : len(ids) - ends]
 
 
 @pytest.mark.parametrize("text", ["$A", "$B", "a:b", "<s>:1", "$", "x y"])
 def test_a_control_token_may_have_any_text(text: str) -> None:
-    """Also one that means something to the library that puts it before a text."""
+    """This includes text with a meaning for the library that puts it before a text."""
     tokens = [text if i == 1 else each for i, each in enumerate(PIECES)]
     ids = rebuilt(SENTENCE_PIECE, tokens=tokens + SENTENCE_PIECE["tokenizer.ggml.tokens"][14:])
     assert ids.encode("hello") == [1, 3, 10, 8]
@@ -199,11 +197,11 @@ VOCABULARIES = Path(os.environ.get("LLAMA_CPP_MODELS", "/nowhere"))
     + ["command-r", "deepseek-coder"],
 )
 def test_texts_are_encoded_as_llama_cpp_does(name: str) -> None:
-    """Its own cases: digits, spaces, scripts, emoji."""
+    """The cases are llama.cpp's own: digits, spaces, scripts, emoji."""
     path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
-    found = gguf_tokenizer(read_gguf(path).metadata, name)
+    tokenizer = gguf_tokenizer(read_gguf(path).metadata, name)
     texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     lines = Path(f"{path}.out").read_text().split("\n")
     assert len(texts) > 40
     for text, line in zip(texts, lines, strict=True):
-        assert found.encode(text, add_special_tokens=False) == [*map(int, line.split())], text
+        assert tokenizer.encode(text, add_special_tokens=False) == [*map(int, line.split())], text

@@ -1,4 +1,4 @@
-"""What a choice on its way keeps of what it has handed on."""
+"""A running choice keeps none of the outputs that it has handed on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logprobs(first: int, count: int) -> TokenLogprobs:
 
 
 def run(*, whole: bool) -> tuple[LiveChoice, list[Output]]:
-    """A choice that has brought its tokens, each with log probabilities, and the prompt's."""
+    """Return a choice after all its tokens, each with log probabilities, as the prompt's."""
     prompt = tuple(TOKENIZER.encode("x = "))
     params = SamplingParams(max_tokens=99, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
     request = Request(request_id="r", prompt=prompt, params=params, seed=0)
@@ -44,23 +44,24 @@ def run(*, whole: bool) -> tuple[LiveChoice, list[Output]]:
     return live, outputs
 
 
-def held(root: Any, kind: type) -> list[Any]:
-    """Those of a kind that can be reached from an object, but for what is the program's."""
-    seen, found, ahead = set(), [], [vars(root)]
+def reachable(root: Any, kind: type) -> list[Any]:
+    """Return the instances of `kind` that are reachable from an object, except through the
+    program's code."""
+    seen, instances, ahead = set(), [], [vars(root)]
     while ahead:
-        each = ahead.pop()
-        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+        value = ahead.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType | FunctionType):
             continue
-        seen.add(id(each))
-        if isinstance(each, kind):
-            found.append(each)
-        ahead += gc.get_referents(each)
-    return found
+        seen.add(id(value))
+        if isinstance(value, kind):
+            instances.append(value)
+        ahead += gc.get_referents(value)
+    return instances
 
 
 def test_a_whole_one_is_all_of_its_outputs() -> None:
     live, outputs = run(whole=True)
-    assert len(held(live, TokenLogprob)) > len(outputs)
+    assert len(reachable(live, TokenLogprob)) > len(outputs)
     choice = live.end(FinishReason.LENGTH).finished
     assert choice is not None and choice.text == TEXT
     assert list(choice.token_ids) == TOKENIZER.encode(TEXT)
@@ -71,13 +72,13 @@ def test_a_whole_one_is_all_of_its_outputs() -> None:
 
 def test_one_that_is_streamed_keeps_nothing_it_has_handed_on() -> None:
     live, outputs = run(whole=False)
-    assert not held(live, TokenLogprob)
-    told = "".join(output.text for output in outputs)
+    assert not reachable(live, TokenLogprob)
+    text = "".join(output.text for output in outputs)
     assert all(len(output.logprobs or ()) == 1 for output in outputs)
     assert outputs[0].prompt_logprobs is not None
     last = live.end(FinishReason.LENGTH)
     choice = last.finished
-    assert choice is not None and told + last.text == TEXT
+    assert choice is not None and text + last.text == TEXT
     assert (choice.text, choice.token_ids, choice.logprobs) == ("", (), None)
     assert choice.prompt_logprobs is None and live.num_tokens == len(outputs)
 
@@ -90,7 +91,7 @@ def test_a_streamed_one_is_as_small_after_many_tokens() -> None:
         live = LiveChoice(request, "r", TOKENIZER, whole=whole)
         for _ in range(num_tokens):
             live.extend(OutputRow("r", [letter], 0, 0), None)
-        return max(map(len, held(live, list)))
+        return max(map(len, reachable(live, list)))
 
     assert longest_list(300, whole=True) == 300
     assert longest_list(300, whole=False) < 10
@@ -104,7 +105,8 @@ WORDS = ["hello", "true", "b", " ", "  ", "é日", "😀", "<s>", "</s>", "[SEP]
 def test_the_texts_of_a_prompts_tokens_are_the_prompt(
     raw: Any, words: list[str], skips: bool
 ) -> None:
-    """Also where the tokenizer knows no such word, and with tokens that it puts around a text."""
+    """This holds for words that the tokenizer does not know, and with tokens that it puts around a
+    text."""
     tokenizer, text = TextTokenizer(raw, "toy"), "".join(words)
     ids = tokenizer.encode(text)
     texts = token_texts(ids, SamplingParams(skip_special_tokens=skips), tokenizer, text)

@@ -1,4 +1,4 @@
-"""Special tokens in a text, and stop strings that are or hold them, shown or not."""
+"""Special tokens in a text, and stop strings that are or contain them, shown or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A, B, START_ID, END_ID = (BYTES.encode(text)[0] for text in ("a", "b", CONTROLS[
 def read(
     tokenizer: TextTokenizer, ids: Sequence[int], steps: Sequence[int] = (), **options: Any
 ) -> tuple[str, int | None]:
-    """The text shown, and how many tokens are kept. `steps`: where pushes end."""
+    """Return the text shown, and how many tokens are kept. `steps`: where pushes end."""
     stream, text = TextStream(tokenizer, SamplingParams(**options)), ""
     for start, end in zip((0, *steps), (*steps, len(ids)), strict=False):
         shown, kept = stream.push(ids[start:end])
@@ -37,7 +37,7 @@ def read(
 def reference(
     ids: Sequence[int], stops: Sequence[str], *, skips: bool, includes: bool
 ) -> tuple[str, int | None]:
-    """Token by token, over characters and special tokens that are one thing each."""
+    """Return the same by a search over characters and special tokens, each a single thing."""
     named = [CONTROLS[i - START_ID + 1] for i in (START_ID, END_ID)]
     named = [name for name in named if skips and any(name in stop for stop in stops)]
 
@@ -85,7 +85,7 @@ def test_stop_strings_over_special_tokens(
     steps = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
     options = {"stop": stops, "skip_special_tokens": skips, "include_stop_str_in_output": includes}
     if not skips and any(CONTROLS[1] in stop or END in stop for stop in stops):
-        return  # several characters of one token: see below
+        return  # one token has several characters: see below
     got = read(BYTES, ids, steps, **options)
     assert got == reference(ids, stops, skips=skips, includes=includes)
 
@@ -103,7 +103,7 @@ def test_stop_strings_over_special_tokens(
 def test_a_stop_string_with_a_special_token(
     stop: str, shown: str, included: str, spelt: bool
 ) -> None:
-    """As the token, and as the characters of which it is written."""
+    """It may be written as the token, or as the characters of the token."""
     text = "hi<|im_end|>\n<|im_start|>xy"
     ids = [t for c in text for t in BYTES.encode(c)] if spelt else BYTES.encode(text)
     if not spelt:
@@ -139,7 +139,8 @@ def test_before_min_tokens_a_special_token_does_not_stop() -> None:
 
 
 def test_spaces_between_special_tokens() -> None:
-    """Those that the decoder puts there; vLLM leaves them out between added tokens alone."""
+    """The decoder puts spaces between special tokens; vLLM leaves out those between added
+    tokens."""
     (sep,) = [i for i, text in WORDS.added.items() if text == "[SEP]"]
     (hello,) = WORDS.encode("hello")
     ids, shown = [hello, sep, sep, hello], {"skip_special_tokens": False}

@@ -20,7 +20,7 @@ def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 def reference(stops: list[str], text: str) -> tuple[str, bool]:
-    """Character by character: the first completed stop string, the longest of several."""
+    """Search character by character for the first completed stop string, the longest of several."""
     for end in range(1, len(text) + 1):
         done = [s for s in stops if text[:end].endswith(s)]
         if done:

@@ -34,7 +34,7 @@ def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
 
 @given(IDS)
 def test_streamed_text_is_the_decoded_output(ids: list[int]) -> None:
-    """But for a character that is not complete at the end."""
+    """Only a character that is incomplete at the end is missing."""
     raw = b"".join(map(BYTES.token_bytes, ids))
     whole = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
     assert "".join(pieces_of(TextStream(BYTES, PLAIN), ids)) == whole
@@ -67,7 +67,7 @@ def is_text(data: bytes) -> bool:
 def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
     tokenizer: TextTokenizer, data: st.DataObject, text: str, num_controls: int, joins: bool
 ) -> None:
-    """Wherever the prompt ends between two characters, control tokens behind it or not."""
+    """The prompt may end between any two characters, with control tokens after it or not."""
     ids = tokenizer.encode(text)
     pieces = [tokenizer.token_bytes(i) for i in ids]
     ends = [at for at in range(len(ids) + 1) if is_text(b"".join(pieces[:at]))]
@@ -82,7 +82,7 @@ def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
 @pytest.mark.parametrize("num_missing", [1, 2])
 def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missing: int) -> None:
-    """It is shown whole where the output completes it, and is nothing of the output's where not."""
+    """It is shown whole if the output completes it, and otherwise not at all."""
     ids = tokenizer.encode("a😀🦀")
     prompt, rest = ids[:-num_missing], ids[-num_missing:]
     assert not is_text(b"".join(map(tokenizer.token_bytes, prompt)))
@@ -94,7 +94,7 @@ def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missin
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
 def test_tokens_without_text_are_not_kept_waiting_for_some(tokenizer: TextTokenizer) -> None:
-    """Each would otherwise be decoded with all before it, again and again."""
+    """Otherwise each would be decoded with all before it, again and again."""
     (broken,) = [i for i in tokenizer.encode("é") if tokenizer.token_bytes(i) == b"\xa9"]
     stream = TextStream(tokenizer, PLAIN)
     shown = stream.push([broken] * 500).text

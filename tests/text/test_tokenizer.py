@@ -32,19 +32,19 @@ def test_stored_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
 
 
 def test_long_texts_and_lists_leave_other_threads_their_time() -> None:
-    """A server's streams wait for whoever holds the interpreter."""
+    """A server's streams wait for any thread that keeps the interpreter."""
     tokenizer = TextTokenizer(byte_level(), "the test")
 
-    def turns_beside(call: Callable[[Any], Any], source: Any, expected: Any) -> int:
-        found: list[Any] = []
-        thread = Thread(target=lambda: found.append(call(source)))
+    def turns_during(call: Callable[[Any], Any], source: Any, expected: Any) -> int:
+        results: list[Any] = []
+        thread = Thread(target=lambda: results.append(call(source)))
         turns = 0
         thread.start()  # returns once it runs, or when it lets others run
-        while not found:
+        while not results:
             turns += 1
             time.sleep(0.001)
         thread.join()
-        assert found == [expected]
+        assert results == [expected]
         return turns
 
     num_lines = {"encode": 20_000, "decode": 20_000}
@@ -53,9 +53,9 @@ def test_long_texts_and_lists_leave_other_threads_their_time() -> None:
             text = "def area(radius):\n" * count
             ids = tokenizer.raw.encode(text).ids
             given = (text, ids) if name == "encode" else (ids, text)
-            if turns_beside(getattr(tokenizer, name), *given) > 5:
+            if turns_during(getattr(tokenizer, name), *given) > 5:
                 del num_lines[name]
-            else:  # where there are few processors for many, it takes a longer text to see it
+            else:  # with few processors and much load, only a longer text shows it
                 num_lines[name] *= 4
                 assert num_lines[name] < 10**6, f"{name} lets nobody run"
 
@@ -73,7 +73,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["no such token", "no such text", "a longer prefix"])
 def test_damage_that_is_found_late_is_named(tmp_path: Path, damage: str) -> None:
-    """With which the library panics: at the first text, or while it reads."""
+    """The library panics on it, at the first text or while it reads the file."""
     values = json.loads(byte_level().to_str())
     piece = {"Sequence": {"id": "B" if damage == "no such text" else "A", "type_id": 0}}
     single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, piece]

@@ -57,7 +57,7 @@ def byte_fallback() -> Tokenizer:
 
 @lru_cache
 def word_pieces() -> Tokenizer:
-    """Words and "##" for what goes on with one; nothing else is known."""
+    """Whole words, and "##" pieces that continue one; all other text is unknown."""
     letters = "abcdehlo日本語"
     pieces = ["[UNK]", "hello", "##llo", *letters, *(f"##{letter}" for letter in letters), ".", ","]
     model = models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]")
@@ -88,7 +88,8 @@ def word_ends() -> Tokenizer:
 
 @lru_cache
 def printable() -> Tokenizer:
-    """Every id is text: printable ASCII, and pairs of a few letters. Id 0 is the end of text."""
+    """A tokenizer in which every id is text: printable ASCII, and pairs of a few letters. Id 0 is
+    the end of text."""
     table = byte_level().encode  # "Ġ" for the space and "Ċ" for the line end, as in byte level
     characters = [table(chr(code)).tokens[0] for code in (10, *range(32, 127))]
     letters = characters[1:2] + [c for c in characters if c in "abcdefgh"]
