@@ -1,4 +1,4 @@
-"""Matrices of a decoder in blocks of 4 and 8 bits, as a GGUF file holds them."""
+"""Matrices of a decoder in blocks of 4 and 8 bits, in the format of GGUF files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = {each.name: each for each in TYPES.values()}
 
 
 def stored(kind: str, out: int, columns: int, seed: int = 0) -> GgufTensor:
-    """Any values; scales are small."""
+    """Return a stored matrix of random values with small scales."""
     generator = torch.Generator().manual_seed(seed)
     size, count = KINDS[kind].bytes, columns // 32
     raw = torch.randint(0, 256, (out, count, size), generator=generator).to(torch.uint8)
@@ -22,8 +22,11 @@ def stored(kind: str, out: int, columns: int, seed: int = 0) -> GgufTensor:
 
 
 def stored_matrix(config: ModelConfig, name: str) -> GgufTensor | None:
-    """Of the layers, every kind that a GPU multiplies with as it is: queries have offsets, keys and
-    values beside them none. None for other tensors."""
+    """Return a matrix of a layer in a type that a GPU multiplies with directly, or None for other
+    tensors.
+
+    Queries have a type with offsets; keys and values of the same layer have one without.
+    """
     if not name.endswith("proj.weight"):
         return None
     c, place = config, name.split(".")[-2]

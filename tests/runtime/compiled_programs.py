@@ -1,4 +1,4 @@
-"""Programs that tests compile of our C sources, kept in the cache of compiled kernels."""
+"""Test programs compiled from our C sources and kept in the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cbatch.runtime.compiled.compiler import Compiler
 from cbatch.system.cache import cache_folder
 from tests.runtime.marks import has_compiler
 
-# AMX in C (see tiles.h), where the other instructions of such a processor are.
+# The build that does AMX in C (see tiles.h) on a processor with all its other instructions.
 BY_HAND = "amx by hand"
 TILES, BOUNDS = (Path(__file__).with_name(name) for name in ("tiles.h", "bounds.c"))
 FLAGS = ("-std=gnu11", "-O1", "-g", "-pthread")
@@ -29,23 +29,25 @@ def tiles_by_hand(compiler: Compiler, like: Build) -> ctypes.CDLL:
 
 
 def checked_bounds() -> Iterator[tuple[str, Build, tuple[str, ...]]]:
-    """Of each width of vectors, the best; and tiles, by hand where there are none."""
-    found = builds.runnable() if has_compiler() else []
-    for each in found:
-        if each in found[:1] or each.name in ("avx2", "portable"):
-            yield each.name, each, ()
-        if each.name == "avx512_bf16":
-            yield "tiles", each, ("-include", str(TILES))
+    """Return the best build for each vector width, and tiles, by hand where the processor has
+    none."""
+    runnable = builds.runnable() if has_compiler() else []
+    for one in runnable:
+        if one in runnable[:1] or one.name in ("avx2", "portable"):
+            yield one.name, one, ()
+        if one.name == "avx512_bf16":
+            yield "tiles", one, ("-include", str(TILES))
 
 
 def bounds_program(compiler: Compiler, name: str, of: Build, more: tuple[str, ...]) -> Path:
-    """Its compiler may lack the sanitizers: then raises what `Compiler.run` does."""
+    """Compile the program of bounds.c. Raises like `Compiler.run` if the compiler lacks the
+    sanitizers."""
     flags = (*FLAGS, *SANITIZERS, *compiler.flags(of), *more, f"-I{build.SOURCE.parent}")
     return _once(f"bounds-{name}", lambda to: compiler.run(*flags, str(BOUNDS), "-o", to, "-lm"))
 
 
 def _once(name: str, make: Callable[[str], object]) -> Path:
-    """Return a file of the cache, made unless it is there from the same sources."""
+    """Return a file of the cache; make it unless one from the same sources exists."""
     folder = cache_folder("compiled")
     assert folder is not None
     sources = sorted(build.SOURCE.parent.glob("*.[ch]"))

@@ -1,4 +1,5 @@
-"""Tiny models: one thread is the fastest, and a busy machine then cannot stall a barrier."""
+"""Fixtures for tiny models: one thread is the fastest, and a busy machine then cannot stall a
+barrier."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def torch_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes by operations of torch, also where our own could take them."""
+    """Compute passes by operations of torch, also where our own pass is available."""
     monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def decoder_pass(request: pytest.FixtureRequest) -> str:
-    """Both passes, one after the other."""
+    """Run the test once with each pass."""
     if request.param == "torch":
         request.getfixturevalue("torch_pass")
     elif not has_compiler():

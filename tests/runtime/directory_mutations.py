@@ -1,4 +1,4 @@
-"""Hugging Face directories that lie: copies of a good one, one file of each changed."""
+"""Corrupt Hugging Face directories: copies of a good one, each with one changed file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DirectoryMutator:
         self._files = sorted(path.name for path in good.iterdir())
 
     def mutated(self, chosen: random.Random, folder: Path) -> str:
-        """What was done, in words. The whole is in `folder` then."""
+        """Write a mutated copy to `folder`; return the mutation in words."""
         self._chosen = chosen
         name = self._chosen.choice(self._files)
         whole = (self._good / name).read_bytes()
@@ -49,7 +49,7 @@ class DirectoryMutator:
         return f"{name}: {what}"
 
     def _odd(self, name: str, whole: bytes) -> tuple[str, bytes]:
-        """A value somewhere in the JSON is another, or gone."""
+        """Change or remove one value of the JSON."""
         behind = b""
         if name == WEIGHTS:
             end = 8 + struct.unpack_from("<Q", whole)[0]
@@ -74,7 +74,7 @@ class DirectoryMutator:
         return f"{at!r} is gone"
 
     def _bytes(self, name: str, whole: bytes) -> tuple[str, bytes]:
-        """Bytes changed, mostly near the start; or the file is cut."""
+        """Change bytes, mostly near the start, or cut the file."""
         if not self._chosen.randrange(4):
             size = self._chosen.randrange(len(whole))
             return f"cut to {size}", whole[:size]

@@ -1,4 +1,4 @@
-"""A whole engine around tiny models, with a record of every logit bit that decided a token."""
+"""A whole engine with tiny models, and a record of the logit bits that decided each token."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ LogitBits = dict[tuple[str, int], bytes]
 
 
 class RecordingExecutor(TorchExecutor):
-    """Also keeps, per (request, position), the logits that decided it, and drafts per step."""
+    """An executor that also records the logits that decided each (request, position), and drafts
+    per step."""
 
     def __init__(self, model: Model, **settings: Any) -> None:
         super().__init__(model, **settings)
         self.bits: LogitBits = {}
         self.owner: dict[int, str] = {}
-        self.drafted: list[np.ndarray] = []  # of the rows that decoded, each step
+        self.drafted: list[np.ndarray] = []  # of the rows that decoded, by step
         self.accepted: list[np.ndarray] = []
-        self.chunk_steps: list[tuple[int, int]] = []  # rows without and with logits, each step
-        self.chunk_tokens: list[int] = []  # of each row without logits, all steps
+        self.chunk_steps: list[tuple[int, int]] = []  # rows without and with logits, by step
+        self.chunk_tokens: list[int] = []  # of each row without logits, over all steps
         self.row_of_request: dict[str, list[tuple[int, int, int]]] = {}  # slot, drafted, accepted
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -58,21 +59,22 @@ class RecordingExecutor(TorchExecutor):
             self.row_of_request.setdefault(self.owner[slot], []).append(row)
         return result
 
-    def _verify(self, logits: Tensor, wanted: Wanted, table: Any) -> Verified:
+    def _verify(self, logits: Tensor, rows: Wanted, table: Any) -> Verified:
         raw = logits.clone().numpy()
-        verdict = verify(logits, wanted, table)
+        verdict = verify(logits, rows, table)
         start = 0
-        for i, slot in enumerate(wanted.slots.tolist()):
+        for i, slot in enumerate(rows.slots.tolist()):
             for depth in range(int(verdict.num_accepted[i]) + 1):
-                key = (self.owner[slot], int(wanted.known[i]) + depth)
+                key = (self.owner[slot], int(rows.known[i]) + depth)
                 bits = raw[start + depth].tobytes()
                 assert self.bits.setdefault(key, bits) == bits, f"{key} was decided twice"
-            start += int(wanted.num_drafted[i]) + 1
+            start += int(rows.num_drafted[i]) + 1
         return verdict
 
 
 class PricedExecutor(RecordingExecutor):
-    """Reports the durations of a made-up machine, so that `adaptive` decides the same again."""
+    """An executor that reports the durations of a made-up machine, so that decisions of `adaptive`
+    are reproducible."""
 
     def run(self, plan: StepPlan) -> StepResult:
         return made_up_durations(plan, super().run(plan))
@@ -129,7 +131,7 @@ def run_engine(
     block_size: int = 4,
     max_num_seqs: int = 8,
     arrivals: Sequence[int] | None = None,
-    held: Drafter | None = None,
+    drafting: Drafter | None = None,
     grammars: GrammarSource | None = None,
     kind: type[RecordingExecutor] | None = None,
     executor: RecordingExecutor | None = None,
@@ -139,7 +141,10 @@ def run_engine(
     **settings: Any,
 ) -> Run:
     """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0).
-    `held` drafts, or `draft` alone; `kind` is the executor's class, unless it is given."""
+
+    The drafter is `drafting`, or one made from `draft`. `kind` is the executor's class
+    unless `executor` is given.
+    """
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -156,12 +161,12 @@ def run_engine(
     scheduler = Scheduler(config)
     if executor is None:
         if kind is None:
-            # Real durations would make what `adaptive` decides another thing in every run.
+            # Real durations would make the decisions of `adaptive` differ between runs.
             kind = PricedExecutor if config.lookahead.policy == "adaptive" else RecordingExecutor
-        if held is None and draft is not None:
-            held = DraftModel(draft)
+        if drafting is None and draft is not None:
+            drafting = DraftModel(draft)
         sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
-        executor = kind(target, drafter=held, grammars=grammars, num_blocks=num_blocks, **sizes)
+        executor = kind(target, drafter=drafting, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
     loop = StepLoop(scheduler, threaded if depth else executor, clock=clock, depth=depth)
     run, step = Run(scheduler, executor), 0
@@ -178,7 +183,7 @@ def run_engine(
             run.reasons[end.request_id] = end.reason
             run.messages[end.request_id] = end.message
     threaded.close()
-    # The loop recovers from any exception, one that a test did not mean included.
+    # The loop recovers from any exception, including unexpected ones.
     assert scheduler.stats.executor_resets == num_faults
     return run
 
@@ -206,7 +211,7 @@ def admission(
     stop_ids: tuple[int, ...] = (),
     **params: Any,
 ) -> NewSequence:
-    """A sequence of which nothing is in KV, as it enters a slot."""
+    """Return a sequence that enters a slot with an empty KV cache."""
     return NewSequence(
         slot=slot,
         generation=1,

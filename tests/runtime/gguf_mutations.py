@@ -1,7 +1,7 @@
-"""GGUF files that lie: copies of a good one, each with some of its fields or bytes changed.
+"""Corrupt GGUF files: copies of a good one, each with some of its fields or bytes changed.
 
-Fields are found by a walk over the good file, so that a mutation can aim: at a count, a length, an
-offset, a type, at the end of any of them, at the name of another tensor.
+A walk over the good file finds the fields, so that mutations can target counts, lengths, offsets,
+types, the ends of fields, and the names of other tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _REALS = (0.0, -1.0, 0.5, 1e-300, 1e-45, 1e-38, 1e30, 1e300, float("inf"), float
 
 
 class Field(NamedTuple):
-    """Bytes [start, stop) of the head, and what they say: size, kind, name or value (a value of a
-    key, its type before it)."""
+    """Bytes [start, stop) of the head and their meaning: size, kind, name or value. A value of a
+    key includes the type before it."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class _Walk:
 
 
 def fields_of(data: bytes) -> tuple[list[Field], int]:
-    """The fields of a good file's head, and where the head ends."""
+    """Return the fields of a good file's head, and the offset where the head ends."""
     walk = _Walk(data)
     walk.number("size", 4)
     tensors, keys = walk.number("size", 8), walk.number("size", 8)
@@ -71,7 +71,8 @@ def fields_of(data: bytes) -> tuple[list[Field], int]:
             walk.number("size", 8)
         walk.number("kind", 4)
         walk.number("size", 8)
-    # One of a thousand strings is as good as another: fewer of them leave more for the rest.
+    # One of a thousand strings is as good as another; fewer of them leave more mutations for the
+    # rest.
     texts = [field for field in walk.fields if field.says == "text"]
     kept = set(texts[:: max(1, len(texts) // 20)])
     return [f for f in walk.fields if f.says != "text" or f in kept], walk.at
@@ -91,7 +92,7 @@ class GgufMutator:
         }
 
     def mutated(self, chosen: random.Random) -> tuple[str, bytes]:
-        """What was done, in words, and the file."""
+        """Return the mutation in words, and the mutated file."""
         self._chosen = chosen
         ways: tuple[tuple[int, Callable[[], tuple[str, bytes]]], ...] = (
             (5, self._number),
@@ -106,14 +107,16 @@ class GgufMutator:
         return draw()
 
     def _with(self, field: Field, new: bytes) -> bytes:
-        """The data stay at their place behind a head of another length."""
+        """Replace bytes of the head; the data keep their alignment after a head of another
+        length."""
         good, end = self._good, self._head
         head = good[: field.start] + new + good[field.stop : end]
         start = end + -end % 32
         return head + bytes(-len(head) % 32) + good[start:]
 
     def _number(self) -> tuple[str, bytes]:
-        """A size or type that is extreme, a little other, or another's."""
+        """Change a size or type: to an extreme value, a slightly different one, or that of another
+        field."""
         field = self._chosen.choice(self._by[self._chosen.choice(["size", "size", "kind"])])
         width = field.stop - field.start
         old = int.from_bytes(self._good[field.start : field.stop], "little")
@@ -124,7 +127,7 @@ class GgufMutator:
         return f"{field.says} at {field.start}: {old} is {new}", changed
 
     def _value(self) -> tuple[str, bytes]:
-        """A key's value of any type, well formed."""
+        """Replace a key's value by a well-formed one of any type."""
         field, draw = self._chosen.choice(self._by["value"]), self._chosen.randrange
         whole, real = self._chosen.choice(EXTREMES), self._chosen.choice(_REALS)
         text = self._chosen.choice(["", "x", "llama", "ÿ" * 9999, "{{ 2 ** 99 }}", "((" * 9999])
@@ -145,7 +148,7 @@ class GgufMutator:
         return f"value at {field.start}: {new[:40]!r}", self._with(field, new)
 
     def _cut(self) -> tuple[str, bytes]:
-        """The file ends in a field, at its end, or somewhere in the data."""
+        """End the file in a field, at the end of one, or somewhere in the data."""
         if self._chosen.randrange(4):
             size = self._chosen.choice(self._fields).stop + self._chosen.choice([-1, 0, 1])
         else:
@@ -153,7 +156,7 @@ class GgufMutator:
         return f"cut to {size}", self._good[:size]
 
     def _name(self) -> tuple[str, bytes]:
-        """A name, with its length, that another has, or that nobody has."""
+        """Replace a name, with its length, by another existing name or by an unused one."""
         at = self._chosen.randrange(len(self._by["name"]))
         field, other = self._by["name"][at], self._chosen.choice(self._by["name"])
         stolen = self._good[other.start : other.stop]
@@ -177,7 +180,7 @@ class GgufMutator:
         return f"flipped {places}", bytes(data)
 
     def _span(self) -> tuple[str, bytes]:
-        """Bytes from elsewhere, or none, in the place of some of the head."""
+        """Replace a span of the head by bytes from elsewhere, or remove it."""
         start = self._chosen.randrange(self._head)
         size, from_ = self._chosen.randrange(1, 64), self._chosen.randrange(len(self._good))
         new = self._good[from_ : from_ + self._chosen.choice([0, size, 2 * size])]

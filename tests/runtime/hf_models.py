@@ -1,4 +1,4 @@
-"""Small random Hugging Face models: the reference that ours are compared with."""
+"""Small random Hugging Face models: the reference for our own passes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROPE: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
 }
-# Per family, what makes it differ from the others.
+# By family, the fields that distinguish it from the others.
 FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 70, "head_dim": 32},
@@ -66,9 +66,10 @@ _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 def build(
     directory: Path, family: str, rope: str = "default", seed: int = 0, **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """A random model of `family` in fp32 with eager attention, saved to `directory`.
+    """Build a random model of `family` in fp32 with eager attention, and save it to `directory`.
 
-    Every tensor is drawn, norms and biases too: with ones and zeros a swapped pair goes unseen.
+    Every tensor is drawn, norms and biases too: with ones and zeros a swapped pair would go
+    unnoticed.
     """
     name = _CLASSES[family]
     values = {**SHAPE, **FAMILY[family], **overrides}
@@ -109,22 +110,23 @@ class PagedSequence:
 
 
 def paged(kv: KVCache, sequences: list[NDArray[np.int64]], seed: int = 0) -> list[PagedSequence]:
-    """Sequences with blocks of `kv` in random order."""
+    """Return sequences with blocks of `kv` in random order."""
     free = np.random.default_rng(seed).permutation(kv.num_blocks).astype(np.int32)
-    found = []
+    paged_sequences = []
     for tokens in sequences:
         count = -(-len(tokens) // kv.block_size)
-        found.append(PagedSequence(tokens, free[:count]))
+        paged_sequences.append(PagedSequence(tokens, free[:count]))
         free = free[count:]
-    return found
+    return paged_sequences
 
 
 def step(model: Model, kv: KVCache, chunks: list[tuple[PagedSequence, int]]) -> list[Tensor]:
-    """Run the next `n` tokens of each sequence in one pass; logits of all of them, [n, vocab]."""
+    """Run the next `n` tokens of each sequence in one pass; return the logits of all of them, [n,
+    vocab]."""
     lens = np.array([n for _, n in chunks], dtype=np.int32)
     starts = [s.done for s, _ in chunks]
     width = max(len(s.blocks) for s, _ in chunks)
-    tables = np.full((len(chunks), width), 10**6, dtype=np.int32)  # never to be read
+    tables = np.full((len(chunks), width), 10**6, dtype=np.int32)  # never read
     for row, (sequence, _) in zip(tables, chunks, strict=True):
         row[: len(sequence.blocks)] = sequence.blocks
     flat = [s.tokens[s.done : s.done + n] for s, n in chunks]
@@ -152,13 +154,16 @@ def run_all(
     sizes: list[int],
     firsts: Sequence[int] = (),
 ) -> Tensor:
-    """Logits of whole sequences in ragged steps; row i takes `sizes[i]`, `sizes[i + 1]`, .. tokens
-    a step, round the list, after `firsts[i]` in a step before. Result [sum of lengths, vocab],
-    sequence after sequence."""
-    found: list[list[Tensor]] = [[] for _ in sequences]
+    """Return the logits of whole sequences that are computed in ragged steps, [sum of lengths,
+    vocab].
+
+    Row i takes `sizes[i]`, `sizes[i + 1]`, ... tokens a step, cyclically, after `firsts[i]` in a
+    step before. Sequences follow each other in the result.
+    """
+    parts_of: list[list[Tensor]] = [[] for _ in sequences]
     if firsts:
         begun = step(model, kv, list(zip(sequences, firsts, strict=True)))
-        found = [[logits] for logits in begun]
+        parts_of = [[logits] for logits in begun]
     turn = 0
     while any(s.done < len(s.tokens) for s in sequences):
         ids = [i for i, s in enumerate(sequences) if s.done < len(s.tokens)]
@@ -167,6 +172,6 @@ def run_all(
             for i, s in ((i, sequences[i]) for i in ids)
         ]
         for i, logits in zip(ids, step(model, kv, chunks), strict=True):
-            found[i].append(logits)
+            parts_of[i].append(logits)
         turn += 1
-    return torch.cat([part for parts in found for part in parts])
+    return torch.cat([part for parts in parts_of for part in parts])

@@ -1,4 +1,5 @@
-"""Passes that keep states and passes that do not, by turns, with more threads than processors."""
+"""A program that alternates passes that keep states and passes that do not, with more threads than
+processors."""
 
 import torch
 

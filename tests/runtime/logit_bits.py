@@ -1,4 +1,4 @@
-"""Digests of logits, to compare those of one process with another's."""
+"""Digests of logits, for comparison between processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ BLOCK_SIZE_TOKENS = 16
 
 
 def digest(model: Model) -> str:
-    """Of the logits of steps of 1, 8 and 32 prompts of 3 tokens, and of 2 long ones."""
-    found = hashlib.sha256()
+    """Return a digest of the logits of steps of 1, 8 and 32 prompts of 3 tokens, and of 2 long
+    ones."""
+    checksum = hashlib.sha256()
     for rows, length in ((1, 3), (8, 3), (32, 3), (2, 300)):
         width = -(-length // BLOCK_SIZE_TOKENS)
         kv = KVCache(model.config, rows * width, BLOCK_SIZE_TOKENS, model.dtype, "cpu")
@@ -29,12 +30,12 @@ def digest(model: Model) -> str:
         every = torch.arange(rows * length)
         tokens = 5 + every % 96
         batch = RaggedBatch(tokens, positions, lens, lens, tables, every)
-        found.update(model.forward(batch, kv).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(model.forward(batch, kv).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def digests(*models: Path) -> Iterator[str]:
-    """A line for each model, dtype and mode."""
+    """Yield a line for each model, dtype and mode."""
     for path, dtype, mode in itertools.product(
         models, ("float32", "bfloat16"), ("auto", "invariant")
     ):

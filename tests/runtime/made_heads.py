@@ -1,4 +1,4 @@
-"""Heads of random numbers, in the layouts that are found; their equations in plain torch."""
+"""Heads with random weights, in all published layouts, and their equations in plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.pairs import VOCAB, tiny_config
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER = 32, 4, 2, 8, 40
 EPS, THETA = 1e-5, 10000.0
-DRAFTS = 40  # ids that a reduced vocabulary has
+DRAFTS = 40  # number of ids in a reduced vocabulary
 LAYERS = (0, 1, 2)
 
 
@@ -25,7 +25,7 @@ def draft_ids() -> Tensor:
 
 
 def eagle3_tensors(seed: int = 0, *, reads: int = 3, drafts: int = DRAFTS) -> dict[str, Tensor]:
-    """By the names of speculators."""
+    """Return tensors under the names that speculators uses."""
     g = torch.Generator().manual_seed(seed)
 
     def made(*shape: int, scale: float = 1.0) -> Tensor:
@@ -77,7 +77,7 @@ def llama_fields() -> dict[str, Any]:
 
 
 def eagle3_config(**fields: Any) -> dict[str, Any]:
-    """As speculators writes it, of a head that reads `LAYERS`."""
+    """Return the configuration that speculators writes for a head that reads `LAYERS`."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -105,7 +105,7 @@ class Reference:
         self.embedding, self.flags = embedding.float(), flags
 
     def fuse(self, states: Tensor) -> Tensor:
-        """[T, layers, H] to [T, H]."""
+        """Combine states, [T, layers, H], to [T, H]."""
         if "input_norm.weight" in self.t:
             states = _rms(states.flatten(1), self.t["input_norm.weight"]).view(states.shape)
         elif "fc_norm.0.weight" in self.t:
@@ -114,8 +114,8 @@ class Reference:
         return states.flatten(1) @ self.t["fc.weight"].T
 
     def logits(self, tokens: list[int], states: Tensor, drafts: list[int]) -> Tensor:
-        """Of the draft behind `drafts`, behind `tokens`, whose states are known but for the last.
-        The pair t is (token t + 1, state t), at position t."""
+        """Return the logits of the draft after `tokens` and `drafts`; all states but the last are
+        known. Pair t is (token t + 1, state t), at position t."""
         carry = list(self.fuse(states[: len(tokens) - 1]))
         for depth in range(len(drafts) + 1):
             y = self._last(tokens + drafts[:depth], torch.stack(carry))
@@ -127,7 +127,7 @@ class Reference:
         return _rms(y, self.t["norm.weight"])
 
     def _last(self, tokens: list[int], given: Tensor) -> Tensor:
-        """What the layer makes of the last pair."""
+        """Return the layer's output for the last pair."""
         t, p = self.t, "layers.0."
         embedded = _rms(self.embedding[tokens[1:]], t[p + "input_layernorm.weight"])
         normed = _rms(given, t[p + "hidden_norm.weight"])
@@ -145,8 +145,8 @@ class Reference:
 
 
 class FirstReference(Reference):
-    """Those of EAGLE-1 and 2: one state, after the target's last norm; no norm before the layer,
-    and none before the target's head."""
+    """The equations of EAGLE-1 and 2: one state, after the target's last norm. There is no norm
+    before the layer, and none before the target's head."""
 
     def __init__(
         self, tensors: dict[str, Tensor], embedding: Tensor, norm: Tensor, head: Tensor
@@ -193,7 +193,7 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rope(x: Tensor) -> Tensor:
-    """[heads, T, dim], the first of them at position 0."""
+    """Rotate [heads, T, dim]; the first row is at position 0."""
     exponents = torch.arange(0, DIM, 2) / DIM
     angles = torch.outer(torch.arange(x.shape[1]).float(), THETA**-exponents).repeat(1, 2)
     first, second = x.chunk(2, dim=-1)
@@ -201,7 +201,7 @@ def _rope(x: Tensor) -> Tensor:
 
 
 def medusa_tensors(seed: int = 0, *, heads: int = 4, blocks: int = 1) -> dict[str, Tensor]:
-    """By the names of FasterDecoding."""
+    """Return tensors under the names that FasterDecoding uses."""
     g = torch.Generator().manual_seed(seed)
     tensors = {}
     for i in range(heads):
@@ -223,8 +223,8 @@ class MedusaReference:
         self.t, self.norm = tensors, norm
 
     def logits(self, tokens: list[int], states: Tensor, drafts: list[int]) -> Tensor:
-        """Of the draft behind `drafts`, behind `tokens`, whose states are known but for the last:
-        that of the one before says what is so many places on."""
+        """Return the logits of the draft after `tokens` and `drafts`; all states but the last are
+        known. The head of depth i predicts i places ahead from the last known state."""
         z, head, block = _rms(states[len(tokens) - 2, 0], self.norm), len(drafts), 0
         while f"{head}.{block}.linear.weight" in self.t:
             name = f"{head}.{block}.linear."

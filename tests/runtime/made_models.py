@@ -1,4 +1,4 @@
-"""Small complete models, made in a moment: GGUF files of all types, a Hugging Face directory."""
+"""Small complete models, made quickly: GGUF files of all types, and a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.text.toy_tokenizers import byte_level
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m.content }}{{ eos_token }}{% endfor %}"
 VOCAB, HEADS, KV_HEADS = 352, 4, 2
 _KINDS = {each.name: (number, each) for number, each in TYPES.items()}
-# Of each model: its architecture, the types that its matrices have by turns, and its tokenizer.
+# By model: its architecture, the types of its matrices (used in turn), and its tokenizer.
 MADE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "plain": ("llama", ("F32",), BYTE_LEVEL),
     "halves": ("qwen2", ("BF16", "BF16", "F16"), BYTE_LEVEL),
@@ -32,7 +32,8 @@ MADE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 
 def _shapes(arch: str, hidden: int, dim: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a model with one layer, whose MLP is as wide as it is."""
+    """Return the tensor shapes of a model with one layer, whose MLP is as wide as its hidden
+    states."""
     q, kv = HEADS * dim, KV_HEADS * dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (hidden,),
@@ -54,7 +55,7 @@ def _shapes(arch: str, hidden: int, dim: int) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_parts(name: str) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Metadata and tensors of one of `MADE`."""
+    """Return metadata and tensors of one model of `MADE`."""
     arch, kinds, tokenizer = MADE[name]
     hidden = max(64, *(_KINDS[kind][1].elements for kind in kinds))
     dim = hidden // HEADS
@@ -69,17 +70,17 @@ def gguf_parts(name: str) -> tuple[dict[str, Any], dict[str, Stored]]:
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 10000.0,
     }
-    found = _shapes(arch, hidden, dim)
+    shapes = _shapes(arch, hidden, dim)
     if name == "plain":  # Llama 3's scaling
-        found["rope_freqs.weight"] = (dim // 2,)
+        shapes["rope_freqs.weight"] = (dim // 2,)
     if name == "supers":
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
         values |= {"rope.scaling.original_context_length": 100, "attention.sliding_window": 30}
         values |= {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
         values |= {"rope.scaling.attn_factor": 1.5, "attention.value_length": dim}
-        found["output.weight"] = (VOCAB, hidden)
+        shapes["output.weight"] = (VOCAB, hidden)
     tensors = {}
-    for at, (tensor, shape) in enumerate(found.items()):
+    for at, (tensor, shape) in enumerate(shapes.items()):
         tensors[tensor] = _stored(kinds[at % len(kinds)] if len(shape) > 1 else "F32", shape)
     metadata = {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in values.items()}
     sampling = {"temp": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "penalty_repeat": 1.1}
@@ -100,14 +101,14 @@ def _stored(kind: str, shape: tuple[int, ...]) -> Stored:
 
 
 def make_directory(folder: Path) -> None:
-    """The model `plain` as Hugging Face has it."""
+    """Write the model `plain` in the Hugging Face layout."""
     _, tensors = gguf_parts("plain")
     weights = {}
     for name, tensor in tensors.items():
-        found = original_name(name)
-        if found is not None:
+        original = original_name(name)
+        if original is not None:
             assert tensor.kind == F32
-            weights[found] = torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).view(
+            weights[original] = torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).view(
                 tensor.shape
             )
     save_file(weights, folder / "model.safetensors")

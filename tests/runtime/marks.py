@@ -1,4 +1,4 @@
-"""What some tests need of the machine, and skip without."""
+"""Requirements of some tests on the machine; without them the tests skip."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Loads mutated models until one does what it must not: `python -m tests.runtime.model_fuzz FOLDER
-SEED COUNT [FIRST]`, where FIRST says from which mutation on, to see one again.
+"""Load mutated models until one misbehaves: `python -m tests.runtime.model_fuzz FOLDER SEED COUNT
+[FIRST]`.
 
-Each is refused by an error of ours that names it, or serves a prompt; in so many seconds of the
-processors, and with a GiB more memory than there was before the first. What came of them is told
-as JSON. The mutation that broke the law lies in FOLDER, with what it is in `at`.
+FIRST is the first mutation to run, to see one again. Each model must be refused by an error of ours
+that names it, or serve a prompt, within a limit of processor time. Memory must stay below a GiB
+more than before the first. A summary is printed as JSON. A mutation that misbehaves is left in
+FOLDER, and its description in the file `at`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.runtime.made_models import MADE, gguf_parts, make_directory
 
 MOST_S = 1.0
 MOST_MORE_BYTES = 1 << 30
-ATTEMPTS = 3  # of one that took too long: the machine is others', too
+ATTEMPTS = 3  # for one that took too long: other processes use the machine too
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "for item in"}]
 SERVED = "served"
@@ -41,7 +42,7 @@ Make = Callable[[random.Random], tuple[Path, str]]
 
 
 def outcome(path: Path) -> str:
-    """All that a server does with a model: `SERVED`, or the message of its refusal."""
+    """Run all that a server does with a model; return `SERVED` or the message of its refusal."""
     try:
         llm = LLM(path, max_num_seqs=2, num_blocks=16, lookahead="off")
         template = chat_template_of(path)
@@ -52,28 +53,28 @@ def outcome(path: Path) -> str:
         prompt = "for item in" if template is None else template.render(MESSAGES)
     except ChatTemplateError:
         prompt = "for item in"
-    llm.generate(prompt[:100], PARAMS)  # it may be refused, or its logits be no numbers
+    llm.generate(prompt[:100], PARAMS)  # it may be refused, or its logits be not finite
     return SERVED
 
 
 def mutators(folder: Path) -> list[Make]:
-    """One of each good model. All of these are served."""
-    found: list[Make] = []
+    """Return a mutator for each good model, and check that all of these are served."""
+    makers: list[Make] = []
     for name in MADE:
         path, good = folder / f"{name}.gguf", gguf_bytes(*gguf_parts(name))
         path.write_bytes(good)
         assert outcome(path) == SERVED, name
-        found.append(partial(_mutated_file, GgufMutator(good), path))
+        makers.append(partial(_mutated_file, GgufMutator(good), path))
     good_folder = folder / "good"
     good_folder.mkdir()
     make_directory(good_folder)
     assert outcome(good_folder) == SERVED
-    return [*found, partial(_mutated_directory, DirectoryMutator(good_folder), folder / "mutated")]
+    return [*makers, partial(_mutated_directory, DirectoryMutator(good_folder), folder / "mutated")]
 
 
 def _mutated_file(by: GgufMutator, path: Path, chosen: random.Random) -> tuple[Path, str]:
     what, content = by.mutated(chosen)
-    path.unlink(missing_ok=True)  # who has mapped the one before keeps it
+    path.unlink(missing_ok=True)  # a process that has mapped the old file keeps it
     path.write_bytes(content)
     return path, what
 
@@ -84,8 +85,8 @@ def _mutated_directory(by: DirectoryMutator, path: Path, chosen: random.Random) 
 
 
 def run(folder: Path, seed: int, count: int, first: int = 0) -> dict[str, object]:
-    """What came of so many mutations. Raises where one broke the law."""
-    made, slowest_s, found = mutators(folder), 0.0, Counter[str]()
+    """Return the outcomes of `count` mutations. Raises if one misbehaves."""
+    made, slowest_s, refusals = mutators(folder), 0.0, Counter[str]()
     statm = Path("/proc/self/statm").read_text()
     now_bytes = int(statm.split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MOST_MORE_BYTES, resource.RLIM_INFINITY))
@@ -95,10 +96,10 @@ def run(folder: Path, seed: int, count: int, first: int = 0) -> dict[str, object
         took_s, message = min(_timed(path))
         assert took_s <= MOST_S, f"took {took_s:.1f} s: {message}"
         slowest_s = max(slowest_s, took_s)
-        found[message.replace(str(path), "")[:60]] += 1
-    served = found.pop(SERVED, 0)
-    told = {"served": served, "refused": found.total(), "ways": len(found)}
-    return told | {"slowest_s": round(slowest_s, 3)}
+        refusals[message.replace(str(path), "")[:60]] += 1
+    served = refusals.pop(SERVED, 0)
+    summary = {"served": served, "refused": refusals.total(), "ways": len(refusals)}
+    return summary | {"slowest_s": round(slowest_s, 3)}
 
 
 def _timed(path: Path) -> Iterator[tuple[float, str]]:

@@ -1,4 +1,5 @@
-"""Pairs of tiny models without a checkpoint: a target, and a draft that agrees with it at times."""
+"""Pairs of tiny models without a checkpoint: a target, and a draft that sometimes agrees with
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class NoisyWeights(WeightSource):
     """Random weights of order 1 / sqrt(fan-in), each moved by `noise` of its own size.
 
     A row of embedding or head depends on its token alone, so models of different vocabulary sizes
-    agree on the tokens they share. The embedding of the token `poison` is not a number."""
+    agree on the tokens they share. The embedding of the token `poison` is NaN.
+    """
 
     def __init__(self, seed: int, noise: float = 0.0, poison: int | None = None) -> None:
         self.seed, self.noise, self.poison = seed, noise, poison

@@ -1,4 +1,4 @@
-"""Slow, plain readings of what the runtime computes fast."""
+"""Slow, plain versions of the runtime's fast computations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from cbatch.runtime.kv_cache import KVCache
 def slow_filter(
     logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> list[float]:
-    """The definition, one row, in float64: ids in the order (-logit, id), cut from the end."""
+    """Filter one row by the definition, in float64: ids in the order (-logit, id), cut from the
+    end."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
     kept = order[:top_k]
@@ -32,7 +33,8 @@ def slow_filter(
 
 
 def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """Logits behind each sequence, each processed alone from nothing: [len(sequences), vocab]."""
+    """Return the logits after each sequence, computed alone from an empty cache: [len(sequences),
+    vocab]."""
     rows = []
     for tokens in sequences:
         count = len(tokens)
@@ -50,13 +52,13 @@ def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def written_kv(model: Model, kv: KVCache, layer: int, block: int, at: int) -> torch.Tensor:
-    """K and V of the token in place `at` of a block, as the pass of `model` left them: [2,
+    """Return K and V of the token at place `at` of a block, as the pass of `model` wrote them: [2,
     kv_heads, head_dim]."""
     if model.compiled is None:
         return kv.data[layer, :, :, block, at]
     size, dim = kv.block_size, kv.head_dim
     own = kv.data[layer, :, :, block].transpose(0, 1).transpose(1, 2).reshape(-1, 2, size * dim)
-    cell = 4 // own.itemsize  # elements of K that lie together
+    cell = 4 // own.itemsize  # elements of K that are stored together
     keys = own[:, 0].view(-1, dim // cell, size, cell)[:, :, at].flatten(1)
     together = cell if size % cell == 0 else 1  # positions of V
     values = own[:, 1].view(-1, size // together, dim, together)
@@ -70,8 +72,9 @@ def joint_law(
     filters: tuple[float, int, float, float],
     shape: Callable[[np.ndarray, list[int]], np.ndarray] = lambda logits, output: logits,
 ) -> np.ndarray:
-    """Law of the first `length` tokens behind `prompt` under temperature, top_k, top_p, min_p:
-    [vocab] * length. `shape` changes the logits [vocab] that follow an output before that."""
+    """Return the law of the first `length` tokens after `prompt` under temperature, top_k, top_p
+    and min_p: [vocab] * length. `shape` changes the logits [vocab] that follow an output before
+    that."""
     vocab = model.config.vocab_size
     law = np.ones(())
     for depth in range(length):

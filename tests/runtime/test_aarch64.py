@@ -1,4 +1,4 @@
-"""Our kernels on another processor, which qemu plays: products of the same bits as here."""
+"""Our kernels on another processor, emulated by qemu: products have the same bits as here."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ pytestmark = [
 ]
 
 
-PROCESSORS = {"i8mm": "max", "portable": "cortex-a57"}  # the second has no more than it needs
+# The second has only the required instructions.
+PROCESSORS = {"i8mm": "max", "portable": "cortex-a57"}
 
 
 def compiled(made: Build, folder: Path) -> Path:
-    """A program that needs no libraries."""
+    """Compile a program that needs no libraries."""
     if GCC is not None:
         compiler, target = Compiler((GCC,)), ()
     else:
@@ -58,12 +59,12 @@ def compiled(made: Build, folder: Path) -> Path:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("programs")
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda each: compiled(each, folder), builds.builds_of("aarch64"))
+        made = pool.map(lambda b: compiled(b, folder), builds.builds_of("aarch64"))
         return {program.name: program for program in made}
 
 
 def problem(number: int, weights: bytes, x: Tensor) -> bytes:
-    """As products.c reads it."""
+    """Return a problem in the format that products.c reads."""
     head = np.array([number, OUT, COLUMNS, len(x), len(weights)], dtype="<i8")
     return head.tobytes() + weights + x.numpy().tobytes()
 
@@ -72,7 +73,7 @@ def problem(number: int, weights: bytes, x: Tensor) -> bytes:
 def test_products_have_the_same_bits(
     name: str, programs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As here, without instructions for bf16."""
+    """The comparison is with this processor, without instructions for bf16."""
     here = next(RUNNABLE[each] for each in FUSED if each not in OWN_BF16)
     use(build.library_of(here, find_compiler(), cache_folder("compiled")), monkeypatch)
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
@@ -88,8 +89,8 @@ def test_products_have_the_same_bits(
         expected[kind] = whole(matrix)(x, ROWS)
     assert EMULATOR is not None
     command = [EMULATOR, "-cpu", PROCESSORS[name], str(programs[name])]
-    told = subprocess.run(command, input=problems, capture_output=True, check=True).stdout
-    found = torch.frombuffer(bytearray(told), dtype=torch.float32).view(-1, ROWS, OUT)
-    assert len(found) == len(expected)
-    for (kind, ours), theirs in zip(expected.items(), found, strict=True):
-        assert torch.equal(ours, theirs), kind
+    output = subprocess.run(command, input=problems, capture_output=True, check=True).stdout
+    products = torch.frombuffer(bytearray(output), dtype=torch.float32).view(-1, ROWS, OUT)
+    assert len(products) == len(expected)
+    for (kind, own), emulated in zip(expected.items(), products, strict=True):
+        assert torch.equal(own, emulated), kind

@@ -1,4 +1,4 @@
-"""Groups of ragged queries, of the pass by torch, against plain attention."""
+"""Groups of ragged queries in the pass by torch, compared with plain attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.pairs import tiny_config
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
-    """q [heads, D] (scaled) at `position` over k, v [positions, kv_heads, D], in double."""
+    """Attend q [heads, D] (scaled) at `position` to k, v [positions, kv_heads, D], in double."""
     first = 0 if window is None else max(0, position + 1 - window)
     k, v = (t[first : position + 1].double().transpose(0, 1) for t in (k, v))
     group = q.shape[0] // k.shape[0]
@@ -58,8 +58,8 @@ def test_any_mix_of_query_lengths(block_size: int, window: int | None, dtype: to
         for i in range(query_lens[b]):
             row = int(starts[b]) + i
             expected = plain_attention(queries[row], k, v, int(at[b][i]), window)
-            found = out[row].view(config.num_heads, -1).double()
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            attended = out[row].view(config.num_heads, -1).double()
+            torch.testing.assert_close(attended, expected, rtol=0, atol=1e-5)
 
 
 def test_slots_are_where_the_tables_say() -> None:
@@ -74,6 +74,6 @@ def test_slots_are_where_the_tables_say() -> None:
     marks = torch.arange(1.0, 11.0)
     kv.token_rows[0].index_copy_(0, slots, marks[:, None].expand(-1, 16))
     blocks, offsets = [2, 2, 7, 7, 3], [2, 3, 0, 1, 0]
-    found = kv.data[0, :, :, blocks, offsets]  # [2, kv_heads, T, head_dim]
-    assert torch.equal(found[0, :, :, 0].T.flatten(), marks) and torch.equal(found[0], found[1])
+    stored = kv.data[0, :, :, blocks, offsets]  # [2, kv_heads, T, head_dim]
+    assert torch.equal(stored[0, :, :, 0].T.flatten(), marks) and torch.equal(stored[0], stored[1])
     assert int((kv.data != 0).sum()) == 10 * 16

@@ -1,5 +1,5 @@
-"""Products with blocks as a file stores them: what they compute, and that neither company nor
-threads change a bit."""
+"""Products with blocks as a file stores them: their values, and that neither other rows nor threads
+change a bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.runtime.marks import needs_compiler
 from tests.runtime.test_gguf_blocks import blocks
 
 pytestmark = needs_compiler
-OUT, COLUMNS = 70, 512  # outputs that fill no last panel
+OUT, COLUMNS = 70, 512  # the last panel is not full
 EVERY_TYPE = pytest.mark.parametrize("name", BLOCK_TYPES)
 
 
 def stored(name: str, out: int = OUT) -> tuple[Blocks, Tensor]:
-    """A matrix, and its values [out, COLUMNS]."""
+    """Return a stored matrix, and its values [out, COLUMNS]."""
     (kind,) = (each for each in TYPES.values() if each.name == name)
     raw = blocks(name, out * COLUMNS // kind.elements)
     values = dequantised(name, raw, torch.float32).view(out, COLUMNS)
@@ -42,7 +42,7 @@ def whole(
 
 
 def representable(rows: int) -> Tensor:
-    """Values that rounding to 127ths of a cell's largest leaves as they are."""
+    """Return values that rounding to 127ths of a cell's largest leaves unchanged."""
     gen = torch.Generator().manual_seed(rows)
     x = torch.randint(-127, 128, (rows, COLUMNS // 32, 32), generator=gen).float()
     x[:, :, 3] = 127
@@ -50,7 +50,8 @@ def representable(rows: int) -> Tensor:
 
 
 def assert_values(name: str) -> None:
-    """To the last bits where no rounding of the row has a part; else within what it may do."""
+    """Check values to the last bits where rows are not rounded, else within the error that rounding
+    may cause."""
     matrix, values = stored(name)
     bias, scale = torch.linspace(-9, 9, OUT), 2.0 ** torch.arange(COLUMNS).div(32).floor().sub(7)
     plain, none, ones = whole(matrix), torch.zeros(OUT), torch.ones(COLUMNS)
@@ -63,8 +64,8 @@ def assert_values(name: str) -> None:
     x = torch.randn(9, COLUMNS)
     step = x.view(9, -1, 32).abs().amax(2, keepdim=True).expand(9, -1, 32).flatten(1) / 127
     wrong = (plain(x, 9) - x.double() @ values.double().T).abs()
-    most = (step / 2).double() @ values.abs().double().T
-    assert (wrong <= 1.01 * most + 1e-5).all() and (wrong > 0).any()
+    bound = (step / 2).double() @ values.abs().double().T
+    assert (wrong <= 1.01 * bound + 1e-5).all() and (wrong > 0).any()
 
 
 @EVERY_TYPE
@@ -87,13 +88,13 @@ def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.Mon
 
 
 def test_outputs_by_turns() -> None:
-    """As queries, keys and values share the heads of a row: each part is as it is alone."""
+    """Queries, keys and values share the heads of a row; each part equals the part alone."""
     (first, _), (second, _) = stored("Q4_K", 96), stored("Q6_K", 48)
     parts = [(first, Run(32, 48, 0)), (second, Run(16, 48, 32))]
     x = torch.randn(5, COLUMNS)
-    found = CompiledProduct.of_blocks(parts, None, None)(x, 5).view(5, 3, 48)
-    assert torch.equal(found[..., :32].flatten(1), whole(first)(x, 5))
-    assert torch.equal(found[..., 32:].flatten(1), whole(second)(x, 5))
+    parts_together = CompiledProduct.of_blocks(parts, None, None)(x, 5).view(5, 3, 48)
+    assert torch.equal(parts_together[..., :32].flatten(1), whole(first)(x, 5))
+    assert torch.equal(parts_together[..., 32:].flatten(1), whole(second)(x, 5))
 
 
 def test_what_is_no_number_stays_in_its_row() -> None:
@@ -101,10 +102,10 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     expected = product(x, 9)
     for wrong in (float("nan"), float("inf")):
         x[4, 77] = wrong
-        found = product(x, 9)
-        assert found[4].isnan().all()
+        result = product(x, 9)
+        assert result[4].isnan().all()
         others = torch.arange(9) != 4
-        assert torch.equal(found[others], expected[others])
+        assert torch.equal(result[others], expected[others])
 
 
 def test_rows_of_zeros() -> None:
@@ -116,7 +117,7 @@ def test_rows_of_zeros() -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledProduct, Tensor, Tensor]:
-    """A product that two threads share, rows, and what they make."""
+    """Return a product shared by two threads, its rows, and the expected result."""
     monkeypatch.setattr(product_module, "_ALONE_BELOW", 0)
     product, x = whole(stored("Q8_0", 999)[0]), torch.randn(20, COLUMNS)
     torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def test_threads_on_a_busy_machine(shared: tuple[CompiledProduct, Tensor, Tensor
 
 
 def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None:
-    """One has the threads; the other goes without."""
+    """One caller has the threads; the other computes without them."""
     product, x, expected = shared
     wrong: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The kernels keep to their buffers, whatever blocks a file holds: see bounds.c."""
+"""The kernels stay within their buffers, whatever blocks a file contains: see bounds.c."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from tests.runtime.compiled_programs import FLAGS, SANITIZERS, bounds_program, c
 from tests.runtime.marks import has_compiler
 
 BUILDS = list(checked_bounds())
-# What a late thread may still look at is never given back.
+# Memory that a late thread may still read is never freed.
 ENVIRONMENT = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
 
 
 @functools.cache
 def sanitizes() -> bool:
-    """Some compilers lack the libraries, and some machines the addresses."""
+    """Check for sanitizers: some compilers lack the libraries, and some machines the address
+    space."""
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "empty.c", Path(folder) / "empty"
         source.write_text("int main(void) { return 0; }")
@@ -39,7 +40,7 @@ def sanitizes() -> bool:
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")
 @pytest.mark.parametrize(("name", "of", "more"), BUILDS, ids=[name for name, *_ in BUILDS])
 def test_no_kernel_leaves_its_buffers(name: str, of: Build, more: tuple[str, ...]) -> None:
-    """Vectors of each width, and no instructions that are not everywhere."""
+    """The builds are the best of each vector width, and the portable one."""
     if not sanitizes():
         pytest.skip("the compiler has no sanitizers")
     compiler = find_compiler()

@@ -1,5 +1,5 @@
-"""The builds of our kernels: which is taken, and, of each that runs here, what it computes and how
-far its bits are those of the others."""
+"""The builds of our kernels: which one is chosen, and, for each that runs here, its results and
+which other builds share its bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.runtime.test_layer_attention import assert_right, assert_row_invarian
 
 RUNNABLE = {each.name: each for each in builds.runnable()} if has_compiler() else {}
 NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name not in RUNNABLE]
-# Both are rounded once where `a * b + c` is one instruction: else twice.
+# Builds where `a * b + c` is one instruction and is rounded once; others round twice.
 FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or name == "i8mm"]
 FUSED += ["portable"] if platform.machine() == "aarch64" else []
 COMPUTED = [*RUNNABLE, *([BY_HAND] if "avx512_bf16" in RUNNABLE else [])]
@@ -47,7 +47,7 @@ OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
 MOST_ROWS = 40
 
 
-# ---- which is taken ---------------------------------------------------------------------------
+# ---- which one is chosen ----------------------------------------------------------------------
 
 V3 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -85,7 +85,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: str) -> Non
 
 
 def test_tiles_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the system's leave their first use ends the process."""
+    """Without the system's permission their first use ends the process."""
     may_use_tiles = builds._may_use_tiles
     pretend(monkeypatch, "x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16")
     monkeypatch.setattr(builds, "_may_use_tiles", lambda: False)
@@ -119,15 +119,15 @@ INSTRUCTIONS["amx"] = INSTRUCTIONS["avx512_bf16"] | {"AMX_TILE"}
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("made", builds.builds_of("x86_64"), ids=lambda made: made.name)
 def test_a_name_fixes_the_instructions(made: Build) -> None:
-    """Those that our kernels ask the compiler about."""
+    """The instructions are those that our kernels test for with the compiler's macros."""
     compiler = find_compiler()
     assert compiler is not None
     if not compiler.takes(made):
         pytest.skip("the compiler is older")
     command = [*compiler.command, *compiler.flags(made), "-E", "-dM", "-x", "c", os.devnull]
-    told = subprocess.check_output(command, text=True).split()
-    asked = INSTRUCTIONS["amx"] | INSTRUCTIONS["avx_vnni"]
-    assert {each for each in asked if f"__{each}__" in told} == INSTRUCTIONS[made.name]
+    macros = subprocess.check_output(command, text=True).split()
+    features = INSTRUCTIONS["amx"] | INSTRUCTIONS["avx_vnni"]
+    assert {each for each in features if f"__{each}__" in macros} == INSTRUCTIONS[made.name]
 
 
 @needs_compiler
@@ -141,12 +141,13 @@ def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
     compiler.run(*flags, "-c", str(build.SOURCE), "-o", str(tmp_path / "library.o"))
 
 
-# ---- what each computes -----------------------------------------------------------------------
+# ---- results of each ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, ctypes.CDLL]:
-    """Each takes seconds to compile, unless that was done beside the tests before."""
+    """Return the compiled libraries. Each takes seconds to compile unless the tests before did
+    it."""
     compiler = find_compiler()
     assert compiler is not None
     known = {name: each for name, each in RUNNABLE.items() if compiler.takes(each)}
@@ -155,9 +156,9 @@ def libraries() -> dict[str, ctypes.CDLL]:
         by_hand = None
         if "avx512_bf16" in known:
             by_hand = pool.submit(tiles_by_hand, compiler, known["avx512_bf16"])
-        made = pool.map(lambda each: build.library_of(each, compiler, folder), known.values())
-        found = dict(zip(known, made, strict=True))
-        return found if by_hand is None else found | {BY_HAND: by_hand.result()}
+        made = pool.map(lambda b: build.library_of(b, compiler, folder), known.values())
+        built = dict(zip(known, made, strict=True))
+        return built if by_hand is None else built | {BY_HAND: by_hand.result()}
 
 
 def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,8 @@ def build_in_use(
 def in_each(
     libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, int]]:
-    """Goes from build to build: its name, and how wide its vectors are."""
+    """Return an iterator over builds that makes each the current one; it yields names and vector
+    widths."""
 
     def through() -> Iterator[tuple[str, int]]:
         for name, kernel in libraries.items():
@@ -198,20 +200,21 @@ def dense(dtype: torch.dtype, columns: int) -> Tensor:
 
 
 def rows(columns: int) -> Tensor:
-    """Without a rounding to bf16, which some processors' products would make."""
+    """Return rows that need no rounding to bf16, which products of some processors would do."""
     gen = torch.Generator().manual_seed(1)
     return torch.randn(MOST_ROWS, columns, generator=gen).bfloat16().float()
 
 
 def products(columns: int = COLUMNS) -> dict[str, CompiledProduct]:
-    """Of every type of weights; of blocks, that go with so many columns."""
-    found = {
+    """Return products of every type of weights; those of blocks take the given number of
+    columns."""
+    made = {
         str(dtype): CompiledProduct(dense(dtype, columns), None, None)
         for dtype in (torch.float32, torch.bfloat16)
     }
     if columns == COLUMNS:
-        found |= {name: whole(stored(name)[0]) for name in BLOCK_TYPES}
-    return found
+        made |= {name: whole(stored(name)[0]) for name in BLOCK_TYPES}
+    return made
 
 
 @pytest.mark.usefixtures("build_in_use")
@@ -222,14 +225,14 @@ def test_products_are_right() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = rows(columns), dense(dtype, columns)
             expected, size = x.double() @ weight.double().T, x.abs() @ weight.abs().float().T
-            found = CompiledProduct(weight, None, None)(x, MOST_ROWS)
-            assert ((found - expected).abs() <= 4e-6 * size).all()
+            result = CompiledProduct(weight, None, None)(x, MOST_ROWS)
+            assert ((result - expected).abs() <= 4e-6 * size).all()
 
 
 @pytest.mark.usefixtures("build_in_use")
 @pytest.mark.parametrize("columns", [COLUMNS, 513])
 def test_company_changes_no_bit(columns: int) -> None:
-    """Of any product: panels that are full and one that is not, tiles of any number of rows."""
+    """This holds for any product: full panels and one that is not, tiles of any number of rows."""
     x = rows(columns)
     for name, product in products(columns).items():
         expected = product(x, MOST_ROWS)
@@ -261,22 +264,22 @@ def test_layers_and_experts_by_themselves(dtype: torch.dtype) -> None:
 
 
 def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[str, int]]) -> None:
-    """However wide vectors are, and whatever sums integers. Not so where bf16 has instructions of
-    its own, nor where nothing is fused."""
+    """This holds for any vector width and any way to sum integers. It does not hold with
+    instructions for bf16, nor without fused ones."""
     x = torch.randn(MOST_ROWS, COLUMNS, generator=torch.Generator().manual_seed(2))
     expected: dict[str, Tensor] = {}
     others = []
     for build_name, _ in in_each:
         for name, product in products().items():
-            found = product(x, MOST_ROWS)
+            result = product(x, MOST_ROWS)
             own = name == "torch.bfloat16" and build_name in OWN_BF16
             if build_name in (*FUSED, BY_HAND) and not own:
-                assert torch.equal(found, expected.setdefault(name, found)), (name, build_name)
+                assert torch.equal(result, expected.setdefault(name, result)), (name, build_name)
             else:
-                others.append((name, found))
-    for name, found in others:
+                others.append((name, result))
+    for name, result in others:
         rounding = 1e-2 if name == "torch.bfloat16" else 1e-6
-        assert (found - expected[name]).norm() <= rounding * expected[name].norm(), name
+        assert (result - expected[name]).norm() <= rounding * expected[name].norm(), name
 
 
 @pytest.mark.parametrize(
@@ -285,19 +288,19 @@ def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[st
 def test_passes_have_the_bits_of_their_width(
     tmp_path: Path, in_each: Iterator[tuple[str, int]], stored_as: str, far: float
 ) -> None:
-    """Norms and softmax are sums by vectors: what is as wide, and fused, agrees to the bit. Others
-    differ in last bits, and by what rounding to 8 bits makes of them."""
+    """Norms and softmax are vector sums: builds of the same width, all fused, agree to the bit.
+    Others differ in the last bits, and by the rounding to 8 bits that follows."""
     build_model(tmp_path, "llama", head_dim=32)
     exact = logits(tmp_path, dtype="float32")
     path = as_gguf(tmp_path, Q8_0) if stored_as == "blocks" else tmp_path
     dtype = "auto" if stored_as == "blocks" else stored_as
     by_width: dict[tuple[int, bool], Tensor] = {}
     for name, width in in_each:
-        found = logits(path, dtype=dtype, numerics="invariant")
-        assert (found - exact).norm() <= far * exact.norm()
+        computed = logits(path, dtype=dtype, numerics="invariant")
+        assert (computed - exact).norm() <= far * exact.norm()
         if stored_as != "bfloat16" or name not in OWN_BF16:
-            first = by_width.setdefault((width, name in (*FUSED, BY_HAND)), found)
-            assert torch.equal(found, first), name
+            first = by_width.setdefault((width, name in (*FUSED, BY_HAND)), computed)
+            assert torch.equal(computed, first), name
     assert len(by_width) < 2 or not torch.equal(*list(by_width.values())[:2])
 
 
@@ -305,12 +308,12 @@ def test_tiles_by_hand_are_those_of_a_processor(libraries: dict[str, ctypes.CDLL
     if "amx" not in libraries:
         pytest.skip("needs a processor with AMX")
     x, weight = rows(COLUMNS), dense(torch.bfloat16, COLUMNS)
-    found = []
+    results = []
     for name in ("amx", BY_HAND):
         with pytest.MonkeyPatch.context() as patch:
             use(libraries[name], patch)
-            found.append(CompiledProduct(weight, None, None)(x, MOST_ROWS))
-    assert torch.equal(*found)
+            results.append(CompiledProduct(weight, None, None)(x, MOST_ROWS))
+    assert torch.equal(*results)
 
 
 @pytest.mark.slow
@@ -319,7 +322,7 @@ def test_tiles_by_hand_are_those_of_a_processor(libraries: dict[str, ctypes.CDLL
 def test_zig_compiles_kernels_of_the_same_bits(
     tmp_path: Path, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for a user without a home."""
+    """This works for a user without a home directory, too."""
     zig = Compiler((sys.executable, "-m", "ziglang", "cc"))
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -327,8 +330,8 @@ def test_zig_compiles_kernels_of_the_same_bits(
     use(libraries[name], monkeypatch)
     expected = {each: product(x, MOST_ROWS) for each, product in products().items()}
     use(build.library_of(RUNNABLE[name], zig, None), monkeypatch)
-    for each, product in products().items():
-        assert torch.equal(product(x, MOST_ROWS), expected[each]), each
+    for product_name, product in products().items():
+        assert torch.equal(product(x, MOST_ROWS), expected[product_name]), product_name
     build_model(tmp_path, "llama")
     for path in (tmp_path, as_gguf(tmp_path, Q8_0)):
         report = probe_row_invariance(load_model(path, numerics="invariant"))

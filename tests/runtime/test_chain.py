@@ -1,4 +1,5 @@
-"""A chain of drafters: who gets a row, what it reports, and what the draft model makes up for."""
+"""A chain of drafters: which drafter gets a row, what it reports, and which positions the draft
+model catches up with."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ VOCAB, NOISE = 12, 0.08
 
 
 class Scripted(Lookup):
-    """Always, or never, has the same guess."""
+    """A lookup that always, or never, has the same guess."""
 
     def __init__(self, token: int | None) -> None:
         self.token = token
@@ -36,7 +37,8 @@ class Scripted(Lookup):
 
 
 class ScriptedModel(DraftModel):
-    """A draft model without a model: drafts token 3 and reports random q, as sampled rows get."""
+    """A draft model without a model: it drafts token 3 and reports random q, as sampled rows
+    get."""
 
     def __init__(self, context_tokens: int = 100, broken_slots: tuple[int, ...] = ()) -> None:
         self.context_tokens, self.broken_slots = context_tokens, broken_slots
@@ -57,7 +59,8 @@ class ScriptedModel(DraftModel):
 
 
 def scripted(model: ScriptedModel | None = None, **chains: Any) -> tuple[ChainDrafter, InputBatch]:
-    """Slots 0, 1, ... with those chains and parameters; `ngram` is mute, `suffix` says 9."""
+    """Return a chain with slots 0, 1, ... of the given chains and parameters; `ngram` finds
+    nothing, `suffix` guesses 9."""
     lookups = {
         "ngram": LookupDrafter(Scripted(None)),
         "suffix": LookupDrafter(Scripted(9)),
@@ -95,7 +98,7 @@ def test_a_row_goes_to_the_first_of_its_chain_that_has_something():
         (("model", "suffix"), 0.0),
         (("ngram",), 0.0),
         (("suffix", "model"), 0.0),
-        (("model", "suffix"), 0.0),  # what is broken is reported, and nothing drafted
+        (("model", "suffix"), 0.0),  # a broken draft is reported, and the row has none
     ]
     chain, table = scripted(model, slots=slots)
     proposal = ask(chain, table, [2, 1, 3, 2, 1, 2])
@@ -115,7 +118,7 @@ def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
     assert drafts(ask(*scripted(ScriptedModel(context_tokens=4), slots=slots), [1, 1])) == [[9], []]
 
 
-def test_names_that_are_not_held_are_refused_by_name():
+def test_names_that_are_not_loaded_are_refused_by_name():
     chain, _ = scripted(slots=[])
     chain.check(("suffix", "ngram"))
     with pytest.raises(FieldError, match=r"drafter: 'model' is not loaded here; use: ngram, suf"):
@@ -125,7 +128,7 @@ def test_names_that_are_not_held_are_refused_by_name():
 
 
 def test_probabilities_are_the_models_where_it_drew_and_one_hot_elsewhere():
-    """Rejection rows only: a greedy or coupled row has none."""
+    """Only rejection rows have probabilities; greedy and coupled rows have none."""
     model = ScriptedModel()
     slots = [
         (("suffix",), 1.0),
@@ -140,7 +143,7 @@ def test_probabilities_are_the_models_where_it_drew_and_one_hot_elsewhere():
     proposal = ask(chain, table, [2, 2, 1, 2, 1, 3, 0])
     assert drafts(proposal) == [[9, 9], [3, 3], [9], [9, 9], [3], [3, 3, 3], []]
     one_hot = torch.nn.functional.one_hot(torch.tensor(9), VOCAB).float()
-    (drawn,) = model.q  # one call, whoever had a turn before it
+    (drawn,) = model.q  # one call, whichever drafter was called before
     expected = torch.stack([one_hot, one_hot, *drawn[:2], one_hot, *drawn[2:]])
     assert torch.equal(proposal.probs, expected)
     alone, table = scripted(ScriptedModel(), slots=[(("model",), 1.0), (("suffix",), 0.0)])
@@ -186,12 +189,12 @@ def test_the_model_makes_up_for_others_at_once_or_in_slices():
     assert rows.catch_up.tolist() == [chain_module.CATCH_UP_TOKENS, 59]
     model.kv_len[0] = chain_module.CATCH_UP_TOKENS
     assert drafts(ask(chain, table, [1, 2], catch_up=1)) == [[3], [3, 3]]
-    ask(chain, table, [0, 0], catch_up=7)  # a slice that was planned
+    ask(chain, table, [0, 0], catch_up=7)  # a planned slice
     assert model.asked[-1].catch_up.tolist() == [7, 7]
 
 
 def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
-    """Rows drafted by model and lookup in one step; z bounds as in test_statistics."""
+    """Rows drafted by model and lookup share steps; z bounds as in test_statistics."""
     mixed: list[bool] = []
 
     class Watched(ChainDrafter):
@@ -222,7 +225,8 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
 
 
 def test_a_choice_by_what_is_proposed_moves_the_law(monkeypatch):
-    """A row whose first draft the model itself finds unlikely is given to somebody else: nobody."""
+    """A row whose first draft the model itself finds unlikely is given to another drafter, which
+    has nothing."""
 
     class Peeking(ChainDrafter):
         def propose(self, rows: DraftRows) -> Proposal:
@@ -249,7 +253,8 @@ COPIED = list(range(100, 180))
 
 
 def watched_text(own: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Lengths at which a slot that never drafts is scored, and the scores, while it says `own`."""
+    """Return the lengths at which a slot that never drafts is scored, and the scores, while its
+    output is `own`."""
     chain = ChainDrafter(lookups={"ngram": LookupDrafter(NgramLookup())}, default=("ngram",))
     table = InputBatch(2, 4, 1000)
     chain.bind(table, 16)
@@ -281,15 +286,15 @@ def test_a_text_that_never_repeats_is_scored_ever_more_rarely_and_one_that_begin
 
 def test_a_draft_puts_off_the_score():
     chain, table = scripted(slots=[(("suffix",), 0.0)] * 2)
-    slots, told = np.arange(2), []
+    slots, scored = np.arange(2), []
     for step in range(24):
         table.num_tokens[:2] += 1
         shadow = chain.score(slots, np.array([0, 2 if step == 7 else 0]))
-        told.append([] if shadow is None else shadow.rows.tolist())
-    assert [(at, rows) for at, rows in enumerate(told, 1) if rows] == [(12, [0]), (20, [1])]
+        scored.append([] if shadow is None else shadow.rows.tolist())
+    assert [(at, rows) for at, rows in enumerate(scored, 1) if rows] == [(12, [0]), (20, [1])]
 
 
-def test_a_lone_lookup_drafts_for_nobody_who_did_not_ask():
+def test_a_lone_lookup_drafts_for_no_row_of_another_chain():
     chain, table = scripted(slots=[(("suffix",), 0.0), (("model",), 0.0)])
     assert drafts(ask(chain, table, [2, 2])) == [[9, 9], []]
     chain.release(1)

@@ -1,4 +1,4 @@
-"""Chains of drafters in an engine: what it says, and what the draft's KV is said to hold."""
+"""Chains of drafters in an engine: its output, and the recorded validity of the draft's KV."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ CHAINS = (
 )
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 50}
 COUPLED = GREEDY | {"temperature": 0.4, "verification": "coupled"}
-RETURNS_AT = 120  # step in which the second half enters, whose prompts are what the first half said
+# Step in which the second half enters, whose prompts continue outputs of the first half.
+RETURNS_AT = 120
 
 
 class WatchedExecutor(RecordingExecutor):
-    """Also keeps what the draft's KV held, scores, and whose KV a prefix hit found."""
+    """An executor that also records lengths of the draft's KV, scores, and prefix hits."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.kv_lens: list[np.ndarray | None] = []
         self.num_scores = 0
-        self.hits: list[tuple[int, int]] = []  # target's and draft's positions of an admission
+        self.hits: list[tuple[int, int]] = []  # target and draft positions of an admission
 
     def run(self, plan: StepPlan) -> StepResult:
         self.hits += [(a.kv_len_tokens, a.draft_kv_len_tokens) for a in plan.deltas.new_sequences]
@@ -59,8 +60,8 @@ def target() -> Any:
 
 
 def requests(params: dict[str, Any]) -> tuple[list[Request], Run]:
-    """One of each chain, those who go on from what they said as rows of the model, and the plain
-    run of all."""
+    """Return one request of each chain, requests of the model that continue their outputs, and the
+    plain run of all."""
     rng = np.random.default_rng(6)
     first = [
         make_request(f"r{i}", rng.integers(0, VOCAB, 9 + 5 * i).tolist(), drafter=c, **params)
@@ -77,7 +78,7 @@ def requests(params: dict[str, Any]) -> tuple[list[Request], Run]:
     return first + again, run_engine(first + again, target())
 
 
-def run_chains(ours: list[Request], *, model: bool = True, **settings: Any) -> Run:
+def run_chains(requests: list[Request], *, model: bool = True, **settings: Any) -> Run:
     drafts = [tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16) for _ in range(2)]
     default = settings.setdefault("drafter", ("suffix", "model"))
     chain = ChainDrafter(
@@ -85,12 +86,16 @@ def run_chains(ours: list[Request], *, model: bool = True, **settings: Any) -> R
         lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
         default=default,
     )
-    settings = {"lookahead": "fixed:3", "held": chain, "kind": WatchedExecutor} | settings
-    return run_engine(ours, target(), drafts[0] if model else None, **settings)
+    settings = {
+        "lookahead": "fixed:3",
+        "drafting": chain,
+        "kind": WatchedExecutor,
+    } | settings
+    return run_engine(requests, target(), drafts[0] if model else None, **settings)
 
 
 def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """k is 3, then 0 for a while, then 3."""
+    """Make k 3, then 0 for a while, then 3."""
     calls = 0
 
     def choose(policy: Any, step: Any) -> np.ndarray:
@@ -104,12 +109,12 @@ def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(("depth", "num_blocks"), [(0, 256), (1, 256), (0, 44)])
 def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch):
-    """Every chain at once, k 3 -> 0 -> 3, preemptions, and prefix hits on what lookups drafted; the
-    model's drafts are compared with those of a cold one throughout."""
+    """Every chain runs at once, with k 3 -> 0 -> 3, preemptions, and prefix hits on blocks that
+    lookups drafted. The model's drafts are always compared with those of a cold one."""
     pause_drafting(monkeypatch)
-    ours, plain = requests(params)
+    chained, plain = requests(params)
     arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
-    run = run_chains(ours, depth=depth, num_blocks=num_blocks, arrivals=arrivals)
+    run = run_chains(chained, depth=depth, num_blocks=num_blocks, arrivals=arrivals)
     assert run.outputs == plain.outputs
     executor = run.executor
     assert isinstance(executor, WatchedExecutor)
@@ -119,14 +124,15 @@ def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch
         part = [kv > draft for kv, draft in executor.hits if kv]
         assert len(part) >= 4 and any(part) and not all(part)
     assert any(lens is not None for lens in executor.kv_lens) and executor.num_scores > 0
-    for request in ours:
+    for request in chained:
         assert any(d for _, d, _ in executor.row_of_request[request.request_id])
     accepted, drafted = run.accepted, run.drafted
     assert (accepted < drafted).any() and (accepted[drafted == 3] == 3).any() and 0 in drafted
 
 
 def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(monkeypatch):
-    """The same without the executor's word on the draft's KV: what it then drafts is wrong."""
+    """The same run, ignoring the executor's report of the draft's KV: the model's next drafts are
+    wrong."""
     advance = Committer._advance_draft
 
     def credulous(self: Committer, step: Any) -> None:
@@ -134,28 +140,29 @@ def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(mo
         advance(self, step)
 
     monkeypatch.setattr(Committer, "_advance_draft", credulous)
-    ours, _ = requests(GREEDY)
+    chained, _ = requests(GREEDY)
     arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
     with pytest.raises(AssertionError):
-        run_chains(ours, arrivals=arrivals)
+        run_chains(chained, arrivals=arrivals)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("lookahead", ["ema:4", "adaptive:4"])
 def test_lookups_without_a_model(lookahead, depth):
-    ours, plain = requests(GREEDY)
-    ours = [structs.replace(r, params=structs.replace(r.params, drafter=None)) for r in ours]
+    chained, plain = requests(GREEDY)
+    chained = [structs.replace(r, params=structs.replace(r.params, drafter=None)) for r in chained]
     settings = {"drafter": ("ngram", "suffix"), "depth": depth, "num_blocks": 60}
-    run = run_chains(ours, model=False, lookahead=lookahead, **settings)
+    run = run_chains(chained, model=False, lookahead=lookahead, **settings)
     assert run.outputs == plain.outputs
     assert run.executor.kv_lens == [None] * len(run.executor.kv_lens)
     assert (run.accepted > 1).any() and run.scheduler.stats.preemptions > 0
 
 
 def test_scores_are_of_rows_without_drafts_alone():
-    """With k = 3 throughout nobody is scored; the opted-out never, others once they stop."""
-    ours, _ = requests(GREEDY)
-    first = ours[: len(CHAINS)]
+    """With k = 3 throughout no row is scored. Requests that opted out never are, others once they
+    stop drafting."""
+    chained, _ = requests(GREEDY)
+    first = chained[: len(CHAINS)]
     busy = run_chains([r for r in first if r.params.drafter == ("suffix",)], lookahead="fixed:3")
     idle = run_chains(first, lookahead="fixed:1", max_num_seqs=1)
     out = [structs.replace(r, params=structs.replace(r.params, max_lookahead=0)) for r in first]

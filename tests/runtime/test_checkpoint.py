@@ -69,7 +69,7 @@ def test_a_truncated_file_is_named(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
 def test_missing_and_misshapen_tensors_are_named(directory: Path, name: str) -> None:
     file = directory / "model.safetensors"
-    tensors = {n: t.clone() for n, t in load_file(file).items()}  # the file is written anew
+    tensors = {n: t.clone() for n, t in load_file(file).items()}  # the file is rewritten
     save_file({**tensors, name: torch.zeros(3, 5)}, file)
     with pytest.raises(ModelError, match=rf"{name} has shape \[3, 5\]"):
         load_model(directory, numerics="invariant")
@@ -126,17 +126,17 @@ def test_dtype_auto_is_that_of_the_checkpoint() -> None:
 
 
 def test_hub_names_and_absent_directories(tmp_path: Path) -> None:
-    asked: list[list[str]] = []
+    patterns: list[list[str]] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         if name == "owner/gone":
             raise ConnectionError("no route to host\nmore")
         return str(tmp_path)
 
     assert resolve_directory("owner/model", weights=True, download=download) == tmp_path
     resolve_directory("owner/model", weights=False, download=download)
-    assert "*.safetensors" in asked[0] and "*.safetensors" not in asked[1]
+    assert "*.safetensors" in patterns[0] and "*.safetensors" not in patterns[1]
     with pytest.raises(ModelError, match=r"owner/gone: no such directory.*no route to host"):
         resolve_directory("owner/gone", weights=True, download=download)
     with pytest.raises(ModelError, match="no such directory; give a Hugging Face model directory"):

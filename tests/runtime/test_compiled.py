@@ -1,4 +1,4 @@
-"""Our own products: what they compute, that company changes no bit, and how they come about."""
+"""Our own products: their values, that other rows change no bit, and how they are compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_what_it_does_not_compute() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one, and a source that takes no time: others call what is compiled of the real."""
+    """Provide an empty cache, and a source that compiles at once; other code still calls the real
+    library."""
     source = tmp_path / "source" / "library.c"
     source.parent.mkdir()
     source.write_text("\n".join(f"int {symbol}(void) {{ return 7; }}" for symbol in build.SYMBOLS))
@@ -43,14 +44,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded() -> ctypes.CDLL:
-    found = build.library.__wrapped__()
-    assert found is not None and found.lanes() == 7
-    return found
+    library = build.library.__wrapped__()
+    assert library is not None and library.lanes() == 7
+    return library
 
 
 def kept(cache: Path) -> Path:
-    (found,) = cache.iterdir()
-    return found
+    (file,) = cache.iterdir()
+    return file
 
 
 @needs_compiler
@@ -69,7 +70,8 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_processor_has_a_file_of_its_own(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a home that several machines share: how instructions are ordered is another's, too."""
+    """Several machines may share a home directory; processors differ in instruction scheduling,
+    too."""
     loaded()
     file, features = kept(cache), builds.cpu_features()
     monkeypatch.setattr(builds, "cpu_features", lambda: f"{features} newest")
@@ -78,7 +80,7 @@ def test_another_processor_has_a_file_of_its_own(
     assert loaded()._name == str(file)
 
 
-# In a process of its own: what is found broken by loading it may end it.
+# A process of its own: loading a broken file may end it.
 BROKEN = """
 import os, sys
 from pathlib import Path
@@ -107,8 +109,8 @@ def test_a_file_that_is_not_whole_is_replaced(cache: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     count = int(run.stdout.split()[1])
-    told = [line for line in run.stderr.splitlines() if "cannot be used (it is not whole)" in line]
-    assert count > 10 and len(told) == count
+    lines = [line for line in run.stderr.splitlines() if "cannot be used (it is not whole)" in line]
+    assert count > 10 and len(lines) == count
 
 
 @needs_compiler
@@ -144,7 +146,7 @@ def test_many_processes_may_compile_at_once(cache: Path) -> None:
     assert loaded()._name == str(kept(cache))
 
 
-# The interpreter itself may lie in a home that is closed to others.
+# The interpreter itself may be in a home directory that is closed to others.
 STRANGER = """
 import os, sys
 from pathlib import Path
@@ -163,7 +165,8 @@ assert build.library.__wrapped__().lanes() == 7 and cached_profile({}, lambda: m
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
 @pytest.mark.parametrize("home", [None, "/"])
 def test_a_user_without_a_home(cache: Path, home: str | None) -> None:
-    """Who is not in the password file, or whose home is not there, or not to be written in."""
+    """The user is not in the password file, or has no home directory, or one that is not
+    writable."""
     environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
     environment |= {} if home is None else {"HOME": home}
     with tempfile.TemporaryDirectory() as folder:
@@ -226,22 +229,22 @@ def test_cc_may_be_a_command_with_arguments(
 
 @needs_compiler
 @pytest.mark.parametrize("cc", ["no-such-cc -m64", "gcc 'unended", " "])
-def test_a_cc_that_is_not_there_is_told(
+def test_a_missing_cc_is_reported(
     cc: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     other = find_compiler()
     monkeypatch.setenv("CC", cc)
     assert find_compiler() == other
-    told = [f"CC: there is no {cc!r} here; compiling by {other}"] if cc.strip() else []
-    assert caplog.messages == told
+    messages = [f"CC: there is no {cc!r} here; compiling by {other}"] if cc.strip() else []
+    assert caplog.messages == messages
 
 
 @needs_compiler
 def test_an_old_compiler_makes_what_it_knows(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so in one line, at the next start as well."""
+    """It says so in one line, at the next start as well."""
     real, runnable = find_compiler(), builds.runnable()
     assert real is not None
     best, newest = runnable[0], real.flags(runnable[0])[-1]
@@ -254,15 +257,15 @@ def test_an_old_compiler_makes_what_it_knows(
     for _ in range(2):
         caplog.clear()
         assert Path(loaded()._name).name.startswith(f"{expected.name}-")
-        (told,) = caplog.messages
-        assert f"old-cc does not know {best.name}: kernels are {expected.name}" in told
+        (message,) = caplog.messages
+        assert f"old-cc does not know {best.name}: kernels are {expected.name}" in message
     monkeypatch.setenv(builds.KERNELS, best.name)
     assert build.library.__wrapped__() is None
     assert f"what is {newest}" in caplog.messages[-1]
 
 
 @needs_compiler
-def test_ziglang_is_for_who_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ziglang_is_used_without_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compilers(monkeypatch)
     assert find_compiler() is None
     monkeypatch.setattr(compiler, "has_ziglang", lambda: True)

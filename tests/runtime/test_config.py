@@ -90,8 +90,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def test_the_context_of_a_stretched_rope(
     tmp_path: Path, rope: dict[str, Any], context: int
 ) -> None:
-    """As in vLLM: yarn from the original length, linear from what the configuration says; whoever
-    trained with llama3 says the length after."""
+    """As in vLLM: yarn multiplies the original length, linear the configured one. Models trained
+    with llama3 scaling state the length after it."""
     assert load_config(write(tmp_path, rope_scaling=rope)).max_position_tokens == context
 
 

@@ -1,7 +1,7 @@
-"""Coupled verification: what would be noticed if it went wrong, and who gets it.
+"""Coupled verification: faults would be noticed, and which requests get it.
 
-That coupled tokens depend on the request alone is in test_invariance, with the plain run that these
-tests compare with.
+test_invariance checks that coupled tokens depend on the request alone; its plain run is the base of
+these tests.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from triton_kernels.noise import host as noise
 SAMPLED = [f"r{i}" for i in range(7)]  # r7 is greedy
 
 
-def speculated(asked: Any, lookahead: str = "fixed:3", **settings: Any) -> Run:
+def speculated(batch: Any, lookahead: str = "fixed:3", **settings: Any) -> Run:
     draft = tiny_model(noise=NOISE)
-    return run_engine(asked, tiny_model(), draft, lookahead=lookahead, **settings)
+    return run_engine(batch, tiny_model(), draft, lookahead=lookahead, **settings)
 
 
 def test_rejection_has_the_power_to_differ():
-    """The same requests in rejection mode: their tokens do depend on which drafts were offered."""
-    ours = requests("rejection")
-    off, found = run_engine(ours, tiny_model()).outputs, speculated(ours).outputs
-    assert all(found[name] != off[name] for name in SAMPLED)
-    assert found["r7"] == off["r7"]
-    assert all(off[name] != plain("coupled").outputs[name] for name in SAMPLED)  # another stream
+    """Tokens of the same requests in rejection mode do depend on which drafts were offered."""
+    rejected = requests("rejection")
+    off, outputs = run_engine(rejected, tiny_model()).outputs, speculated(rejected).outputs
+    assert all(outputs[name] != off[name] for name in SAMPLED)
+    assert outputs["r7"] == off["r7"]
+    # Another noise stream.
+    assert all(off[name] != plain("coupled").outputs[name] for name in SAMPLED)
 
 
 def test_noise_of_the_batch_row_is_noticed(monkeypatch):
-    """The stream keyed by row instead of position: the base no longer agrees with a batch."""
+    """Broken: the stream is keyed by row instead of position, and a batch differs from the base."""
 
     def by_row(real: Any) -> Any:
         def words(keys: Any, positions: Any, *rest: Any) -> Any:
@@ -50,7 +51,7 @@ def test_noise_of_the_batch_row_is_noticed(monkeypatch):
 
 
 class _Streams:
-    """`triton_kernels.noise.host` with the right number of the coupled stream."""
+    """`triton_kernels.noise.host` with the original number of the coupled stream."""
 
     COUPLED = 4
 
@@ -59,29 +60,31 @@ class _Streams:
 
 
 def test_uncoupled_drafts_keep_the_tokens_but_are_accepted_less(monkeypatch):
-    """Drafts drawn from another stream: the target decides alone, so nothing but speed is lost."""
+    """Broken: drafts are drawn from another stream. The target decides alone, so only speed is
+    lost."""
     coupled = run("coupled", lookahead="fixed:3")
     monkeypatch.setattr("cbatch.runtime.cpu.drafters.draft_model.noise.COUPLED", noise.DRAFT)
-    # The target's stream is read in another module under the same name: give it back its number.
+    # Another module reads the target's stream under the same name: restore its number there.
     monkeypatch.setattr("cbatch.runtime.sampling.rejection_sampler.noise", _Streams())
-    found = run("coupled", lookahead="fixed:3")
-    assert found.outputs == coupled.outputs
-    assert found.acceptance < 0.8 * coupled.acceptance
+    uncoupled = run("coupled", lookahead="fixed:3")
+    assert uncoupled.outputs == coupled.outputs
+    assert uncoupled.acceptance < 0.8 * coupled.acceptance
 
 
 def test_modes_share_a_step():
-    """Greedy, coupled and rejection rows in one batch, each as if it were alone in its mode."""
+    """Greedy, coupled and rejection rows share batches, each as if it were alone in its mode."""
     modes = requests("rejection"), requests("coupled")
     mixed = [modes[i % 3 != 0][i] for i in range(len(COUPLED))]
-    settings = {"lookahead": "fixed:4", "max_num_batched_tokens": 1024}  # never short of drafts
-    found = speculated(mixed, **settings)
-    assert (found.accepted >= 2).any() and (found.accepted < found.drafted).any()
+    # Enough budget for all drafts.
+    settings = {"lookahead": "fixed:4", "max_num_batched_tokens": 1024}
+    mixed_run = speculated(mixed, **settings)
+    assert (mixed_run.accepted >= 2).any() and (mixed_run.accepted < mixed_run.drafted).any()
     for i in (0, 3, 5, 7):
-        assert found.outputs[f"r{i}"] == speculated([mixed[i]], **settings).outputs[f"r{i}"]
+        assert mixed_run.outputs[f"r{i}"] == speculated([mixed[i]], **settings).outputs[f"r{i}"]
 
 
 def test_a_seed_of_the_caller_couples(monkeypatch):
-    """`auto`: the params of a caller with a seed carry it; others are verified by rejection."""
+    """With `auto` a seed of the caller couples; other requests are verified by rejection."""
     rejected: set[bool] = set()
     real = DraftModel.propose
 
@@ -93,7 +96,7 @@ def test_a_seed_of_the_caller_couples(monkeypatch):
     base = requests("coupled")[0]
     for seed in (None, base.seed):
         params = structs.replace(base.params, verification="auto", seed=seed)
-        found = speculated([structs.replace(base, params=params)])
-        assert (found.outputs["r0"] == plain("coupled").outputs["r0"]) == (seed is not None)
+        seeded = speculated([structs.replace(base, params=params)])
+        assert (seeded.outputs["r0"] == plain("coupled").outputs["r0"]) == (seed is not None)
         assert rejected == {seed is None}
         rejected.clear()

@@ -31,10 +31,10 @@ def cache(model: Model, num_blocks: int = 90, block_size: int = 16) -> KVCache:
     return KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
 
 
-def batch(tokens: list[int], tables: list[list[int]], wanted: list[int]) -> RaggedBatch:
-    """One sequence from its start."""
+def batch(tokens: list[int], tables: list[list[int]], logits_at: list[int]) -> RaggedBatch:
+    """Return a batch of one sequence from its start."""
     count = np.array([len(tokens)], dtype=np.int32)
-    positions, index = torch.arange(len(tokens)), torch.tensor(wanted)
+    positions, index = torch.arange(len(tokens)), torch.tensor(logits_at)
     blocks = np.array(tables, dtype=np.int32)
     return RaggedBatch(torch.tensor(tokens), positions, count, count, blocks, index)
 
@@ -48,17 +48,17 @@ def batch(tokens: list[int], tables: list[list[int]], wanted: list[int]) -> Ragg
 def test_blocks_of_any_size_hold_the_same(
     tmp_path: Path, block_size: int, dim: int, dtype: str, kv_dtype: torch.dtype
 ) -> None:
-    """Heads of 10 dimensions, in groups of 3, fill no vector, and those of 64 whole tiles; contexts
-    pass two chunks of keys."""
+    """Heads of 10 dimensions in groups of 3 fill no vector, and those of 64 fill whole tiles;
+    contexts span more than two chunks of keys."""
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": dim}
     build_model(tmp_path, "llama", hidden_size=48, **heads)
     model = load_model(tmp_path, numerics="invariant", dtype=dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37))]
-    found = []
+    logits = []
     for size in (16, block_size):
         kv = KVCache(model.config, 2 + 200 // size, size, kv_dtype, "cpu")
-        found.append(run_all(model, kv, paged(kv, sequences), [33, 5, 1]))
-    assert torch.equal(*found)
+        logits.append(run_all(model, kv, paged(kv, sequences), [33, 5, 1]))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("window", [None, 1, 37, 64])
@@ -73,12 +73,12 @@ def test_a_context_has_the_same_bits_in_any_chunks(
     whole = run_all(model, cache(model), paged(cache(model), sequences), [150])
     for chunks in ([1], [33, 5, 1], [64, 2], [7]):
         kv = cache(model)
-        kv.data[:, :, :, : kv.num_blocks] = float("nan")  # of whoever had the blocks before
+        kv.data[:, :, :, : kv.num_blocks] = float("nan")  # left over from an earlier owner
         assert torch.equal(run_all(model, kv, paged(kv, sequences), chunks), whole), chunks
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tables", "wanted", "field"),
+    ("tokens", "tables", "logits_at", "field"),
     [
         ([5, 199], [[0]], [1], "tokens"),
         ([-1], [[0]], [0], "tokens"),
@@ -89,24 +89,24 @@ def test_a_context_has_the_same_bits_in_any_chunks(
     ],
 )
 def test_numbers_that_point_nowhere(
-    tmp_path: Path, tokens: list[int], tables: list[list[int]], wanted: list[int], field: str
+    tmp_path: Path, tokens: list[int], tables: list[list[int]], logits_at: list[int], field: str
 ) -> None:
     build_model(tmp_path, "llama")
     model = load_model(tmp_path, numerics="invariant")
     kv = cache(model)
     with pytest.raises(IndexError, match=field):
-        model.forward(batch(tokens, tables, wanted), kv)
+        model.forward(batch(tokens, tables, logits_at), kv)
     assert not kv.data.any(), "nothing is written"
 
 
 BREAKS = {
     "none": [],
-    # One row alone starts its sums elsewhere.
+    # Broken: a row that is alone starts its sums with another value.
     "product": [
         ("product.h", "sums[r][p] = (vec){0};", "sums[r][p] = all(rows == 1);"),
         ("product.h", "row + r, sums[r][p]);", "row + r, sums[r][p] - all(rows == 1));"),
     ],
-    # Chunks of keys lie elsewhere for each number of rows in a tile.
+    # Broken: chunks of keys start elsewhere for each number of rows in a tile.
     "attention": [
         (
             "attention.h",
@@ -114,7 +114,7 @@ BREAKS = {
             "long chunk = begin / KEYS * KEYS - of->rows;",
         )
     ],
-    # Weights are rounded beside the highest score of the keys that any row of a tile sees.
+    # Broken: weights are rounded relative to the highest score of keys that any row of a tile sees.
     "pairs": [("attention.h", "highest, seen >> k, (__m512)load", "highest, ~0, (__m512)load")],
 }
 MULTIPLIES_PAIRS = (build_name() or "none") in ("amx", "avx512_bf16")
@@ -124,7 +124,7 @@ MULTIPLIES_PAIRS = (build_name() or "none") in ("amx", "avx512_bf16")
 def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """By the probe, in kernels that are compiled without optimisation, which takes 2 s."""
+    """The probe notices it, in kernels that are compiled without optimisation in 2 s."""
     if broken == "pairs" and not MULTIPLIES_PAIRS:
         pytest.skip("this processor multiplies no pairs of bf16")
     source = tmp_path / "source"
@@ -148,8 +148,8 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     assert probe_row_invariance(model).forward is (broken == "none")
 
 
-def test_logits_lie_where_nobody_looks_any_more(tmp_path: Path) -> None:
-    """The memory of those that somebody holds, or holds a part of, stays theirs."""
+def test_memory_of_logits_is_reused_once_no_reference_remains(tmp_path: Path) -> None:
+    """Memory is not reused while any reference to logits, or to a part of them, remains."""
     build_model(tmp_path, "llama", vocab_size=12)
     decoder = load_model(tmp_path, numerics="invariant").compiled
     assert decoder is not None
@@ -163,5 +163,5 @@ def test_logits_lie_where_nobody_looks_any_more(tmp_path: Path) -> None:
     del second
     assert decoder.logits(2).data_ptr() == address
     assert decoder.logits(0).shape == (0, 12)
-    for rows in range(1, 40):  # a few more than there is room for
+    for rows in range(1, 40):  # a few more than fit
         assert decoder.logits(rows).shape == (rows, 12)

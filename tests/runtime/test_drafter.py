@@ -19,7 +19,7 @@ NOISE = 0.08
 
 
 class CheckedDraftModel(DraftModel):
-    """Compares every proposal with that of a draft that has seen nothing before."""
+    """A draft model that compares every proposal with that of a new one with an empty cache."""
 
     def __init__(self, model: Model, fresh: Model) -> None:
         super().__init__(model)
@@ -34,7 +34,7 @@ class CheckedDraftModel(DraftModel):
         cold.bind(self.table, self.kv.num_blocks)
         patient = rows._replace(catch_up=rows.num_tokens.astype(np.int32))
         expected = cold.propose(patient._replace(num_drafts=proposal.num_drafted))
-        # A slice to catch up is not the cold one's business: it drafts nothing there.
+        # The cold one drafts more in rows where a slice only catches up.
         assert np.array_equal(expected.num_drafted, proposal.num_drafted)
         depth = np.arange(proposal.tokens.shape[1]) < proposal.num_drafted[:, None]
         width = expected.tokens.shape[1]
@@ -45,10 +45,12 @@ class CheckedDraftModel(DraftModel):
 
 
 def checked_run(requests: Any, *, draft: Model | None = None, **settings: Any) -> Run:
-    """A run whose drafts are all checked against a cold draft model."""
+    """Run an engine; compare all drafts with those of a cold draft model."""
     draft = draft or tiny_model(noise=NOISE, dtype=torch.bfloat16)
-    held = CheckedDraftModel(draft, tiny_model(noise=NOISE, dtype=torch.bfloat16))
-    return run_engine(requests, tiny_model(dtype=torch.bfloat16), draft, held=held, **settings)
+    drafter = CheckedDraftModel(draft, tiny_model(noise=NOISE, dtype=torch.bfloat16))
+    return run_engine(
+        requests, tiny_model(dtype=torch.bfloat16), draft, drafting=drafter, **settings
+    )
 
 
 def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[list[int]]:
@@ -57,7 +59,7 @@ def prompts(count: int, seed: int = 1, low: int = 2, high: int = 40) -> list[lis
 
 
 def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeypatch):
-    """k varies by step and row; preemptions, prefix hits, full acceptances, slices."""
+    """k varies by step and row; there are preemptions, prefix hits, full acceptances and slices."""
     rng = np.random.default_rng(3)
     monkeypatch.setattr(
         FixedPolicy,
@@ -82,8 +84,8 @@ def test_drafts_equal_those_of_a_cold_draft_whatever_its_kv_went_through(monkeyp
 
 
 def test_acceptance_recovers_after_k_was_zero(monkeypatch):
-    """Trap 1 (k = 0 starves the draft's KV). k 3 -> 0 -> 3: the drafter catches up, and accepts as
-    if it had never paused."""
+    """Trap 1 (k = 0 starves the draft's KV). With k 3 -> 0 -> 3 the drafter catches up, and
+    acceptance is as without a pause."""
     steps = {"n": 0}
 
     def choose(policy: Any, step: Any) -> np.ndarray:
@@ -148,7 +150,7 @@ def test_no_drafts_past_the_context_of_the_draft():
 
 
 class _PoisonDraft(RecordingExecutor):
-    """Writes NaN into the draft's KV of one slot before one step."""
+    """An executor that writes NaN into the draft's KV of one slot before one step."""
 
     poisoned_step = 12
 

@@ -1,4 +1,4 @@
-"""The order of a slot's drafters, from what was observed of them."""
+"""The order of a slot's drafters, from their observed acceptance."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def order(choice: DrafterChoice, slot: int) -> list[int]:
 
 
 def tell(choice: DrafterChoice, drafter: int, slot: int, accepted: int, times: int = 1) -> None:
-    """Drafts of 4 of which so many stand, each followed by a decision."""
+    """Observe drafts of 4 tokens of which `accepted` are accepted; decide after each."""
     for _ in range(times):
         choice.observe(drafter, np.array([slot]), np.array([accepted]), np.array([accepted < 4]))
         choice.decide()
 
 
 @pytest.mark.parametrize("chain", [CHAIN, (MODEL, SUFFIX), (SUFFIX, MODEL, NGRAM)])
-def test_who_is_worth_the_same_goes_by_the_chain_and_who_is_cheaper_first(chain):
+def test_equal_drafters_are_ordered_by_the_chain_and_cheaper_ones_come_first(chain):
     assert order(make(chain=chain), 2) == list(chain)
     lookups = [drafter for drafter in chain if drafter != MODEL]
     assert order(make(0.1, chain=chain), 2) == [*lookups, MODEL]
@@ -52,8 +52,8 @@ def test_a_slot_learns_for_itself_and_the_fleet_for_newcomers():
 
 
 def test_a_price_weighs_what_a_deeper_draft_may_bring():
-    """At 0.2 of a step a pass, a model that is right every time is worth it against a lookup that
-    gives half; at 0.5 it is not, nor where four are asked for and one is given."""
+    """At 0.2 of a step a pass, an always right model beats a lookup that is half right. It does not
+    at 0.5, nor if only one of four drafts comes."""
     for price, accepted, first in ((0.2, 4, MODEL), (0.5, 4, NGRAM), (0.2, 1, NGRAM)):
         choice = make(price, chain=(NGRAM, MODEL))
         for _ in range(20):
@@ -62,7 +62,7 @@ def test_a_price_weighs_what_a_deeper_draft_may_bring():
         assert order(choice, 0)[0] == first, (price, accepted)
 
 
-def test_who_is_not_heard_of_is_tried_again():
+def test_a_drafter_without_news_is_tried_again():
     choice = make(chain=(NGRAM, MODEL))
     tell(choice, MODEL, 0, 0, times=8)
     assert order(choice, 0)[0] == NGRAM
@@ -88,7 +88,7 @@ def test_what_was_learnt_leaves_and_comes_back():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("accepted", [0, 4])
-def test_sums_stay_sound_when_nothing_or_everything_stands(accepted):
+def test_sums_stay_sound_when_nothing_or_everything_is_accepted(accepted):
     choice = make(0.1)
     slots = np.arange(4)
     for _ in range(20_000):

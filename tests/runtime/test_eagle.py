@@ -1,4 +1,5 @@
-"""EAGLE heads: their equations, whatever their KV went through; text that no draft can change."""
+"""EAGLE heads: drafts follow the equations after any history of their KV, and no draft changes a
+text."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def embedding() -> Tensor:
 
 
 class Cold:
-    """Drafts of somebody who has seen nothing before: the equations, over the whole sequence."""
+    """Drafts without any history: the equations, over the whole sequence."""
 
     def __init__(self, reference: Reference | MedusaReference, layers: tuple[int, ...]) -> None:
         self.reference, self.model = reference, tiny_model()
@@ -68,7 +69,7 @@ class Cold:
 
     @staticmethod
     def batch(tokens: list[int], start: int = 0) -> RaggedBatch:
-        """A sequence from position `start` on, of which all is wanted."""
+        """Return a batch of one sequence from position `start` on, with logits of all rows."""
         n = len(tokens)
         lens, ends = np.array([n], dtype=np.int32), np.array([start + n], dtype=np.int32)
         tables, every = np.arange(64, dtype=np.int32)[None], torch.arange(n)
@@ -76,8 +77,8 @@ class Cold:
 
 
 class CheckedEagle(EagleDrafter):
-    """Compares the logits of every draft with those of `Cold`: `wrong` is the largest difference
-    yet, in standard deviations of the logits beside it."""
+    """A drafter that compares the logits of every draft with those of `Cold`. `wrong` is the
+    largest difference so far, in standard deviations of the expected logits."""
 
     def __init__(self, head: EagleHead, cold: Cold) -> None:
         super().__init__(head)
@@ -108,10 +109,10 @@ class CheckedEagle(EagleDrafter):
 def checked_run(folder: Path, reference: Reference, requests: Any, **settings: Any) -> Run:
     target = tiny_model()
     head = load(folder, target)
-    held = settings.pop("kind_of_drafter", CheckedEagle)(
+    drafter = settings.pop("kind_of_drafter", CheckedEagle)(
         head, Cold(reference, head.head.hidden_layers)
     )
-    return run_engine(requests, target, head, held=held, **settings)  # type: ignore[arg-type]
+    return run_engine(requests, target, head, drafting=drafter, **settings)  # type: ignore[arg-type]
 
 
 def prompts(count: int, seed: int = 1, low: int = 1, high: int = 40) -> list[list[int]]:
@@ -120,7 +121,8 @@ def prompts(count: int, seed: int = 1, low: int = 1, high: int = 40) -> list[lis
 
 
 def hard_life(monkeypatch: pytest.MonkeyPatch, **params: Any) -> tuple[list[Any], dict[str, Any]]:
-    """k varies by step and row, and is 0 for a while; preemptions, prefix hits, chunks."""
+    """Return requests and settings: k varies by step and row and is 0 for a while; with
+    preemptions, prefix hits and chunks."""
     rng, steps = np.random.default_rng(3), {"n": 0}
 
     def choose(policy: Any, step: Any) -> np.ndarray:
@@ -157,16 +159,16 @@ def test_drafts_are_those_of_the_equations_whatever_the_head_went_through(
 ):
     requests, settings = hard_life(monkeypatch)
     run = checked_run(*make(tmp_path), requests, **settings)
-    held = run.executor.drafter
-    assert isinstance(held, CheckedEagle)
-    assert held.checked > 200 and held.wrong < 1e-4
+    drafter = run.executor.drafter
+    assert isinstance(drafter, CheckedEagle)
+    assert drafter.checked > 200 and drafter.wrong < 1e-4
     assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.prefix_hit_tokens > 0
     assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
     assert run.outputs == run_engine(requests, tiny_model()).outputs
 
 
 class _WrongPosition(CheckedEagle):
-    """Reads the state of the position itself, not of the one before."""
+    """Broken: it reads the state of the position itself, not of the one before."""
 
     def read_states(self, states: StepStates) -> None:
         hidden = states.hidden.roll(-1, 0) if len(states.hidden) > 1 else states.hidden
@@ -174,7 +176,7 @@ class _WrongPosition(CheckedEagle):
 
 
 class _Stale(CheckedEagle):
-    """Keeps what it wrote while it guessed, and the state that it guessed with."""
+    """Broken: it keeps KV that it wrote while it guessed, and the state that it guessed with."""
 
     def read_states(self, states: StepStates) -> None:
         if states.lens.max() > 4 or self.kv_len[states.slots].min() == 0:
@@ -183,7 +185,8 @@ class _Stale(CheckedEagle):
 
 
 class _ForgetsBlocks(CheckedEagle):
-    """After a prefix hit, or a preemption, it goes on from what the slot's last sequence left."""
+    """Broken: after a prefix hit or a preemption it continues from the state of the slot's last
+    sequence."""
 
     def admit(self, admission: NewSequence) -> None:
         last = self._states.of_slot
@@ -193,8 +196,8 @@ class _ForgetsBlocks(CheckedEagle):
 
 
 @pytest.mark.parametrize("broken", [_WrongPosition, _Stale, _ForgetsBlocks])
-def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkeypatch):
-    """And no text is another for it."""
+def test_the_equations_expose_a_drafter_that_reads_the_wrong_states(broken, tmp_path, monkeypatch):
+    """Broken drafters do not change the text either."""
     requests, settings = hard_life(monkeypatch)
     run = checked_run(*eagle3(tmp_path), requests, kind_of_drafter=broken, **settings)
     assert run.executor.drafter.wrong > 1e-2
@@ -202,18 +205,18 @@ def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkey
 
 
 class _Watched(EagleDrafter):
-    """Remembers what it proposed."""
+    """A drafter that records its proposals."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(head)
         self.proposed: list[tuple[list[list[int]], list[int]]] = []
 
     def propose(self, rows: DraftRows) -> Proposal:
-        found = super().propose(rows)
-        counts = found.num_drafted.tolist()
-        drafts = [row[:n] for row, n in zip(found.tokens.tolist(), counts, strict=True)]
+        proposal = super().propose(rows)
+        counts = proposal.num_drafted.tolist()
+        drafts = [row[:n] for row, n in zip(proposal.tokens.tolist(), counts, strict=True)]
         self.proposed.append((drafts, counts))
-        return found
+        return proposal
 
 
 class _OneByOne(_Watched):
@@ -225,34 +228,34 @@ class _OneByOne(_Watched):
     ("make", "flags"), [(eagle3, {}), (eagle3, {"norm_output": True}), (eagle1, {})]
 )
 def test_drafts_of_one_call_are_those_of_a_pass_each(make, flags, tmp_path, monkeypatch):
-    found = []
+    proposals = []
     for kind in (_Watched, _OneByOne):
         requests, settings = hard_life(monkeypatch)
         target = tiny_model()
         head = load(make(tmp_path, **flags)[0], target)
-        held = kind(head)
-        run_engine(requests, target, head, held=held, **settings)
-        found.append(held.proposed)
-    assert found[0] == found[1]
-    assert max(n for _, counts in found[0] for n in counts) == 4
+        drafter = kind(head)
+        run_engine(requests, target, head, drafting=drafter, **settings)
+        proposals.append(drafter.proposed)
+    assert proposals[0] == proposals[1]
+    assert max(n for _, counts in proposals[0] for n in counts) == 4
 
 
 def test_drafts_end_where_their_numbers_break(tmp_path):
-    """A state that is not finite: its row has no drafts, the one beside it has all."""
+    """A state is not finite: its row has no drafts, the other row has all."""
     target = tiny_model()
     head = load(eagle3(tmp_path)[0], target)
-    held = EagleDrafter(head)
+    drafter = EagleDrafter(head)
     table = InputBatch(2, 4, VOCAB)
-    held.bind(table, 8)
+    drafter.bind(table, 8)
     for slot in range(2):
         blocks = range(4 * slot, 4 * slot + 4)
         table.admit(admission(slot, [5, 9, 11], max_total=16, blocks=blocks))
     states = torch.randn(4, len(LAYERS), made_heads.HIDDEN)
     states[1] = torch.nan
     slots, twos = np.arange(2, dtype=np.int32), np.full(2, 2)
-    held.read_states(StepStates(slots, np.zeros(2, dtype=np.int64), twos, states))
-    found = held.propose(DraftRows(slots, np.full(2, 3), np.full(2, 3), np.zeros(2, dtype=int)))
-    assert found.num_drafted.tolist() == [0, 3] and found.non_finite.tolist() == [True, False]
+    drafter.read_states(StepStates(slots, np.zeros(2, dtype=np.int64), twos, states))
+    drafts = drafter.propose(DraftRows(slots, np.full(2, 3), np.full(2, 3), np.zeros(2, dtype=int)))
+    assert drafts.num_drafted.tolist() == [0, 3] and drafts.non_finite.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("params", [{"seed": 9}, {"top_k": 12, "min_p": 0.01, "seed": 8}])
@@ -261,20 +264,21 @@ def test_seeded_text_does_not_depend_on_the_head(params, tmp_path, monkeypatch):
     requests, settings = hard_life(monkeypatch, **coupled)
     target = tiny_model()
     head = load(eagle3(tmp_path)[0], target)
-    run = run_engine(requests, target, head, held=EagleDrafter(head), depth=1, **settings)
+    run = run_engine(requests, target, head, drafting=EagleDrafter(head), depth=1, **settings)
     assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
     assert run.outputs == run_engine(requests, tiny_model()).outputs
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_of_sampled_text_is_that_without_a_head(verification, tmp_path):
-    """Second and third tokens of 2,000 sequences with a head against as many without: two-sample
-    chi-square, false alarm below 1e-6 each; one whose q is not what it drew from fails it."""
-    found = {}
+    """Second and third tokens of 2,000 sequences with a head and of as many without are compared by
+    a two-sample chi-square, false alarm below 1e-6 each. A head whose q is not what it drew from
+    fails it."""
+    counts = {}
     for name in ("off", "head", "broken"):
         target = tiny_model()
         head = load(eagle3(tmp_path / name)[0], target)
-        held = None if name == "off" else {"head": EagleDrafter, "broken": _Lies}[name](head)
+        drafter = None if name == "off" else {"head": EagleDrafter, "broken": _Lies}[name](head)
         asks = {"temperature": 1.0, "max_tokens": 4, "verification": verification}
         requests = [
             make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (name == "off"), **asks)
@@ -283,18 +287,18 @@ def test_the_law_of_sampled_text_is_that_without_a_head(verification, tmp_path):
         run = run_engine(
             requests,
             target,
-            None if held is None else head,  # type: ignore[arg-type]
-            held=held,
-            lookahead="off" if held is None else "fixed:2",
+            None if drafter is None else head,  # type: ignore[arg-type]
+            drafting=drafter,
+            lookahead="off" if drafter is None else "fixed:2",
             max_num_seqs=64,
             check=False,
             arrivals=[i // 64 for i in range(2000)],
         )
-        assert held is None or (run.accepted > 0).any()
+        assert drafter is None or (run.accepted > 0).any()
         tokens = np.array(list(run.outputs.values()))
-        found[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
+        counts[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
     z = {
-        name: [two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
+        name: [two_samples_z(*pair) for pair in zip(counts[name], counts["off"], strict=True)]
         for name in ("head", "broken")
     }
     assert max(z["head"]) < 5 < max(z["broken"])
@@ -309,7 +313,8 @@ class _Lies(EagleDrafter):
 
 
 def two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
-    """Of equally many: (a - b)^2 / (a + b) is chi-square with one less degree than cells."""
+    """Return z for samples of equal size: (a - b)^2 / (a + b) is chi-square with one degree less
+    than there are cells."""
     seen = a + b >= 10
     a, b = np.append(a[seen], a[~seen].sum()), np.append(b[seen], b[~seen].sum())
     both = np.maximum(a + b, 1)
@@ -318,12 +323,12 @@ def two_samples_z(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_what_is_kept_changes_once_no_thread_is_in_the_pass_before():
-    """Otherwise a thread that is late takes loops that its pass has not, in memory that is gone."""
+    """Otherwise a late thread takes loop bounds of the next pass, and reads freed memory."""
     command = [sys.executable, "-m", "tests.runtime.late_threads"]
     assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == 0
 
 
-def test_the_scheduler_sees_a_head_that_is_never_behind(tmp_path):
+def test_the_scheduler_sees_a_head_that_never_lags(tmp_path):
     target = tiny_model()
     head = load(eagle3(tmp_path)[0], target)
     lags = []
@@ -334,5 +339,12 @@ def test_the_scheduler_sees_a_head_that_is_never_behind(tmp_path):
             return super().run(plan)
 
     requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
-    run_engine(requests, target, head, held=EagleDrafter(head), lookahead="fixed:3", kind=Watched)
+    run_engine(
+        requests,
+        target,
+        head,
+        drafting=EagleDrafter(head),
+        lookahead="fixed:3",
+        kind=Watched,
+    )
     assert len(lags) > 10 and not any(lags)

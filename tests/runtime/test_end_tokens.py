@@ -70,7 +70,7 @@ def test_which_files_name_it(tmp_path: Path) -> None:
     assert ids(directory(tmp_path / "d", tokenizer_config=odd)) == (START,)
     path = directory(tmp_path / "e", tokenizer_config={"eos_token": "<|im_end|>"})
     for damage in ("", "{", '{"added_tokens": 5}', '{"added_tokens": [], "model": {"vocab": 5}}'):
-        (path / "tokenizer.json").write_text(damage)  # of which `load_tokenizer` tells
+        (path / "tokenizer.json").write_text(damage)  # `load_tokenizer` reports it
         assert ids(path) == (START,)
     (path / "tokenizer.json").unlink()
     assert ids(path) == (START,)

@@ -1,4 +1,4 @@
-"""What steps of the engine report of acceptance: `StepResult.expected_accepted`, row by row.
+"""Reports of acceptance by the steps of an engine: `StepResult.expected_accepted`, row by row.
 
 |z| < 5 fails by chance in 6 of 10 million; seeds are fixed.
 """
@@ -29,7 +29,8 @@ NOISE = 0.08
 
 
 class Telling(DraftModel):
-    """Remembers the last proposal, and q of each row verified by rejection, by slot."""
+    """A draft model that keeps the last proposal, and q of each row verified by rejection, by
+    slot."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         proposal = super().propose(rows)
@@ -43,8 +44,8 @@ class Telling(DraftModel):
 
 
 class Checking(RecordingExecutor):
-    """Compares every report with one made from the logits that decided, and from q. What differs is
-    kept, not raised: the loop would recover from it."""
+    """An executor that compares every report with one made from the logits that decided, and from
+    q. It records differences instead of raising, since the loop would recover."""
 
     drafter: Telling
     reports = wrong = chunks = ended = 0
@@ -77,7 +78,7 @@ class Checking(RecordingExecutor):
 
 @functools.cache
 def requests() -> tuple[Request, ...]:
-    """Greedy, coupled and rejection rows, whose drafts differ in number."""
+    """Return greedy, coupled and rejection rows with different numbers of drafts."""
     rng = np.random.default_rng(6)
     modes: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},
@@ -100,7 +101,12 @@ def run(depth: int, executor_type: type[RecordingExecutor] = Checking) -> Run:
     draft = tiny_model(noise=NOISE)
     settings = {"lookahead": "fixed:4", "depth": depth, "max_num_batched_tokens": 40}
     return run_engine(
-        requests(), tiny_model(), draft, held=Telling(draft), kind=executor_type, **settings
+        requests(),
+        tiny_model(),
+        draft,
+        drafting=Telling(draft),
+        kind=executor_type,
+        **settings,
     )
 
 
@@ -109,7 +115,8 @@ def test_rejection_rows_report_their_overlap_and_all_others_their_count(depth: i
     executor = run(depth).executor
     assert isinstance(executor, Checking)
     assert executor.reports > 10 and executor.chunks > 0 and not executor.wrong
-    assert (executor.ended > 0) == (depth == 1)  # a plan in flight still has rows of the finished
+    # A plan in flight still has rows of finished requests.
+    assert (executor.ended > 0) == (depth == 1)
 
 
 def test_a_report_of_the_neighbours_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +133,7 @@ def test_a_draft_chosen_with_certainty_reports_its_own_probability() -> None:
     admitted = (admit(0, prompt, temperature=1.0),)
     executor.run(make_plan(0, [(0, 8, 0, 0, True)], admitted=admitted))
     known = 9
-    executor.table.tokens[0, 8] = 5  # as if the target had gone on with the period
+    executor.table.tokens[0, 8] = 5  # as if the target had continued the period
     result = executor.run(make_plan(1, [(0, 3, 2, 0, True)]))
     assert result.num_drafted.tolist() == [2]
     batch = executor.table.ragged(

@@ -1,4 +1,4 @@
-"""The executor: plans against true positions, broken numbers, faults, what costs nothing."""
+"""The executor: plans and true positions, broken numbers, faults, and what costs nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_plan(
     admitted: tuple[NewSequence, ...] = (),
     released: np.ndarray | None = None,
 ) -> StepPlan:
-    """`rows`: (slot, query_len, num_drafts, catch_up, wants_logits)."""
+    """Make a plan from `rows`: (slot, query_len, num_drafts, catch_up, wants_logits)."""
     columns = np.array(rows, dtype=np.int32).reshape(-1, 5).T
     none = ints()
     deltas = Deltas(False, none if released is None else released, none, admitted, *[none] * 3)
@@ -72,7 +72,7 @@ def executor_with(draft: Model | None = None, **sizes: int) -> TorchExecutor:
 
 
 def test_result_of_a_ragged_step():
-    """A chunk, a last chunk and two decodes with and without drafts share one step."""
+    """A chunk, a last chunk and two decodes, with and without drafts, share one step."""
     executor = executor_with(tiny_model(noise=NOISE))
     first = [(slot, 5, 0, 0, True) for slot in (0, 1)]
     admitted = tuple(admit(s, list(range(3, 3 + n))) for s, n in ((0, 5), (1, 5), (2, 9), (3, 4)))
@@ -91,7 +91,7 @@ def test_result_of_a_ragged_step():
 
 @pytest.mark.parametrize("chain", [False, True])
 def test_a_step_tells_that_it_goes_on(chain: bool):
-    """Of the target and of the draft, also in a chain."""
+    """Steps of the target and of the draft, also in a chain, report progress."""
     draft = tiny_model(noise=NOISE)
     drafter = DraftModel(draft)
     if chain:
@@ -124,7 +124,8 @@ def test_a_plan_that_does_not_fit_is_refused():
 
 
 def test_drafts_are_clipped_and_a_full_row_emits_nothing():
-    """Bounds of a plan made while another was in flight may pass the end; the row does not."""
+    """The plan was made while another was in flight, so its upper bounds may pass the end; the row
+    does not."""
     draft = tiny_model()  # the target itself: all drafts are accepted
     executor = executor_with(draft)
     executor.run(
@@ -146,7 +147,7 @@ def test_catch_up_beyond_what_was_paid_for_drafts_nothing():
 
 
 def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
-    """Trap 2 (k = 0 is not free). k = 0 for everybody is the plain path; all greedy rows draw
+    """Trap 2 (k = 0 is not free). With k = 0 in all rows the plain path runs; greedy rows draw
     nothing."""
     draft = tiny_model(noise=NOISE)
     monkeypatch.setattr(draft, "forward", lambda *_: pytest.fail("the draft ran"))
@@ -159,17 +160,18 @@ def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
     assert len(result.tokens) == 1 and result.draft_s == 0
 
 
-# --- what KV holds -------------------------------------------------------------------------------
+# --- contents of KV ------------------------------------------------------------------------------
 
 
 class _KvChecker(RecordingExecutor):
-    """After each step, valid KV equals that of the emitted tokens processed afresh (flaw A1)."""
+    """An executor that checks after each step that valid KV equals that of the emitted tokens
+    computed again (flaw A1)."""
 
     checks = 0
 
     def __init__(self, model: Model, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.emitted: dict[int, list[int]] = {}  # prompt and output by slot, as results tell it
+        self.emitted: dict[int, list[int]] = {}  # prompt and output by slot, from the results
 
     def run(self, plan: StepPlan) -> StepResult:
         for a in plan.deltas.new_sequences:
@@ -182,14 +184,14 @@ class _KvChecker(RecordingExecutor):
             length = int(table.kv_len[slot])
             fresh = TorchExecutor(self.model, num_blocks=64, block_size=size, max_num_seqs=1)
             tokens = self.emitted[slot][: length + 1]
-            # One position more is known than is in KV: exactly the last one.
+            # One position more is known than is in KV.
             one = admit(0, tokens, max_total=len(tokens) + 1, blocks=range(64))
             fresh.run(make_plan(0, [(0, length, 0, 0, False)], admitted=(one,)))
             for position in range(length):
                 block, at = int(table.blocks[slot, position // size]), position % size
-                ours = written_kv(self.model, self.kv, 0, block, at)
-                theirs = written_kv(self.model, fresh.kv, 0, position // size, at)
-                assert torch.equal(ours, theirs) and ours.any()
+                own = written_kv(self.model, self.kv, 0, block, at)
+                recomputed = written_kv(self.model, fresh.kv, 0, position // size, at)
+                assert torch.equal(own, recomputed) and own.any()
             self.checks += 1
         return result
 
@@ -214,7 +216,7 @@ def test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature):
 
 
 class _PoisonTarget(RecordingExecutor):
-    """Writes NaN into the first block of a request's target KV before one step."""
+    """An executor that writes NaN into the first block of a request's target KV before one step."""
 
     victim, step = "r1", 6
     poisoned: int | None = None
@@ -279,7 +281,7 @@ def test_requests_survive_faults_of_the_executor(depth):
 
 
 class _Scripted:
-    """Returns the plan's id as result; fails at the steps given."""
+    """An executor that returns the plan's id as result, and fails at the given steps."""
 
     def __init__(self, *failing: int) -> None:
         self.failing, self.ran, self.resets = failing, [], 0

@@ -75,7 +75,7 @@ def serve(
     held = None if draft is None else drafter_of(draft)
     executor = Counting(target, drafter=held, **sizes)
     lookahead = f"fixed:{k}" if k else "off"
-    given: Any = {"executor": executor, "held": held, "lookahead": lookahead} | settings
+    given: Any = {"executor": executor, "drafting": held, "lookahead": lookahead} | settings
     return Served(run_engine(requests, target, draft, **given), executor)  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ def test_drafts_are_those_beside_a_whole_model(make: Callable[..., Any], tmp_pat
     draft = load_heads(head, target, "the target")[0]
     held = drafter_of(draft)
     executor = Counting(target, drafter=held, num_blocks=256, block_size=4, max_num_seqs=8)
-    given: Any = {"executor": executor, "held": held, "lookahead": "fixed:3"}
+    given: Any = {"executor": executor, "drafting": held, "lookahead": "fixed:3"}
     whole = run_engine(requests, target, draft, **given)  # type: ignore[arg-type]
     assert mine.run.outputs == whole.outputs
     assert mine.executor.accepted > 0

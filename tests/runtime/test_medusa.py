@@ -88,7 +88,7 @@ def checked_run(
     folder, reference = medusa(folder)
     head = load_medusa(folder, target)
     held = kind(head, reference)
-    return run_engine(requests, target, head, held=held, **settings), held  # type: ignore[arg-type]
+    return run_engine(requests, target, head, drafting=held, **settings), held  # type: ignore[arg-type]
 
 
 def test_drafts_are_those_of_the_equations_and_no_other_head_computes(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_seeded_text_does_not_depend_on_the_heads(params, tmp_path, monkeypatch)
     requests, settings = hard_life(monkeypatch, **coupled)
     target = tiny_model()
     head = load_medusa(medusa(tmp_path)[0], target)
-    run = run_engine(requests, target, head, held=MedusaDrafter(head), depth=1, **settings)  # type: ignore[arg-type]
+    run = run_engine(requests, target, head, drafting=MedusaDrafter(head), depth=1, **settings)  # type: ignore[arg-type]
     assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
     assert run.outputs == run_engine(requests, tiny_model()).outputs
 
@@ -224,7 +224,7 @@ def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
             requests,
             target,
             None if held is None else head,  # type: ignore[arg-type]
-            held=held,
+            drafting=held,
             lookahead="off" if held is None else "fixed:2",
             max_num_seqs=64,
             check=False,
@@ -252,6 +252,6 @@ def test_the_scheduler_sees_heads_that_are_never_behind(tmp_path):
 
     requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
     held = MedusaDrafter(head)
-    run = run_engine(requests, target, head, held=held, lookahead="fixed:6", kind=Watched)  # type: ignore[arg-type]
+    run = run_engine(requests, target, head, drafting=held, lookahead="fixed:6", kind=Watched)  # type: ignore[arg-type]
     assert len(lags) > 10 and not any(lags)
     assert run.drafted.max() == 4  # there are no more heads

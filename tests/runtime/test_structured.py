@@ -234,7 +234,7 @@ def requests(**extra: Any) -> list[Any]:
 def run(asked: list[Any], drafter: Drafter | None = None, **options: Any) -> Run:
     # The scheduler is told of a draft wherever somebody drafts.
     model = draft().model if drafter is not None else None
-    settings = {"held": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
+    settings = {"drafting": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
     return run_engine(asked, target(), model, **settings, **options)
 
 

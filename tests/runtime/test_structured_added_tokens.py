@@ -128,7 +128,7 @@ def run(*, drafts: bool = False, sampled: bool = False, **options: Any) -> Run:
         for way, (asked, _) in WAYS.items()
     ]
     held, model = (draft(), draft().model) if drafts else (None, None)
-    settings = {"held": held, "grammars": known.grammars, "eos_ids": (known.eos,)}
+    settings = {"drafting": held, "grammars": known.grammars, "eos_ids": (known.eos,)}
     return run_engine(asked, tiny_model(vocab_size=known.size), model, **settings, **options)
 
 

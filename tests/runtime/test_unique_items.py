@@ -124,7 +124,7 @@ def run(*, drafts: bool = False, **options: Any) -> Run:
         for i, each in enumerate(ASKED)
     ]
     held, model = (draft(), draft().model) if drafts else (None, None)
-    settings = {"held": held, "grammars": GRAMMARS, "eos_ids": (EOS,)}
+    settings = {"drafting": held, "grammars": GRAMMARS, "eos_ids": (EOS,)}
     return run_engine(asked, tiny_model(vocab_size=VOCAB), model, **settings, **options)
 
 
