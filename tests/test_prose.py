@@ -22,6 +22,7 @@ PLAIN = (
     "tests/core",
     "tests/engine",
     "tests/process",
+    "tests/runtime",
     "tests/test_prose.py",
     "tests/text",
     "tools",

@@ -1,4 +1,5 @@
-"""A mixture of experts by our products, against each expert by itself, and transformers' own."""
+"""A mixture of experts by our products, compared with each expert alone and with transformers'
+code."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ GATES = {
 
 
 class Made:
-    """Weights and a batch; `dtype` is that of the weights."""
+    """Random weights and a batch; `dtype` is that of the weights."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 50, *, bias: bool = True) -> None:
         gen = torch.Generator().manual_seed(3)
@@ -62,14 +63,14 @@ class Made:
         self.biases = [draw(EXPERTS, 2 * INNER), draw(EXPERTS, HIDDEN)] if bias else [None, None]
         self.x, self.weights = draw(rows, HIDDEN), torch.rand(rows, CHOICES, generator=gen)
         scores = torch.rand(rows, EXPERTS, generator=gen)
-        scores[:, 4] = 0.0  # which nobody chooses
+        scores[:, 4] = 0.0  # which no row chooses
         self.chosen = scores.topk(CHOICES).indices
 
     def compiled(self, gate: Gate) -> CompiledExperts:
         return CompiledExperts.of(self.gate_up, self.down, gate, *self.biases)
 
     def reference(self, gate: Callable[[Tensor], Tensor]) -> Tensor:
-        """In fp64."""
+        """Return the expected sum in fp64."""
         y = torch.zeros(len(self.x), HIDDEN, dtype=torch.float64)
         for row, (which, weights) in enumerate(zip(self.chosen, self.weights, strict=True)):
             for e, weight in zip(which.tolist(), weights, strict=True):
@@ -95,27 +96,28 @@ def test_it_is_the_sum_of_experts(name: str, dtype: torch.dtype) -> None:
 def assert_sums(name: str, dtype: torch.dtype, *, bias: bool) -> None:
     gate, expected = GATES[name]
     made = Made(dtype, bias=bias)
-    made.chosen[7, 1] = made.chosen[9] = EXPERTS  # none
-    found = made.compiled(gate)(made.x, made.chosen, made.weights)
+    made.chosen[7, 1] = made.chosen[9] = EXPERTS  # no expert
+    computed = made.compiled(gate)(made.x, made.chosen, made.weights)
     tolerance = 2e-5 if dtype == torch.float32 else 1e-1
     torch.testing.assert_close(
-        found.double(), made.reference(expected), rtol=tolerance, atol=tolerance
+        computed.double(), made.reference(expected), rtol=tolerance, atol=tolerance
     )
-    assert not found[9].any()
+    assert not computed[9].any()
 
 
 def test_gates_are_not_each_others() -> None:
     made = Made(torch.float32)
     for name, (gate, _) in GATES.items():
-        found = made.compiled(gate)(made.x, made.chosen, made.weights).double()
+        computed = made.compiled(gate)(made.x, made.chosen, made.weights).double()
         for other, (_, expected) in GATES.items():
-            assert torch.allclose(found, made.reference(expected), atol=1e-3) is (name == other)
+            assert torch.allclose(computed, made.reference(expected), atol=1e-3) is (name == other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in GATES if name != "given"])
 def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
-    """In any company, by one thread and by several, with choices in any order."""
+    """Bits are the same with any other rows, by one thread and by several, with choices in any
+    order."""
     made, threads = Made(dtype, 300), torch.get_num_threads()
     compiled = made.compiled(GATES[name][0])
     try:
@@ -126,14 +128,15 @@ def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(turned, expected)
         for start, end in ((0, 1), (5, 6), (7, 10), (20, 53), (299, 300)):
             rows = slice(start, end)
-            found = compiled(made.x[rows], made.chosen[rows], made.weights[rows])
-            assert torch.equal(found, expected[rows]), (start, end)
+            computed = compiled(made.x[rows], made.chosen[rows], made.weights[rows])
+            assert torch.equal(computed, expected[rows]), (start, end)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_bits_are_those_of_the_products() -> None:
-    """One after another, summed up in the order of the experts, whatever they are made of."""
+    """Each product is computed alone, and results are added in the order of the experts, for any
+    kind of weights."""
     types = ("Q4_K", "Q8_0")
     up, down = ([whole(stored(name)[0])] * 3 for name in types)
     (wide, columns), (out, inner) = up[0].shape, down[0].shape
@@ -141,12 +144,12 @@ def test_bits_are_those_of_the_products() -> None:
     compiled = CompiledExperts(up, down, gate)
     gen = torch.Generator().manual_seed(0)
     x, weights = torch.randn(9, columns, generator=gen), torch.ones(9, 1)
-    found = compiled(x, torch.arange(9)[:, None] % 3, weights)
+    computed = compiled(x, torch.arange(9)[:, None] % 3, weights)
     between = F.pad(up[0](x, 9), (0, inner - wide)).contiguous()
-    assert found.shape == (9, out) and torch.equal(found, down[0](between, 9))
+    assert computed.shape == (9, out) and torch.equal(computed, down[0](between, 9))
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     made = Made(torch.float32)
     compiled = made.compiled(Gate(Gating.SILU))
     for wrong in (-1, EXPERTS + 1):
@@ -171,7 +174,7 @@ def test_what_does_not_fit_is_told() -> None:
 
 
 def modules() -> dict[str, tuple[Any, Gating]]:
-    """Of each way to lay weights out, random, and the gate that they should get."""
+    """Return a module of each weight layout with random weights, and its expected gate."""
     configs = pytest.importorskip("transformers")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -182,11 +185,11 @@ def modules() -> dict[str, tuple[Any, Gating]]:
     )
     qwen3 = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, **sizes}
     acts = {"silu": Gating.SILU, "gelu_pytorch_tanh": Gating.GELU_TANH, "relu": Gating.GIVEN}
-    found: dict[str, tuple[Any, Gating]] = {
+    modules_by_family: dict[str, tuple[Any, Gating]] = {
         act: (Qwen3MoeExperts(configs.Qwen3MoeConfig(hidden_act=act, **qwen3)), gating)
         for act, gating in acts.items()
     }
-    return {"gpt-oss": (GptOssExperts(gpt_oss), Gating.CLAMPED), **found}
+    return {"gpt-oss": (GptOssExperts(gpt_oss), Gating.CLAMPED), **modules_by_family}
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "silu", "gelu_pytorch_tanh", "relu"])
@@ -201,8 +204,8 @@ def test_experts_of_transformers(name: str) -> None:
     expected = module(made.x, made.chosen, made.weights)
     assert gate_of(module).gating is gating
     assert compile_experts(module) and module.gate_up_proj is None
-    found = experts(module, made.x, made.chosen, made.weights)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    computed = experts(module, made.x, made.chosen, made.weights)
+    torch.testing.assert_close(computed, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_what_has_no_such_weights_is_left_alone() -> None:

@@ -1,5 +1,5 @@
-"""Families that our own pass computes by flags: logits and text equal those of transformers' eager
-pass, and configurations mean what they mean to transformers."""
+"""Families that our own pass computes by flags. Logits and text equal those of transformers' eager
+pass, and configurations have the same meaning."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ CASES = [(kind, changes) for kind in KINDS for changes in CHANGES.get(kind, [{}]
 
 
 def make(kind: str, folder: Path, **changes: Any) -> Any:
-    """Write a tiny model of `model_type` with every tensor drawn, and return it as transformers
-    reads it."""
+    """Write a tiny model of `model_type` with every tensor drawn; return it as transformers reads
+    it."""
     from transformers import AutoModelForCausalLM
 
     values = tiny_config(kind).to_dict() | changes
@@ -103,7 +103,7 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
         for name, parameter in net.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.add_(0.2 * noise)  # of a mean of 1, or where they lack that, 0
+                parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
             else:
                 parameter.copy_((0.15 if parameter.dim() < 2 else 0.1) * noise)
     net.save_pretrained(folder)
@@ -116,17 +116,17 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
 def test_logits_are_those_of_the_eager_pass(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With chunks and decodes in one step, contexts longer than windows, and row invariance."""
+    """Chunks and decodes share steps, contexts are longer than windows, and rows are invariant."""
     net = make(kind, tmp_path, **changes)
     rows = sequences((40, 11, 29))
     with torch.no_grad():
-        wanted = torch.cat(
+        expected = torch.cat(
             [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
         )
     model = load_model(tmp_path)
     kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
-    found = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
-    assert (found - wanted).abs().max() < BOUND * wanted.std()
+    computed = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
+    assert (computed - expected).abs().max() < BOUND * expected.std()
     assert probe_row_invariance(model).row_invariant
 
 
@@ -137,17 +137,17 @@ def test_logits_are_those_of_the_eager_pass(
     + ["phi3", "qwen2_moe", "qwen3_moe", "starcoder2"],
 )
 def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
-    """In a pool that is too small, with hits of the prefix cache, with and without drafts."""
+    """The pool is too small, the prefix cache has hits, and drafts are on and off."""
     net = make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    wanted = [eager_text(net, prompt, 24) for prompt in prompts]
+    expected = [eager_text(net, prompt, 24) for prompt in prompts]
     for lookahead in ("off", "fixed:4"):
         settings = SCARCE | {"model_impl": "auto", "lookahead": lookahead, "num_blocks": 15}
         llm = LLM(tmp_path, drafter=("ngram",), **settings)
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
         done = llm.generate(prompts, params)
-        assert [list(each.token_ids) for each in done] == wanted, lookahead
+        assert [list(each.token_ids) for each in done] == expected, lookahead
         stats = llm.engine.scheduler.stats
         assert stats.preemptions and stats.prefix_hit_tokens
         assert bool(stats.drafted_tokens) == (lookahead != "off")
@@ -158,7 +158,8 @@ def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phi", "qwen2_moe"])
 def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Path) -> None:
     make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
-    model = load_model(tmp_path, dtype="bfloat16", numerics="fast")  # it has but one way
+    # It has only one implementation.
+    model = load_model(tmp_path, dtype="bfloat16", numerics="fast")
     assert probe_row_invariance(model).row_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
@@ -169,7 +170,7 @@ def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Pa
 
 
 def read(values: dict[str, Any]) -> ModelConfig | None:
-    """None where a field is missing."""
+    """Read a configuration; return None where a field is missing."""
     try:
         return parse_config(values, Path("config.json"))
     except ModelError as error:
@@ -187,10 +188,10 @@ def test_absent_fields_mean_what_transformers_takes_them_for(architecture: str) 
     assert read(whole) is not None
     for field in set(whole) - {"architectures", "model_type", "bos_token_id", "eos_token_id"}:
         less = {name: value for name, value in whole.items() if name != field}
-        found = read(less)
-        if found is not None:
+        config = read(less)
+        if config is not None:
             del less["architectures"]
-            assert found == read(type(kind)(**less).to_dict() | names), field
+            assert config == read(type(kind)(**less).to_dict() | names), field
 
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "head_dim": 16}
@@ -303,13 +304,13 @@ def test_where_our_pass_is_not_compiled_transformers_code_computes(
 
 
 @needs_compiler
-def test_a_head_beside_such_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_head_for_such_a_model_is_refused(tmp_path: Path) -> None:
     make("granite", tmp_path / "model")
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text(json.dumps({"model_type": "medusa"}))
-    with pytest.raises(FieldError) as told:
+    with pytest.raises(FieldError) as caught:
         LLM(tmp_path / "model", tmp_path / "head", **SCARCE | {"model_impl": "auto"})
-    assert told.value.field == "draft"
+    assert caught.value.field == "draft"
 
 
 @needs_compiler

@@ -1,4 +1,5 @@
-"""Filters against a slow reading of their definition, ties, bans, and what counts as finite."""
+"""Filters against a slow version of their definition: ties, bans, and which logits count as
+finite."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def make_filters(rows) -> Filters:
 
 @pytest.mark.parametrize(("vocab", "spread"), [(40, 2.0), (1500, 2.0), (1500, 0.3)])
 def test_filters_follow_their_definition(vocab, spread):
-    """Small and large vocabularies, cuts among the leading tokens and beyond them."""
+    """Vocabularies are small and large; cuts fall among the leading tokens and beyond them."""
     rng = np.random.default_rng(1)
     rows = [
         (t, k, p, m)
@@ -74,7 +75,7 @@ def test_a_row_has_the_same_bits_in_any_company():
         assert torch.equal(alone[0], together[i])
 
 
-def test_unfiltered_row_keeps_its_tail_beside_filtered_ones():
+def test_unfiltered_row_keeps_its_tail_among_filtered_ones():
     logits = torch.zeros(2, 1000)
     logits[:, 0] = 30.0  # the cumulative sum rounds to 1 long before the last token
     probs = filtered_probs(logits, make_filters([(1.0, 1000, 1.0, 0.0), (1.0, 2, 0.5, 0.0)]))
@@ -103,7 +104,7 @@ def test_greedy_ties_and_what_is_finite():
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("vocab", [1, 63, 1024, 5003])
 def test_the_greedy_choice_is_the_first_of_the_highest(vocab: int):
-    """Wherever it stands: in whole vectors or behind them, on one thread or on several."""
+    """It may be in any vector or after the last whole one, on one thread or on several."""
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-40, 40, size=(200, vocab)).astype(np.float32)
     at = rng.integers(vocab, size=200)

@@ -15,23 +15,24 @@ HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K"
 
 
 def blocks(name: str, count: int) -> NDArray[np.uint8]:
-    """Every bit drawn, but for scales in fp16, which are ordinary numbers of either sign. The
-    same on every machine."""
+    """Return blocks of random bits, except scales in fp16, which are ordinary numbers of either
+    sign. They are the same on every machine."""
     size = BYTES[name]
     state = np.arange(count * size, dtype=np.uint64) * 2654435761 + len(name) * 97
-    found = (state >> 7 ^ state >> 19).astype(np.uint8).reshape(count, size)
+    raw = (state >> 7 ^ state >> 19).astype(np.uint8).reshape(count, size)
     plain = {"F32": range(0, size, 4), "F16": (), "BF16": ()}.get(name)
     for at in HALVES.get(name, (0,)) if plain is None else ():
         scales = np.linspace(-0.9, 1.1, count).astype("<f2").view(np.uint8)
-        found[:, at : at + 2] = scales.reshape(count, 2)
+        raw[:, at : at + 2] = scales.reshape(count, 2)
     for at in plain or ():
-        found[:, at + 3] &= 0xBF  # no NaN
+        raw[:, at + 3] &= 0xBF  # no NaN
     if name in ("F16", "BF16"):
-        found[:, 1] &= 0xBF
-    return found
+        raw[:, 1] &= 0xBF
+    return raw
 
 
-# Of 3 blocks: checksum of the fp32 values, and two of them; from the reference's own package.
+# Expected values for 3 blocks, by the reference's own package: a checksum of the fp32 values, and
+# two of them.
 GOLDEN: dict[str, tuple[int, float, float]] = {
     "F32": (0x33A2C75A, -6.867121366423683e-34, -0.002951542381197214),
     "F16": (0x93793922, 0.218994140625, 0.011383056640625),
@@ -78,10 +79,10 @@ def test_rounding_to_q8_0_moves_a_weight_by_half_a_code_and_what_is_rounded_not_
     matrix[1, 32:64] = 0
     stored = rounded_to_q8_0(matrix)
     assert stored.shape == (5, 3 * 34)
-    found = dequantised("Q8_0", stored.reshape(-1, 34), torch.float32).view(5, 3, 32)
+    rounded = dequantised("Q8_0", stored.reshape(-1, 34), torch.float32).view(5, 3, 32)
     largest = matrix.view(5, 3, 32).abs().amax(-1, keepdim=True)
-    # The scale is rounded too, to fp16: 127 codes by 2^-11 of it.
-    error = (found - matrix.view(5, 3, 32)).abs()
+    # The scale is rounded to fp16, too: 127 codes with a relative error of 2^-11.
+    error = (rounded - matrix.view(5, 3, 32)).abs()
     assert (error <= largest / 127 * (0.5 + 127 / 2048) + 1e-6).all()
     assert error.max() > 1e-4
-    assert (rounded_to_q8_0(found.view(5, 96)) == stored).all()
+    assert (rounded_to_q8_0(rounded.view(5, 96)) == stored).all()

@@ -1,4 +1,4 @@
-"""What a file may do to who reads it: be read, or be refused by name."""
+"""Any file is either read or refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    """A complete model with its tokenizer."""
+    """Write a complete model with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     build(folder, "llama", "yarn", num_hidden_layers=1, vocab_size=346)
     values, tensors = convert(folder, F16)
@@ -50,16 +50,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         more = {"general.alignment": alignment}
         tensors = {"m": MATRIX, "v": stored(torch.ones(5)), "q": Stored(Q8_0, (3, 32), bytes(102))}
         path.write_bytes(gguf_bytes(values | arrays | more, tensors, version, alignment))
-        found = read_gguf(path)
-        read = {key: getattr(v, "tolist", lambda v=v: v)() for key, v in found.metadata.items()}
+        file = read_gguf(path)
+        read = {key: getattr(v, "tolist", lambda v=v: v)() for key, v in file.metadata.items()}
         assert read == values | arrays | more
-        assert [t.shape for t in found.tensors.values()] == [(2, 32), (5,), (3, 32)]
-        assert found.tensors["m"].raw.tobytes() == MATRIX.data
+        assert [t.shape for t in file.tensors.values()] == [(2, 32), (5,), (3, 32)]
+        assert file.tensors["m"].raw.tobytes() == MATRIX.data
         assert torch.equal(
-            found.tensors["m"].dequantised(torch.bfloat16),
+            file.tensors["m"].dequantised(torch.bfloat16),
             torch.arange(64.0).view(2, 32).bfloat16(),
         )
-        assert found.tensors["q"].type.name == "Q8_0"
+        assert file.tensors["q"].type.name == "Q8_0"
 
 
 def head(tensors: int = 0, keys: int = 0, version: int = 3, magic: bytes = b"GGUF") -> bytes:
@@ -144,7 +144,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_plain_file_is_named(tmp_path: Path) -> None:
-    """To open a pipe would be to wait for its writer."""
+    """Opening a pipe would wait for its writer."""
     pipe = tmp_path / "pipe.gguf"
     os.mkfifo(pipe)
     with pytest.raises(ModelError, match=r"pipe\.gguf: cannot be read \(no file"):
@@ -165,8 +165,8 @@ def test_metadata_without_end_are_not_read(tmp_path: Path) -> None:
 
 
 def outcome(path: Path, content: bytes) -> str:
-    """What opening all of a file comes to: "fine", or the message of its refusal."""
-    path.unlink(missing_ok=True)  # who has mapped the one before keeps it
+    """Open all of a file; return "fine" or the message of its refusal."""
+    path.unlink(missing_ok=True)  # a process that has mapped the old file keeps it
     path.write_bytes(content)
     started_s = time.process_time()
     try:

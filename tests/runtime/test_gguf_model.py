@@ -60,7 +60,7 @@ def test_llama_3_scales_by_a_tensor(tmp_path: Path) -> None:
 
 
 def test_the_order_of_rows_matters(tmp_path: Path) -> None:
-    """What the tests above would not show if it did not."""
+    """The tests above would not notice a wrong order without this one."""
     build(tmp_path, "llama")
     path = as_gguf(tmp_path)
     values, tensors = convert(tmp_path)
@@ -88,7 +88,7 @@ def test_stored_types(tmp_path: Path, kind: int, auto: torch.dtype, close: float
 @needs_compiler
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
 def test_blocks_are_multiplied_with_as_they_are(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Which rounds rows to 8 bits, and no row of another's account."""
+    """Rows are rounded to 8 bits, each independently of the others."""
     build(tmp_path, "llama", **changes)
     path = as_gguf(tmp_path, Q8_0)
     model = load_model(path)
@@ -96,7 +96,7 @@ def test_blocks_are_multiplied_with_as_they_are(tmp_path: Path, changes: dict[st
     assert probe_row_invariance(model).row_invariant
     widened = logits(path, dtype="float32")
     far = (logits(path) - widened).norm() / widened.norm()
-    assert 1e-5 < far < 0.06  # and KV in bf16
+    assert 1e-5 < far < 0.06  # KV is in bf16, too
 
 
 def test_a_split_model(tmp_path: Path) -> None:
@@ -128,7 +128,8 @@ def test_a_split_model(tmp_path: Path) -> None:
 
 
 def test_end_tokens(tmp_path: Path) -> None:
-    """Those that are named, and those that tell by their text; a user's text may have the same."""
+    """End tokens are those named by a field, and control tokens recognised by their text. A
+    user-defined token with the same text is none."""
     build(tmp_path, "llama")
     tokens = ["a", "<|endoftext|>", "b", "<|im_end|>", "</s>", "<|eot_id|>"]
     path = as_gguf(

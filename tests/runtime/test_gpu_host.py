@@ -1,4 +1,4 @@
-"""The GPU executor's host side: what it tells the device, which shapes it asks for, and what it
+"""The GPU executor's host side: its messages to the device, the shapes of its batches, and what it
 refuses. Whole steps are in `tests/triton_kernels/interpreter/test_gpu_executor.py`."""
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ NONE = np.zeros(0, dtype=I32)
 
 
 def test_buckets_hold_what_they_are_for() -> None:
-    for most in (1, 5, 32, 600, 2048):
-        for count in range(1, most + 1):
-            assert count <= bucket(count, most) <= most
-        assert bucket(0, most) == 0
-        assert {bucket(n, most) for n in range(1, min(most, 512) + 1)} == set(ladder(most))
+    for limit in (1, 5, 32, 600, 2048):
+        for count in range(1, limit + 1):
+            assert count <= bucket(count, limit) <= limit
+        assert bucket(0, limit) == 0
+        assert {bucket(n, limit) for n in range(1, min(limit, 512) + 1)} == set(ladder(limit))
 
 
 def admission(**params: Any) -> NewSequence:
-    """Three tokens of a prompt and two of an output."""
+    """Return an admission with three tokens of a prompt and two of an output."""
     settings = {"max_total": 12, "blocks": (0,), "num_prompt_tokens": 3, "stop_ids": (5, 99)}
     return engines.admission(0, [1, 2, 2, 6, 6], **settings, **params)
 
@@ -69,11 +69,11 @@ def test_lists_hold_what_a_request_asks_for() -> None:
     )
     assert shapes_logits(a.params, has_stops=True)
     sparse = sparse_of(a, vocab_size=70, most_listed=70)
-    assert sparse.listed.tolist() == [1, 2, 5, 6, 7]  # id 8 is banned, 99 no id of the model
+    assert sparse.listed.tolist() == [1, 2, 5, 6, 7]  # id 8 is banned, 99 is no id of the model
     assert sparse.bias.tolist() == [0, 0, 0, 0, 2.0]
     assert sparse.counts.tolist() == [0, 0, 0, 2, 0]
     assert sparse.marks.tolist() == [1, 1, 2, 0, 0]
-    assert sparse.min_tokens == 2  # two of four are out
+    assert sparse.min_tokens == 2  # two of four are generated
     plain = [i for i in range(70) if (int(sparse.plain[i // 32]) >> (i % 32)) & 1]
     assert plain == [i for i in range(70) if i not in (1, 2, 5, 6, 7, 8, 9)]
     assert not shapes_logits(admission().params, has_stops=True)
@@ -122,8 +122,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(FieldError, match="drafter: 'model' is not loaded here; use: ngram"):
         executor(lookups=lookups, max_drafts=2).submit(plan(admission(drafter=("model",))))
     with pytest.raises(FieldError, match="structured_outputs: is not served here"):
-        asked = admission(structured_outputs=StructuredOutputs(regex="a"))
-        executor(lookups=lookups, max_drafts=2).submit(plan(asked))
+        structured = admission(structured_outputs=StructuredOutputs(regex="a"))
+        executor(lookups=lookups, max_drafts=2).submit(plan(structured))
     with pytest.raises(RuntimeError, match="no step was submitted"):
         executor().wait()
 
@@ -150,7 +150,8 @@ def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_queries_have_tiles_of_their_kind(
     query_tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes and verifications one, prompts another; where a row's bits are its own, all one."""
+    """Decodes and verifications have one kind of tile, prompts another. With row-invariant bits all
+    have the same."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -203,17 +204,20 @@ def test_blocks_are_what_attention_reads_fastest() -> None:
 
 
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:
-    invariant, told = row_invariance_of(SimpleNamespace(device="cuda:0", numerics="fast"))
-    assert not invariant and told.startswith("row_invariant: no (numerics=fast")
+    invariant, words = row_invariance_of(SimpleNamespace(device="cuda:0", numerics="fast"))
+    assert not invariant and words.startswith("row_invariant: no (numerics=fast")
 
 
 def test_invariant_numerics_are_tried_on_the_device() -> None:
-    for keeps, told in ((True, "row_invariant: yes (numerics=invariant"), (False, "did not keep")):
+    for keeps, reason in (
+        (True, "row_invariant: yes (numerics=invariant"),
+        (False, "did not keep"),
+    ):
         target = SimpleNamespace(
             device="cuda:0", numerics="invariant", keeps_bits=lambda k=keeps: k
         )
         invariant, words = row_invariance_of(target)  # type: ignore[arg-type]
-        assert invariant == keeps and told in words
+        assert invariant == keeps and reason in words
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:

@@ -1,4 +1,4 @@
-"""Files of heads as they are found: the same numbers in every layout; the rest is refused."""
+"""Files of heads in all published layouts give the same numbers; other files are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ IDS = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
 
 
 def sglang_fields(ids: list[int]) -> dict[str, Any]:
-    """SpecForge's and SGLang's: their ids are of the layer before."""
+    """Return the fields that SpecForge and SGLang write: their ids are those of the layer
+    before."""
     eagle = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     names = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": eagle}
     return {**llama_fields(), "draft_vocab_size": DRAFTS, **names}
@@ -73,7 +74,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, dict[str, bool]]] = {
 
 
 def logits_at_once(folder: Path, tokens: list[int], reference: Reference) -> tuple[Tensor, Tensor]:
-    """Of the second draft behind `tokens`: the head's, and by the equations."""
+    """Return the logits of the second draft after `tokens`: by the head, and by the equations."""
     target = tiny_model()
     head = load(folder, target)
     cold = Cold(reference, head.head.hidden_layers)
@@ -130,9 +131,9 @@ def test_a_pickle_of_tensors_is_read(tmp_path):
 def test_readings_are_what_frameworks_disagree_about(tmp_path):
     config = tiny_config()
     write_head(tmp_path, sglang_fields([0, 1]), eagle3_tensors())
-    found = read_head(tmp_path, config)
-    assert [each.hidden_layers for each in found] == [(1, 2), (0, 1), (1, 2), (0, 1)]
-    assert [each.norm_before_residual for each in found] == [False, False, True, True]
+    readings = read_head(tmp_path, config)
+    assert [each.hidden_layers for each in readings] == [(1, 2), (0, 1), (1, 2), (0, 1)]
+    assert [each.norm_before_residual for each in readings] == [False, False, True, True]
     write_head(tmp_path, eagle3_config(eagle_aux_hidden_state_layer_ids=[0, 2]), eagle3_tensors())
     assert [each.hidden_layers for each in read_head(tmp_path, config)] == [(0, 2)]
     write_head(tmp_path, llama_fields(), eagle1_tensors())

@@ -1,5 +1,7 @@
-"""Heads beside a model that ranks share out: each rank drafts the same from the states of all. The
-ranks are threads here, each with an engine of its own that plans the same."""
+"""Heads with a model that ranks share: each rank drafts the same from the states of all.
+
+The ranks are threads here, each with an engine of its own that makes the same plans.
+"""
 
 from __future__ import annotations
 
@@ -72,16 +74,16 @@ def serve(
         (draft, *_) = load_heads(head, target, "the target")
     sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8} | settings
     sizes = {name: sizes[name] for name in ("num_blocks", "block_size", "max_num_seqs")}
-    held = None if draft is None else drafter_of(draft)
-    executor = Counting(target, drafter=held, **sizes)
+    drafter = None if draft is None else drafter_of(draft)
+    executor = Counting(target, drafter=drafter, **sizes)
     lookahead = f"fixed:{k}" if k else "off"
-    given: Any = {"executor": executor, "drafting": held, "lookahead": lookahead} | settings
+    given: Any = {"executor": executor, "drafting": drafter, "lookahead": lookahead} | settings
     return Served(run_engine(requests, target, draft, **given), executor)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads look for what they borrow in the target's files, of which there are none."""
+    """Provide the target's files, from which heads read borrowed tensors."""
     monkeypatch.setattr(
         "cbatch.runtime.cpu.load_head.open_checkpoint",
         lambda path: Checkpoint(tiny_config(), NoisyWeights(1), torch.float32),
@@ -91,8 +93,8 @@ def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("whole_weights")
 @pytest.mark.parametrize("make", [eagle3, eagle1, medusa])
 def test_text_is_that_without_a_head(make: Callable[..., Any], tmp_path: Path) -> None:
-    """Greedy and drawn by a seed, by k = 4 with preemptions and prefix hits, by k = 0 of a head
-    that reads along."""
+    """Requests are greedy and seeded. They run with k = 4, preemptions and prefix hits, and with k
+    = 0 while the head reads along."""
     head, _ = make(tmp_path)
     shared = prompts(1, seed=9, low=24, high=25)[0]
     requests = [
@@ -109,32 +111,32 @@ def test_text_is_that_without_a_head(make: Callable[..., Any], tmp_path: Path) -
     outputs = plain[0].run.outputs
     assert len({tuple(tokens) for tokens in outputs.values()}) == len(requests)
     idle = [structs.replace(r, params=structs.replace(r.params, max_lookahead=0)) for r in requests]
-    for asked, scarce in ((requests, hard), (idle, {})):
-        found = by_ranks(2, partial(serve, requests=asked, head=head, k=4, **scarce))
-        drafters = [served.executor.drafter for served in found]
+    for chosen, scarce in ((requests, hard), (idle, {})):
+        results = by_ranks(2, partial(serve, requests=chosen, head=head, k=4, **scarce))
+        drafters = [served.executor.drafter for served in results]
         assert all(isinstance(each, EagleDrafter | MedusaDrafter) for each in drafters)
         states = [each._states.of_slot for each in drafters]  # type: ignore[union-attr]
         assert torch.equal(*states) and bool(states[0].any())
-        for served in found:
+        for served in results:
             assert served.run.outputs == outputs
             accepted, rejected = served.executor.accepted, served.executor.rejected
-            assert (accepted > 0, rejected > 0) == (asked is requests, asked is requests)
-        stats = found[0].run.scheduler.stats
-        assert asked is idle or (stats.preemptions > 0 and stats.prefix_hit_tokens > 0)
+            assert (accepted > 0, rejected > 0) == (chosen is requests, chosen is requests)
+        stats = results[0].run.scheduler.stats
+        assert chosen is idle or (stats.preemptions > 0 and stats.prefix_hit_tokens > 0)
 
 
 @pytest.mark.usefixtures("whole_weights")
 @pytest.mark.parametrize("make", [eagle3, medusa])
-def test_drafts_are_those_beside_a_whole_model(make: Callable[..., Any], tmp_path: Path) -> None:
-    """Nearly all: states of ranks are rounded at other places."""
+def test_drafts_are_those_with_a_whole_model(make: Callable[..., Any], tmp_path: Path) -> None:
+    """A few drafts may differ: states of ranks are rounded at other places."""
     head, _ = make(tmp_path)
     requests = [make_request(f"r{i}", p, max_tokens=24) for i, p in enumerate(prompts(8))]
     (mine, _) = by_ranks(2, partial(serve, requests=requests, head=head, k=3))
     target = tiny_model()
     draft = load_heads(head, target, "the target")[0]
-    held = drafter_of(draft)
-    executor = Counting(target, drafter=held, num_blocks=256, block_size=4, max_num_seqs=8)
-    given: Any = {"executor": executor, "drafting": held, "lookahead": "fixed:3"}
+    drafter = drafter_of(draft)
+    executor = Counting(target, drafter=drafter, num_blocks=256, block_size=4, max_num_seqs=8)
+    given: Any = {"executor": executor, "drafting": drafter, "lookahead": "fixed:3"}
     whole = run_engine(requests, target, draft, **given)  # type: ignore[arg-type]
     assert mine.run.outputs == whole.outputs
     assert mine.executor.accepted > 0

@@ -1,4 +1,4 @@
-"""Large tensors stand on huge pages where the kernel grants them on request."""
+"""Large tensors lie on huge pages if the kernel grants them on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(next(line.split()[1] for line in lines if line.startswith("AnonHugePages")
 def test_weights_get_huge_pages() -> None:
     if not _SETTING.exists() or "[madvise]" not in _SETTING.read_text():
         pytest.skip("the kernel does not grant huge pages on request (madvise)")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True
     )
-    assert int(found.stdout) >= 32 << 10, "KiB of huge pages under a tensor of 64 MiB"
+    assert int(process.stdout) >= 32 << 10, "KiB of huge pages under a tensor of 64 MiB"

@@ -1,8 +1,8 @@
-"""Tokens do not depend on how the engine came to them: greedy ones have the same bits of logits at
-every position, coupled ones the same noise.
+"""Tokens do not depend on how the engine runs: greedy ones have the same bits of logits at every
+position, coupled ones the same noise.
 
 Each variant runs the same requests as one plain run (no speculation, one sequence at a time, whole
-prompts, no cache), and asserts that what it varies did happen.
+prompts, no cache), and asserts that its variation did happen.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "coupled": torch.float3
 
 @functools.cache
 def requests(verification: str | None = None) -> tuple[Request, ...]:
-    """Greedy ones, or those of `COUPLED`. Prompts of 9 to 60 tokens; the second four repeat the
-    beginning of the first four."""
+    """Return greedy requests, or those of `COUPLED`. Prompts have 9 to 60 tokens; the second four
+    repeat the beginning of the first four."""
     rng = np.random.default_rng(4)
     first = [rng.integers(0, VOCAB, n).tolist() for n in (9, 26, 40, 60)]
     second = [prompt[:-3] + rng.integers(0, VOCAB, 5).tolist() for prompt in first]
@@ -53,7 +53,7 @@ def requests(verification: str | None = None) -> tuple[Request, ...]:
 
 
 class UnsteadyExecutor(PricedExecutor):
-    """Every third step takes half as long again."""
+    """An executor whose every third step takes half as long again."""
 
     def run(self, plan: StepPlan) -> StepResult:
         result = super().run(plan)
@@ -65,8 +65,8 @@ def run(kind: str, /, **settings: Any) -> Run:
     noise, dtype = settings.pop("noise", NOISE), DTYPES[kind]
     speculates = settings.get("lookahead", "off") != "off"
     draft = tiny_model(noise=noise, dtype=dtype) if speculates else None
-    asked = requests("coupled" if kind == "coupled" else None)
-    return run_engine(asked, tiny_model(dtype=dtype), draft, **settings)
+    requested = requests("coupled" if kind == "coupled" else None)
+    return run_engine(requested, tiny_model(dtype=dtype), draft, **settings)
 
 
 @functools.cache
@@ -74,25 +74,25 @@ def plain(kind: str, decoder_pass: str = "compiled") -> Run:
     return run(kind, max_num_seqs=1, enable_prefix_caching=False)
 
 
-def assert_same(found: Run, base: Run, *, bits: bool = True) -> None:
-    assert found.outputs == base.outputs
+def assert_same(varied: Run, base: Run, *, bits: bool = True) -> None:
+    assert varied.outputs == base.outputs
     if bits:
-        ours, theirs = found.executor.bits, base.executor.bits
-        assert theirs.keys() <= ours.keys()
-        assert [key for key in theirs if ours[key] != theirs[key]] == []
+        varied_bits, base_bits = varied.executor.bits, base.executor.bits
+        assert base_bits.keys() <= varied_bits.keys()
+        assert [key for key in base_bits if varied_bits[key] != base_bits[key]] == []
 
 
-def batch_sizes(found: Run) -> set[int]:
-    return {len(step) for step in found.executor.drafted}
+def batch_sizes(varied: Run) -> set[int]:
+    return {len(step) for step in varied.executor.drafted}
 
 
-def mixed_steps(found: Run) -> int:
-    """In which a chunk that was not the last ran beside rows that decoded."""
-    return sum(bool(chunks and deciding) for chunks, deciding in found.executor.chunk_steps)
+def mixed_steps(varied: Run) -> int:
+    """Count steps with both decoding rows and a prompt chunk that is not the last."""
+    return sum(bool(chunks and deciding) for chunks, deciding in varied.executor.chunk_steps)
 
 
-def ragged(found: Run) -> bool:
-    return len(np.unique(found.drafted)) >= 3
+def ragged(varied: Run) -> bool:
+    return len(np.unique(varied.drafted)) >= 3
 
 
 Happened = Callable[[Run], bool]
@@ -122,7 +122,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
             "lookahead": "fixed:3",
             "itl_target_s": 1e-2,
             "kind": UnsteadyExecutor,
-            "clock": itertools.count(0.0, 1e-5).__next__,  # the made-up durations count
+            "clock": itertools.count(0.0, 1e-5).__next__,  # only the made-up durations pass time
             "arrivals": [0, 0, 4, 4, 8, 8, 12, 12],
         },
         lambda r: mixed_steps(r) >= 4 and len(set(r.executor.chunk_tokens)) >= 4,
@@ -149,12 +149,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
 }
 
 
-def check(found: Run, base: Run, variant: str, *, bits: bool) -> None:
+def check(varied: Run, base: Run, variant: str, *, bits: bool) -> None:
     settings, happened = VARIANTS[variant]
-    assert_same(found, base, bits=bits)
-    assert happened(found)
+    assert_same(varied, base, bits=bits)
+    assert happened(varied)
     if "lookahead" in settings:
-        drafted, accepted = found.drafted, found.accepted
+        drafted, accepted = varied.drafted, varied.accepted
         full = (accepted == drafted) & (drafted > 0)
         assert full.any() and (accepted < drafted).any() and (drafted == 0).any()
         assert (drafted >= 2).any() == (settings["lookahead"] != "fixed:1")
@@ -174,20 +174,20 @@ def test_passes_by_torch(kind: str, variant: str) -> None:
 
 
 def test_sampled_tokens_without_drafts() -> None:
-    """In rejection mode, too, nothing but the request has a say while nobody drafts."""
-    asked = requests("rejection")
-    alone = run_engine(asked, tiny_model(), max_num_seqs=1, enable_prefix_caching=False)
+    """In rejection mode, too, tokens depend on the request alone while no row drafts."""
+    requested = requests("rejection")
+    alone = run_engine(requested, tiny_model(), max_num_seqs=1, enable_prefix_caching=False)
     varied = {
         "num_blocks": 40,
         "max_num_batched_tokens": 20,
         "arrivals": [0, 0, 3, 3, 9, 15, 15, 15],
     }
-    found = run_engine(asked, tiny_model(), **varied)
-    assert found.outputs == alone.outputs and found.scheduler.stats.preemptions > 0
+    together = run_engine(requested, tiny_model(), **varied)
+    assert together.outputs == alone.outputs and together.scheduler.stats.preemptions > 0
 
 
 def test_a_wrong_bit_is_noticed() -> None:
-    """The comparison has power: another model's run differs in bits."""
+    """The comparison has power: the bits of another model's run differ."""
     other = run_engine(
         requests(), tiny_model(noise=1e-4), max_num_seqs=1, enable_prefix_caching=False
     )

@@ -1,4 +1,4 @@
-"""Attention a layer at a time, against the softmax written out."""
+"""Attention computed a layer at a time, compared with an explicit softmax."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SHAPES = {
         key_dim=40, value_dim=24, window=20, softcap=5.0, sinks=SINKS, scale=0.5
     ),
 }
-# (rows, context) of each sequence.
+# Sequences of a ragged step: (rows, context).
 RAGGED = [(1, 1), (1, 130), (5, 5), (3, 70), (60, 100), (1, 65)]
 
 
 class Made(NamedTuple):
-    """Of one sequence all positions: q [heads, context, key_dim], k, v likewise."""
+    """All positions of one sequence: q [heads, context, key_dim]; k and v likewise."""
 
     q: Tensor
     k: Tensor
@@ -58,7 +58,7 @@ def made(shape: LayerShape, context: int, seed: int) -> Made:
 
 
 def reference(shape: LayerShape, of: Made) -> Tensor:
-    """[context, heads, value_dim], in fp64."""
+    """Return the expected output in fp64, [context, heads, value_dim]."""
     group, context = shape.heads // shape.kv_heads, of.q.shape[1]
     k, v = (x.double().repeat_interleave(group, 0) for x in (of.k, of.v))
     scores = of.q.double() @ k.transpose(1, 2) * shape.scale
@@ -74,7 +74,7 @@ def reference(shape: LayerShape, of: Made) -> Tensor:
 
 
 class Cache:
-    """Blocks of one layer, in any order, filled with what nobody may see."""
+    """Blocks of one layer in any order, filled with values that must not be read."""
 
     def __init__(
         self, shape: LayerShape, contexts: Sequence[int], block_size: int, dtype: torch.dtype
@@ -89,7 +89,7 @@ class Cache:
         self.attention = CompiledAttention()
 
     def attend(self, parts: Sequence[tuple[int, Made, int, int]]) -> Tensor:
-        """Rows [start, end) of sequences, in one step."""
+        """Compute rows [start, end) of sequences in one step."""
         with self.attention.step(
             np.array([end - start for *_, start, end in parts]),
             np.array([end for *_, end in parts]),
@@ -105,12 +105,12 @@ class Cache:
 
 
 def ragged(cache: Cache, sequences: Sequence[Made]) -> list[Tensor]:
-    """The last rows of each sequence, once those before are in the cache."""
+    """Compute the last rows of each sequence; those before are in the cache already."""
     lens = [(rows, context) for rows, context in RAGGED]
     before = [(i, of, 0, n - r) for i, (of, (r, n)) in enumerate(zip(sequences, lens, strict=True))]
     cache.attend([each for each in before if each[3]])
-    found = cache.attend([(i, sequences[i], n - r, n) for i, (r, n) in enumerate(lens)])
-    return list(found.split([rows for rows, _ in lens]))
+    out = cache.attend([(i, sequences[i], n - r, n) for i, (r, n) in enumerate(lens)])
+    return list(out.split([rows for rows, _ in lens]))
 
 
 def all_of(shape: LayerShape) -> list[Made]:
@@ -120,14 +120,14 @@ def all_of(shape: LayerShape) -> list[Made]:
 def assert_right(
     name: str, block_size: int, dtype: torch.dtype, computed: LayerShape | None = None
 ) -> None:
-    """`computed`, where that is another shape."""
+    """Check outputs. `computed` is the shape that computes, if it is not `shape`."""
     shape = SHAPES[name]
     sequences = all_of(shape)
     cache = Cache(computed or shape, [n for _, n in RAGGED], block_size, dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-    for found, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
+    for output, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
         torch.testing.assert_close(
-            found.double(), reference(shape, of)[-rows:], rtol=tolerance, atol=tolerance
+            output.double(), reference(shape, of)[-rows:], rtol=tolerance, atol=tolerance
         )
 
 
@@ -148,10 +148,10 @@ def test_without_pairs_only_what_is_stored_is_rounded(name: str) -> None:
     shape = SHAPES[name]._replace(pairs=False)
     sequences = all_of(shape)
     cache = Cache(shape, [n for _, n in RAGGED], 16, torch.bfloat16)
-    for found, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
+    for computed, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
         stored = Made(of.q, of.k.bfloat16().float(), of.v.bfloat16().float())
         expected = reference(shape, stored)[-rows:]
-        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(computed.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 BROKEN: dict[str, dict[str, Any]] = {
@@ -166,7 +166,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_wrong_layer_would_be_seen(what: str) -> None:
-    """In bf16, too, whose tolerance is wider."""
+    """The check has power in bf16, too, where the tolerance is wider."""
     wrong = SHAPES["all of it"]._replace(**BROKEN[what])
     with pytest.raises(AssertionError, match="not close"):
         assert_right("all of it", 16, torch.bfloat16, wrong)
@@ -179,15 +179,16 @@ def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
 
 
 def assert_row_invariant(name: str, dtype: torch.dtype) -> None:
-    """In company and alone, in one chunk and by turns, by one thread and by several."""
+    """Check bits with other rows and alone, in one chunk and in several, by one thread and by
+    several."""
     shape, threads = SHAPES[name], torch.get_num_threads()
     sequences, contexts = all_of(shape), [n for _, n in RAGGED]
     try:
         torch.set_num_threads(1)
         expected = ragged(Cache(shape, contexts, 16, dtype), sequences)
         torch.set_num_threads(3)
-        found = ragged(Cache(shape, contexts, 16, dtype), sequences)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        computed = ragged(Cache(shape, contexts, 16, dtype), sequences)
+        assert all(torch.equal(a, b) for a, b in zip(computed, expected, strict=True))
         for i, (rows, context) in enumerate(RAGGED):
             alone = Cache(shape, contexts, 16, dtype)
             at, parts = 0, []
@@ -224,19 +225,19 @@ def test_a_layer_may_read_what_another_wrote() -> None:
     with cache.attention.step(
         np.array([2]), np.array([20]), cache.tables, num_blocks=cache.num_blocks, block_size=16
     ) as step:
-        found = step.attend(cache.layer, cache.blocks, of.q[:, 18:], None, None)
-    assert torch.equal(found, expected[18:])
+        computed = step.attend(cache.layer, cache.blocks, of.q[:, 18:], None, None)
+    assert torch.equal(computed, expected[18:])
 
 
-def test_what_does_not_fit_is_told() -> None:
-    for change, told in (
+def test_what_does_not_fit_is_refused() -> None:
+    for change, message in (
         ({"heads": 3}, "heads"),
         ({"key_dim": 7}, "key_dim"),
         ({"window": 0}, "window"),
         ({"softcap": -1.0}, "softcap"),
         ({"sinks": SINKS[:2]}, "sinks"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             LayerAttention(PLAIN._replace(**change))
     cache, of = Cache(PLAIN, [40], 16, torch.float32), made(PLAIN, 40, 0)
     for tables in (cache.tables[:, :2], cache.tables + cache.num_blocks, cache.tables - 9):

@@ -1,6 +1,8 @@
-"""Products with constant weights: what each kind computes, whose bits hold, and which one computes.
+"""Products with constant weights: the values of each kind, which kinds keep a row's bits, and the
+choice of a kind.
 
-That our own are chosen by rule is told of machines that this one is not."""
+The rule that prefers our own products is tested on descriptions of other machines.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (47, 96), (49, 31), (5000, 47)])
 @EVERY_DTYPE
 def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """With every number of rows that a tile has, with and without a scale, a bias and padding."""
+    """Every number of rows of a tile is tested, with and without a scale, a bias and padding."""
     gen = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=gen).to(dtype)
     rounds = kind is Kind.NATIVE and dtype == torch.bfloat16
@@ -48,29 +50,29 @@ def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 64):
             x = torch.randn(rows, shape[1], generator=gen)
             scaled = x if scale is None else x * scale
-            found = product(x)
-            assert found.shape == (rows, shape[0]) and found.dtype == torch.float32
-            # Our own rounds rows where the processor multiplies bf16, and nothing behind it.
+            out = product(x)
+            assert out.shape == (rows, shape[0]) and out.dtype == torch.float32
+            # Our own product rounds rows if the processor multiplies bf16, but no result.
             taken = [scaled, scaled.bfloat16()] if own else [scaled]
             exact = [y.double() @ weight.double().T for y in taken]
             exact = exact if bias is None else [y + bias.double() for y in exact]
-            assert min((found - y).abs().max() for y in exact) < (0.3 if rounds else 2e-4)
+            assert min((out - y).abs().max() for y in exact) < (0.3 if rounds else 2e-4)
 
 
 @needs_packing
-@pytest.mark.parametrize("ours", [pytest.param(True, marks=needs_compiler), False])
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(192, 64), (64, 96), (199, 63), (203, 256)])
 @EVERY_DTYPE
 def test_invariant_plans_keep_their_word(
-    ours: bool,
+    compiled: bool,
     threads: int,
     dtype: torch.dtype,
     shape: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row's bits depend neither on how many rows there are, nor on its place, nor on threads."""
-    if not ours:
+    """A row's bits do not depend on the number of rows, its place, or threads."""
+    if not compiled:
         monkeypatch.setattr(linear, "compiles", lambda dtype: False)
     torch.set_num_threads(threads)
     plan = make_plan(shape, dtype, invariant=True, may_pack=True)
@@ -79,7 +81,7 @@ def test_invariant_plans_keep_their_word(
     product = Linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), None, plan)
     x = torch.randn(200, shape[1])
     whole = product(x)
-    for count in (threads, 3 - threads) if ours else (threads,):
+    for count in (threads, 3 - threads) if compiled else (threads,):
         torch.set_num_threads(count)
         for start in (0, 1, 7):
             for rows in [*range(1, 34), 64, 150]:
@@ -94,7 +96,7 @@ def test_what_our_own_does_not_compute() -> None:
 
 
 def test_the_least_padding_that_holds_is_found() -> None:
-    """Of products whose bits change nowhere, below 5 rows, but at multiples of 8, and always."""
+    """The products change bits never, below 5 rows, except at multiples of 8, and always."""
 
     def wrong_if(bad: Callable[[int], bool]) -> Callable[[Tensor], Tensor]:
         return lambda x: x + float(bad(len(x)))
@@ -133,7 +135,7 @@ def test_which_kind_is_preferred(
 
 @pytest.mark.parametrize("machine", [ALL, PACKS._replace(bf16=True)])
 def test_speed_alone_prefers_what_rounds(machine: Machine) -> None:
-    """bf16 in tiles, or in vectors where nothing of ours is compiled."""
+    """Tiles in bf16 are preferred, or vectors where our own products are not compiled."""
     assert kinds_for(BF16, machine, invariant=False) == [Kind.NATIVE]
     assert kinds_for(BF16, machine, invariant=True)[0] is not Kind.NATIVE
 

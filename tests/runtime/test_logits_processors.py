@@ -1,4 +1,4 @@
-"""Shaping of logits: each processor against its definition, and through the engine by position."""
+"""Shaping of logits: each processor compared with its definition, and by position in an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOPS = (0, 5, 900)  # the last is beyond the vocabulary, as the EOS id of a mod
 def slow_shape(
     logits: np.ndarray, params: SamplingParams, stops: Any, prompt: list[int], output: list[int]
 ) -> np.ndarray:
-    """The definition, id by id, in float64."""
+    """Shape by the definition, id by id, in float64."""
     used, counts = set(prompt) | set(output), Counter(output)
     shaped = []
     for token, logit in enumerate(logits.tolist()):
@@ -57,7 +57,7 @@ params_strategy = st.builds(
     allowed_token_ids=st.none() | st.lists(token, min_size=1, max_size=8).map(tuple),
     banned_token_ids=st.lists(token, max_size=3).map(tuple),
 )
-# Tokens to add, or how many to take back.
+# Tokens to add, or the number of tokens to take back.
 moves_strategy = st.lists(st.lists(token, min_size=1, max_size=6) | st.integers(1, 5), max_size=8)
 
 
@@ -70,15 +70,15 @@ def check_chain(params: SamplingParams, prompt: list[int], moves: list[Any]) -> 
             chain.rollback(count)
             output = output[: len(output) - count]
         else:
-            for each in move:
-                chain.advance(each)
+            for token in move:
+                chain.advance(token)
             output += move
         logits = rng.normal(size=SMALL).astype(np.float32) * 3
         row, fresh_row = torch.from_numpy(logits.copy()), torch.from_numpy(logits.copy())
         chain.shape(row)
         fresh = processors_of(params, STOPS, prompt, SMALL)
-        for each in output:
-            fresh.advance(each)
+        for token in output:
+            fresh.advance(token)
         fresh.shape(fresh_row)
         assert torch.equal(row, fresh_row), "not what a rebuilt one gives"
         want = slow_shape(logits, params, STOPS, prompt, output)
@@ -95,8 +95,8 @@ def test_penalties_grow_beyond_their_first_room():
     params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
     chain = processors_of(params, (), [3], 1000)
     tokens = np.random.default_rng(0).integers(0, 1000, 700).tolist()
-    for each in tokens:
-        chain.advance(each)
+    for token in tokens:
+        chain.advance(token)
     chain.rollback(300)
     row = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     want = slow_shape(row.double().numpy(), params, (), [3], tokens[:400])
@@ -136,7 +136,7 @@ def speculate(**settings: Any) -> Run:
 
 
 def test_greedy_tokens_are_the_best_of_the_shaped_logits():
-    """Every token of a speculated run, against plain shaping of the model's logits behind it."""
+    """Every token of a speculated run is compared with plain shaping of the model's logits."""
     model, run = tiny_model(), speculate()
     moved = 0
     for request in requests():
@@ -153,7 +153,7 @@ def test_greedy_tokens_are_the_best_of_the_shaped_logits():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_are_shaped_too(monkeypatch, temperature):
-    """A draft that ignores what the request asks for guesses worse."""
+    """A draft model that ignores the request's parameters guesses worse."""
     shaped = run_engine(
         requests(temperature=temperature), tiny_model(), tiny_model(noise=0.02), lookahead="fixed:3"
     )
@@ -165,7 +165,7 @@ def test_drafts_are_shaped_too(monkeypatch, temperature):
 
 
 def test_choices_of_a_call_share_what_their_lists_became(monkeypatch):
-    """They may be as long as the vocabulary, and many choices enter in one step."""
+    """Lists may be as long as the vocabulary, and many choices enter in one step."""
     made = []
     lists = processors._token_lists
     monkeypatch.setattr(processors, "_token_lists", lambda p: made.append(p) or lists(p))

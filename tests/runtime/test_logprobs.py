@@ -1,4 +1,5 @@
-"""Log probabilities: the model's own numbers, the same bits however the engine came to a token."""
+"""Log probabilities: the model's own numbers, with the same bits however the engine computes a
+token."""
 
 from __future__ import annotations
 
@@ -90,13 +91,13 @@ def numbers(completions: list[Completion]) -> list[Any]:
     return [(c.token_ids, c.logprobs, c.prompt_logprobs) for c in completions]
 
 
-def check_top(found: TokenLogprob, logprobs: np.ndarray) -> None:
-    """Against float64, in the order (-logprob, id)."""
-    assert found.logprob == pytest.approx(logprobs[found.token_id], abs=1e-5)
-    values = [-math.inf if value is None else value for _, value in found.top]
+def check_top(entry: TokenLogprob, logprobs: np.ndarray) -> None:
+    """Compare with float64, in the order (-logprob, id)."""
+    assert entry.logprob == pytest.approx(logprobs[entry.token_id], abs=1e-5)
+    values = [-math.inf if value is None else value for _, value in entry.top]
     best = sorted(range(VOCAB), key=lambda i: (-logprobs[i], i))[: len(values)]
     assert values == pytest.approx([logprobs[i] for i in best], abs=1e-5)
-    assert [i for i, _ in found.top] == best
+    assert [i for i, _ in entry.top] == best
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -149,7 +150,7 @@ def test_speculation_changes_no_bit(mode):
     assert world.scheduler.stats.preemptions > 0
 
 
-def test_who_asks_for_less_gets_less():
+def test_a_request_for_fewer_gets_fewer():
     none = World(lookahead="fixed:3").complete(logprobs=None)
     assert all(c.logprobs is None and c.prompt_logprobs is None for c in none)
     chosen = World(lookahead="fixed:3").complete(logprobs=0)
@@ -160,7 +161,7 @@ def test_who_asks_for_less_gets_less():
 
 
 def test_outputs_carry_their_own():
-    """Step by step, and no further than a stop id cuts an accepted run."""
+    """They come step by step, and end where a stop id cuts an accepted run."""
     stop = plain()[0].token_ids[10]
     world = World(lookahead="fixed:5")
     params = SamplingParams(max_tokens=16, temperature=0, stop_token_ids=(stop,), logprobs=1)
@@ -206,16 +207,16 @@ def plain_prompts() -> list[Completion]:
 
 def test_every_token_of_a_prompt():
     for prompt, completion in zip(prompts(), plain_prompts(), strict=True):
-        found = completion.prompt_logprobs
-        assert found is not None and len(found) == len(prompt) and found[0] is None
+        entries = completion.prompt_logprobs
+        assert entries is not None and len(entries) == len(prompt) and entries[0] is None
         raw = next_logits(tiny_model(), [prompt[:n] for n in range(1, len(prompt))])
-        for token, logits, entry in zip(prompt[1:], raw, found[1:], strict=True):
+        for token, logits, entry in zip(prompt[1:], raw, entries[1:], strict=True):
             assert entry is not None and entry.token_id == token and len(entry.top) == 2
             check_top(entry, softmax(logits))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_prompts_in_chunks_beside_decodes_and_after_preemptions(depth):
+def test_prompts_in_chunks_during_decodes_and_after_preemptions(depth):
     world = World(lookahead="fixed:3", depth=depth, num_blocks=36, max_num_batched_tokens=14)
     assert numbers(world.complete(prompt_logprobs=2)) == numbers(plain_prompts())
     assert any(chunks and deciding for chunks, deciding in world.executor.chunk_steps)
@@ -256,11 +257,11 @@ def test_an_admission_that_would_lose_some_is_refused():
         World().executor.table.admit(admission)
 
 
-# --- what would be noticed -----------------------------------------------------------------------
+# --- broken variants -----------------------------------------------------------------------------
 
 
 def test_the_first_rows_numbers_for_a_whole_run_are_noticed(monkeypatch):
-    """What an engine reports that knows one row of logits a step."""
+    """Broken: an engine that computes one row of logits a step reports it for a whole run."""
 
     def first_row(slot: int, first: int, logits: Any, tokens: Any, top: int) -> Any:
         return describe(slot, first, logits[:1].expand_as(logits), tokens, top)

@@ -1,4 +1,4 @@
-"""What every drafter that looks up must do, with kernels and without."""
+"""Requirements of every lookup drafter, with compiled kernels and without."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def guessed(make: Maker, text: list[int], depth: int = 4) -> list[int]:
 
 
 class World:
-    """A drafter over a slot table whose tokens a test moves on by hand."""
+    """A drafter over a slot table whose tokens a test appends."""
 
     def __init__(self, make: Maker, max_num_seqs: int = 4, **settings: Any) -> None:
         self.table = InputBatch(max_num_seqs, 4, VOCAB)
@@ -70,7 +70,7 @@ class World:
         return [row[:n].tolist() for row, n in zip(p.tokens, p.num_drafted, strict=True)]
 
     def propose_at(self, ends: range, depth: int) -> list[list[int]]:
-        """After each of these lengths of slot 0."""
+        """Return the proposals at each of these lengths of slot 0."""
         at = np.array(ends, dtype=np.int64)
         p = self.drafter.propose(DraftRows(at * 0, at, np.full(len(at), depth), at * 0))
         return [row[:n].tolist() for row, n in zip(p.tokens, p.num_drafted, strict=True)]
@@ -93,7 +93,7 @@ shapes = {
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_kernels_find_what_python_does(kind, data):
-    """Long texts, which repeat themselves with periods and with errors."""
+    """Texts are long and repeat themselves with periods and with errors."""
     shape = data.draw(shapes[kind] | st.just(()))
     letters = st.integers(0, data.draw(st.sampled_from([0, 1, 2, 9])))
     part = data.draw(st.lists(letters, min_size=1, max_size=40))
@@ -115,7 +115,7 @@ def test_kernels_find_what_python_does(kind, data):
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.integers(0, 2), min_size=1, max_size=60), data=st.data())
 def test_a_sequence_that_grew_is_read_as_one_that_is_admitted(make, text, data):
-    """Also after a window has moved, whatever was drafted and refused in between."""
+    """This holds after a window has moved, whatever was drafted and rejected in between."""
     window = data.draw(st.sampled_from([6, 7, 100]))
     world = World(make, window_tokens=window)
     cut = data.draw(st.integers(1, len(text)))
@@ -169,7 +169,8 @@ def test_tokens_that_had_drafts_are_no_shadow_evidence(make):
 
 
 def acceptance(make, prompt: list[int], output: list[int]) -> tuple[float, float]:
-    """Accepted over observed trials, and tokens a step, where `output` is what a target says."""
+    """Return accepted over observed trials, and tokens a step, for a target that writes
+    `output`."""
     world = World(make)
     world.admit(0, prompt)
     done = accepted = trials = steps = 0

@@ -1,5 +1,5 @@
-"""Medusa heads: their equations, whatever a sequence went through; text that no draft can change.
-What is common to all heads, and a sequence's hard life, is in `test_eagle`."""
+"""Medusa heads: drafts follow the equations after any history of a sequence, and no draft changes a
+text. Helpers for all heads, and `hard_life`, are in `test_eagle`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.runtime.made_heads import MedusaReference
 from tests.runtime.pairs import VOCAB, tiny_model
 from tests.runtime.test_eagle import Cold, hard_life, prompts, target_head, two_samples_z
 
-LAST = (2,)  # what the last layer makes
+LAST = (2,)  # the last layer's output
 
 
 class RecordingHead(MedusaHead):
-    """Keeps what it says."""
+    """A head that records its logits."""
 
     seen: list[Tensor]
 
@@ -53,7 +53,8 @@ def medusa(folder: Path) -> tuple[Path, MedusaReference]:
 
 
 class CheckedMedusa(MedusaDrafter):
-    """Compares the logits of every draft with those of who reads the whole text at once."""
+    """A drafter that compares the logits of every draft with those of a reader of the whole
+    text."""
 
     def __init__(self, head: RecordingHead, reference: MedusaReference) -> None:
         super().__init__(head)
@@ -87,28 +88,28 @@ def checked_run(
     target = tiny_model()
     folder, reference = medusa(folder)
     head = load_medusa(folder, target)
-    held = kind(head, reference)
-    return run_engine(requests, target, head, drafting=held, **settings), held  # type: ignore[arg-type]
+    drafter = kind(head, reference)
+    return run_engine(requests, target, head, drafting=drafter, **settings), drafter  # type: ignore[arg-type]
 
 
 def test_drafts_are_those_of_the_equations_and_no_other_head_computes(tmp_path, monkeypatch):
     requests, settings = hard_life(monkeypatch)
-    run, held = checked_run(tmp_path, requests, **settings)
-    assert held.checked > 200 and held.wrong < 1e-4
+    run, drafter = checked_run(tmp_path, requests, **settings)
+    assert drafter.checked > 200 and drafter.wrong < 1e-4
     assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.prefix_hit_tokens > 0
     assert (run.accepted > 0).any() and (run.accepted < run.drafted).any()
     assert run.outputs == run_engine(requests, tiny_model()).outputs
 
 
 class _WrongPosition(CheckedMedusa):
-    """Reads the state one before."""
+    """Broken: it reads the state one before."""
 
     def read_states(self, states: StepStates) -> None:
         super().read_states(states._replace(hidden=states.hidden.roll(1, 0)))
 
 
 class _Stale(CheckedMedusa):
-    """Keeps the state that it drafted with, where drafts were rejected."""
+    """Broken: it keeps the state that it drafted with when drafts were rejected."""
 
     def read_states(self, states: StepStates) -> None:
         before = self._states.of_slot.clone()
@@ -118,7 +119,7 @@ class _Stale(CheckedMedusa):
 
 
 class _WrongRow(CheckedMedusa):
-    """Once a sequence has left, it takes rows to stand where those in the slots above do."""
+    """Broken: once a sequence has left, it takes the states of the next slots."""
 
     left = 0
 
@@ -134,16 +135,16 @@ class _WrongRow(CheckedMedusa):
 
 
 @pytest.mark.parametrize("broken", [_WrongPosition, _Stale, _WrongRow])
-def test_the_equations_tell_what_reads_the_wrong_states(broken, tmp_path, monkeypatch):
-    """And no text is another for it."""
+def test_the_equations_expose_a_drafter_that_reads_the_wrong_states(broken, tmp_path, monkeypatch):
+    """Broken drafters do not change the text either."""
     requests, settings = hard_life(monkeypatch)
-    run, held = checked_run(tmp_path, requests, broken, **settings)
-    assert held.wrong > 1e-2
+    run, drafter = checked_run(tmp_path, requests, broken, **settings)
+    assert drafter.wrong > 1e-2
     assert run.outputs == run_engine(requests, tiny_model()).outputs
 
 
 def test_a_prefix_hit_and_a_while_without_drafts_cost_no_acceptance(tmp_path, monkeypatch):
-    """The same drafts stand behind the same tokens, cold, on a hit, and after k = 3, 0, 3."""
+    """The same tokens get the same drafts cold, on a hit, and after k = 3, 0, 3."""
     steps, pause = {"n": 0}, range(0)
 
     def choose(policy: Any, step: Any) -> np.ndarray:
@@ -154,39 +155,39 @@ def test_a_prefix_hit_and_a_while_without_drafts_cost_no_acceptance(tmp_path, mo
     given = prompts(6, low=27, high=28)
     cold, hit = ([make_request(f"{n}{i}", p) for i, p in enumerate(given)] for n in ("cold", "hit"))
     arrivals = [0] * 6 + [60] * 6
-    once, held = checked_run(tmp_path / "a", cold + hit, lookahead="fixed:3", arrivals=arrivals)
+    once, drafter = checked_run(tmp_path / "a", cold + hit, lookahead="fixed:3", arrivals=arrivals)
     assert once.scheduler.stats.prefix_hit_tokens == 6 * 24
-    found = [
+    checksums = [
         [[row[1:] for row in once.executor.row_of_request[f"{name}{i}"]] for i in range(6)]
         for name in ("cold", "hit")
     ]
-    assert found[0] == found[1] and (once.accepted > 0).any()
+    assert checksums[0] == checksums[1] and (once.accepted > 0).any()
     pause, steps["n"] = range(10, 20), 0
     _, paused = checked_run(tmp_path / "b", cold, lookahead="fixed:3")
-    both = held.drafted.keys() & paused.drafted.keys()
+    both = drafter.drafted.keys() & paused.drafted.keys()
     late = [key for key in both if len(key) > 27 + 20]
-    assert len(late) > 5 and all(held.drafted[key] == paused.drafted[key] for key in late)
+    assert len(late) > 5 and all(drafter.drafted[key] == paused.drafted[key] for key in late)
 
 
 def test_who_goes_on_from_a_shared_block_has_its_state(tmp_path):
     folder, reference = medusa(tmp_path)
-    held = CheckedMedusa(load_medusa(folder, tiny_model()), reference)
+    drafter = CheckedMedusa(load_medusa(folder, tiny_model()), reference)
     table = InputBatch(4, 4, VOCAB, None)
-    held.bind(table, 16)
+    drafter.bind(table, 16)
     tokens = prompts(1, low=9, high=10)[0]
-    computed = held.cold.states(tokens)[:8]
+    computed = drafter.cold.states(tokens)[:8]
     for slot, kv_len in ((0, 0), (2, 8)):
         sequence = admission(slot, tokens, blocks=[3, 7, 5], temperature=0.0)
         sequence = structs.replace(sequence, kv_len_tokens=kv_len)
         table.admit(sequence)
-        held.admit(sequence)
+        drafter.admit(sequence)
         if not kv_len:
             zero, eight = np.array([0]), np.array([8])
-            held.read_states(StepStates(np.array([slot]), zero, eight, computed))
-    each = np.array([9, 9])
-    rows = DraftRows(np.array([0, 2]), each, each // 3, each * 0)
-    assert held.propose(rows).num_drafted.tolist() == [3, 3]
-    assert held.checked == 6 and held.wrong < 1e-4
+            drafter.read_states(StepStates(np.array([slot]), zero, eight, computed))
+    counts = np.array([9, 9])
+    rows = DraftRows(np.array([0, 2]), counts, counts // 3, counts * 0)
+    assert drafter.propose(rows).num_drafted.tolist() == [3, 3]
+    assert drafter.checked == 6 and drafter.wrong < 1e-4
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 12, "min_p": 0.01}, {"repetition_penalty": 1.3}])
@@ -209,38 +210,41 @@ class _Lies(MedusaDrafter):
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
-    """As that of `test_eagle`."""
+    """The test is that of `test_eagle`."""
     target = tiny_model()
     head = load_medusa(medusa(tmp_path)[0], target)
     drafters = {"off": None, "heads": MedusaDrafter(head), "broken": _Lies(head)}
-    found = {}
-    for name, held in drafters.items():
+    token_counts = {}
+    for name, drafter in drafters.items():
         asks = {"temperature": 1.0, "max_tokens": 4, "verification": verification}
         requests = [
-            make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (held is None), **asks)
+            make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (drafter is None), **asks)
             for i in range(2000)
         ]
         run = run_engine(
             requests,
             target,
-            None if held is None else head,  # type: ignore[arg-type]
-            drafting=held,
-            lookahead="off" if held is None else "fixed:2",
+            None if drafter is None else head,  # type: ignore[arg-type]
+            drafting=drafter,
+            lookahead="off" if drafter is None else "fixed:2",
             max_num_seqs=64,
             check=False,
             arrivals=[i // 64 for i in range(2000)],
         )
-        assert held is None or (run.accepted > 0).any()
+        assert drafter is None or (run.accepted > 0).any()
         tokens = np.array(list(run.outputs.values()))
-        found[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
+        token_counts[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
     z = {
-        name: [two_samples_z(*pair) for pair in zip(found[name], found["off"], strict=True)]
+        name: [
+            two_samples_z(*pair)
+            for pair in zip(token_counts[name], token_counts["off"], strict=True)
+        ]
         for name in ("heads", "broken")
     }
     assert max(z["heads"]) < 5 < max(z["broken"])
 
 
-def test_the_scheduler_sees_heads_that_are_never_behind(tmp_path):
+def test_the_scheduler_sees_heads_that_never_lag(tmp_path):
     target = tiny_model()
     head = load_medusa(medusa(tmp_path)[0], target)
     lags = []
@@ -251,7 +255,7 @@ def test_the_scheduler_sees_heads_that_are_never_behind(tmp_path):
             return super().run(plan)
 
     requests = [make_request(f"r{i}", p) for i, p in enumerate(prompts(4))]
-    held = MedusaDrafter(head)
-    run = run_engine(requests, target, head, drafting=held, lookahead="fixed:6", kind=Watched)  # type: ignore[arg-type]
+    drafter = MedusaDrafter(head)
+    run = run_engine(requests, target, head, drafting=drafter, lookahead="fixed:6", kind=Watched)  # type: ignore[arg-type]
     assert len(lags) > 10 and not any(lags)
     assert run.drafted.max() == 4  # there are no more heads

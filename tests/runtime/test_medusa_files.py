@@ -1,4 +1,4 @@
-"""Files of Medusa heads as they are found: the same numbers in all layouts; others are refused."""
+"""Files of Medusa heads in all published layouts give the same numbers; other files are refused."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Tensors = dict[str, Tensor]
 
 
 def by_vllm(tensors: Tensors, **head: Tensor) -> Tensors:
-    """`head` is one for all, in place of those of each."""
-    found = {}
+    """Return tensors under vLLM's names. `head` replaces the output matrices of all heads."""
+    renamed = {}
     for name, tensor in tensors.items():
         number, block, *rest = name.split(".")
         if rest[0] == "linear":
-            found[f"blocks.{number}.layers.{block}.{rest[1]}"] = tensor
+            renamed[f"blocks.{number}.layers.{block}.{rest[1]}"] = tensor
         elif not head:
-            found[f"lm_heads.{number}.weight"] = tensor
-    return found | {f"{name}.weight": tensor for name, tensor in head.items()}
+            renamed[f"lm_heads.{number}.weight"] = tensor
+    return renamed | {f"{name}.weight": tensor for name, tensor in head.items()}
 
 
 def with_heads(tensors: Tensors, rows: Tensor) -> Tensors:
@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Any]] = {
 
 
 def agree(folder: Path, expected: Tensors) -> None:
-    """All heads behind every position of a text."""
+    """Compare all heads at every position of a text."""
     tokens = torch.randint(0, VOCAB, (9,)).tolist()
     head = load_medusa(folder, tiny_model())
     reference = MedusaReference(expected, tiny_model().final_norm)

@@ -1,4 +1,4 @@
-"""Against Hugging Face with eager attention: teacher-forced logits, free-running greedy tokens."""
+"""Comparison with Hugging Face with eager attention: teacher-forced logits and greedy tokens."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from tests.runtime.hf_models import (
 
 BLOCK = 16
 BOUND = 1e-4  # of the standard deviation of the logits
-LENGTHS = (150, 37, 301)  # past two sliding windows, several blocks and two segments of values
+# Longer than two sliding windows, several blocks and two segments of values.
+LENGTHS = (150, 37, 301)
 
 
 def cache(model: Model, num_blocks: int = 64, block_size: int = BLOCK) -> KVCache:
     return KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
 
 
-def worst_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference in standard deviations of the expected logits."""
-    return float((found - expected).abs().max() / expected.std())
+def worst_error(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference in standard deviations of the expected logits."""
+    return float((logits - expected).abs().max() / expected.std())
 
 
 @pytest.mark.usefixtures("decoder_pass")
@@ -46,10 +47,10 @@ def test_teacher_forced_logits(tmp_path: Path, family: str, rope: str) -> None:
     model = load_model(tmp_path, numerics="invariant")
     sequences = [tokens_of(i, n) for i, n in enumerate(LENGTHS)]
     kv = cache(model)
-    found = run_all(model, kv, paged(kv, sequences), [1, 7, 40, 3, 140])
+    logits = run_all(model, kv, paged(kv, sequences), [1, 7, 40, 3, 140])
     with torch.no_grad():
         expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
-    assert worst_error(found, torch.cat(expected)) < BOUND
+    assert worst_error(logits, torch.cat(expected)) < BOUND
 
 
 # Widths that fill neither a vector nor a pair.
@@ -60,15 +61,15 @@ ODD |= {"num_attention_heads": 3, "num_key_value_heads": 1}
 @pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("rope", ["linear", "yarn", "yarn_mscale"])
 def test_logits_beyond_the_length_that_is_stretched(tmp_path: Path, rope: str) -> None:
-    """`max_position_embeddings` is the length before, the context four times as long."""
+    """`max_position_embeddings` is the original length; the context is four times as long."""
     reference = build(tmp_path, "llama", rope, max_position_embeddings=96)
     model = load_model(tmp_path, numerics="invariant")
     sequence = tokens_of(0, 4 * 96)
     kv = cache(model)
-    found = run_all(model, kv, paged(kv, [sequence]), [40, 7, 140])
+    logits = run_all(model, kv, paged(kv, [sequence]), [40, 7, 140])
     with torch.no_grad():
         expected = reference(torch.from_numpy(sequence)[None]).logits[0]
-    assert worst_error(found[96:], expected[96:]) < BOUND
+    assert worst_error(logits[96:], expected[96:]) < BOUND
 
 
 @pytest.mark.usefixtures("decoder_pass")
@@ -98,10 +99,10 @@ def test_variants_of_a_family(tmp_path: Path, family: str, changes: dict[str, An
     model = load_model(tmp_path, numerics="invariant")
     sequences = [tokens_of(i, n) for i, n in enumerate((90, 21))]
     kv = cache(model, block_size=8)
-    found = run_all(model, kv, paged(kv, sequences), [5, 1, 33])
+    logits = run_all(model, kv, paged(kv, sequences), [5, 1, 33])
     with torch.no_grad():
         expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
-    assert worst_error(found, torch.cat(expected)) < BOUND
+    assert worst_error(logits, torch.cat(expected)) < BOUND
 
 
 @pytest.mark.usefixtures("decoder_pass")
@@ -149,7 +150,7 @@ def test_zeroed_blocks_are_safe_for_the_next_owner(tmp_path: Path, decoder_pass:
     kv.data.fill_(float("nan"))
     kv.data[:, :, :, kv.scratch_block] = 0
     dirty = run_all(model, kv, paged(kv, [tokens_of(0, 20)]), [7])
-    # Only the pass of torch lets stale values behind the context into a product.
+    # Only the pass of torch multiplies stale values after the context, by 0.
     assert dirty.isnan().any() if decoder_pass == "torch" else torch.equal(dirty, clean)
     kv.data[:, :, :, : kv.num_blocks] = float("nan")
     kv.zero_blocks(paged(kv, [tokens_of(0, 20)])[0].blocks)

@@ -1,4 +1,4 @@
-"""Prompt lookup against its definition."""
+"""Prompt lookup compared with its definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ texts = st.lists(st.integers(0, 2), max_size=40)
 
 
 def by_definition(text: list[int], depth: int, shortest: int, longest: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest ending, drafts included."""
+    """Return the tokens after the latest earlier occurrence of the longest ending, drafts
+    included."""
     for n in range(min(longest, len(text)), shortest - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:

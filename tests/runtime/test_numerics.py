@@ -1,4 +1,4 @@
-"""Bits of a row's logits do not depend on its company, the cut into chunks, or its blocks."""
+"""Bits of a row's logits do not depend on other rows, the split into chunks, or its blocks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
-    """Past two segments of values (128) and past windows (70 and 90); query lengths on both sides
-    of every cut. Few tokens at a time, each sequence goes past some of them."""
+    """Sequences are longer than two segments of values (128) and windows (70 and 90); query lengths
+    fall on both sides of every cut."""
     model = loaded(tmp_path, shape, dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37, 301))]
     expected: Tensor | None = None
@@ -62,9 +62,9 @@ def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
     sizes += [([129, 31, 32], ()), ([64, 1, 1, 17], ())]
     for seed, (chunks, firsts) in enumerate(sizes):
         kv = cache(model)
-        found = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
-        expected = found if expected is None else expected
-        assert torch.equal(found, expected), f"chunks {chunks}"
+        logits = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
+        expected = logits if expected is None else expected
+        assert torch.equal(logits, expected), f"chunks {chunks}"
 
 
 @pytest.mark.usefixtures("decoder_pass")
@@ -72,7 +72,7 @@ def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])
 def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
-    """A row alone, then among 1 to 40 others that bring 1 to 12 tokens each, or a chunk."""
+    """A row is alone, then among 1 to 40 others that bring 1 to 12 tokens each, or a chunk."""
     torch.set_num_threads(threads)
     model = loaded(tmp_path, shape, dtype)
     rng = np.random.default_rng(zlib.crc32(shape.encode()))
@@ -91,7 +91,7 @@ def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
         kv = cache(model)
         mine, *rest = paged(kv, [watched, *sequences], seed=others)
         step(model, kv, [(mine, 57), *((s, 10) for s in rest)])
-        at = others // 2  # the watched row stands in the middle
+        at = others // 2  # the compared row is in the middle
         chunks = [(s, int(n)) for s, n in zip(rest, lengths, strict=True)]
         chunks.insert(at, (mine, 3))
         totals.add(sum(n for _, n in chunks))
@@ -101,7 +101,7 @@ def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
 
 @pytest.mark.usefixtures("decoder_pass")
 def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
-    """Ragged contexts, so that groups of unlike width are formed and padded."""
+    """Contexts are ragged, so that groups of unequal width are formed and padded."""
     build(tmp_path, "llama", max_position_embeddings=1200)
     model = load_model(tmp_path, numerics="invariant")
     lengths = [1100, 3, 40, 600, 17, 257, 256, 255]
@@ -122,13 +122,13 @@ def test_the_probe_says_yes(tmp_path: Path) -> None:
     report = probe_row_invariance(model)
     computes = model.head.plan.kind.value
     kernels = f"; kernels: {build_name()}" if computes == "compiled" else ""
-    told = f"row_invariant: yes (numerics=invariant; products: {computes}{kernels})"
-    assert report.row_invariant and str(report) == told
+    line = f"row_invariant: yes (numerics=invariant; products: {computes}{kernels})"
+    assert report.row_invariant and str(report) == line
     assert set(report.shapes) == set(numerics.weight_shapes(model.config))
 
 
 class _Fickle(Linear):
-    """A product that rounds differently when it is alone."""
+    """A product that rounds differently when it has one row."""
 
     def __call__(self, x: Tensor) -> Tensor:
         y = super().__call__(x)
@@ -149,7 +149,7 @@ def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -
 
 @pytest.fixture
 def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may ask what time it is."""
+    """Make every call of a clock an error."""
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time", "time"):
         for name in (clock, f"{clock}_ns"):
             monkeypatch.setattr(time, name, None)
@@ -176,10 +176,10 @@ def test_no_clock_has_a_say_in_what_computes(
     mode: str,
     dtype: str,
 ) -> None:
-    """On any machine, with widths that are odd and none, all modes serve."""
+    """On any machine, all modes serve, with odd widths and without."""
     offered = MACHINES[machine]
     build(tmp_path, "llama", intermediate_size=47)
-    monkeypatch.setattr(linear, "Machine", lambda **found: offered)
+    monkeypatch.setattr(linear, "Machine", lambda **capabilities: offered)
     request.getfixturevalue("clockless")
     model = load_model(tmp_path, dtype=dtype, numerics=mode)
     native = mode == "fast" and machine == "tiles" and dtype == "bfloat16"

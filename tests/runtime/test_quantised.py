@@ -1,4 +1,5 @@
-"""Quantised checkpoints: formats, written from their definitions, against what they stand for."""
+"""Quantised checkpoints in formats written from their definitions, compared with the values they
+encode."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 class Format(NamedTuple):
     method: str
     bits: int = 4
-    zeros: bool = False  # of their own
+    zeros: bool = False  # zero points of their own
     sorted: bool = False  # columns were sorted by importance
     more: dict[str, Any] = {}
 
@@ -53,7 +54,8 @@ BLOCKS |= {"gptq 8": "Q8_0", "gptq zeros v2": "Q4_1", "awq": "Q4_1", "awq middle
 
 
 def packed(values: NDArray[np.int64], bits: int, order: Any = None) -> Tensor:
-    """[rows, n] to [rows, words]: of each run value `order[j]` goes to place j, from the lowest."""
+    """Pack [rows, n] to [rows, words]: of each run, value `order[j]` goes to place j, from the
+    lowest."""
     per = 32 // bits
     words = np.zeros((len(values), values.shape[1] // per), dtype=np.int64)
     for word in range(words.shape[1]):
@@ -66,38 +68,39 @@ def packed(values: NDArray[np.int64], bits: int, order: Any = None) -> Tensor:
 def written(
     kind: Format, shape: tuple[int, int], rng: np.random.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors of a matrix in a format, and in fp64 what it stands for."""
+    """Return the tensors of a matrix in a format, and its values in fp64."""
     (out, columns), bits = shape, kind.bits
-    groups, most = columns // GROUP, 1 << bits
-    codes = rng.integers(0, most, shape)
-    zeros = np.full((out, groups), most // 2)
+    groups, levels = columns // GROUP, 1 << bits
+    codes = rng.integers(0, levels, shape)
+    zeros = np.full((out, groups), levels // 2)
     if kind.zeros:
-        zeros = rng.integers(1, most, (out, groups))
+        zeros = rng.integers(1, levels, (out, groups))
     scales = torch.from_numpy(rng.uniform(0.01, 0.03, (out, groups))).half()
     group_of = np.arange(columns) // GROUP
     if kind.sorted:
         group_of = rng.permutation(group_of)
     values = (codes - zeros[:, group_of]) * scales.double().numpy()[:, group_of]
     if kind.method == "compressed-tensors":
-        found = {"weight_packed": packed(codes, bits), "weight_scale": scales}
-        found["weight_shape"] = torch.tensor(shape)
+        tensors = {"weight_packed": packed(codes, bits), "weight_scale": scales}
+        tensors["weight_shape"] = torch.tensor(shape)
         if kind.zeros:
-            found["weight_zero_point"] = packed(zeros.T, bits).t().contiguous()
+            tensors["weight_zero_point"] = packed(zeros.T, bits).t().contiguous()
     elif kind.method == "gptq":
         shift = 0 if kind.more.get("checkpoint_format") == "gptq_v2" else 1
-        found = {"qweight": packed(codes, bits).t(), "qzeros": packed((zeros - shift).T, bits)}
-        found |= {"scales": scales.t(), "g_idx": torch.from_numpy(group_of).int()}
+        tensors = {"qweight": packed(codes, bits).t(), "qzeros": packed((zeros - shift).T, bits)}
+        tensors |= {"scales": scales.t(), "g_idx": torch.from_numpy(group_of).int()}
     else:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        found = {"qweight": packed(codes.T, bits, order), "qzeros": packed(zeros.T, bits, order)}
-        found |= {"scales": scales.t()}
-    return {name: tensor.contiguous() for name, tensor in found.items()}, torch.from_numpy(values)
+        tensors = {"qweight": packed(codes.T, bits, order), "qzeros": packed(zeros.T, bits, order)}
+        tensors |= {"scales": scales.t()}
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}, torch.from_numpy(values)
 
 
 def directory(
     folder: Path, kind: Format, family: str = "llama"
 ) -> tuple[Path, Path, dict[str, Tensor]]:
-    """A model with quantised matrices; the same with what they stand for; and that, by name."""
+    """Write a model with quantised matrices, and the same with their values; return the values by
+    name."""
     full, folder = folder / "full", folder / "quantised"
     if family == "llama":
         build(full, "llama", num_hidden_layers=2, tie_word_embeddings=False)
@@ -116,8 +119,8 @@ def directory(
     folder.mkdir()
     save_file(small, folder / "model.safetensors")
     save_file(wide, full / "model.safetensors")
-    told = {"quant_method": kind.method, "bits": kind.bits} | kind.more
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    description = {"quant_method": kind.method, "bits": kind.bits} | kind.more
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
     return folder, full, values
 
 
@@ -126,14 +129,16 @@ def test_a_matrix_is_what_its_format_says(name: str, tmp_path: Path) -> None:
     folder, _, values = directory(tmp_path, FORMATS[name])
     _, weights, _ = open_checkpoint(folder, "auto")
     kinds = set()
-    for each, wanted in values.items():
-        assert torch.equal(weights.get(each, tuple(wanted.shape)).double(), wanted.float().double())
-        blocks = weights.blocks(each)
+    for matrix, expected in values.items():
+        assert torch.equal(
+            weights.get(matrix, tuple(expected.shape)).double(), expected.float().double()
+        )
+        blocks = weights.blocks(matrix)
         if blocks is not None:
             kinds.add(blocks.type.name)
-            found = blocks.dequantised(torch.float32).double()
+            dequantised = blocks.dequantised(torch.float32).double()
             step = 0.03 / 130 if blocks.type.name == "Q4_1" else 0.0
-            assert (found - wanted).abs().max() <= step
+            assert (dequantised - expected).abs().max() <= step
     assert kinds == ({BLOCKS[name]} if name in BLOCKS else set())
     assert weights.blocks("lm_head.weight") is None
 
@@ -148,26 +153,27 @@ def logits_of(folder: Path, dtype: str) -> Tensor:
 
 @pytest.mark.parametrize("name", ["packed", "gptq sorted", "awq"])
 def test_a_model_answers_as_with_full_weights(name: str, tmp_path: Path) -> None:
-    """Widened, the same; as blocks, rows are rounded to 8 bits, as for GGUF files."""
+    """With widened weights the output is the same. With blocks, rows are rounded to 8 bits, as for
+    GGUF files."""
     folder, full, _ = directory(tmp_path, FORMATS[name])
-    wanted = logits_of(full, "float32")
-    torch.testing.assert_close(logits_of(folder, "float32"), wanted, rtol=1e-4, atol=1e-4)
-    found = logits_of(folder, "auto")
-    assert torch.cosine_similarity(found, wanted).min() > 0.995
-    # Columns in another order are no blocks, and without kernels nothing is.
+    expected = logits_of(full, "float32")
+    torch.testing.assert_close(logits_of(folder, "float32"), expected, rtol=1e-4, atol=1e-4)
+    computed = logits_of(folder, "auto")
+    assert torch.cosine_similarity(computed, expected).min() > 0.995
+    # Columns in another order cannot be blocks, and without kernels there are no blocks.
     widened = FORMATS[name].sorted or not compiles(torch.float32)
-    assert torch.equal(found, logits_of(folder, "float32")) == widened
+    assert torch.equal(computed, logits_of(folder, "float32")) == widened
 
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["arcee", "cohere2", "gemma3_text"])
 def test_a_family_that_differs_by_flags_may_be_quantised(family: str, tmp_path: Path) -> None:
     folder, full, _ = directory(tmp_path, FORMATS["gptq"], family)
-    wanted = logits_of(full, "float32")
-    torch.testing.assert_close(logits_of(folder, "float32"), wanted, rtol=1e-4, atol=1e-4)
-    found = logits_of(folder, "auto")
-    assert torch.cosine_similarity(found, wanted).min() > 0.995
-    assert not torch.equal(found, wanted)  # as blocks
+    expected = logits_of(full, "float32")
+    torch.testing.assert_close(logits_of(folder, "float32"), expected, rtol=1e-4, atol=1e-4)
+    computed = logits_of(folder, "auto")
+    assert torch.cosine_similarity(computed, expected).min() > 0.995
+    assert not torch.equal(computed, expected)  # as blocks
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
@@ -178,22 +184,22 @@ def test_fp8_is_widened_by_its_scales(kind: str, tmp_path: Path) -> None:
     weight = torch.from_numpy(rng.normal(size=(96, 64))).to(torch.float8_e4m3fn)
     sizes = {"blocks": (2, 2), "rows": (96, 1), "one": (1,)}
     scale = torch.from_numpy(rng.uniform(0.1, 0.2, sizes[kind])).float()
-    wanted = weight.double()
+    expected = weight.double()
     for i in range(96):
         for j in range(64):
             at = {"blocks": (i // BLOCK[0], j // BLOCK[1]), "rows": (i, 0), "one": (0,)}[kind]
-            wanted[i, j] *= scale[at].double()
+            expected[i, j] *= scale[at].double()
     tensors[f"{UP}.weight"] = weight
     tensors[f"{UP}.weight_scale{'_inv' if kind == 'blocks' else ''}"] = scale
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    told: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    description: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
     if kind != "blocks":
-        told = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+        description = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
     _, weights, _ = open_checkpoint(tmp_path, "float32")
-    found = weights.get(f"{UP}.weight", (96, 64)).double()
-    assert ((found - wanted).abs() <= wanted.abs() * 1e-6).all()
+    widened = weights.get(f"{UP}.weight", (96, 64)).double()
+    assert ((widened - expected).abs() <= expected.abs() * 1e-6).all()
     assert weights.blocks(f"{UP}.weight") is None
     del tensors[f"{UP}.weight_scale{'_inv' if kind == 'blocks' else ''}"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -206,8 +212,10 @@ def test_another_order_of_words_is_caught(tmp_path: Path, monkeypatch: pytest.Mo
     folder, _, values = directory(tmp_path, FORMATS["awq"])
     monkeypatch.setattr(quantised, "_AWQ_PLACES", tuple(range(8)))
     _, weights, _ = open_checkpoint(folder, "float32")
-    wanted = values[f"{UP}.weight"]
-    assert not torch.equal(weights.get(f"{UP}.weight", (96, 64)).double(), wanted.float().double())
+    expected = values[f"{UP}.weight"]
+    assert not torch.equal(
+        weights.get(f"{UP}.weight", (96, 64)).double(), expected.float().double()
+    )
 
 
 @pytest.mark.parametrize(

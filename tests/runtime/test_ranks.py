@@ -1,5 +1,5 @@
-"""A model shared out among ranks: what it computes is the whole one's, and on every rank the same.
-The ranks are threads here, joined as processes are."""
+"""A model shared among ranks computes the same as the whole one, equally on every rank. The ranks
+are threads here, joined as processes are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.runtime.marks import needs_compiler
 
 T = TypeVar("T")
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79, 32), (97, 1, 8), tuple(range(7, 90)))
-# Of each family, with as many KV heads as four ranks need.
+# By family, fields with as many KV heads as four ranks need.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "mistral": {"num_attention_heads": 8, "num_key_value_heads": 4},
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def by_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
-    """What each of them returns."""
+    """Run `call` on each rank; return the results."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as threads:
 
         def run(rank: int) -> T:
@@ -47,27 +47,27 @@ def by_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
 
 
 def logits_of(model: Model) -> list[torch.Tensor]:
-    """Of every position of the prompts, in chunks whose sizes differ; the last step wants none of
-    one sequence, and one with 83 rows wants few."""
+    """Return logits of every position of the prompts, in chunks of different sizes. The last step
+    needs no logits of one sequence, and few of one with 83 rows."""
     kv = KVCache(model.config, 32, 16, model.dtype, "cpu")
-    found = []
+    parts = []
     for start, lens in ((0, (7, 2, 80)), (7, (6, 1, 3))):
         at = [0 if start == 0 else done for done in (7, 2, 80)]
         chunks = [p[i : i + n] for p, i, n in zip(PROMPTS, at, lens, strict=True)]
         rows = sum(lens)
-        wanted = torch.arange(rows) if start else torch.tensor([6, 8, rows - 1])
+        rows_of_logits = torch.arange(rows) if start else torch.tensor([6, 8, rows - 1])
         batch = RaggedBatch(
             tokens=torch.tensor([t for chunk in chunks for t in chunk]),
             positions=torch.cat([torch.arange(i, i + n) for i, n in zip(at, lens, strict=True)]),
             query_lens=np.array(lens, dtype=np.int32),
             context_lens=np.array([i + n for i, n in zip(at, lens, strict=True)], dtype=np.int32),
             block_tables=np.arange(24, dtype=np.int32).reshape(3, 8),
-            logits_index=wanted,
+            logits_index=rows_of_logits,
         )
-        found.append(model.forward(batch, kv))
-    batch.logits_index = wanted[:0]
+        parts.append(model.forward(batch, kv))
+    batch.logits_index = rows_of_logits[:0]
     assert model.forward(batch, kv).shape == (0, model.config.vocab_size)
-    return found
+    return parts
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -78,8 +78,8 @@ def test_logits_are_those_of_one_rank(
     build(tmp_path, family, **SHAPES[family])
     whole = logits_of(load_model(tmp_path))
     every = by_ranks(size, lambda ranks: logits_of(load_model(tmp_path, ranks=ranks)))
-    for found in every:
-        for mine, first, expected in zip(found, every[0], whole, strict=True):
+    for logits in every:
+        for mine, first, expected in zip(logits, every[0], whole, strict=True):
             assert mine.shape == expected.shape and torch.equal(mine, first)
             assert (mine - expected).abs().max() < 1e-4
     assert any(not torch.equal(a, b) for a, b in zip(every[0], whole, strict=True)), "K is split"
@@ -103,14 +103,14 @@ def test_states_that_are_kept_are_those_of_one_rank(tmp_path: Path, decoder_pass
         table = np.arange(8, dtype=np.int32)[None]
         hidden = model.room_for_hidden(len(tokens))
         assert hidden is not None
-        wanted = torch.tensor([2, 5])
-        batch = RaggedBatch(tokens, torch.arange(len(tokens)), lens, lens, table, wanted)
+        places = torch.tensor([2, 5])
+        batch = RaggedBatch(tokens, torch.arange(len(tokens)), lens, lens, table, places)
         model.forward(batch, kv, hidden)
         return hidden
 
     whole = states(None)
-    for found in by_ranks(2, states):
-        assert (found - whole).abs().max() < 1e-4
+    for states_of_rank in by_ranks(2, states):
+        assert (states_of_rank - whole).abs().max() < 1e-4
 
 
 def write_gguf(folder: Path, name: str) -> Path:
@@ -122,13 +122,13 @@ def write_gguf(folder: Path, name: str) -> Path:
 @needs_compiler
 @pytest.mark.parametrize("name", ["fours", "fives"])
 def test_blocks_are_shared_out_whole(tmp_path: Path, name: str) -> None:
-    """To where a row is rounded in 32 columns at a time, one rank does the same."""
+    """One rank rounds rows 32 columns at a time, too, so its results are equal."""
     path = write_gguf(tmp_path, name)
     whole = load_model(path)
     shares = by_ranks(2, lambda ranks: (m := load_model(path, ranks=ranks), logits_of(m)))
     assert shares[0][0].head.compiled is not None and shares[0][0].head.compiled.block_types
-    for _, found in shares:
-        for mine, expected in zip(found, logits_of(whole), strict=True):
+    for _, logits in shares:
+        for mine, expected in zip(logits, logits_of(whole), strict=True):
             assert (mine - expected).abs().max() < 1e-3 * expected.abs().max()
 
 

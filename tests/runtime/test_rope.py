@@ -25,8 +25,8 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, 
     positions = torch.tensor([0, 1, 77, 255, 256, 4000, FAR])
     cos, sin = reference(torch.zeros(1, 1, 1), positions[None])
     table = RotaryTable(config.rope, 64, 2, 3, torch.device("cpu"))
-    found = table.rows(positions, FAR).unflatten(1, (2, 5, 32))
-    queries, keys, values = found.split([3, 1, 1], dim=2)
+    rotated = table.rows(positions, FAR).unflatten(1, (2, 5, 32))
+    queries, keys, values = rotated.split([3, 1, 1], dim=2)
     assert (
         (values == 1).all()
         and (keys == keys[:, :1]).all()
@@ -39,26 +39,27 @@ def test_cos_and_sin_are_those_of_transformers_at_far_positions(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("grown_to", [256, 300, 3000])
-def test_factors_are_rounded_alike_wherever_they_stand(grown_to: int) -> None:
-    """To the nearest: a library's fp32 cosine is not, and where it is not depends on threads."""
+def test_factors_are_rounded_to_the_nearest_at_every_position(grown_to: int) -> None:
+    """Factors are rounded to the nearest. A library's fp32 cosine is not, and where it is not
+    depends on threads."""
     rope = RopeConfig()
     table = RotaryTable(rope, 64, 2, 3, torch.device("cpu"))
     table.cos_sin(grown_to)
-    found = table.cos_sin(2000).numpy()
+    factors = table.cos_sin(2000).numpy()
     angles = np.arange(2000, dtype=np.float32)[:, None] * inverse_frequencies(rope, 64).numpy()
     exact = np.vectorize(math.cos)(angles), np.vectorize(math.sin)(angles)
-    assert (found[..., 0] == exact[0].astype(np.float32)).all()
-    assert (found[..., 1] == exact[1].astype(np.float32)).all()
-    assert (torch.from_numpy(angles).cos().numpy() != found[..., 0]).any()
+    assert (factors[..., 0] == exact[0].astype(np.float32)).all()
+    assert (factors[..., 1] == exact[1].astype(np.float32)).all()
+    assert (torch.from_numpy(angles).cos().numpy() != factors[..., 0]).any()
 
 
 def test_scalings_differ(tmp_path: Path) -> None:
-    found = []
+    seen = []
     for rope in ROPE:
         build(tmp_path / rope, "llama", rope, num_hidden_layers=1, head_dim=64)
         config = load_config(tmp_path / rope)
-        found.append((*inverse_frequencies(config.rope, 64).tolist(), config.rope.attention_factor))
-    assert len(set(found)) == len(ROPE)
+        seen.append((*inverse_frequencies(config.rope, 64).tolist(), config.rope.attention_factor))
+    assert len(set(seen)) == len(ROPE)
 
 
 def test_interleaving_pairs_what_transformers_rotates_together() -> None:

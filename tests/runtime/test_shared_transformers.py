@@ -1,5 +1,5 @@
-"""Models of transformers' code that ranks share out by its own plans: what they compute is the
-whole model's. The ranks are processes here."""
+"""Models of transformers' code that ranks share by its own plans compute the same as the whole
+model. The ranks are processes here."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.runtime.test_transformers_backend import SIZES, eager_text, sequences
 from tests.runtime.tiny_architectures import EVERY, make_tiny, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-# Of experts; of gates and ups in one matrix; of attention that is whole, with norms over all heads;
-# of latent attention.
+# Models with experts; with gates and ups in one matrix; with whole attention and norms over all
+# heads; with latent attention.
 SEVERAL = ("qwen3_moe", "phi3", "olmo2", "deepseek_v2")
 UNSHARED = (
     *("aria_text", "biogpt", "bitnet", "ctrl", "gpt2", "gpt_bigcode", "gpt_oss", "granite_swa"),
@@ -46,7 +46,8 @@ SCARCE: dict[str, Any] = {
 
 
 def logits_of(folder: Path, ranks: RankGroup | None) -> tuple[torch.Tensor, int, bool]:
-    """Of chunks beside decodes; the bytes of the matrices; whether rows keep their bits."""
+    """Return logits of chunks and decodes in shared steps, the bytes of the matrices, and whether
+    rows keep their bits."""
     model = load_transformers_model(folder, ranks=ranks)
     kv = KVCache(model.config, 20, 4, torch.float32, "cpu")
     rows = sequences((23, 11, 17))
@@ -64,21 +65,21 @@ def main(rank: int, group: Path, folders: list[Path]) -> None:
 
 def check(kinds: tuple[str, ...], folder: Path) -> None:
     folders = [folder / kind for kind in kinds]
-    for each in folders:
-        make_tiny(each.name, each)
+    for model_folder in folders:
+        make_tiny(model_folder.name, model_folder)
     (folder / "group").mkdir()
     program = [sys.executable, "-m", "tests.runtime.test_shared_transformers"]
-    asked = [str(folder / "group"), *map(str, folders)]
-    ranks = [subprocess.Popen([*program, str(rank), *asked]) for rank in range(2)]
+    arguments = [str(folder / "group"), *map(str, folders)]
+    ranks = [subprocess.Popen([*program, str(rank), *arguments]) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
-    for each in folders:
-        whole, num_bytes, kept = logits_of(each, None)
-        shares = [torch.load(each / f"rank-{rank}.pt") for rank in range(2)]
+    for model_folder in folders:
+        whole, num_bytes, kept = logits_of(model_folder, None)
+        shares = [torch.load(model_folder / f"rank-{rank}.pt") for rank in range(2)]
         assert torch.equal(shares[0][0], shares[1][0])
-        for logits, held, keeps in shares:
-            assert (logits - whole).abs().max() < 1e-4 * whole.std(), each.name
-            assert held < 0.95 * num_bytes, each.name
-            assert keeps == kept, each.name
+        for logits, rank_bytes, keeps in shares:
+            assert (logits - whole).abs().max() < 1e-4 * whole.std(), model_folder.name
+            assert rank_bytes < 0.95 * num_bytes, model_folder.name
+            assert keeps == kept, model_folder.name
         assert not torch.equal(shares[0][0], whole), "sums are cut"
 
 
@@ -92,16 +93,17 @@ def test_those_of_every_other_architecture_are(tmp_path: Path) -> None:
 
 
 def test_text_is_that_of_its_own_eager_pass(tmp_path: Path) -> None:
-    """One, two and four at once, in a pool too small for them, with drafts and without."""
+    """One, two and four requests run at once, in a pool too small for them, with drafts and
+    without."""
     net = make_tiny("qwen3_moe", tmp_path)
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    wanted = [eager_text(net, prompt, 32) for prompt in prompts]
+    expected = [eager_text(net, prompt, 32) for prompt in prompts]
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     for lookahead, slots in (("off", 1), ("off", 4), ("fixed:4", 4)):
         llm = LLM(tmp_path, lookahead=lookahead, drafter=("ngram",), max_num_seqs=slots, **SCARCE)
         done = llm.generate(prompts, params)
-        assert [list(each.token_ids) for each in done] == wanted, (lookahead, slots)
+        assert [list(each.token_ids) for each in done] == expected, (lookahead, slots)
         stats = llm.engine.scheduler.stats
         assert bool(stats.preemptions) == (slots > 1) and stats.prefix_hit_tokens
         assert bool(stats.accepted_tokens) == (lookahead != "off")
@@ -154,4 +156,4 @@ def test_heads_that_cannot_be_shared_out_are_refused_before_anything_loads(tmp_p
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]), [Path(each) for each in sys.argv[3:]])
-    os._exit(0)  # as a rank does
+    os._exit(0)  # ranks end like this, too

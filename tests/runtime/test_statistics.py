@@ -1,8 +1,8 @@
-"""Sampled speculation through the whole engine has the law of the target alone.
+"""Sampled speculation through a whole engine has the law of the target alone.
 
 Chi-square over the joint law of three tokens (216 cells), computed exactly from the target by
-teacher forcing and a slow filter. |z| < 5 fails by chance in 6 of 10 million; seeds are fixed.
-With 1200 samples the broken variants, those of `tests/test_known_flaws.py` too, have z of 17 to 30.
+teacher forcing and a slow filter. |z| < 5 fails by chance in 6 of 10 million; seeds are fixed. With
+1200 samples the broken variants, those of `tests/test_known_flaws.py` too, have z of 17 to 30.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sample(
     poison: int | None = None,
     **settings: Any,
 ) -> Run:
-    """Requests of one prompt with different seeds; the first tokens of their outputs."""
+    """Return the first tokens of the outputs of requests with one prompt and different seeds."""
     temperature, top_k, top_p, min_p = FILTERS
     requests = [
         make_request(
@@ -101,26 +101,26 @@ ALL = pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 
 @ALL
 def test_joint_law_under_penalties(verification):
-    """They depend on the output so far, drafts included, so the law is one over sequences."""
-    asked = PENALTIES | {"logit_bias": {0: 0.7}}
-    slow = SamplingParams(**asked)
+    """Penalties depend on the output so far, drafts included, so the law is one over sequences."""
+    shaping = PENALTIES | {"logit_bias": {0: 0.7}}
+    slow = SamplingParams(**shaping)
 
     def law(past: int) -> np.ndarray:
-        """`past` 0: as if the penalties did not see the output."""
+        """Return the exact law. With `past` 0 penalties do not see the output."""
 
         def shape(logits: np.ndarray, output: list[int]) -> np.ndarray:
             return slow_shape(logits, slow, (), list(PROMPT), output[:past])
 
         return joint_law(tiny_model(vocab_size=VOCAB), PROMPT, 3, FILTERS, shape)
 
-    run = sample(asked | {"verification": verification}, lookahead="fixed:3")
+    run = sample(shaping | {"verification": verification}, lookahead="fixed:3")
     assert abs(z_of(run, law(3))) < Z_BOUND
     assert z_of(run, law(0)) > 2 * Z_BOUND
     assert 0.2 < run.acceptance < 0.95 and (run.accepted >= 2).any()
 
 
 class _WrongQ(DraftModel):
-    """Known flaw A2 among others: reports another q than the drafts were drawn from."""
+    """Broken (a form of flaw A2): it reports another q than the drafts were drawn from."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         proposal = super().propose(rows)
@@ -136,7 +136,7 @@ def test_a_wrong_q_is_noticed(verification, monkeypatch):
 
 
 class _Certain(DraftModel):
-    """Reports one-hot q (None), as n-gram and greedy drafts do."""
+    """A draft model that reports one-hot q (None), as n-gram and greedy drafts do."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         return super().propose(rows)._replace(probs=None)
@@ -153,7 +153,7 @@ CHOOSE = Drafting.choose
 
 
 def drop_what_broke(drafting: Any, *args: Any) -> Any:
-    """Drafts go for what they led to."""
+    """Broken: drafts are dropped because of what followed them."""
     chosen = CHOOSE(drafting, *args)
     drafting.depths[drafting.non_finite] = 0
     return chosen
@@ -161,12 +161,12 @@ def drop_what_broke(drafting: Any, *args: Any) -> Any:
 
 @ALL
 def test_a_draft_that_breaks_on_what_it_drew_keeps_the_law(verification, monkeypatch):
-    """Whether its numbers are finite tells of the tokens drawn, so these stay offered. Token 3, on
-    which it breaks, is in no prompt, and never the first of an output."""
-    asked = {"params": {"verification": verification}, "count": 3 * COUNT, "poison": 3}
-    run = sample(**asked, lookahead="fixed:3")
+    """Non-finite numbers after a draft depend on the drawn tokens, so drafts before them remain
+    offered. Token 3, which causes them, is in no prompt, and never first in an output."""
+    sampling = {"params": {"verification": verification}, "count": 3 * COUNT, "poison": 3}
+    run = sample(**sampling, lookahead="fixed:3")
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert run.acceptance > 0.2
     if verification != "coupled":
         monkeypatch.setattr(Drafting, "choose", drop_what_broke)
-        assert z_against(sample(**asked, lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND
+        assert z_against(sample(**sampling, lookahead="fixed:3"), FILTERS[0]) > 2 * Z_BOUND

@@ -1,7 +1,8 @@
-"""Structured outputs: the processor against its definition, and through the engine with drafts.
+"""Structured outputs: the processor compared with its definition, and through an engine with
+drafts.
 
 The base of every comparison of tokens is a run without speculation. Grammars are over `VOCABULARY`,
-whose ids are characters and pairs of letters, so that a text has many ways to be written.
+whose ids are characters and pairs of letters, so that a text can be encoded in many ways.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ CHOICES = ("abba", "abbey", "bad", "cab", 'say "h"\n')
 
 
 def slow_allowed(output: list[int]) -> set[int]:
-    """The definition for `CHOICES`: the ids after which one of them can still be reached."""
+    """Return the ids after which one of `CHOICES` can still be reached, by the definition."""
     if EOS in output:
         return {EOS} if slow_text(output) in CHOICES else set()
     text = slow_text(output)
-    found = {i for i in range(1, VOCAB) if any(c.startswith(text + TOKENS[i]) for c in CHOICES)}
-    return found | ({EOS} if text in CHOICES else set())
+    ids = {i for i in range(1, VOCAB) if any(c.startswith(text + TOKENS[i]) for c in CHOICES)}
+    return ids | ({EOS} if text in CHOICES else set())
 
 
 def slow_text(output: list[int]) -> str:
@@ -72,7 +73,7 @@ def allowed_by(structured: Structured) -> set[int]:
     return set((row == 0).nonzero()[:, 0].tolist())
 
 
-# A walk: to one of the allowed ids, to any id, or so many back.
+# Moves of a walk: append an allowed id, append any id, or take ids back.
 moves_strategy = st.lists(
     st.tuples(
         st.sampled_from(["allowed", "allowed", "allowed", "any", "back"]), st.integers(0, 99)
@@ -105,12 +106,12 @@ def walk(moves: list[tuple[str, int]]) -> None:
 
 
 def check_allowed(structured: Structured, output: list[int]) -> None:
-    """Against the definition. Where the next character is forced, llguidance leaves one of the ways
-    to write it, the tokenizer's own."""
-    found, want = allowed_by(structured), slow_allowed(output)
+    """Compare with the definition. Where the next character is forced, llguidance allows one of the
+    encodings, the tokenizer's own."""
+    allowed, want = allowed_by(structured), slow_allowed(output)
     starts = {TOKENS[i][:1] for i in want}
-    assert found <= want and {TOKENS[i][:1] for i in found} == starts, output
-    assert found == want or len(starts) == 1, output
+    assert allowed <= want and {TOKENS[i][:1] for i in allowed} == starts, output
+    assert allowed == want or len(starts) == 1, output
     drafts, run = [*encode("abba"), EOS, EOS], [*output]
     while drafts and drafts[0] in slow_allowed(run) and EOS not in run:
         run.append(drafts.pop(0))
@@ -123,11 +124,11 @@ def test_what_may_follow_is_its_definition(moves):
     walk(moves)
 
 
-class _Tired:
-    """A matcher that is beyond its limits after so many tokens, until it is made anew."""
+class _LimitedMatcher:
+    """A matcher that reaches its limits after `limit` tokens, until a new one is made."""
 
-    def __init__(self, matcher: Any, most: int) -> None:
-        self._matcher, self._most, self._seen = matcher, most, 0
+    def __init__(self, matcher: Any, limit: int) -> None:
+        self._matcher, self._most, self._seen = matcher, limit, 0
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         self._seen += 1
@@ -140,11 +141,11 @@ class _Tired:
         return getattr(self._matcher, name)
 
 
-def test_what_drafts_wear_out_is_made_anew():
-    def tired(asked: StructuredOutputs) -> Any:
-        return _Tired(GRAMMARS.matcher(asked), most)
+def test_a_matcher_worn_out_by_drafts_is_replaced():
+    def tired(outputs: StructuredOutputs) -> Any:
+        return _LimitedMatcher(GRAMMARS.matcher(outputs), limit)
 
-    wearing, asked = (
+    wearing, outputs = (
         SimpleNamespace(
             eos_ids=(EOS,),
             matcher=tired,
@@ -153,17 +154,17 @@ def test_what_drafts_wear_out_is_made_anew():
         ),
         StructuredOutputs(choice=CHOICES),
     )
-    most, (a, b) = 4, encode("a")[:1] + encode("b")[:1]
-    worn, fresh = Structured(wearing, asked, PADDED), Structured(GRAMMARS, asked, PADDED)
+    limit, (a, b) = 4, encode("a")[:1] + encode("b")[:1]
+    worn, fresh = Structured(wearing, outputs, PADDED), Structured(GRAMMARS, outputs, PADDED)
     for _ in range(5):
-        for each in (worn, fresh):
-            each.advance(a)
-            each.advance(b)
+        for structured in (worn, fresh):
+            structured.advance(a)
+            structured.advance(b)
         assert allowed_by(worn) == allowed_by(fresh)
-        for each in (worn, fresh):
-            each.rollback(2)
-    most = 0  # and a prefix that is beyond them by itself has nothing behind it
-    worn = Structured(wearing, asked, PADDED)
+        for structured in (worn, fresh):
+            structured.rollback(2)
+    limit = 0  # a prefix beyond the limits by itself allows no token
+    worn = Structured(wearing, outputs, PADDED)
     worn.advance(a)
     assert allowed_by(worn) == set() and allowed_by(fresh)
 
@@ -180,7 +181,7 @@ SCHEMA = {
     "required": ["a", "b", "c"],
     "additionalProperties": False,
 }
-ASKED: tuple[StructuredOutputs | None, ...] = (
+OUTPUTS: tuple[StructuredOutputs | None, ...] = (
     StructuredOutputs(json=SCHEMA),
     StructuredOutputs(json_object=True),
     StructuredOutputs(regex=r"(ab|cd|[0-9]{2}){6,20}!"),
@@ -191,15 +192,15 @@ ASKED: tuple[StructuredOutputs | None, ...] = (
 
 
 def follows(index: int, text: str) -> bool:
-    """The definition of `ASKED`, for a complete text."""
+    """Check a complete text by the definition of `OUTPUTS[index]`."""
     if index in (0, 1):
-        found = json.loads(text)
+        value = json.loads(text)
         return index == 1 or (
-            list(found) == ["a", "b", "c"]
-            and 0 <= found["a"] <= 120
-            and len(found["b"]) <= 3
-            and set(found["b"]) <= {"x", "yes", "no"}
-            and len(found["c"]) <= 6
+            list(value) == ["a", "b", "c"]
+            and 0 <= value["a"] <= 120
+            and len(value["b"]) <= 3
+            and set(value["b"]) <= {"x", "yes", "no"}
+            and len(value["c"]) <= 6
         )
     patterns = {
         2: r"(ab|cd|[0-9]{2}){6,20}!",
@@ -225,22 +226,22 @@ def requests(**extra: Any) -> list[Any]:
         make_request(
             f"r{i}",
             rng.integers(1, VOCAB, 5 + 3 * i).tolist(),
-            **({"max_tokens": 48, "ignore_eos": False, "structured_outputs": asked} | extra),
+            **({"max_tokens": 48, "ignore_eos": False, "structured_outputs": outputs} | extra),
         )
-        for i, asked in enumerate(ASKED)
+        for i, outputs in enumerate(OUTPUTS)
     ]
 
 
-def run(asked: list[Any], drafter: Drafter | None = None, **options: Any) -> Run:
-    # The scheduler is told of a draft wherever somebody drafts.
+def run(batch: list[Any], drafter: Drafter | None = None, **options: Any) -> Run:
+    # The scheduler needs a draft model's context for any drafter.
     model = draft().model if drafter is not None else None
     settings = {"drafting": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
-    return run_engine(asked, target(), model, **settings, **options)
+    return run_engine(batch, target(), model, **settings, **options)
 
 
 def lookups() -> ChainDrafter:
-    held = {"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())}
-    return ChainDrafter(model=None, lookups=held, default=("suffix", "ngram"))
+    loaded = {"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())}
+    return ChainDrafter(model=None, lookups=loaded, default=("suffix", "ngram"))
 
 
 SAMPLED = {"temperature": 1.0, "verification": "coupled"}
@@ -251,12 +252,12 @@ def plain(sampled: bool = False) -> Run:
     done = run(
         requests(**(SAMPLED if sampled else {})), max_num_seqs=1, enable_prefix_caching=False
     )
-    for i in range(len(ASKED) - 1):
+    for i in range(len(OUTPUTS) - 1):
         ids, reason = done.outputs[f"r{i}"], done.reasons[f"r{i}"]
         if reason is FinishReason.STOP:
             assert ids[-1] == EOS and follows(i, slow_text(ids)), (i, slow_text(ids))
-        else:  # cut in the middle: a beginning of what is allowed
-            matcher = GRAMMARS.matcher(ASKED[i])
+        else:  # an output cut by its limit is the beginning of an allowed text
+            matcher = GRAMMARS.matcher(OUTPUTS[i])
             assert matcher.try_consume_tokens(ids) == len(ids) == 48
     assert list(done.reasons.values()).count(FinishReason.STOP) >= 3
     return done
@@ -270,29 +271,32 @@ def assert_speculated(done: Run) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_speculation_moves_no_token(sampled, depth):
-    asked = requests(**(SAMPLED if sampled else {}))
-    done = run(asked, draft(), lookahead="fixed:4", depth=depth)
+    batch = requests(**(SAMPLED if sampled else {}))
+    done = run(batch, draft(), lookahead="fixed:4", depth=depth)
     assert_speculated(done)
     assert done.outputs == plain(sampled).outputs and done.reasons == plain(sampled).reasons
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_nor_do_preemptions(sampled):
-    asked = requests(**(SAMPLED if sampled else {}))
-    done = run(asked, draft(), lookahead="fixed:3", num_blocks=19, max_num_batched_tokens=64)
+    batch = requests(**(SAMPLED if sampled else {}))
+    done = run(batch, draft(), lookahead="fixed:3", num_blocks=19, max_num_batched_tokens=64)
     assert done.scheduler.stats.preemptions > 0 and (done.accepted >= 2).any()
     assert done.outputs == plain(sampled).outputs
 
 
 def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
-    """Prompts that repeat what is not allowed: guesses of it are not even verified."""
+    """Prompts repeat text that the grammar forbids: guesses of it are not even verified."""
     again = encode("f(abc,xyz) f(abc,xyz) f(abc,xyz) ")
-    asked = [make_request("r", again, **_asked(4)), make_request("free", again, max_tokens=24)]
-    base = run(asked)
-    done = run(asked, lookups(), lookahead="fixed:6")
+    batch = [
+        make_request("r", again, **_structured_params(4)),
+        make_request("free", again, max_tokens=24),
+    ]
+    base = run(batch)
+    done = run(batch, lookups(), lookahead="fixed:6")
     assert done.outputs == base.outputs and done.executor.drafted
     monkeypatch.setattr(processors.LogitsProcessors, "num_allowed", lambda *args: len(args[2]))
-    blind = run(asked, lookups(), lookahead="fixed:6")
+    blind = run(batch, lookups(), lookahead="fixed:6")
     assert blind.outputs == base.outputs
 
     def drafted(of: Run, name: str) -> int:
@@ -302,8 +306,8 @@ def test_lookups_are_cut_where_the_grammar_forbids_them(monkeypatch):
     assert drafted(done, "free") == drafted(blind, "free")
 
 
-def _asked(index: int, **extra: Any) -> dict[str, Any]:
-    return {"max_tokens": 40, "ignore_eos": False, "structured_outputs": ASKED[index]} | extra
+def _structured_params(index: int, **extra: Any) -> dict[str, Any]:
+    return {"max_tokens": 40, "ignore_eos": False, "structured_outputs": OUTPUTS[index]} | extra
 
 
 # --- the law under rejection ---------------------------------------------------------------------
@@ -314,7 +318,8 @@ LAW_PROMPT, LAW_COUNT = (20, 30, 40), 600
 
 
 def law_of_words() -> dict[tuple[int, ...], float]:
-    """By every way to write each of `WORDS`, exactly: the model's masked, filtered logits."""
+    """Return the exact law over all encodings of each of `WORDS`, from the model's masked, filtered
+    logits."""
     law, open_ends = {}, {(): 1.0}
     while open_ends:
         logits = next_logits(target(), [[*LAW_PROMPT, *prefix] for prefix in open_ends])
@@ -337,7 +342,7 @@ def law_of_words() -> dict[tuple[int, ...], float]:
 def sampled_words(verification: str = "rejection") -> Run:
     how = dict(zip(("temperature", "top_k", "top_p", "min_p"), FILTERS, strict=True))
     how |= {"verification": verification, "ignore_eos": False, "max_tokens": 8}
-    asked = [
+    batch = [
         make_request(
             f"r{i}",
             LAW_PROMPT,
@@ -347,22 +352,22 @@ def sampled_words(verification: str = "rejection") -> Run:
         )
         for i in range(LAW_COUNT)
     ]
-    return run(asked, draft(seed=2), lookahead="fixed:3", max_num_seqs=64, check=False)
+    return run(batch, draft(seed=2), lookahead="fixed:3", max_num_seqs=64, check=False)
 
 
 def law_z(done: Run) -> float:
     law = law_of_words()
-    found = {key: 0 for key in law}
+    counts = {key: 0 for key in law}
     for output in done.outputs.values():
         key = tuple(output)
-        assert key in found, "not one of the words, or none that the filters leave"
-        found[key] += 1
-    return chi_square_z(list(found.values()), list(law.values()))
+        assert key in counts, "not one of the words, or none that the filters leave"
+        counts[key] += 1
+    return chi_square_z(list(counts.values()), list(law.values()))
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_is_the_targets_own_under_the_grammar(verification):
-    """Chi-square over every way to write every word; |z| < 5 fails by chance in 6 of 10 million."""
+    """Chi-square over every encoding of every word; |z| < 5 fails by chance in 6 of 10 million."""
     assert len(law_of_words()) > len(WORDS)
     done = sampled_words(verification)
     assert (done.accepted >= 2).any() and (done.accepted < done.drafted).sum() > 150
@@ -386,8 +391,8 @@ def test_drafts_that_are_taken_as_they_are_would_be_noticed(monkeypatch):
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
 def test_a_dead_end_is_an_error_with_and_without_drafts(lookahead):
     allowed = tuple({*encode("a cab"), EOS})
-    asked = [make_request("r", [3, 4, 5], **_asked(3, allowed_token_ids=allowed))]
-    done = run(asked, draft() if lookahead != "off" else None, lookahead=lookahead)
+    batch = [make_request("r", [3, 4, 5], **_structured_params(3, allowed_token_ids=allowed))]
+    done = run(batch, draft() if lookahead != "off" else None, lookahead=lookahead)
     assert done.reasons["r"] is FinishReason.ERROR
     assert (done.messages["r"] or "").startswith("structured_outputs")
     assert slow_text(done.outputs["r"]) in "a cab ha"
@@ -395,15 +400,15 @@ def test_a_dead_end_is_an_error_with_and_without_drafts(lookahead):
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
 def test_min_tokens_yields_to_a_text_that_is_complete(lookahead):
-    asked = [make_request("r", [3, 4, 5], **_asked(3, min_tokens=30))]
-    done = run(asked, draft() if lookahead != "off" else None, lookahead=lookahead)
+    batch = [make_request("r", [3, 4, 5], **_structured_params(3, min_tokens=30))]
+    done = run(batch, draft() if lookahead != "off" else None, lookahead=lookahead)
     assert done.reasons["r"] is FinishReason.STOP and follows(3, slow_text(done.outputs["r"]))
 
 
-def test_behind_the_end_there_is_only_the_end():
-    asked = [make_request("r", [3, 4, 5], **_asked(3, ignore_eos=True))]
+def test_after_the_end_only_the_end_is_allowed():
+    batch = [make_request("r", [3, 4, 5], **_structured_params(3, ignore_eos=True))]
     for drafter, lookahead in ((None, "off"), (draft(), "fixed:4")):
-        done = run(asked, drafter, lookahead=lookahead)
+        done = run(batch, drafter, lookahead=lookahead)
         output = done.outputs["r"]
         assert done.reasons["r"] is FinishReason.LENGTH and len(output) == 40
         assert follows(3, slow_text(output)) and set(output[output.index(EOS) :]) == {EOS}

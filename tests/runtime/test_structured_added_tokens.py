@@ -1,7 +1,7 @@
-"""Structured outputs whose text holds that of an added token: `<think>`, `<|endoftext|>`, `<s>`.
+"""Structured outputs whose text contains that of an added token: `<think>`, `<|endoftext|>`, `<s>`.
 
-The tokenizer encodes such a text as the added token, which is no text to a grammar. The output is
-the text all the same, in plain tokens.
+The tokenizer encodes such a text as the added token, which has no text for a grammar. The output
+still has the text, in plain tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.text.toy_tokenizers import byte_fallback, byte_level
 
-ADDED = {True: ["<|im_end|>"], False: ["<think>", "</think>", "<tool_call>"]}  # by `special`
+# By the token's field `special`.
+ADDED = {True: ["<|im_end|>"], False: ["<think>", "</think>", "<tool_call>"]}
 
 
 class Vocabulary:
@@ -61,7 +62,7 @@ def tool_call(**schema: Any) -> StructuredOutputs:
     return forced.output
 
 
-# What is asked, and the pattern of its text.
+# The structured outputs, and the pattern of their text.
 WAYS: dict[str, tuple[StructuredOutputs, str]] = {
     "choice": (StructuredOutputs(choice=("<think>hi</think>",)), "<think>hi</think>"),
     "regex": (StructuredOutputs(regex="<tool_call>[a-b]{3}"), "<tool_call>[a-b]{3}"),
@@ -89,11 +90,11 @@ WAYS: dict[str, tuple[StructuredOutputs, str]] = {
 @pytest.mark.parametrize("kind", ["byte level", "pieces"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_text_is_written_in_plain_tokens(way: str, kind: str) -> None:
-    """By any choice among the allowed tokens; an added one is never among them, EOS only at the
-    end."""
-    (asked, pattern), known = WAYS[way], vocabulary(kind)
+    """Any choice among the allowed tokens writes it. An added token is never among them, EOS only
+    at the end."""
+    (outputs, pattern), known = WAYS[way], vocabulary(kind)
     rng = np.random.default_rng(7)
-    structured, output = Structured(known.grammars, asked, known.size), list[int]()
+    structured, output = Structured(known.grammars, outputs, known.size), list[int]()
     while known.eos not in output:
         row = torch.zeros(known.size)
         structured.shape(row)
@@ -119,17 +120,17 @@ def draft() -> DraftModel:
 def run(*, drafts: bool = False, sampled: bool = False, **options: Any) -> Run:
     known = vocabulary("byte level")
     extra: dict[str, Any] = SAMPLED if sampled else {}
-    asked = [
+    batch = [
         make_request(
             way,
             list(range(5, 25)),
-            **{"max_tokens": 90, "ignore_eos": False, "structured_outputs": asked} | extra,
+            **{"max_tokens": 90, "ignore_eos": False, "structured_outputs": outputs} | extra,
         )
-        for way, (asked, _) in WAYS.items()
+        for way, (outputs, _) in WAYS.items()
     ]
-    held, model = (draft(), draft().model) if drafts else (None, None)
-    settings = {"drafting": held, "grammars": known.grammars, "eos_ids": (known.eos,)}
-    return run_engine(asked, tiny_model(vocab_size=known.size), model, **settings, **options)
+    drafter, model = (draft(), draft().model) if drafts else (None, None)
+    settings = {"drafting": drafter, "grammars": known.grammars, "eos_ids": (known.eos,)}
+    return run_engine(batch, tiny_model(vocab_size=known.size), model, **settings, **options)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -153,7 +154,7 @@ def test_the_engine_writes_it_with_drafts_preemptions_and_overlap(sampled: bool)
 def test_a_refused_token_that_was_committed_ends_the_request(
     monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
-    """As with masks that llguidance itself gives: an error, and no text that follows nothing."""
+    """As with masks of llguidance itself, the request ends with an error, and no text follows."""
     monkeypatch.setattr(Structured, "_keep_text_plain", lambda *_: None)
     options: dict[str, Any] = {"lookahead": "fixed:4"} if drafts else {}
     for depth in (0, 1):
@@ -161,17 +162,17 @@ def test_a_refused_token_that_was_committed_ends_the_request(
         for way, (_, pattern) in WAYS.items():
             if done.reasons[way] is FinishReason.ERROR:
                 assert (done.messages[way] or "").startswith("structured_outputs: no token may")
-            elif way != "end":  # there the mask allows EOS, which ends a text by itself
+            elif way != "end":  # in that case the mask allows EOS, which ends a text by itself
                 text = vocabulary("byte level").text(done.outputs[way])
                 assert re.fullmatch(pattern, text, re.DOTALL), text
         assert FinishReason.ERROR in done.reasons.values()
 
 
 def test_so_does_one_that_a_resumed_request_brings() -> None:
-    """A crash or a preemption: the output so far goes through the grammar again."""
+    """After a crash or a preemption the output so far goes through the grammar again."""
     known = vocabulary("byte level")
     processors = LogitsProcessors(1, known.size, known.grammars)
-    asked = make_request("r", [1, 2], structured_outputs=StructuredOutputs(choice=("<think>",)))
+    request = make_request("r", [1, 2], structured_outputs=StructuredOutputs(choice=("<think>",)))
     (think,) = known.tokenizer.encode("<think>")
     for output, alive in ((known.tokenizer.encode("<"), True), ([think], False)):
         tokens = np.array([1, 2, *output])
@@ -186,7 +187,7 @@ def test_so_does_one_that_a_resumed_request_brings() -> None:
                 draft_kv_len_tokens=0,
                 max_total_tokens=20,
                 blocks=np.zeros(0, dtype=np.int32),
-                params=asked.params,
+                params=request.params,
                 seed=0,
                 choice=0,
                 stop_ids=(known.eos,),

@@ -1,4 +1,4 @@
-"""SuffixDecoding's drafts against their definition by counting substrings."""
+"""SuffixDecoding's drafts compared with their definition by counting substrings."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ shapes = st.tuples(
 
 
 def followers(text: list[int], context: list[int]) -> dict[int, tuple[int, int]]:
-    """Of each token that followed `context` in `text`: how often, and where last."""
-    found: dict[int, tuple[int, int]] = {}
+    """Return, for each token that followed `context` in `text`, its count and last place."""
+    counts: dict[int, tuple[int, int]] = {}
     for end in range(len(context), len(text)):
         if text[end - len(context) : end] == context:
-            found[text[end]] = (found.get(text[end], (0, 0))[0] + 1, end)
-    return found
+            counts[text[end]] = (counts.get(text[end], (0, 0))[0] + 1, end)
+    return counts
 
 
 def likeliest(text: list[int], context: list[int]) -> tuple[int, float]:
-    found = followers(text, context)
-    token = max(found, key=lambda c: found[c])
-    return token, found[token][0] / sum(count for count, _ in found.values())
+    counts = followers(text, context)
+    token = max(counts, key=lambda c: counts[c])
+    return token, counts[token][0] / sum(count for count, _ in counts.values())
 
 
 def by_definition(text, depth, shortest, longest, spec_factor, least_probability) -> list[int]:

@@ -1,4 +1,4 @@
-"""Models of transformers' modelling code: logits and text as its own eager pass makes them."""
+"""Models of transformers' modelling code: logits and text equal those of its own eager pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.runtime.hf_models import paged, run_all
 from tests.runtime.tiny_architectures import EVERY, SEVERAL, make_tiny, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-FIRST, VOCAB = 3, 120  # ids that are no one's padding
+FIRST, VOCAB = 3, 120  # ids that no architecture uses for padding
 SIZES = [1, 5, 2, 7]
 SCARCE: dict[str, Any] = {
     "model_impl": "transformers",
@@ -46,7 +46,7 @@ def sequences(lengths: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def eager_text(net: Any, prompt: list[int], count: int) -> list[int]:
-    """Greedy, token by token, by passes over all of it."""
+    """Return greedy text, token by token, by passes over the whole sequence."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -56,29 +56,31 @@ def eager_text(net: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def check_logits(folder: Path, net: Any) -> None:
-    """Chunks beside decodes, within 1e-4 of the logits' standard deviation."""
+    """Compare chunks and decodes that share steps, within 1e-4 of the logits' standard
+    deviation."""
     rows = sequences((23, 11, 17))
     with torch.no_grad():
-        wanted = torch.cat(
+        expected = torch.cat(
             [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
         )
     model = load_transformers_model(folder)
     kv = KVCache(model.config, 20, 4, torch.float32, "cpu")
-    found = run_all(model, kv, paged(kv, rows), SIZES, firsts=[9, 4, 1])
-    assert (found - wanted).abs().max() < 1e-4 * wanted.std()
+    logits = run_all(model, kv, paged(kv, rows), SIZES, firsts=[9, 4, 1])
+    assert (logits - expected).abs().max() < 1e-4 * expected.std()
 
 
 def check_text(folder: Path, net: Any) -> None:
-    """Six requests in a pool too small for them, which preempts; all begin alike, and one is asked
-    twice: hits of the prefix cache. With and without drafts of what the text repeats."""
+    """Serve six requests in a pool too small for them, which preempts. All begin with the same
+    tokens, and one comes twice: the prefix cache has hits. Drafts of repeated text are on and
+    off."""
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    wanted = [eager_text(net, prompt, 32) for prompt in prompts]
+    expected = [eager_text(net, prompt, 32) for prompt in prompts]
     for lookahead in ("off", "fixed:4"):
         llm = LLM(folder, lookahead=lookahead, drafter=("ngram",), **SCARCE)
         params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
         done = llm.generate(prompts, params)
-        assert [list(each.token_ids) for each in done] == wanted, lookahead
+        assert [list(each.token_ids) for each in done] == expected, lookahead
         stats = llm.engine.scheduler.stats
         assert stats.preemptions and stats.prefix_hit_tokens
         assert bool(stats.drafted_tokens) == (lookahead != "off")
@@ -124,7 +126,7 @@ def test_a_draft_may_be_of_transformers_too(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     (done,) = llm.generate(prompt, params)
     assert list(done.token_ids) == eager_text(net, prompt, 12)
-    assert done.speculation.mean_accepted_tokens > 2  # it drafts what it would say itself
+    assert done.speculation.mean_accepted_tokens > 2  # it drafts what it would write itself
 
 
 def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
@@ -132,15 +134,15 @@ def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
     make_tiny("gpt_neox", tmp_path / "gpt_neox")
     codes = {}
     for kind in ("llama", "gpt_neox"):
-        asked = SCARCE | {"model_impl": "auto"}
-        codes[kind] = LLM(tmp_path / kind, **asked).info.lines()[1]
+        options = SCARCE | {"model_impl": "auto"}
+        codes[kind] = LLM(tmp_path / kind, **options).info.lines()[1]
     assert codes["llama"] == "code: our own (llama)"
     other = codes["gpt_neox"]
     assert other.startswith("code: transformers ") and "GPTNeoXForCausalLM" in other
 
 
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows that are too wide, and rows that see each other."""
+    """Some windows are too wide, and some rows see each other."""
     make_tiny("mistral", tmp_path)
     entered = attention._enter
 
@@ -207,17 +209,17 @@ def test_what_cannot_be_served_is_refused_by_name_at_once(
     values: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
-    for asked in ("auto", "transformers"):
+    for impl in ("auto", "transformers"):
         began = time.monotonic()
         with pytest.raises(ModelError, match=said):
-            choose_impl(tmp_path, EngineOptions(model_impl=asked))
+            choose_impl(tmp_path, EngineOptions(model_impl=impl))
         assert time.monotonic() - began < 1
 
 
 def test_what_the_code_does_not_serve_is_refused_by_name(tmp_path: Path) -> None:
     make_tiny("gpt_neox", tmp_path)
-    with pytest.raises(FieldError) as told:
+    with pytest.raises(FieldError) as caught:
         load_modelling_decoder(tmp_path, device="cpu", numerics="invariant")
-    assert told.value.field == "numerics"
+    assert caught.value.field == "numerics"
     with pytest.raises(ModelError, match="GPTNeoXForCausalLM is not supported"):
         LLM(tmp_path, **SCARCE | {"model_impl": "own"})

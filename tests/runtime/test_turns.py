@@ -1,6 +1,6 @@
-"""Which drafter a slot turns to first: learnt from verdicts and replays, by the chain that serves.
+"""The drafter that a slot tries first is learnt from verdicts and replays, by chain.
 
-Texts are known beforehand, rows greedy, so a draft stands where it is what the text says.
+Texts are known beforehand and rows greedy: a draft is accepted if it equals the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRICE = 0.02
 
 
 def edited(rng: np.random.Generator) -> list[int]:
-    """The prompt again and again, of which a token in 25 is another each time."""
+    """Return a prompt repeated again and again, with one token in 25 changed each time."""
     text = rng.integers(0, VOCAB, PROMPT_TOKENS)
     rounds = [text]
     while len(rounds) * PROMPT_TOKENS < LENGTH_TOKENS:
@@ -41,12 +41,12 @@ def edited(rng: np.random.Generator) -> list[int]:
 
 
 def free(rng: np.random.Generator) -> list[int]:
-    """Few words in any order: two that met before meet again, and go on in another way."""
+    """Return few words in random order: pairs repeat, but continue differently."""
     return rng.integers(0, 12, LENGTH_TOKENS).tolist()
 
 
 class KnowingModel(DraftModel):
-    """Knows a share of each text's tokens, and guesses 399 elsewhere."""
+    """A draft model that knows a share of each text's tokens, and guesses 399 elsewhere."""
 
     def __init__(self, texts: dict[int, list[int]], shares: dict[int, float]) -> None:
         self.context_tokens = LENGTH_TOKENS
@@ -85,8 +85,8 @@ class Served:
         self.texts = {i: (edited, free)[i % 2](rng) for i in range(6)}
         model = KnowingModel(self.texts, {i: (0.3, 0.85)[i % 2] for i in range(6)})
         lookups = {"ngram": NgramLookup(), "suffix": SuffixLookup()}
-        held = {name: LookupDrafter(lookup) for name, lookup in lookups.items()}
-        self.chain = ChainDrafter(model=model, lookups=held, default=chain, model_price=price)
+        loaded = {name: LookupDrafter(lookup) for name, lookup in lookups.items()}
+        self.chain = ChainDrafter(model=model, lookups=loaded, default=chain, model_price=price)
         self.table = InputBatch(8, 16, VOCAB)
         self.chain.bind(self.table, 16)
         self.slot_of: dict[int, int] = {}
@@ -102,7 +102,7 @@ class Served:
         self.slot_of[text] = slot
 
     def move(self, slots: Sequence[int]) -> None:
-        """All are preempted, and resumed: text i in slot `slots[i]`."""
+        """Preempt and resume all: text i in slot `slots[i]`."""
         known = {i: int(self.table.num_tokens[slot]) for i, slot in self.slot_of.items()}
         for slot in self.slot_of.values():
             self.table.release(slot)
@@ -130,7 +130,7 @@ class Served:
         self.chain.score(slots, proposal.num_drafted)
 
     def run(self) -> Served:
-        """Until the first text nears its end."""
+        """Run until the first text nears its end."""
         while self.table.num_tokens.max() < LENGTH_TOKENS - K - 1:
             self.step()
         return self
@@ -140,7 +140,7 @@ class Served:
         return self.accepted / self.steps
 
     def first(self) -> list[str]:
-        """Whose the first turn is of each text."""
+        """Return the drafter that is first for each text."""
         turns = self.chain._turns
         return [
             next(n for t, n in turns.order if turns.of(t, n, np.array([slot]))[0])
@@ -150,7 +150,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def best_single() -> np.ndarray:
-    """By text; no single drafter is the best for all."""
+    """Return acceptance by text; no single drafter is the best for all."""
     means = np.array([Served(chain).run().mean_accepted for chain in SINGLES])
     assert means.argmax(axis=0).tolist() == [1, 0] * 3
     return means.max(axis=0)
@@ -196,7 +196,8 @@ def test_what_was_learnt_follows_a_sequence_to_another_slot(monkeypatch):
 
 @pytest.mark.parametrize("begins", ["as a copy", "as free text"])
 def test_a_sequence_that_changes_is_followed(begins):
-    """A lookup is heard of while the model drafts, and the model is tried now and then."""
+    """Evidence about lookups arrives while the model drafts, and the model is tried now and
+    then."""
     served, turn = Served(("suffix", "model")), PROMPT_TOKENS + 250
     copies = range(0, 6, 2)
     for i in copies:
@@ -219,8 +220,8 @@ def test_a_sequence_that_changes_is_followed(begins):
     assert firsts[False].count("model") > 0.8 * len(firsts[False]) > 10
 
 
-def test_a_slot_goes_by_the_chain_of_whoever_is_in_it() -> None:
-    """Turns of a chain of one stay where they are when it leaves, for the next one of it."""
+def test_a_slot_follows_the_chain_of_its_sequence() -> None:
+    """Credits learnt by a chain of one stay when its sequence leaves, for the next one."""
     served = Served(("suffix",))
     assert served.first() == ["suffix"] * 6
     served.chain.default = ("model",)

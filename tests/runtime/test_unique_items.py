@@ -1,4 +1,4 @@
-"""Lists of strings that have none twice (`uniqueItems`): the processor, and through the engine."""
+"""Lists of strings without duplicates (`uniqueItems`): the processor, and through an engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LISTS: dict[str, dict[str, Any]] = {
 
 
 def outputs(schema: Any, seed: int) -> tuple[list[int], Structured]:
-    """By chance among what is allowed, with a taste for ends."""
+    """Return random texts among those allowed, with a preference for ends."""
     structured, output = Structured(GRAMMARS, StructuredOutputs(json=schema), VOCAB), list[int]()
     rng = random.Random(seed)
     while EOS not in output:
@@ -82,12 +82,12 @@ def test_without_it_strings_would_repeat(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_other_lists_may_repeat() -> None:
-    """Those of other properties, and texts that look like such a list."""
+    """Lists of other properties, and texts that look like such a list, may repeat."""
     schema = LISTS["strings"]
     schema = schema | {"properties": schema["properties"] | {"notes": {}}}
-    asked = StructuredOutputs(json=schema)
+    structured_outputs = StructuredOutputs(json=schema)
     text = r'{"tags": ["a","b","ab","ba"],"notes": {"x": ["a","a"],"y": "\"tags\": [\"a\",\"a"'
-    structured = Structured(GRAMMARS, asked, VOCAB)
+    structured = Structured(GRAMMARS, structured_outputs, VOCAB)
     for token in TOKENIZER.encode(text):
         row = torch.zeros(VOCAB)
         structured.shape(row)
@@ -102,7 +102,7 @@ def tool_call() -> StructuredOutputs:
     return forced.output
 
 
-ASKED = [*(StructuredOutputs(json=schema) for schema in LISTS.values()), tool_call()]
+OUTPUTS = [*(StructuredOutputs(json=schema) for schema in LISTS.values()), tool_call()]
 
 
 @lru_cache
@@ -111,7 +111,7 @@ def draft() -> DraftModel:
 
 
 def run(*, drafts: bool = False, **options: Any) -> Run:
-    asked = [
+    batch = [
         make_request(
             f"r{i}",
             list(range(5, 25)),
@@ -121,23 +121,23 @@ def run(*, drafts: bool = False, **options: Any) -> Run:
             temperature=1.0,
             verification="coupled",
         )
-        for i, each in enumerate(ASKED)
+        for i, each in enumerate(OUTPUTS)
     ]
-    held, model = (draft(), draft().model) if drafts else (None, None)
-    settings = {"drafting": held, "grammars": GRAMMARS, "eos_ids": (EOS,)}
-    return run_engine(asked, tiny_model(vocab_size=VOCAB), model, **settings, **options)
+    drafter, model = (draft(), draft().model) if drafts else (None, None)
+    settings = {"drafting": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
+    return run_engine(batch, tiny_model(vocab_size=VOCAB), model, **settings, **options)
 
 
 def test_through_the_engine_with_drafts_overlap_and_preemptions() -> None:
     plain, whole = run(), 0
-    for i, each in enumerate(ASKED):
+    for i, outputs in enumerate(OUTPUTS):
         assert plain.reasons[f"r{i}"] is not FinishReason.ERROR, plain.messages
         if plain.reasons[f"r{i}"] is FinishReason.STOP:
             whole += 1
             value = json.loads(TOKENIZER.decode(plain.outputs[f"r{i}"]))
-            if each.json is None:
+            if outputs.json is None:
                 value = value[0]["arguments"]
-            schema = list(LISTS.values())[i] if each.json else LISTS["all of them"]
+            schema = list(LISTS.values())[i] if outputs.json else LISTS["all of them"]
             jsonschema_rs.validate(schema, value)
     assert whole >= 3
     for depth in (0, 1):

@@ -1,4 +1,4 @@
-"""Rows verified in different ways share a step: each has the verdict that it has among its kind."""
+"""Rows verified in different ways share a step: each has the same verdict as among its kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("greedy", "coupled", "rejects", "in_blocks")
 
 
 def table() -> InputBatch:
-    """Row i is of kind i % 4; filters and seeds of its own."""
+    """Return a table whose row i is of kind i % 4, with filters and seeds of its own."""
     made, rows = InputBatch(ROWS, 16, VOCAB), np.arange(ROWS)
     made.keys[:] = np.stack((rows, rows + 1), axis=1)
     made.greedy[:] = rows % 4 == 0
@@ -30,8 +30,8 @@ def table() -> InputBatch:
 
 
 class Step:
-    """Ragged k in 0..4. In every third row drafts were chosen with certainty, elsewhere they are
-    likely ones of q. One row is not a number."""
+    """A step with ragged k in 0..4. In every third row drafts were chosen with certainty, elsewhere
+    they are likely tokens of q. One row is NaN."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
@@ -56,19 +56,19 @@ class Step:
         for row in rows[made.rejects[rows]].tolist():
             q.append(self.q[self.starts[row] : self.starts[row] + self.k[row]])
         flat = np.concatenate([self.starts[r] + np.arange(self.k[r] + 1) for r in rows.tolist()])
-        wanted = Wanted(
+        rows_to_verify = Wanted(
             slots=rows,
             known=20 + rows,
             num_drafted=self.k[rows],
             drafts=self.drafts[rows],
             probs=torch.cat(q) if q else None,
         )
-        return verify(self.logits[torch.from_numpy(flat)], wanted, made)
+        return verify(self.logits[torch.from_numpy(flat)], rows_to_verify, made)
 
 
 def differing(step: Step) -> list[str]:
-    """Kinds of which a row has another verdict among all than among its own."""
-    everybody, found = step.verify(np.arange(ROWS)), []
+    """Return the kinds with a row whose verdict among all differs from that among its own kind."""
+    everybody, kinds = step.verify(np.arange(ROWS)), []
     for kind, name in enumerate(KINDS):
         rows = np.arange(kind, ROWS, 4)
         own = step.verify(rows)
@@ -80,11 +80,11 @@ def differing(step: Step) -> list[str]:
             and np.array_equal(own.tokens[emitted], everybody.tokens[rows][emitted])
         )
         assert everybody.expected_accepted is not None
-        told = accepted if own.expected_accepted is None else own.expected_accepted
+        reported = accepted if own.expected_accepted is None else own.expected_accepted
         fine = own.status == RowStatus.OK
-        same &= np.array_equal(told[fine], everybody.expected_accepted[rows][fine])
-        found += [] if same else [name]
-    return found
+        same &= np.array_equal(reported[fine], everybody.expected_accepted[rows][fine])
+        kinds += [] if same else [name]
+    return kinds
 
 
 def test_every_kind_is_verified_as_if_it_were_alone() -> None:
@@ -104,17 +104,18 @@ def test_drafts_weighed_with_the_q_of_another_row_are_noticed(
 ) -> None:
     real = verification._drafted_from
 
-    def shifted(wanted: Wanted, at: I64, made: InputBatch) -> torch.Tensor | None:
-        q = real(wanted, at, made)
-        whole = q is None or wanted.probs is None or len(q) == len(wanted.probs)
-        return q if whole else wanted.probs[: len(q)]
+    def shifted(rows_to_verify: Wanted, at: I64, made: InputBatch) -> torch.Tensor | None:
+        q = real(rows_to_verify, at, made)
+        whole = q is None or rows_to_verify.probs is None or len(q) == len(rows_to_verify.probs)
+        return q if whole else rows_to_verify.probs[: len(q)]
 
     monkeypatch.setattr(verification, "_drafted_from", shifted)
     assert "in_blocks" in differing(Step())
 
 
 def test_a_block_is_not_verified_by_token() -> None:
-    """The same rows, the other way: with one draft the same to the bit, with more not always."""
+    """The same rows are verified by token. With one draft verdicts agree to the bit, with more not
+    always."""
     step, rows = Step(), np.arange(3, ROWS, 4)
     blocks = step.verify(rows)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Checkpoints that hold more, or less, than their config.json says: both bodies of code agree."""
+"""Checkpoints with more or fewer tensors than their config.json implies: our code and transformers'
+agree."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ IMPLS = pytest.mark.parametrize("impl", ["own", "transformers"])
 
 
 def change(path: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1) -> None:
-    """Adds tensors to a checkpoint."""
+    """Add tensors to a checkpoint."""
     every = load_file(path / "model.safetensors") | tensors
     if shards == 1:
         save_file(every, path / "model.safetensors", metadata={"format": "pt"})
@@ -48,7 +49,7 @@ def prompt_logprobs(path: Path, impl: str) -> list[float]:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("family", FAMILY)
-def test_a_head_beside_a_tied_embedding(
+def test_a_head_in_addition_to_a_tied_embedding(
     tmp_path: Path, family: str, shards: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tied, other = tmp_path / "tied", tmp_path / "other"
@@ -61,19 +62,19 @@ def test_a_head_beside_a_tied_embedding(
         path: [prompt_logprobs(path, impl) for impl in ("own", "transformers")]
         for path in (tied, other)
     }
-    for own, theirs in said.values():
-        assert own == pytest.approx(theirs, abs=2e-3)
+    for own, other_code in said.values():
+        assert own == pytest.approx(other_code, abs=2e-3)
     assert said[tied][0] != said[other][0]
     messages = [record.getMessage() for record in caplog.records]
-    told = [m for m in messages if "tie_word_embeddings" in m]
-    assert len(told) == 2 and all(str(other) in m and HEAD in m for m in told)
+    warnings = [m for m in messages if "tie_word_embeddings" in m]
+    assert len(warnings) == 2 and all(str(other) in m and HEAD in m for m in warnings)
     assert not any("are not read" in m for m in messages)
     configure(other, tie_word_embeddings=False)
     assert prompt_logprobs(other, "own") == said[other][0]
 
 
 @IMPLS
-def test_tensors_that_nothing_reads_are_told(
+def test_tensors_that_nothing_reads_are_reported(
     tmp_path: Path, impl: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(tmp_path, "llama", num_hidden_layers=8, tie_word_embeddings=False)
@@ -83,10 +84,12 @@ def test_tensors_that_nothing_reads_are_told(
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}
     change(tmp_path, bias | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     prompt_logprobs(tmp_path, impl)
-    (told,) = [m for r in caplog.records if "are not read" in (m := r.getMessage())]
-    assert f"{tmp_path}: 55 tensors" in told and "model.layers.7." not in told
-    assert "model.layers.0.* (1), model.layers.2.* (9)" in told and told.endswith(" and 3 more")
-    assert len(told) < 300 + len(str(tmp_path))
+    (message,) = [m for r in caplog.records if "are not read" in (m := r.getMessage())]
+    assert f"{tmp_path}: 55 tensors" in message and "model.layers.7." not in message
+    assert "model.layers.0.* (1), model.layers.2.* (9)" in message and message.endswith(
+        " and 3 more"
+    )
+    assert len(message) < 300 + len(str(tmp_path))
 
 
 @IMPLS

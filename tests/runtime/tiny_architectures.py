@@ -1,5 +1,5 @@
-"""Architectures of transformers, made tiny, with random weights: what its modelling code is served
-with. Each is what one of them is like, with windows that a test's sequences pass."""
+"""Tiny architectures of transformers with random weights, to test serving its modelling code.
+Windows are shorter than a test's sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-SEVERAL = (  # of unlike kinds
+SEVERAL = (  # of different kinds
     *("cohere2", "deepseek_v3", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss"),
     *("granite", "mixtral", "olmo2", "phi3", "qwen3_moe", "stablelm"),
 )
@@ -98,19 +98,19 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str) -> Any:
-    """The configuration of a `model_type`, with the fields that it has of those above."""
+    """Return the configuration of a `model_type`, with those of the fields above that it has."""
     from transformers import AutoConfig
 
-    asked = _COMMON | (_EXPERTS if any(n in kind for n in _EXPERT_NAMES) else {})
-    asked = asked | _OWN.get(kind, {})
+    fields = _COMMON | (_EXPERTS if any(n in kind for n in _EXPERT_NAMES) else {})
+    fields = fields | _OWN.get(kind, {})
     base = AutoConfig.for_model(kind)
     known = set(base.to_dict()) | set(getattr(base, "attribute_map", {}))
-    return AutoConfig.for_model(kind, **{k: v for k, v in asked.items() if k in known})
+    return AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k in known})
 
 
 def make_tiny(kind: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Writes a model of a `model_type` to `folder`, and gives what is read from there. Raises
-    ValueError where none of a reasonable size comes of it."""
+    """Write a model of a `model_type` to `folder`, and return it as read from there. Raises
+    ValueError if none of a reasonable size results."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(kind)
