@@ -22,12 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from tests.triton_kernels.interpreter.light import without_overflow_checks
+from tests.triton_kernels.interpreter.quick import reuse_types
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from triton_kernels.build import interpreter
 
     interpreter.repair()
+    reuse_types()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
