@@ -23,7 +23,7 @@ from cbatch.runtime.model.config_json import load_config, parse_config
 from cbatch.runtime.model.families import families
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
-from tests.runtime.test_transformers_backend import SCARCE, eager_text, sequences
+from tests.runtime.test_transformers_backend import SCARCE, assert_greedy, sequences
 from tests.runtime.tiny_architectures import tiny_config
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
@@ -141,13 +141,11 @@ def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
     net = make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    expected = [eager_text(net, prompt, 24) for prompt in prompts]
     for lookahead in ("off", "fixed:4"):
         settings = SCARCE | {"model_impl": "auto", "lookahead": lookahead, "num_blocks": 15}
         llm = LLM(tmp_path, drafter=("ngram",), **settings)
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        done = llm.generate(prompts, params)
-        assert [list(each.token_ids) for each in done] == expected, lookahead
+        assert_greedy(net, prompts, llm.generate(prompts, params), 24)
         stats = llm.engine.scheduler.stats
         assert stats.preemptions and stats.prefix_hit_tokens
         assert bool(stats.drafted_tokens) == (lookahead != "off")
@@ -320,7 +318,7 @@ def test_such_a_model_drafts_for_another(tmp_path: Path) -> None:
     llm = LLM(tmp_path, tmp_path, lookahead="fixed:3", **SCARCE | {"model_impl": "auto"})
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     (done,) = llm.generate(prompt, params)
-    assert list(done.token_ids) == eager_text(net, prompt, 12)
+    assert_greedy(net, [prompt], [done], 12)
     assert done.speculation.mean_accepted_tokens > 2
 
 
