@@ -43,7 +43,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.2},
 )
 COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 4}
-LENGTHS = (40, 12, 24, 12)  # of outputs, used in turn
+LENGTHS = (24, 8, 16, 8)  # of outputs, used in turn
 SCARCE_BLOCKS = 96  # of 4 tokens: the longest request fits, but 8 others do not fit together
 # Prompts for smollm2: text that repeats itself, which lookups guess.
 PROMPTS = (
