@@ -18,6 +18,7 @@ from bench.engine.shapes import write_random_model
 from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
+from bench.peers.figures import DECODE
 from bench.peers.files import ModelFormats
 from bench.peers.gguf_writer import F16, F32, write_gguf
 from bench.peers.processes import Worker
@@ -37,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", "--startup", *sizes])
+    kinds = ("--type", "bf16", "--batch", "3", "--startup", "--limits")
+    peers.main(["--model", "llama-1m", *kinds, *sizes])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     present = [peer for peer in ("llama.cpp", "vllm") if importlib.util.find_spec(PACKAGE[peer])]
     names = [*present, "transformers", "transformers continuous"]
@@ -46,10 +48,13 @@ def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     telling = [name for name in ("cbatch", *names) if name in ("cbatch", "llama.cpp")]
     assert [(row["figure"], row["system"]) for row in told["results"]] == [
         *(("startup_s", name) for name in ("cbatch", *names)),
-        *(("output_tokens_per_s", name) for name in ("cbatch", *names)),
-        *(("decode_tokens_per_s", name) for name in telling),
+        *(("output_tokens_per_s", name) for name in ("cbatch", *names, "limits")),
+        *(("decode_tokens_per_s", name) for name in (*telling, "limits")),
     ]
     assert all(row["value"] > 0 for row in told["results"])
+    rates = [row for row in told["results"] if row["figure"] != "startup_s"]
+    assert all(row["of_limit"] > 0 for row in rates)
+    assert all(row["read_gb_per_s"] > 0 for row in rates if row["figure"] == DECODE)
 
 
 def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from bench.engine.systems import EngineRun, System
-from bench.peers import __main__ as peers
 from bench.peers import figures
 from bench.peers.figures import DECODE, OUTPUT, PREFILL, rows_of
 from bench.peers.files import ModelFormats
@@ -135,16 +133,3 @@ def test_prefill_tells_what_was_multiplied(model: ModelFormats) -> None:
     tokens = figures.PREFILL_PROMPTS * figures.PREFILL_TOKENS
     flop = tokens * model.token_flop + figures.PREFILL_PROMPTS * model.prompt_flop
     assert rows[0]["multiplied_gflop_per_s"] == pytest.approx(flop / 4 / 1e9, rel=1e-2)
-
-
-@pytest.mark.slow
-def test_limits_take_turns_in_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--prompt-tokens", "8", "--output-tokens", "4", "--prompts", "1", "--repeats", "1")
-    few = ("--peer", "--skip-agreement", "--batch", "2", *sizes)
-    peers.main(["--model", "llama-1m", "--limits", *few])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(row["figure"], row["system"]) for row in told["results"]] == [
-        (figure, system) for figure in (OUTPUT, DECODE) for system in ("cbatch", "limits")
-    ]
-    assert all(row["value"] > 0 and row["of_limit"] > 0 for row in told["results"])
-    assert told["results"][2]["read_gb_per_s"] > 0

@@ -58,7 +58,7 @@ SESSIONS = ("--turns", "fixed:3", "--think", 0.3)
 
 
 @pytest.mark.parametrize(
-    ("counts", "more"), [((25, 100, 600), ("--requests",)), ((10, 100), (*SESSIONS, "--sessions"))]
+    ("counts", "more"), [((25, 600), ("--requests",)), ((10, 100), (*SESSIONS, "--sessions"))]
 )
 def test_the_same_load_has_the_same_capacity_however_long_its_trace(
     cbatch: Command, tmp_path: Path, counts: tuple[int, ...], more: tuple[Any, ...]

@@ -39,16 +39,16 @@ def ask_alone(server: Server, expected: dict[str, Any], account: Account) -> Non
             account.wrong.append(f"alone, {name}: {difference(expected[name], found)}")
 
 
-def warm_up(server: Server, expected: dict[str, Any], account: Account) -> Memory:
-    """All slots, all blocks, and every kind of call: what is taken once and kept is taken then, and
-    counted."""
+def warm_up(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> Memory:
+    """Use all slots, all blocks and every kind of call, so that memory which is kept is counted
+    after `rest_s` seconds without a call."""
     rng = random.Random(0)
     for _ in range(5):
         prompts = [rng.choices(_VOCABULARY, k=1000) for _ in range(8)]
         told(server.port, Ask(COMPLETIONS, {"prompt": prompts, "max_tokens": 1}))
     told(server.port, Ask(COMPLETIONS, {"prompt": "x", "n": 32, "max_tokens": 8, "logprobs": 20}))
     ask_alone(server, expected, account)
-    time.sleep(REST_S)
+    time.sleep(rest_s)
     return server.memory()
 
 
@@ -86,8 +86,8 @@ def disturb(
     account.wrong += crowd.wrong
 
 
-def look_after(server: Server, expected: dict[str, Any], account: Account) -> None:
-    """What is left of all that, in a server that is asked for nothing more."""
+def look_after(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> None:
+    """Check what the server still holds once it is asked for nothing more."""
     wrong = account.wrong
     try:
         wait_until(lambda: not server.held(), DRAIN_S, "")
@@ -104,7 +104,7 @@ def look_after(server: Server, expected: dict[str, Any], account: Account) -> No
     probe.at_once([lambda: probe.post({"prompt": "x", "max_tokens": 64})] * CALLS_PER_KEY)
     if set(probe.outcomes) != {"200"}:
         wrong.append(f"calls of a key that has none open: {probe.outcomes}")
-    account.after = warm_up(server, expected, account)
+    account.after = warm_up(server, expected, account, rest_s)
     server.kill_engine()
     deaths = [line for line in server.log() if "open_requests" in line]
     if deaths[-1]["open_requests"]:
