@@ -312,12 +312,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
     parser.add_argument("--model", help="with a chat template (default: the demo pair)")
-    parser.add_argument("--draft", help="that guesses for --model: another, or a head of it")
-    parser.add_argument("--drafter", nargs="+", help="by name (default: the draft model)")
+    parser.add_argument("--draft", help="draft model for --model, or a head of it")
+    parser.add_argument("--drafter", nargs="+", help="drafters by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="times through all prompts")
-    parser.add_argument("--turn-tokens", type=int, default=24, help="of a policy, at least")
+    parser.add_argument(
+        "--turn-tokens", type=int, default=24, help="minimum tokens per turn of a policy"
+    )
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)

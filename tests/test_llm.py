@@ -198,7 +198,7 @@ def test_memory_for_kv_sets_the_number_of_blocks(pair: tuple[Path, Path]) -> Non
     alone = make(pair, draft=False, kv_memory_bytes=2**20).info
     assert alone.num_blocks > with_draft.num_blocks > 1
     assert with_draft.kv_memory_bytes <= 2**20
-    with pytest.raises(FieldError, match="kv_memory_bytes: holds no block"):
+    with pytest.raises(FieldError, match="kv_memory_bytes: does not hold one block"):
         make(pair, kv_memory_bytes=10)
 
 

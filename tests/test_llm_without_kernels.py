@@ -41,7 +41,7 @@ def test_without_a_compiler(
     build_model(tmp_path, "llama")
     model = as_gguf(tmp_path, Q8_0) if stored == "blocks" else tmp_path
     without_compilers(monkeypatch)
-    expected = "no kernels of our own, torch's products compute: no C compiler; install .*"
+    expected = "kernels are not available, torch computes products: no C compiler; install .*"
     serves(model, caplog, expected, "products: (packed|native)")
 
 
@@ -55,7 +55,7 @@ def test_with_a_compiler_that_fails(
     build_model(tmp_path, "llama")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.setattr(Compiler, "run", fails)
-    expected = "no kernels of our own, torch's products compute: Command .* there is none"
+    expected = "kernels are not available, torch computes products: Command .* there is none"
     serves(as_gguf(tmp_path, Q8_0), caplog, expected, "products: (packed|native)")
 
 
@@ -67,6 +67,8 @@ def test_with_a_cache_that_cannot_be_written(
     build_model(tmp_path, "llama")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
-    expected = r"/proc/nobody/cbatch/compiled takes no kernels \(.*\): they are compiled for .*"
+    expected = (
+        r"kernels cannot be cached in /proc/nobody/cbatch/compiled \(.*\): they are compiled for .*"
+    )
     kernels = f"products: compiled Q8_0; kernels: {build.builds.offered()[0].name}"
     serves(as_gguf(tmp_path, Q8_0), caplog, expected, kernels)

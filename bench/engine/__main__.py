@@ -73,11 +73,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="at least so many a repeat")
+    parser.add_argument("--prompts", type=int, default=8, help="minimum per repeat")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     args = parser.parse_args(argv)
     if args.shape and (args.model or args.draft):
-        parser.error("--shape writes its own model: give no MODEL and no --draft")
+        parser.error("--shape writes its own model: leave out MODEL and --draft")
     return args
 
 

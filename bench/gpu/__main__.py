@@ -65,7 +65,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all")
     parser.add_argument("--peers", type=Path, help="folder with vllm/, or vllm.txz and wheels/")
     parser.add_argument(
-        "--minutes", type=float, default=_MINUTES, help=f"of the whole run; default {_MINUTES:g}"
+        "--minutes",
+        type=float,
+        default=_MINUTES,
+        help=f"duration of the whole run; default {_MINUTES:g}",
     )
     parser.add_argument(
         "--triton-cache",
@@ -73,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help=f"unpacked before the run if it exists; DIR/{CACHE} is written after it",
     )
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if git is not available")
     parser.add_argument("--child", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.peers is not None and not any((args.peers / n).exists() for n in ("vllm", "vllm.txz")):

@@ -101,7 +101,7 @@ class GpuRun:
 
     @property
     def rows(self) -> Rows:
-        missing = {"status": "left out: the minutes do not hold it"}
+        missing = {"status": "left out: not enough time"}
         return {name: ran.journal.rows for name, ran in self._ran.items()} | {
             name: {name: missing} for name in self._left_out
         }

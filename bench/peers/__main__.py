@@ -73,21 +73,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.lookahead[0] != "off":
-        parser.error("--lookahead: ratios are to off: name it first")
+        parser.error("--lookahead: ratios are relative to off: name it first")
     for name in args.model:
         if name not in NAMES and not Path(name).exists():
-            parser.error(f"--model: {name} is none of {_MODELS}")
+            parser.error(f"--model: {name} is not one of {_MODELS}")
         try:
             if name in PACKAGED:
                 find_model(name)
         except FieldError as error:
             parser.error(f"--model: {error}")
     if not (args.batch or args.prefill or args.startup or args.perplexity):
-        parser.error("--batch: none, and nothing else is asked for")
+        parser.error("--batch: give a batch, or another measurement")
     if args.limits and not (args.batch or args.prefill):
-        parser.error("--limits: they are beside --batch or --prefill, and neither is asked for")
+        parser.error("--limits: give --batch or --prefill as well")
     if args.perplexity is not None and not args.perplexity.is_file():
-        parser.error(f"--perplexity: {args.perplexity} is no file")
+        parser.error(f"--perplexity: {args.perplexity} is not a file")
     if args.cpus and not set(args.cpus) <= os.sched_getaffinity(0):
         allowed = " ".join(map(str, sorted(os.sched_getaffinity(0))))
         parser.error(f"--cpus: name some of {allowed}, which this process may run on")
@@ -111,10 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each system")
-    parser.add_argument("--prompts", type=int, default=4, help="at least so many a repeat")
-    parser.add_argument("--threads", type=int, help="of every system; else as many as processors")
+    parser.add_argument("--prompts", type=int, default=4, help="minimum per repeat")
+    parser.add_argument(
+        "--threads", type=int, help="threads of every system (default: number of processors)"
+    )
     parser.add_argument("--cpus", type=int, nargs="+", metavar="N", help="that all systems run on")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="loops that run beside")
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="busy loops that run at the same time"
+    )
     parser.add_argument("--prefill", action="store_true", help="time long prompts too")
     parser.add_argument("--startup", action="store_true", help="time constructors too")
     parser.add_argument("--limits", action="store_true", help="time the machine too")
@@ -186,7 +190,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plot is not None:
         _plot(args.plot, rows)
     title_start = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
-    tables = [("greedy tokens beside cbatch, lookahead off", compared), ("perplexity", accuracy)]
+    tables = [
+        ("greedy tokens compared with cbatch, lookahead off", compared),
+        ("perplexity", accuracy),
+    ]
     tables += [(title_start + figure, of_figure(figure, rows)) for figure in FIGURES]
     for title, table in tables:
         if table:
@@ -212,13 +219,13 @@ def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str
     if args.cpus is not None:
         notes.append(f"all on processors {', '.join(map(str, args.cpus))}")
     if args.busy:
-        notes.append(f"{args.busy} busy loops beside")
+        notes.append(f"{args.busy} busy loops at the same time")
     absent = [peer for peer in args.peer if python_of(peer, args) is None]
     for peer, flag in (("llama.cpp", "--llama"), ("vllm", "--vllm")):
         if peer in absent:
             notes.append(f"{peer} left out: name a Python that has it by {flag}")
     if args.skip_agreement:
-        notes.append("whether all compute the same model was not looked at")
+        notes.append("agreement of the systems was not checked")
     wrong = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]
     if wrong:
         notes.append(f"computes another model, its figures mean nothing: {', '.join(wrong)}")

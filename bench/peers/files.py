@@ -201,7 +201,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
             original_max_position_tokens=_LLAMA3_TOKENS,
         )
         if not torch.allclose(inverse_frequencies(rope, config.head_dim), frequencies, rtol=1e-4):
-            raise ValueError("rope_freqs.weight: the factors are none of Llama 3's")
+            raise ValueError("rope_freqs.weight: the factors are not those of Llama 3")
     fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.type]}
     original = rope.original_max_position_tokens
     if original:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "client_share_of_a_core": round(client, 3),
     }
     print_report(
-        f"served beside LLM.generate: {args.prompt_tokens} tokens in, {args.output_tokens} out",
+        f"server over LLM.generate: {args.prompt_tokens} tokens in, {args.output_tokens} out",
         [row],
         notes=(f"medians of {args.repeats} repeats in turns; ratios within a repeat",),
     )

@@ -69,7 +69,7 @@ def start_up_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.simulator", description=__doc__)
     parser.add_argument("trace", nargs="?", type=Path)
-    parser.add_argument("--requests", type=int, default=2_000, help="the first so many")
+    parser.add_argument("--requests", type=int, default=2_000, help="number of requests")
     arguments = parser.parse_args()
     start_s = min(start_up_s() for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:

@@ -139,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():
-        raise SystemExit(str(FieldError("--data", f"{run} is no folder", "name `measured`")))
+        raise SystemExit(str(FieldError("--data", f"{run} is not a folder", "name `measured`")))
     simulated_times, settings = simulated(args.data, run, args.num_blocks)
     print_report(
         f"simulator against vLLM: {args.run}",

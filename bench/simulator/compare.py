@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     more, host = world.outside, world.host
     if comparison.kind != "engine":
         notes.append(
-            f"outside of the engine a request spends {more.request_s * 1e3:.2f} ms, a step "
+            f"outside the engine a request takes {more.request_s * 1e3:.2f} ms, a step "
             f"{more.step_s * 1e3:.2f} ms, a row of it {more.row_s * 1e3:.3f} ms"
         )
     if host is not None:

@@ -24,14 +24,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "calibrate",
         usage="%(prog)s [MODEL] --out FILE [options]",
-        description="Runs made-up batches of many sizes, lookaheads and lengths, fits prices to "
-        "their durations, and says how well these predict other batches.",
+        description="Measure batches of many sizes, draft lengths and contexts, fit a cost profile "
+        "to them, and print how well the profile predicts other batches.",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON to write")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="through all batches")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a batch")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and of the batches' order")
-    add_json_option(parser, "how well the prices fit")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="cost profile to write, in JSON"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds through all batches")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per batch")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of lengths and of the order of batches"
+    )
+    add_json_option(parser, "the accuracy of the profile")
     add_flags(parser, ModelSettings)
     parser.set_defaults(run=run)
 

@@ -34,22 +34,27 @@ _SAMPLING = {"max_tokens": 120, "temperature": 0.0}
 FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself.
 RACE_PROMPTS = 6  # prompts of the measurement that runs one sequence at a time.
 LEAST_GAIN = 1.02  # `NO_GAIN` is printed if speculation is less than this many times as fast
-NO_GAIN = "with {} at once nothing is gained here: to verify a draft costs about what it saves"
+NO_GAIN = (
+    "with {} at once speculation gains nothing here: verifying a draft costs as much as it saves"
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        description="Many sequences in every step, each slot speculating with its own k: the "
-        "shipped pair completes Python functions; then smollm2, if it is installed, answers "
-        "questions, drafting by lookup.",
+        description="The shipped pair of models completes Python functions, with many sequences in "
+        "every step, each with its own draft length. Then smollm2, if it is installed, answers "
+        "questions with drafts from lookups.",
     )
     engine = ("lookahead", "drafter", "max_num_seqs", "dtype", "numerics")
     add_flags(parser, EngineOptions, only=engine, defaults=_ENGINE)
     add_flags(parser, SamplingParams, only=("max_tokens", "temperature"), defaults=_SAMPLING)
-    parser.add_argument("--prompts", type=int, default=24, help="how many of the prompts")
+    parser.add_argument("--prompts", type=int, default=24, help="number of prompts")
     parser.add_argument(
-        "--steps-per-s", type=float, default=STEPS_PER_S, help="pace on a terminal; 0: full speed"
+        "--steps-per-s",
+        type=float,
+        default=STEPS_PER_S,
+        help="speed of the display; 0: as fast as possible",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)

@@ -77,7 +77,10 @@ def chat(
     print_summary(run, console)
     stats = engine.scheduler.stats
     share = stats.prefix_hit_tokens / stats.prompt_tokens
-    console.print(f"of the prompts {share:.0%} was found in the prefix cache", highlight=False)
+    console.print(
+        f"prompt tokens from the prefix cache: {share:.0%} was found in the prefix cache",
+        highlight=False,
+    )
     return [run]
 
 

@@ -31,7 +31,7 @@ EPILOG = """\
 Each prompt becomes one JSON line, written when it is done:
   {"index", "id", "prompt", "params", "seed", "choices": [{"text", "token_ids", ...}], "error"}
 A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and sampling fields},
-which come before the options. A line at fault is answered with its error, and the others go on.
+which override the options. The answer to an invalid line is its error; other lines are answered.
 The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
 SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # differ from the defaults of `SamplingParams`
@@ -41,15 +41,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "generate",
         usage="%(prog)s [PROMPT ...] [options]",
-        description="Complete prompts, many at once, to JSON lines.",
+        description="Complete many prompts at once and write JSON lines.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--input", type=Path, metavar="FILE", help=".jsonl, or a prompt a line")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted --output")
+    parser.add_argument(
+        "--input", type=Path, metavar="FILE", help="file of prompts: .jsonl, or one prompt per line"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file for results (default: standard output)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run that wrote to --output"
+    )
     parser.add_argument("--no-progress", action="store_true")
     add_json_option(parser)
     add_flags(parser, EngineSettings)

@@ -76,7 +76,7 @@ def _json_job(index: int, line: str, defaults: SamplingParams) -> Job:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise FieldError("line", f"is not JSON ({error})", "write one object a line") from error
+        raise FieldError("line", f"is not JSON ({error})", "write one object per line") from error
     if not isinstance(record, dict):
         raise FieldError("line", "is not a JSON object", 'write {"prompt": "..."}')
     sampling = {name: value for name, value in record.items() if name not in LINE_FIELDS}

@@ -19,11 +19,17 @@ COMMANDS = {
     "generate": ("cbatch.cli.generate", "complete prompts to JSON lines"),
     "serve": ("cbatch.cli.serve", "serve completions over HTTP"),
     "bench": ("bench.load.cli.command", "load-test a server of the OpenAI API"),
-    "demo": ("cbatch.cli.demo", "watch the shipped models complete functions, and a model chat"),
+    "demo": ("cbatch.cli.demo", "show the shipped models completing functions, and a chat"),
     "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
-    "sim capacity": ("sim.cli.capacity", "the highest rate at which a trace keeps an SLO"),
-    "calibrate": ("cbatch.cli.calibrate", "measure what steps cost here, for cbatch sim --cost"),
-    "trace": ("sim.cli.trace", "look at traces of requests, convert, sample and scale them"),
+    "sim capacity": (
+        "sim.cli.capacity",
+        "find the highest rate at which a trace meets its objectives",
+    ),
+    "calibrate": (
+        "cbatch.cli.calibrate",
+        "measure the cost of steps on this machine, for cbatch sim --cost",
+    ),
+    "trace": ("sim.cli.trace", "show, convert, sample, scale and generate traces of requests"),
     "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
 }
 # Removed commands, each with the remedy that its error message names.
@@ -92,7 +98,7 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
         words[:2] = [" ".join(words[:2])]
     try:
         if words[:1] and words[0] in MOVED:
-            raise FieldError(words[0], "is no command of cbatch any more", MOVED[words[0]])
+            raise FieldError(words[0], "is no longer a command of cbatch", MOVED[words[0]])
         args = parser_of(words[0] if words else "").parse_args(words)
         require_place("--json", getattr(args, "json", None))
         status: int = args.run(args)

@@ -63,7 +63,7 @@ class ModelParts:
         for origin in settings.cors_origin:
             if origin != "*" and "://" not in origin:
                 remedy = "give a scheme and a host, as https://app.example, or *"
-                raise FieldError("cors_origin", f"{origin!r} is no origin", remedy)
+                raise FieldError("cors_origin", f"{origin!r} is not an origin", remedy)
         if settings.tool_parser is not None and self._tokenizer is None:
             raise FieldError("tool_parser", "needs a tokenizer", "give one, or leave this out")
         require_record(settings.record)
@@ -140,7 +140,9 @@ def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
         return None
     if not settings.engine.enable_prefix_caching:
         remedy = "leave one of the two out"
-        raise FieldError("kv_events_config", "has nothing to tell with --no-prefix-cache", remedy)
+        raise FieldError(
+            "kv_events_config", "has no events to publish with --no-prefix-cache", remedy
+        )
     from cbatch.kv_events.publisher import KVEventPublisher
 
     publisher = KVEventPublisher(config)

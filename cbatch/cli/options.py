@@ -11,7 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.engine.options import EngineOptions
 
-MODEL_HELP = "directory, .gguf file, hub name or smollm2 (default: the demo pair)"
+MODEL_HELP = "model directory, .gguf file, hub name or smollm2 (default: the demo pair)"
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         knob(
             "engine",
-            "small model that guesses ahead, or an EAGLE or Medusa head of this one",
+            "draft model, or an EAGLE or Medusa head of the model",
             "MODEL",
             aliases=("draft_model",),
         ),
@@ -41,7 +41,7 @@ def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str |
     if model is not None:
         return model, draft
     if draft is not None:
-        raise FieldError("--draft", "needs its target", "name the model as well")
+        raise FieldError("--draft", "needs a target model", "name the model as well")
     from cbatch.demo import demo_paths
 
     return demo_paths()

@@ -15,7 +15,7 @@ STDOUT = Path("-")  # value of `--json` for standard output
 
 
 def add_json_option(group: argparse._ActionsContainer, what: str = "the figures") -> None:
-    text = f"write {what}; -: end with a line of JSON on a terminal, as a pipe is given it"
+    text = f"write {what} to FILE; -: print one line of JSON, as without a terminal"
     group.add_argument("--json", type=Path, metavar="FILE", help=text)
 
 

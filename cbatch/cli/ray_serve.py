@@ -37,16 +37,19 @@ _BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 _CONNECTIONS = "clients connect to Ray Serve"
 _SHARED = "replicas would all write to it"
 _REFUSED = {  # setting: why replicas do not support it, and the remedy
-    "record": (_SHARED, "leave it out, or record a server that is alone"),
-    "kv_events_config": ("Ray Serve chooses the replica, no gateway", "leave it out"),
-    "max_requests_per_key": ("every replica would count alone", "leave the limit to a gateway"),
+    "record": (_SHARED, "leave it out, or record a single server"),
+    "kv_events_config": ("Ray Serve, not a gateway, chooses the replica", "leave it out"),
+    "max_requests_per_key": (
+        "each replica would count only its own calls",
+        "set the limit in a gateway",
+    ),
     "max_connections": (_CONNECTIONS, "leave it out"),
     "request_timeout": (_CONNECTIONS, "leave it out"),
 }
 IN_A_FILE = {  # settings that are refused in the `args` of a Serve config file too
     "ray": ("Ray Serve reads this file", "leave it out"),
-    "host": (_CONNECTIONS, "say it under http_options"),
-    "port": (_CONNECTIONS, "say it under http_options"),
+    "host": (_CONNECTIONS, "set it under http_options"),
+    "port": (_CONNECTIONS, "set it under http_options"),
     "session_header": (_CONNECTIONS, f"set {_BALANCE} to hdr(NAME) on every node"),
 }
 # Defaults of Ray's environment variables for `run_replicas`. HAProxy routes to an HTTP server in
@@ -73,10 +76,12 @@ def require_fit(settings: Settings[ServeSettings], more: Collection[str] = ()) -
     refused = _REFUSED | {name: IN_A_FILE[name] for name in more}
     for name, (why, remedy) in refused.items():
         if name in settings.given:
-            raise FieldError(settings.origin(name), f"is not for replicas: {why}", remedy)
+            raise FieldError(
+                settings.origin(name), f"is not available with replicas: {why}", remedy
+            )
     smallest, largest = settings.values.min_replicas, settings.values.max_replicas
     if largest is not None and largest < smallest:
-        problem = f"{largest} are fewer than the least, {smallest}"
+        problem = f"{largest} is less than min_replicas, {smallest}"
         raise FieldError(settings.origin("max_replicas"), problem, f"give {smallest} or more")
 
 
@@ -192,7 +197,7 @@ def run_replicas(settings: ServeSettings) -> None:
         os.environ.setdefault(name, value)
     if settings.session_header is not None:
         if os.environ[_HAPROXY] != "1":
-            raise FieldError("session_header", "is HAProxy's to read", f"leave {_HAPROXY} out")
+            raise FieldError("session_header", "is read by HAProxy", f"leave {_HAPROXY} out")
         os.environ[_BALANCE] = f"hdr({settings.session_header})"
     serve = require_ray("ray.serve")
     ray.init("local", include_dashboard=False)
@@ -221,7 +226,7 @@ def require_reachable(host: str, node: str) -> None:
     which is the address that HAProxy uses. Raises `FieldError`."""
     by_haproxy = os.environ[_HAPROXY] == "1"
     if by_haproxy and host.startswith(_LOOPBACK) and not node.startswith(_LOOPBACK):
-        problem = f"{host} is not where replicas are reached, which is {node}"
+        problem = f"{host} is not the address of the replicas, {node}"
         raise FieldError("host", problem, f"give {node}, or 0.0.0.0 for all addresses")
 
 

@@ -62,7 +62,7 @@ class ResultFile:
         if the line cannot be written."""
         if os.fstat(self._file.fileno()).st_size != self._size or not self._is_current(self._file):
             problem = f"another program changed or removed {self._path} during this run"
-            raise FieldError("--output", problem, "put it right, then continue with --resume")
+            raise FieldError("--output", problem, "restore it, then continue with --resume")
         unwritten = memoryview(_encoded(line))
         try:
             while unwritten:
@@ -123,10 +123,10 @@ class ResultFile:
             job = jobs[range(len(jobs)).index(index)]
             same = (line["prompt"], line["params"]) == (job.prompt, job.params_json())
         except (ValueError, KeyError, TypeError, RecursionError) as wrong:
-            problem = f"{place} is no result of this input"
-            raise FieldError("--resume", problem, "mend or move it") from wrong
+            problem = f"{place} is not a result of this input"
+            raise FieldError("--resume", problem, "repair or move it") from wrong
         if not same:
-            problem = f"{place} answers another prompt or other sampling parameters"
+            problem = f"{place} is the result of another prompt or of other sampling parameters"
             remedy = "resume with the same input and options, or write to another file"
             raise FieldError("--resume", problem, remedy)
         if index in self.done:

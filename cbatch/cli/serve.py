@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
     for name in unknown_variables(os.environ, ServeSettings):
-        _logger.warning("%s is no setting of cbatch serve and is ignored", name)
+        _logger.warning("%s is not a setting of cbatch serve and is ignored", name)
     try:
         with settings.naming():
             if settings.values.ray:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             limits = msgspec.structs.replace(limits, max_connections=max_connections)
             uvloop.run(_serve(settings.values, limits))
     except EngineLostError as error:
-        _logger.critical("%s; the server ends with status %d, to be started anew", error, LOST)
+        _logger.critical("%s; the server exits with status %d and must be restarted", error, LOST)
         return LOST
     return 0
 
@@ -73,10 +73,10 @@ def _serve_by_ray(settings: Settings[ServeSettings]) -> None:
 
 
 def require_alone(settings: Settings[ServeSettings]) -> None:
-    """Check that no setting is for replicas alone. Raises `FieldError`."""
+    """Check that no setting is for replicas only alone. Raises `FieldError`."""
     for name in ("min_replicas", "max_replicas", "session_header"):
         if name in settings.given:
-            raise FieldError(settings.origin(name), "is for replicas", "give --ray as well")
+            raise FieldError(settings.origin(name), "is for replicas only", "give --ray as well")
 
 
 async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
@@ -129,7 +129,9 @@ def bind(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         remedy = "use an address of this machine, or 0.0.0.0 for all"
-        raise FieldError("host", f"{host!r} is no address here ({error})", remedy) from error
+        raise FieldError(
+            "host", f"{host!r} is not an address of this machine ({error})", remedy
+        ) from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -142,9 +144,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bind_error(host: str, port: int, error: OSError) -> FieldError:
     if error.errno == errno.EADDRINUSE:
-        remedy = "stop what listens there, or choose another (0: any that is free)"
+        remedy = "stop the program that listens there, or choose another port (0: any free port)"
         return FieldError("port", f"{port} is taken", remedy)
     if error.errno == errno.EACCES:
-        return FieldError("port", f"{port} is not for every user", "choose one from 1024 on")
+        return FieldError("port", f"{port} needs privileges", "choose one from 1024 on")
     remedy = "use an address of this machine, or 0.0.0.0 for all"
     return FieldError("host", f"{host!r} cannot be bound ({error.strerror})", remedy)

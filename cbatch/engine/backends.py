@@ -49,9 +49,9 @@ def usual_device(*, numerics: str, **options: Any) -> str:
         return "cpu"
     problem = problem_of_gpu()
     if problem is None and numerics == "invariant":
-        problem = "numerics: 'invariant' was never tried on one; --device cuda does"
+        problem = "numerics: 'invariant' was never tested on one; --device cuda uses it"
     if problem is None and options.get("impl", "own") != "own":
-        problem = "this model's code was never tried on one; --device cuda does"
+        problem = "this model's code was never tested on one; --device cuda uses it"
     if problem is None:
         try:
             refuse_unserved("cuda", **options)
@@ -73,7 +73,7 @@ def problem_of_gpu() -> str | None:
     try:
         capability = torch.cuda.get_device_capability()
     except RuntimeError as error:
-        return f"it does not answer: {error}"
+        return f"it does not respond: {error}"
     if capability < _LEAST_CAPABILITY:
         return "its compute capability is {}.{}; kernels need {}.{}".format(
             *capability, *_LEAST_CAPABILITY
@@ -87,12 +87,12 @@ def require_device(device: str) -> None:
 
     kind, colon, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
-        raise FieldError("device", f"{device!r} is not served", "use auto, cpu, cuda or cuda:1")
+        raise FieldError("device", f"{device!r} is not supported", "use auto, cpu, cuda or cuda:1")
     if is_gpu(device):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(number or 0) >= count:
             built = "" if torch.version.cuda else f" ({torch.__version__} is built without CUDA)"
-            problem = f"{device!r} is not here: torch sees {count} GPUs{built}"
+            problem = f"{device!r} is not available: torch sees {count} GPUs{built}"
             raise FieldError("device", problem, "use auto or cpu")
 
 
@@ -206,21 +206,21 @@ def refuse_unserved(
         _refuse_unshared(device, tensor_parallel_size)
     if not is_gpu(device):
         if kv_cache_dtype != "auto":
-            problem = f"{kv_cache_dtype!r} is not served on a CPU"
+            problem = f"{kv_cache_dtype!r} is not supported on a CPU"
             raise FieldError("kv_cache_dtype", problem, "leave it out, or use --device cuda")
         return
     size = block_size
     if size is not None and (size < 16 or size & (size - 1)):
         raise FieldError(
             "block_size",
-            f"{block_size!r} is not served on a GPU",
+            f"{block_size!r} is not supported on a GPU",
             "use 16, 32, 64 or 128, or --device cpu",
         )
 
 
 def _refuse_unshared(device: str, tensor_parallel_size: int) -> None:
     if is_gpu(device):
-        problem = f"{tensor_parallel_size} ranks are served on CPUs alone"
+        problem = f"{tensor_parallel_size} ranks are supported on CPUs only"
         raise FieldError("tensor_parallel_size", problem, "use --device cpu, or leave it out")
 
 
@@ -248,9 +248,9 @@ def row_invariance_of(target: AnyModel) -> tuple[bool, str]:
     if is_gpu(str(target.device)):
         decoder = cast("Decoder", target)
         if decoder.numerics != "invariant":
-            return False, f"row_invariant: no (numerics={decoder.numerics}; a library's products)"
+            return False, f"row_invariant: no (numerics={decoder.numerics}; products of a library)"
         holds = decoder.keeps_bits()
-        reason = "" if holds else "; rows of this device's products did not keep their bits"
+        reason = "" if holds else "; products on this device are not row-invariant"
         answer = "yes" if holds else "no"
         return holds, f"row_invariant: {answer} (numerics=invariant; fixed tiles{reason})"
     from cbatch.runtime.cpu.invariance import probe_row_invariance

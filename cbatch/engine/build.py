@@ -171,7 +171,7 @@ def _scheduler_config(
         size = block_bytes(target, draft, options)
         raise FieldError(
             field,
-            f"{blocks} blocks hold no sequence of {max_tokens} tokens",
+            f"{blocks} blocks cannot hold a sequence of {max_tokens} tokens",
             f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_len",
         )
     return SchedulerConfig(

@@ -65,7 +65,7 @@ def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: Tria
     summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
     summary += "drafts are the model's own choice"
     if best.guesses:
-        problem = f"{summary}, no more than by always guessing one token ({best.chance:.0%})"
+        problem = f"{summary}, no more than always guessing the same token ({best.chance:.0%})"
         raise FieldError("draft", problem, "use a head that was trained for this model")
     _logger.info("%s", summary)
     return best.head

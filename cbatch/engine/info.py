@@ -62,7 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         if pool_tokens >= self.max_model_len:
             return f"context {self.max_model_len} tokens"
         return (
-            f"a sequence has {pool_tokens} tokens at most, the pool holds no more "
+            f"sequences of at most {pool_tokens} tokens, the size of the pool "
             f"(context {self.max_model_len})"
         )
 

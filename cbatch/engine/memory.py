@@ -28,7 +28,7 @@ def num_blocks(
     if options.kv_memory_bytes is not None:
         if options.kv_memory_bytes < size:
             remedy = f"give at least {size} bytes ({size / 2**30:.2g} GiB)"
-            raise FieldError("kv_memory_bytes", "holds no block", remedy)
+            raise FieldError("kv_memory_bytes", "does not hold one block", remedy)
         return options.kv_memory_bytes // size
     full_slots = options.max_num_seqs * -(-max_tokens // block_size_for(target, options))
     kv_bytes = memory_for_kv_bytes(target, draft, options, max_tokens)
@@ -66,7 +66,7 @@ def memory_for_kv_bytes(
     if step_bytes >= free_bytes:
         raise FieldError(
             "max_num_seqs",
-            f"steps work in {mib(step_bytes)}, {mib(free_bytes)} are free beside the weights",
+            f"steps need {mib(step_bytes)}, and the weights leave {mib(free_bytes)}",
             "use fewer slots, a smaller max_num_batched_tokens or max_model_len",
         )
     return int((free_bytes - step_bytes) * MEMORY_SHARE["cuda"])

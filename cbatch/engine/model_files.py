@@ -114,8 +114,8 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
             params = sampling_from_json({field: value})
         except FieldError as error:
             raise ModelError(
-                f"{file}: {name}: {error.problem}; {error.remedy}, or do "
-                'without its defaults (generation_config="none")'
+                f"{file}: {name}: {error.problem}; {error.remedy}, or "
+                'ignore the file (generation_config="none")'
             ) from error
         if getattr(params, field) is not None:
             defaults[field] = getattr(params, field)

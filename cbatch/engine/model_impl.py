@@ -32,7 +32,7 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
         requested = "auto"
     if is_gguf(path):
         if requested == "transformers":
-            problem = f"{path} is a GGUF file, which our own pass alone serves"
+            problem = f"{path} is a GGUF file, which only our own pass supports"
             raise FieldError("model_impl", problem, "use own, or the model's safetensors")
         return "own"
     if requested != "transformers":
@@ -61,9 +61,9 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
     if config.plain:
         return "own"
     if options.device.startswith("cuda"):
-        problem = "is not computed on a GPU"
+        problem = "is not supported on a GPU"
     elif options.tensor_parallel_size > 1:
-        problem = "is not shared out over ranks"
+        problem = "cannot be sharded over ranks"
     else:
         from cbatch.runtime.compiled import compiles
         from cbatch.runtime.model.checkpoint import resolve_dtype
@@ -130,7 +130,7 @@ def _problem_of_transformers() -> str | None:
     try:
         installed = version("transformers")
     except PackageNotFoundError:
-        return "transformers, which may know it, is not installed"
+        return "transformers, which may support it, is not installed"
     if int(installed.partition(".")[0]) < _MIN_VERSION:
-        return f"transformers {installed}, which may know it, is older than {_MIN_VERSION}.0"
+        return f"transformers {installed}, which may support it, is older than {_MIN_VERSION}.0"
     return None

@@ -17,37 +17,37 @@ from cbatch.core.speculation.config import LookaheadConfig
 
 _engine = partial(knob, "engine")
 _LOOKAHEAD = (
-    "off, adaptive, ema, fixed; ema:K drafts at most K, fixed:K always; module:Class a policy of "
-    "your own"
+    "off, adaptive, ema or fixed; ema:K drafts at most K tokens, fixed:K always K; module:Class is "
+    "a policy of your own"
 )
 _DRAFTER = (
-    f"who guesses ahead: {', '.join(DRAFTERS)}; repeatable, preferred first (default: the draft "
-    "model; the others look up what the text repeats and need none)"
+    f"{', '.join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up repeated text "
+    "and need no draft model (default: model, if there is a draft model)"
 )
 # Knobs that the simulator has, too.
 LOOKAHEAD_KNOB = _engine(_LOOKAHEAD, "POLICY", type=str)
 TENSOR_PARALLEL_SIZE_KNOB = _engine(
-    "ranks that share the model out: devices, or on a CPU processes",
+    "number of ranks (CPU processes) among which the model is sharded",
     "N",
     aliases=("tp", "tensor_parallel"),
     default=1,
 )
-MAX_NUM_SEQS_KNOB = _engine("sequences that run at once", "N", aliases=("max_slots",))
-NUM_BLOCKS_KNOB = _engine("KV blocks", "N", default="by memory")
-BLOCK_SIZE_KNOB = _engine("tokens of a KV block", "TOKENS", default="64 on a GPU, else 16")
+MAX_NUM_SEQS_KNOB = _engine("maximum number of sequences in a step", "N", aliases=("max_slots",))
+NUM_BLOCKS_KNOB = _engine("number of KV blocks", "N", default="as memory allows")
+BLOCK_SIZE_KNOB = _engine("tokens per KV block", "TOKENS", default="64 on a GPU, else 16")
 MAX_MODEL_LEN_KNOB = _engine(
-    "context", "TOKENS", aliases=("max_model_tokens",), default="the model's"
+    "maximum length of a sequence", "TOKENS", aliases=("max_model_tokens",), default="the model's"
 )
 MAX_NUM_BATCHED_TOKENS_KNOB = _engine(
-    "tokens of a step, at most", "TOKENS", aliases=("step_budget",)
+    "maximum number of tokens in a step", "TOKENS", aliases=("step_budget",)
 )
 ITL_TARGET_KNOB = _engine(
-    "longest gap between tokens of an answer while prompts are read, where the machine can",
+    "target for the gap between two tokens of a sequence while prompts are computed",
     "SECONDS",
     name="itl_target",
 )
-QUEUE_POLICY_KNOB = _engine("who gets a slot first")
-PREFIX_CACHE_KNOB = _engine("share no prompt prefixes", name="no_prefix_cache", negated=True)
+QUEUE_POLICY_KNOB = _engine("order in which requests get a slot")
+PREFIX_CACHE_KNOB = _engine("disable the prefix cache", name="no_prefix_cache", negated=True)
 ModelImpl = Literal["auto", "own", "transformers"]
 
 
@@ -72,7 +72,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     token ids only. `generation_config` "none" ignores the sampling defaults of the model.
     """
 
-    tokenizer: Annotated[str | None, _engine("tokenizer, if not with the model", "MODEL")] = None
+    tokenizer: Annotated[str | None, _engine("tokenizer, if it is not with the model", "MODEL")] = (
+        None
+    )
     dtype: Annotated[str, _engine("auto (the model's), float32, bfloat16")] = "auto"
     device: Annotated[str, _engine("auto, cpu, cuda, cuda:1")] = "auto"
     numerics: Annotated[
@@ -81,12 +83,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "auto"
     threads: Annotated[
         int | Literal["auto"],
-        _engine("that compute on a CPU, in each rank; auto: as it is given", "N"),
+        _engine("CPU threads of each rank; auto: the CPUs that the process may use", "N"),
     ] = "auto"
     model_impl: Annotated[
         ModelImpl,
         _engine(
-            "whose modelling code computes; auto: ours where it knows the family (extra 'models')"
+            "modelling code; auto: own if it supports the model, else transformers (extra 'models')"
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[int, TENSOR_PARALLEL_SIZE_KNOB] = 1
@@ -95,11 +97,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: Annotated[int, MAX_NUM_SEQS_KNOB] = 32
     num_blocks: Annotated[int | None, NUM_BLOCKS_KNOB] = None
     kv_memory_bytes: Annotated[
-        int | None, _engine("memory for KV", "GIB", name="kv_memory", type=float | None, unit=2**30)
+        int | None,
+        _engine("memory for the KV cache", "GIB", name="kv_memory", type=float | None, unit=2**30),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
-        _engine("what keys and values are held in: auto (the model's); fp8 on a GPU that has it"),
+        _engine("dtype of keys and values; auto: the model's; fp8: on GPUs that support it"),
     ] = "auto"
     block_size: Annotated[int | None, BLOCK_SIZE_KNOB] = None
     max_model_len: Annotated[int | None, MAX_MODEL_LEN_KNOB] = None
@@ -107,22 +110,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_share: Annotated[
         float | None,
         _engine(
-            "speed at which prompts are read while answers run, of the best; 1: regardless of the "
-            f"gaps in these (default: {PROMPT_SHARE} for serve, else 1)",
+            "prompt throughput while sequences decode, as a share of the highest; less gives "
+            f"shorter gaps between tokens (default: {PROMPT_SHARE} for serve, else 1)",
             "SHARE",
         ),
     ] = None
     itl_target_s: Annotated[float | None, ITL_TARGET_KNOB] = None
     queue_policy: Annotated[QueuePolicy, QUEUE_POLICY_KNOB] = "fcfs"
     ageing_per_s: Annotated[
-        float | None, _engine("what waiting a second is worth", "N", name="ageing")
+        float | None, _engine("gain in priority per second in the queue", "N", name="ageing")
     ] = None
     enable_prefix_caching: Annotated[bool, PREFIX_CACHE_KNOB] = True
     overlap: Annotated[
-        Literal[0, 1] | None, _engine("1: plan a step while one runs (default: 1 on a GPU, else 0)")
+        Literal[0, 1] | None,
+        _engine("1: plan the next step while one runs (default: 1 on a GPU, else 0)"),
     ] = None
     seed: Annotated[
-        int | None, _engine("of the seeds of requests that have none", "SEED", name="engine_seed")
+        int | None,
+        _engine("seed from which requests without a seed get theirs", "SEED", name="engine_seed"),
     ] = None
     generation_config: Literal["auto", "none"] = "auto"
     random_weights_seed: int | None = None

@@ -47,7 +47,7 @@ _OPTIONS: JsonCompileOptions = {
     "json_allowed_escapes": 'nrbtf\\"',  # no \u, which could spell a property's name differently
 }
 _REMEDY = "change it there"
-_TOO_WIDE = r"\1 optional parts or choices in one place, of which \2 can be followed"
+_TOO_WIDE = r"\1 optional parts or choices in one place, the limit is \2"
 T = TypeVar("T")
 
 
@@ -218,7 +218,7 @@ def _limits() -> LLParserLimits:
 def not_served(field: str = FIELD) -> FieldError:
     """Return the error of a server that has no tokenizer, and so no structured outputs."""
     remedy = "leave it out, or start the engine with a tokenizer"
-    return FieldError(field, "is not served here", remedy)
+    return FieldError(field, "is not supported here", remedy)
 
 
 def read(spec: StructuredOutputs) -> StructuredOutputs:

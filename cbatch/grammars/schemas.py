@@ -90,7 +90,7 @@ class _Rewriter:
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
-            raise self._refusal(at, "is no JSON schema", "give an object, true or false")
+            raise self._refusal(at, "is not a JSON schema", "give an object, true or false")
         node = dict(node)
         clauses = self._replace_keywords(node, at, within)
         if clauses:
@@ -232,4 +232,4 @@ class _Rewriter:
 
     def _out_of_reach(self, value: float, place: str) -> FieldError:
         remedy = f"use one within {_EXACT}, or a pattern of digits in a string"
-        return self._refusal(place, f"{str(value)[:80]} is beyond what is supported", remedy)
+        return self._refusal(place, f"{str(value)[:80]} is outside the supported range", remedy)

@@ -67,7 +67,7 @@ class GrammarValidator:
         if verdict.problem is not None:
             raise FieldError(field, verdict.problem, verdict.remedy)
         if verdict.begin_s * num_choices > MAX_BEGIN_S:
-            problem = f"takes {verdict.begin_s:.2f} s to begin, for each choice"
+            problem = f"takes {verdict.begin_s:.2f} s to start, for each choice"
             raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
         return ValidatedGrammar(verdict.quick or spec, verdict.compile_s)
 
@@ -104,7 +104,9 @@ class GrammarValidator:
             async with self._free:
                 return await self._run(spec)
         if self._waiting[owner] >= self._max_waiting:
-            raise GrammarsBusyError(f"{self._waiting[owner]} grammars of this key are on their way")
+            raise GrammarsBusyError(
+                f"{self._waiting[owner]} grammars of this key are being compiled"
+            )
         self._waiting[owner] += 1
         try:
             async with self._owner_locks.setdefault(owner, asyncio.Lock()), self._free:
@@ -131,4 +133,4 @@ def _require_size(spec: StructuredOutputs, field: str) -> None:
 def _cause(error: WorkerDiedError) -> str:
     if error.overran:
         return f"takes more than {LIMITS.cpu_s:g} s to compile"
-    return f"nests too deeply to be compiled, or takes more than {MEMORY_BYTES // 2**20} MiB"
+    return f"is nested too deeply, or needs more than {MEMORY_BYTES // 2**20} MiB"

@@ -53,7 +53,7 @@ def read_config(text: str) -> KVEventsConfig:
         raise FieldError(SETTING, str(error), f"use {_FIELDS}") from error
     except msgspec.DecodeError as error:
         raise FieldError(
-            SETTING, f"is no JSON ({error})", f"write it as '{_SWITCHED_ON}'"
+            SETTING, f"is not JSON ({error})", f"write it as '{_SWITCHED_ON}'"
         ) from error
     _check(config)
     return config
@@ -70,11 +70,15 @@ def _check(config: KVEventsConfig) -> None:
             raise field_error(name, value, f"give {least} to {_MAX_INT}")
     if config.buffer_steps is not None and config.replay_endpoint is None:
         remedy = "give a replay_endpoint, or leave buffer_steps out"
-        raise field_error("buffer_steps", config.buffer_steps, remedy, "is for nobody")
+        raise field_error(
+            "buffer_steps", config.buffer_steps, remedy, "has no replay_endpoint to serve"
+        )
     listen = "tcp://*:PORT or ipc://FILE to listen"
     _check_endpoint("endpoint", config.endpoint, f"use {listen}, tcp://HOST:PORT to connect")
     if config.endpoint.startswith("tcp://0.0.0.0:"):
-        raise field_error("endpoint", config.endpoint, f"use {listen}", "would be connected to")
+        raise field_error(
+            "endpoint", config.endpoint, f"use {listen}", "is an address to connect to"
+        )
     if config.replay_endpoint is not None:
         _check_endpoint("replay_endpoint", config.replay_endpoint, f"use {listen}")
 

@@ -64,7 +64,7 @@ class KVEventPublisher:
             self._queue.put_nowait((seq, batch))
         except queue.Full:
             if not self.num_dropped:
-                _logger.warning("KV events come faster than they are sent: some are left out")
+                _logger.warning("KV events come faster than they are sent: some are dropped")
             self.num_dropped += 1
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> st
     try:
         (socket.bind if bind else socket.connect)(endpoint)
     except zmq.ZMQError as error:
-        remedy = "use one of this machine that is free" if bind else "use tcp://HOST:PORT"
-        problem = f"cannot be {'had' if bind else 'connected to'} ({error})"
+        remedy = "use a free address of this machine" if bind else "use tcp://HOST:PORT"
+        problem = f"cannot be {'bound' if bind else 'connected to'} ({error})"
         raise field_error(name, endpoint, remedy, problem) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

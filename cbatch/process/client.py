@@ -239,7 +239,7 @@ class EngineClient:
                 self.cancel(request_id)
                 transcript.listener.on_failed(error)
             except Exception:
-                _logger.exception("request %s was given up", request_id)
+                _logger.exception("request %s was abandoned", request_id)
 
     # ---- events from the engine ---------------------------------------------------------------
 
@@ -322,8 +322,8 @@ class EngineClient:
             while not self._stopping.is_set() and self.down is None:
                 await self._run_engine_once(folder)
         except Exception as error:
-            _logger.exception("the engine's keeper failed")
-            self._give_up(f"the engine's keeper failed: {error!r}")
+            _logger.exception("the supervisor of the engine failed")
+            self._give_up(f"the supervisor of the engine failed: {error!r}")
         finally:
             if not self._started.done():
                 self._started.set_exception(EngineStartError(self.down or "the engine was stopped"))
@@ -384,7 +384,7 @@ class EngineClient:
         self._trial = self._canary = None
         alone = len(groups) == len(in_flight) and len(set(groups.values())) == 1
         culprit = self._suspects.on_death(groups, alone=alone)
-        message = f"the engine dies whenever it runs this request; the last one {cause}"
+        message = f"the engine dies whenever it runs this request; it last {cause}"
         for transcript in list(self._open.values()):
             request_id = transcript.request.request_id
             if transcript.group_id == culprit and request_id in self._open:  # not cancelled yet
@@ -405,4 +405,4 @@ def _call_watcher(watcher: Callable[[AnyEvent], None], event: AnyEvent) -> None:
     try:
         watcher(event)
     except Exception:
-        _logger.exception("an engine's watcher failed")
+        _logger.exception("the watcher of the engine process failed")

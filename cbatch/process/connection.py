@@ -125,7 +125,7 @@ class EngineLink:
         if self.failure is not None:
             return Death(f"did not start: {self.failure.message}")
         if self._hung_s is not None:
-            return Death(f"gave no sign of life for {self._hung_s:.0f} s")
+            return Death(f"did not respond for {self._hung_s:.0f} s")
         return death
 
 

@@ -149,14 +149,14 @@ Event = Ready | StartFailed | Stepped | Snapshot
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
-    raise NotImplementedError(f"{type(value).__name__} does not go over the wire")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
 
 
 def _decode_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         dtype, shape, content = value
         return np.frombuffer(content, dtype).reshape(shape)
-    raise NotImplementedError(f"{kind.__name__} does not go over the wire")
+    raise NotImplementedError(f"{kind.__name__} cannot be sent to another process")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

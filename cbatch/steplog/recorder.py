@@ -39,7 +39,7 @@ class StepRecorder:
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._fail(f"the disk is {self._events.maxsize} events behind")
+            self._fail(f"the disk lags by {self._events.maxsize} events")
 
     def __enter__(self) -> StepRecorder:
         return self

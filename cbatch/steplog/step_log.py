@@ -55,7 +55,7 @@ def encode_array(value: Any) -> Any:
         return (value.dtype.name, value.tolist())
     if isinstance(value, Sequence):
         return tuple(value)
-    raise NotImplementedError(f"{type(value).__name__} does not belong in a step log")
+    raise NotImplementedError(f"{type(value).__name__} cannot be written to a step log")
 
 
 def decode_array(kind: type, value: Any) -> Any:
@@ -63,7 +63,7 @@ def decode_array(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         dtype, values = value
         return np.asarray(values, dtype=dtype)
-    raise NotImplementedError(f"{kind.__name__} does not belong in a step log")
+    raise NotImplementedError(f"{kind.__name__} cannot be written to a step log")
 
 
 _encoder = msgspec.json.Encoder(enc_hook=encode_array)
@@ -143,7 +143,7 @@ def _check_header(path: str | Path, line: bytes) -> None:
     try:
         header = msgspec.json.decode(line, type=Header)
     except msgspec.MsgspecError as error:
-        raise StepLogError(f"{path}: not a step log, its first line is no header") from error
+        raise StepLogError(f"{path}: not a step log: its first line is not a header") from error
     if header != Header(FORMAT, VERSION):
         raise StepLogError(
             f"{path}: {header.format} version {header.version}; this reads {FORMAT} {VERSION}"
@@ -159,7 +159,7 @@ def engines_of(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
             yield engine
             engine = []
         if not engine and not isinstance(event, Configured):
-            raise StepLogError("events: the first is not the configuration")
+            raise StepLogError("events: the first one is not the configuration")
         engine.append(event)
     if engine:
         yield engine
@@ -177,7 +177,7 @@ def replay(
     remaining = iter(events)
     first = next(remaining, None)
     if not isinstance(first, Configured):
-        raise StepLogError("events: the first is not the configuration")
+        raise StepLogError("events: the first one is not the configuration")
     scheduler = Scheduler(first.config, log)
     for event in remaining:
         match event:

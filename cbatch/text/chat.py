@@ -78,7 +78,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.text, self._tool_use = text, tool_use
         if len(text) > _MAX_CHARS:
-            problem = f"has {len(text)} characters, {_MAX_CHARS} may be"
+            problem = f"has {len(text)} characters, at most {_MAX_CHARS} are allowed"
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
         try:
             self._template = _environment().from_string(text)

@@ -31,7 +31,7 @@ def no_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        problem = f"the tokenizer gives up on it ({error!s:.200})"
+        problem = f"the tokenizer fails on it ({error!s:.200})"
         raise FieldError("prompt", problem, "send another text") from error
 
 
@@ -111,7 +111,7 @@ class ControlTokens:
         find control tokens in plain text."""
         pieces = [piece for c in token for piece in self._raw.model.tokenize(c)]
         if any(piece.value in self._special and piece.value != self._unknown for piece in pieces):
-            problem = f"holds {token!r}, which this tokenizer has as a control token alone"
+            problem = f"holds {token!r}, which this tokenizer knows only as a control token"
             raise FieldError("messages", problem, "leave it out")
         return [piece.id for piece in pieces]
 

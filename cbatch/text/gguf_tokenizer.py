@@ -131,7 +131,7 @@ class _Keys:
     def strings(self, key: str) -> list[str]:
         strings = self.get(key)
         if not isinstance(strings, list) or not strings:
-            raise self.error(key, "missing, or no array of strings")
+            raise self.error(key, "missing, or not an array of strings")
         return strings
 
     def numbers(self, key: str) -> list[Any] | None:
@@ -149,7 +149,9 @@ class _Keys:
         texts = self.strings("tokens")
         longest = max(map(len, texts))
         if longest > _MAX_TOKEN_CHARS:
-            raise self.error("tokens", f"one has {longest} characters, {_MAX_TOKEN_CHARS} may be")
+            raise self.error(
+                "tokens", f"one has {longest} characters, at most {_MAX_TOKEN_CHARS} are allowed"
+            )
         return [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
 
     @cached_property
@@ -161,7 +163,7 @@ class _Keys:
         """Ids by text, without unused ids, which only pad the vocabulary."""
         vocab = {text: i for i, text in enumerate(self.tokens) if self.types[i] != _UNUSED}
         if len(vocab) + self.types.count(_UNUSED) != len(self.tokens):
-            raise self.error("tokens", "a token stands twice")
+            raise self.error("tokens", "a token appears twice")
         return vocab
 
     def flag(self, key: str, default: bool) -> bool:
@@ -194,7 +196,7 @@ def _byte_level(keys: _Keys) -> Tokenizer:
     for i, merge in enumerate(keys.strings("merges")):
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise keys.error("merges", f"entry {i}, {merge!r:.80}, is no pair of tokens")
+            raise keys.error("merges", f"entry {i}, {merge!r:.80}, is not a pair of tokens")
         merges.append((left, right))
     whole = pre in _WHOLE_WORDS
     raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))

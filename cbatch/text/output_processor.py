@@ -60,7 +60,7 @@ def token_ids(
         kind = type(prompt).__name__
         raise FieldError("prompt", f"is of type {kind}", "give a text or a list of token ids")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        raise FieldError("prompt", "holds something that is no token id", "give integers")
+        raise FieldError("prompt", "contains a value that is not a token id", "give integers")
     return tuple(prompt)
 
 
@@ -125,7 +125,7 @@ def choice_requests(
         if name not in drafters:
             choices = f"use one of: {', '.join(drafters)}"
             remedy = choices if drafters else "leave it out, or start the engine with one"
-            raise FieldError("drafter", f"{name!r} is not loaded here", remedy)
+            raise FieldError("drafter", f"{name!r} is not loaded", remedy)
     return [
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}#{choice}",

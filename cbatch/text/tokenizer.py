@@ -159,6 +159,6 @@ def _download(name: str) -> Path:
         return Path(hf_hub_download(name, FILE_NAME))
     except Exception as error:  # network, missing repository, missing file, malformed name
         raise TokenizerError(
-            f"tokenizer: {name!r} is no directory here, and the hub gave no {FILE_NAME} "
+            f"tokenizer: {name!r} is not a directory here, and the hub gave no {FILE_NAME} "
             f"({type(error).__name__}); give the path of a model directory"
         ) from error

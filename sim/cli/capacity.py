@@ -36,12 +36,16 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     percentile: Annotated[
         float | None,
-        _level("of each time with an --slo", "P", default="99, or none with a share"),
+        _level(
+            "percentile of a latency that must meet its --slo",
+            "P",
+            default="99, or none with a share",
+        ),
     ] = None
     goodput_share: Annotated[float | None, SHARE_KNOB] = None
     rate_scales: Annotated[
         str,
-        _level("times the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
+        _level("range of factors on the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
     ] = "1/64:64"
 
     @property
@@ -60,7 +64,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         COMMAND,
         usage="%(prog)s TRACE [options]",
-        description="Serves the trace at rates found by doubling and bisection, to 2 %.",
+        description="Find the highest rate that meets all objectives, to within 2 %.",
     )
     add_flags(parser, Search)
     add_flags(parser, Scenario, but=PACE, defaults=USUAL)
@@ -179,12 +183,13 @@ def _print(variant: Variant, capacity: Capacity) -> None:
 def _conclusion(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
-        return f"even {capacity.tried[-1].rate:.4g} times the rate fails: lower --rate-scales"
+        lowest = f"even {capacity.tried[-1].rate:.4g} times the rate"
+        return f"{lowest} misses the objectives: lower --rate-scales"
     rate = f"{best.rate:.4g} times the rate, {best.arrivals_per_s:,.3f} arrivals/s"
     if best.rounds > 1:
         rate += f" (the trace is short: it was served {best.rounds} times in a row)"
     if best.too_short:
-        rate += "; it is too short to tell a burst from a load: give a longer one"
+        rate += "; it is too short to tell a burst from a steady load: use a longer trace"
     if capacity.ends == "highest meets":
         return f"capacity: at least {rate}, the highest that was tried: raise --rate-scales"
     return f"capacity: {rate}"

@@ -57,7 +57,7 @@ def read_calibration(path: Path) -> Calibration:
     except FieldError as error:
         raise FieldError("--cost", f"{path} {error.problem}", error.remedy) from error
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise FieldError("--cost", f"{path} is no calibration ({error})", remedy) from error
+        raise FieldError("--cost", f"{path} is not a cost profile ({error})", remedy) from error
 
 
 def _calibrated(path: str, policy: str) -> Priced:
@@ -110,7 +110,7 @@ def _devices(
     parts = 1 if scenario.tensor_parallel_size is None else scenario.tensor_parallel_size
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
     if draft is None and drafts:
-        raise FieldError("--draft", "is missing", "drafting has a price: name the draft")
+        raise FieldError("--draft", "is missing", "drafting has a cost: name the draft model")
     config = RooflineConfig(
         gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel_size=parts, draft=draft
     )

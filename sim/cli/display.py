@@ -147,12 +147,12 @@ def _lines(report: Report) -> list[str]:
         speculation = report.speculation
         lines.append(
             f"{speculation.acceptance:.1%} of {speculation.drafted_tokens:,} drafts accepted, "
-            f"{speculation.tokens_per_step or 0:.2f} tokens a row and step"
+            f"{speculation.tokens_per_step or 0:.2f} tokens per row and step"
         )
     if report.goodput is not None:
         lines.append(
             f"goodput {report.goodput.requests_per_s:.3g} requests/s: "
-            f"{report.goodput.share:.1%} of all met their objectives"
+            f"{report.goodput.share:.1%} of all requests met their objectives"
         )
     for number, replica in enumerate(report.replicas or ()):
         lines.append(
@@ -162,9 +162,9 @@ def _lines(report: Report) -> list[str]:
             f"cache, {replica.preemptions:,} preemptions"
         )
     if "as_recorded" in report.settings:
-        lines.append(f"as the log was recorded: {', '.join(report.settings['as_recorded'])}")
+        lines.append(f"taken from the step log: {', '.join(report.settings['as_recorded'])}")
     if "from_roofline" in report.settings:
-        lines.append(f"not from the table but the roofline: {report.settings['from_roofline']}")
+        lines.append(f"by the roofline, not the table: {report.settings['from_roofline']}")
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
     if report.refused:

@@ -12,9 +12,11 @@ from cbatch.core.request.errors import FieldError
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("report")
     add_json_option(out, "the whole report")
-    out.add_argument("--records", type=Path, metavar="FILE", help="write a JSON line a request")
+    out.add_argument("--records", type=Path, metavar="FILE", help="write one JSON line per request")
     out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
-    out.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace of the steps")
+    out.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a Perfetto trace of the steps"
+    )
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +26,14 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=V1,V2",
-        help="run with each value of an option, on or off for one without a value; repeatable: all "
-        "combinations. Values with commas of their own are divided by semicolons",
+        help="run with each value of an option (on, off for a switch); repeatable: all "
+        "combinations; values that contain commas are separated by semicolons",
     )
     group.add_argument(
-        "--processes", type=int, metavar="N", help="scenarios at once (default: the cores)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="scenarios in parallel (default: number of cores)",
     )
 
 

@@ -18,8 +18,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "sim",
         usage="%(prog)s TRACE [options]",
-        description="The scheduler is the engine's own; what a step takes comes from a cost model. "
-        "Of a step log: sizes, queue and prefix cache are by default those that it names.",
+        description="Replay a trace through the engine's own scheduler, with a cost model for the "
+        "duration of a step. A step log also sets the defaults of sizes, queue and prefix cache.",
     )
     add_flags(parser, Scenario, defaults=USUAL)
     add_comparison_options(parser)

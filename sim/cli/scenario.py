@@ -37,13 +37,15 @@ _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
 
 
 class TraceFile(Reading, frozen=True, kw_only=True):
-    trace: Annotated[str, knob("", "a file, plain or gzip, or ServeGen windows", "TRACE")]
+    trace: Annotated[
+        str, knob("", "trace file, plain or gzip, or a folder of ServeGen windows", "TRACE")
+    ]
 
 
 class PacedTrace(TraceFile, frozen=True, kw_only=True):
     """A trace, and options to change its arrival rate."""
 
-    rate: Annotated[float | None, _load("the trace at R requests a second", "R")] = None
+    rate: Annotated[float | None, _load("scale the trace to R requests per second", "R")] = None
     rate_scale: Annotated[float | None, RATE_SCALE_KNOB] = None
 
     def scale_of(self, requests: Callable[[], Iterable[TraceRequest]]) -> float:
@@ -52,13 +54,13 @@ class PacedTrace(TraceFile, frozen=True, kw_only=True):
         if self.rate is None:
             return 1.0 if self.rate_scale is None else self.rate_scale
         if self.rate_scale is not None:
-            problem = "would be ignored, since --rate says the rate"
+            problem = "would be ignored, since --rate sets the rate"
             raise FieldError("rate_scale", problem, "leave one of them out")
         require_positive("rate", self.rate)
         own_per_s = rate_of(requests())
         warn(
-            f"--rate {self.rate:g} is in requests a second, of which the trace has "
-            f"{own_per_s:.4g}; for a multiple of that give --rate-scale"
+            f"--rate {self.rate:g} is in requests per second; the trace has {own_per_s:.4g}. To "
+            "give a multiple of the trace's rate, use --rate-scale"
         )
         return self.rate / own_per_s
 
@@ -67,28 +69,43 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     """All options of a simulation. None is a default that depends on other options."""
 
     slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
-    requests: Annotated[int | None, _load("the first N only", "N")] = None
-    concurrency: Annotated[int | None, _load("N clients, stamps ignored", "N")] = None
+    requests: Annotated[int | None, _load("only the first N requests", "N")] = None
+    concurrency: Annotated[int | None, _load("N clients instead of timestamps", "N")] = None
     think: Annotated[float | None, THINK_KNOB] = None
-    latency: Annotated[float | None, _load("of a request outside of the engine", "S")] = None
-    seed: Annotated[int, _load("of everything that is drawn")] = 0
-    gpu: Annotated[str | None, _cost("roofline of this device", "NAME", default=GPU)] = None
-    model: Annotated[str | None, _cost("shape or config.json", "NAME", default=MODEL_SHAPE)] = None
+    latency: Annotated[float | None, _load("time of a request outside the engine", "S")] = None
+    seed: Annotated[int, _load("seed of all random draws")] = 0
+    gpu: Annotated[
+        str | None, _cost("device whose roofline prices a step", "NAME", default=GPU)
+    ] = None
+    model: Annotated[
+        str | None, _cost("model shape, or a config.json", "NAME", default=MODEL_SHAPE)
+    ] = None
     tensor_parallel_size: Annotated[int | None, engine.TENSOR_PARALLEL_SIZE_KNOB] = None
     draft_model: Annotated[
         str | None,
-        _cost("shape of the draft, as --model", "NAME", name="draft", aliases=("draft_model",)),
+        _cost(
+            "shape of the draft model, as in --model",
+            "NAME",
+            name="draft",
+            aliases=("draft_model",),
+        ),
     ] = None
-    cost: Annotated[str | None, _cost("instead: measured by cbatch calibrate", "FILE")] = None
-    cost_table: Annotated[str | None, _cost("instead: measured kernels or layers", "DIR")] = None
-    step_seconds: Annotated[float | None, _cost("instead: every step the same", "S")] = None
+    cost: Annotated[
+        str | None, _cost("cost profile of cbatch calibrate, instead of a roofline", "FILE")
+    ] = None
+    cost_table: Annotated[
+        str | None, _cost("tables of measured kernels or layers, instead of a roofline", "DIR")
+    ] = None
+    step_seconds: Annotated[
+        float | None, _cost("constant duration of a step, instead of a roofline", "S")
+    ] = None
     lookahead: Annotated[str, engine.LOOKAHEAD_KNOB] = "off"
     acceptance: Annotated[
         str | None,
         _engine(
-            "of drafts: 0.7 (the chance of each), positions:0.8,0.6 (by depth), beta:0.7,8 (mean "
-            "and concentration over requests), drift:0.9,0.4,64 (high, low, tokens between "
-            "changes), recorded:FILE (JSON, 0 and 1 by request and position)",
+            "acceptance model: 0.7 (probability of each draft), positions:0.8,0.6 (by depth), "
+            "beta:0.7,8 (mean and concentration over requests), drift:0.9,0.4,64 (high, low, "
+            "tokens between changes), recorded:FILE (JSON, 0 and 1 by request and position)",
             "MODEL",
             default=ACCEPTANCE,
         ),
@@ -101,25 +118,25 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     pool: Annotated[
         str | None,
         _engine(
-            "what is kept beside KV: vllm-0.19, vllm-0.21 (default; graphs as well), or instead a "
-            "file of a recorded run that says its number of blocks",
+            "rules for the size of the KV pool: vllm-0.19, or vllm-0.21 (default), which reserves "
+            "memory for graphs; or a file of a recorded run that has its number of blocks",
             "RULES",
         ),
     ] = None
     memory_share: Annotated[
-        float | None, _engine("of a device's memory, at most", "X", default="0.9")
+        float | None, _engine("maximum share of a device's memory", "X", default="0.9")
     ] = None
     max_model_len: Annotated[int | None, engine.MAX_MODEL_LEN_KNOB] = None
     queue_policy: Annotated[QueuePolicy | None, engine.QUEUE_POLICY_KNOB] = None
     enable_prefix_caching: Annotated[bool | None, engine.PREFIX_CACHE_KNOB] = None
-    replicas: Annotated[int, _fleet("engines, all the same", "N")] = 1
+    replicas: Annotated[int, _fleet("number of identical engines", "N")] = 1
     router: Annotated[
         str | None,
         _fleet("round-robin, least-loaded, prefix-affine", "NAME", default=ROUTER),
     ] = None
     host: Annotated[
         str | None,
-        _fleet("processors that engines, their servers and the client share: JSON", "FILE"),
+        _fleet("JSON file: processors that engines, servers and the client share", "FILE"),
     ] = None
 
     def ignored(self) -> dict[str, str]:
@@ -127,7 +144,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         open_loop, off = self.concurrency is None, self.lookahead == "off"
         unused = (
             ("think", open_loop, "there are no clients: give --concurrency"),
-            *((n, not open_loop, "--concurrency ignores the stamps") for n in _STAMPS),
+            *((n, not open_loop, "--concurrency ignores timestamps") for n in _STAMPS),
             *((n, off, "nothing is drafted: give --lookahead") for n in _DRAFTING),
             *self._ignored_by_cost(),
             *self._ignored_by_pool(),
@@ -159,11 +176,11 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     def _ignored_by_pool(self) -> list[tuple[str, bool, str]]:
         if self.num_blocks is not None:
-            whole = "--num-blocks is the whole pool"
+            whole = "--num-blocks sets the pool"
             return [("pool", True, whole), ("memory_share", True, whole)]
         if self.records_pool:
-            return [("memory_share", True, "--pool is the whole pool")]
-        unknown = "no device's memory is known: give --num-blocks, or --pool a file"
+            return [("memory_share", True, "--pool sets the pool")]
+        unknown = "the memory of the device is not known: give --num-blocks, or a file to --pool"
         return [(field, not self.has_device, unknown) for field in ("pool", "memory_share")]
 
     def _ignored_by_cost(self) -> list[tuple[str, bool, str]]:
@@ -172,7 +189,10 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         rows = []
         for source in _SOURCES:
             own = tabled if source == "cost_table" else ()
-            chosen, why = getattr(self, source) is not None, f"{flag_of(source)} is the whole cost"
+            chosen, why = (
+                getattr(self, source) is not None,
+                f"{flag_of(source)} sets the whole cost",
+            )
             others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
             rows += [(other, chosen, why) for other in others if other not in own]
         return rows

@@ -60,7 +60,7 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         given, values = _parse(text, names)
         name = names[given.replace("-", "_")]
         if name in sweeps:
-            raise FieldError("--sweep", f"{given} is there twice", "give all its values at once")
+            raise FieldError("--sweep", f"{given} is given twice", "give all its values at once")
         sweeps[name] = given, values
         if (flag := getattr(args, name)) is not None:
             raise FieldError(flag[1], "would be ignored: --sweep sets it", "leave it out")
@@ -156,10 +156,10 @@ def _parse(text: str, known: Mapping[str, str]) -> tuple[str, list[str]]:
     name = name.removeprefix("--")
     values = listed.split(";" if ";" in listed else ",")
     if not name or not all(values):
-        raise FieldError("--sweep", f"{text!r} is no option and its values", "write gpu=L4,H100")
+        raise FieldError("--sweep", f"{text!r} is not NAME=VALUES", "write gpu=L4,H100")
     if name.replace("-", "_") not in known:
         names = [flag_of(each).removeprefix("--") for each in dict.fromkeys(known.values())]
-        problem = f"{name!r} is no option of a scenario{did_you_mean(name, names)}"
+        problem = f"{name!r} is not an option of a simulation{did_you_mean(name, names)}"
         raise FieldError("--sweep", problem, f"use one of {', '.join(names)}")
     if len(set(values)) < len(values):
         raise FieldError("--sweep", f"{text!r} has a value twice", "name each once")

@@ -29,29 +29,42 @@ from sim.workload.traces.statistics import summarise
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "trace",
-        description="Azure, Mooncake, BurstGPT, Bailian, Vidur, ServeGen, vLLM bench results and "
-        "our own logs are read; what is written is our own request log, one JSON line a request.",
+        description="Read traces of Azure, Mooncake, BurstGPT, Bailian, Vidur and ServeGen, "
+        "results of vLLM bench and logs of cbatch; write request logs with one JSON line per "
+        "request.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     tracegen.add_parser(actions)
-    show = actions.add_parser("show", help="statistics and a plot")
+    show = actions.add_parser("show", help="print statistics of a trace")
     add_flags(show, TraceFile)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
-    show.add_argument("--seed", type=int, help="of --spread and of ServeGen windows")
+    show.add_argument("--seed", type=int, help="seed for --spread and ServeGen windows")
     add_json_option(show, "the statistics")
     show.set_defaults(run=run_show)
 
-    convert = _writer(actions, "convert", "write it as our own request log", run_convert)
-    convert.add_argument("--sort", action="store_true", help="by arrival; holds it in memory")
+    convert = _writer(actions, "convert", "write a trace as a request log of cbatch", run_convert)
+    convert.add_argument("--sort", action="store_true", help="sort by arrival, in memory")
 
-    keep = _writer(actions, "sample", "keep some of its requests", run_sample)
-    keep.add_argument("--share", type=float, default=1.0, help="keep this share, sessions whole")
-    keep.add_argument("--requests", type=int, metavar="N", help="keep the first N (of the share)")
-    keep.add_argument("--window", type=_window, default=(0.0, math.inf), metavar="START:END")
+    keep = _writer(actions, "sample", "keep some requests of a trace", run_sample)
+    keep.add_argument(
+        "--share", type=float, default=1.0, help="share of requests to keep, in whole sessions"
+    )
+    keep.add_argument(
+        "--requests", type=int, metavar="N", help="keep the first N requests (of the share)"
+    )
+    keep.add_argument(
+        "--window",
+        type=_window,
+        default=(0.0, math.inf),
+        metavar="START:END",
+        help="seconds to keep",
+    )
 
-    change = _writer(actions, "scale", "change its rate or its lengths", run_scale, PacedTrace)
-    change.add_argument("--prompt", type=float, default=1.0, help="times as long prompts")
-    change.add_argument("--output", type=float, default=1.0, help="times as long outputs")
+    change = _writer(
+        actions, "scale", "change the rate or lengths of a trace", run_scale, PacedTrace
+    )
+    change.add_argument("--prompt", type=float, default=1.0, help="factor on prompt lengths")
+    change.add_argument("--output", type=float, default=1.0, help="factor on output lengths")
 
 
 def _writer(
@@ -59,8 +72,8 @@ def _writer(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=summary)
     add_flags(parser, kind)
-    parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
-    parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
+    parser.add_argument("out", type=Path, metavar="OUT", help=".jsonl or .jsonl.gz file to write")
+    parser.add_argument("--seed", type=int, help="seed of random draws (default: 0)")
     parser.set_defaults(run=run)
     return parser
 

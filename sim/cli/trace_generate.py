@@ -29,33 +29,42 @@ DEFAULT_ARRIVALS = "poisson"  # default arrival process
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "generate",
-        help="make one up",
-        description="Requests, or sessions of several turns, with arrivals and lengths drawn.",
+        help="generate a synthetic trace",
+        description="Generate requests or sessions with random arrivals and lengths.",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a .jsonl or .jsonl.gz file")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests, or sessions, a second")
+    parser.add_argument("out", type=Path, metavar="OUT", help=".jsonl or .jsonl.gz file to write")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests or sessions per second")
     parser.add_argument(
-        "--arrivals", metavar="LAW", help=f"poisson (default), or one of {forms(ARRIVALS, 1)}"
+        "--arrivals", metavar="DIST", help=f"poisson (default), or one of {forms(ARRIVALS, 1)}"
     )
     parser.add_argument(
-        "--prompt", required=True, metavar="LAW", help=f"tokens of a prompt: {forms(LENGTHS)}"
+        "--prompt", required=True, metavar="DIST", help=f"prompt length in tokens: {forms(LENGTHS)}"
     )
-    parser.add_argument("--output", required=True, metavar="LAW", help="tokens of an output")
-    parser.add_argument("--requests", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, help="of whatever is drawn (default: 0)")
+    parser.add_argument("--output", required=True, metavar="DIST", help="output length in tokens")
+    parser.add_argument("--requests", type=int, metavar="N", help="number of requests")
+    parser.add_argument("--seed", type=int, help="seed of random draws (default: 0)")
     group = parser.add_argument_group(
-        "sessions", "arrivals are those of sessions; a turn's prompt is all before it and --prompt"
-    )
-    group.add_argument("--sessions", type=int, metavar="N", help="instead of --requests")
-    group.add_argument("--turns", metavar="LAW", help="of a session, as lengths (default: fixed:1)")
-    group.add_argument(
-        "--think", type=float, metavar="SECONDS", help=f"before a turn, mean (default: {THINK_S})"
+        "sessions",
+        "arrivals are of sessions; the prompt of a turn is the session so far and --prompt",
     )
     group.add_argument(
-        "--system-prompt", type=int, metavar="TOKENS", help="that sessions begin with"
+        "--sessions", type=int, metavar="N", help="number of sessions, instead of --requests"
+    )
+    group.add_argument("--turns", metavar="DIST", help="turns per session (default: fixed:1)")
+    group.add_argument(
+        "--think",
+        type=float,
+        metavar="SECONDS",
+        help=f"mean pause before a turn (default: {THINK_S})",
     )
     group.add_argument(
-        "--system-prompts", type=int, metavar="N", help="different ones (default: 1)"
+        "--system-prompt",
+        type=int,
+        metavar="TOKENS",
+        help="length of the system prompt of sessions",
+    )
+    group.add_argument(
+        "--system-prompts", type=int, metavar="N", help="number of system prompts (default: 1)"
     )
     parser.set_defaults(run=run)
 
@@ -63,7 +72,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     """Write the trace. Raises `FieldError` before anything is written."""
     if (args.requests is None) == (args.sessions is None):
-        raise FieldError("--requests", "or --sessions: one of the two", "say how many")
+        raise FieldError("--requests", "or --sessions is needed, not both", "say how many")
     requests = _requests(args) if args.sessions is None else _sessions(args)
     return write_trace(args.out, requests, "made up")
 
@@ -79,7 +88,7 @@ def _requests(args: argparse.Namespace) -> Iterable[TraceRequest]:
 
 def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
     if args.system_prompts is not None and args.system_prompt is None:
-        problem = "would be ignored: sessions begin with none"
+        problem = "would be ignored without --system-prompt"
         raise FieldError("--system-prompts", problem, "give --system-prompt")
     turns = args.turns or "fixed:1"
     arrivals, messages, outputs = _distributions(args)
@@ -98,7 +107,7 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
 
 def _distributions(args: argparse.Namespace) -> tuple[Arrivals, Lengths, Lengths]:
     if args.rate is None is args.arrivals:
-        raise FieldError("--rate", "is missing", "say how many requests a second")
+        raise FieldError("--rate", "is missing", "give requests per second")
     return (
         parse_arrivals("--arrivals", args.arrivals or DEFAULT_ARRIVALS, args.rate),
         parse_lengths("--prompt", args.prompt),

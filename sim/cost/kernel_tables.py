@@ -249,13 +249,13 @@ def _read(path: Path, columns: tuple[str, ...], only: Mapping[str, Any]) -> _Tab
         latency_s = np.asarray(values["latency"], np.float64) * 1e-3
         rows = list(zip(*(map(int, values[name]) for name in columns), strict=True))
     except (ArrowException, OSError, KeyError, ValueError, TypeError) as error:
-        problem = f"{path} is no table of kernels ({error})"
+        problem = f"{path} is not a table of kernels ({error})"
         raise FieldError("--cost-table", problem, f"give {', '.join(names)}") from error
     if not rows or not (np.isfinite(latency_s).all() and (latency_s > 0).all()):
         problem = (
             f"{path}: no positive latencies for {only}" if rows else f"{path}: none for {only}"
         )
-        raise FieldError("--cost-table", problem, "measure 16-bit kernels anew")
+        raise FieldError("--cost-table", problem, "measure 16-bit kernels again")
     seconds: dict[tuple[int, ...], float] = {}
     for row, s in zip(rows, latency_s.tolist(), strict=True):
         seconds[row] = min(s, seconds.get(row, s))

@@ -219,7 +219,9 @@ def _curves(path: Path, by: str, names: tuple[str, ...]) -> dict[str, Curve]:
         points.setdefault(name, {})[row.count(by)] = _seconds(row)
     for name in names:
         if len(points.get(name, ())) < 2:
-            raise FieldError("--cost-table", f"{path}: too little of {name}", "measure two points")
+            raise FieldError(
+                "--cost-table", f"{path}: too few points of {name}", "measure two points"
+            )
     return {name: Curve(list(line), list(line.values())) for name, line in points.items()}
 
 
@@ -233,7 +235,7 @@ def _points(path: Path) -> dict[tuple[int, ...], float]:
 def _seconds(row: TraceRow) -> float:
     microseconds = row.number("time_us")
     if microseconds <= 0:
-        raise row.fail("time_us", f"{microseconds} is not positive", "measure it anew")
+        raise row.fail("time_us", f"{microseconds} is not positive", "measure it again")
     return microseconds * 1e-6
 
 
@@ -242,7 +244,7 @@ def _bound(row: TraceRow, name: str) -> float:
     text = row.text(name)
     match = _LABEL.fullmatch(text)
     if match is None:
-        raise row.fail(name, f"{text!r} is no bucket", "write kvB<=4k, sr<=15%, n>256 or kp=0")
+        raise row.fail(name, f"{text!r} is not a bucket", "write kvB<=4k, sr<=15%, n>256 or kp=0")
     sign, number, unit = match.groups()
     return math.inf if sign == ">" else float(number) * (1024 if unit == "k" else 1)
 

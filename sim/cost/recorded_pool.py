@@ -31,7 +31,7 @@ class RecordedPool(NamedTuple):
 
 def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
     """Return the number of blocks and the tokens per block. `block_tokens` is used if the record
-    has no block size, and 16 if neither has one. Raises `FieldError`."""
+    has no blocks size, and 16 if neither has one. Raises `FieldError`."""
     try:
         text = read_whole(path).decode("utf-8", errors="replace")
     except OSError as error:
@@ -41,16 +41,18 @@ def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
     pool = _of_json(text) or _of_text(text)
     if pool is None:
         remedy = "name a vLLM log, its metrics or a JSON document with num_gpu_blocks"
-        raise FieldError("--pool", f"{path} says nothing of KV blocks", remedy)
+        raise FieldError("--pool", f"{path} does not say the number of KV blocks", remedy)
     own = pool.block_tokens
     if own is not None and block_tokens is not None and own != block_tokens:
         raise FieldError(
-            "--block-size", f"{block_tokens} is not that of {path}", f"use {own}, or leave it out"
+            "--block-size",
+            f"{block_tokens} differs from that of {path}",
+            f"use {own}, or leave it out",
         )
     size = own or block_tokens or 16
     blocks = pool.blocks if pool.blocks is not None else (pool.tokens or 0) // size
     if blocks < 1:
-        raise FieldError("--pool", f"{path} has no block", "record a run that started")
+        raise FieldError("--pool", f"{path} has no blocks", "record a run that started")
     return blocks, size
 
 

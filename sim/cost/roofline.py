@@ -126,7 +126,7 @@ def load_shape(model: str) -> ModelShape:
         known = ", ".join(sorted(shipped))
         raise FieldError(
             "--model",
-            f"{model!r} is no shape that is shipped, and no config.json ({error})",
+            f"{model!r} is neither a known shape nor a config.json ({error})",
             f"name one of {known}, or the folder of a model",
         ) from error
 

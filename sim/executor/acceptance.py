@@ -153,7 +153,7 @@ class RecordedAcceptance:
 
     def __init__(self, sequences: Sequence[Sequence[int]], *, max_num_seqs: int) -> None:
         if not sequences or not all(len(sequence) for sequence in sequences):
-            raise FieldError("sequences", "are none, or one is empty", "record the run anew")
+            raise FieldError("sequences", "are empty, or one of them is", "record the run again")
         self._sequences = [np.asarray(sequence, np.bool_) for sequence in sequences]
         self._of_slot = [self._sequences[0]] * max_num_seqs
         self._first = [0] * max_num_seqs
@@ -163,7 +163,9 @@ class RecordedAcceptance:
         replay."""
         name = admission.request_id
         if not name.isdecimal():
-            raise FieldError("request_id", f"{name!r} is no number", "number requests by arrival")
+            raise FieldError(
+                "request_id", f"{name!r} is not a number", "number requests by arrival"
+            )
         self._of_slot[admission.slot] = self._sequences[int(name) % len(self._sequences)]
         self._first[admission.slot] = admission.num_prompt_tokens
 
@@ -193,7 +195,9 @@ def parse_acceptance(text: str, *, max_num_seqs: int) -> AcceptanceModel:
     except ValueError as error:  # a FieldError is a ValueError that says which number is wrong
         reason = f" ({error})" if isinstance(error, FieldError) else ""
         remedy = "write 0.7, positions:0.8,0.6, beta:0.7,8, drift:0.9,0.4,64 or recorded:FILE"
-        raise FieldError("--acceptance", f"{text!r} is no model{reason}", remedy) from error
+        raise FieldError(
+            "--acceptance", f"{text!r} is not an acceptance model{reason}", remedy
+        ) from error
 
 
 def _parse_numbers(kind: str, numbers: list[float], max_num_seqs: int) -> AcceptanceModel:
@@ -215,7 +219,7 @@ def _read_sequences(path: Path) -> list[list[bool]]:
             "--acceptance", f"{path} has no sequences ({error})", "give a list of 0 and 1 a request"
         ) from error
     if any(value not in (0, 1) for sequence in sequences for value in sequence):
-        raise FieldError("--acceptance", f"{path} holds other numbers", "use 0 and 1")
+        raise FieldError("--acceptance", f"{path} contains other numbers", "use 0 and 1")
     return [[value == 1 for value in sequence] for sequence in sequences]
 
 

@@ -86,5 +86,7 @@ class ModelledExecutor:
 
     def _accept(self, slots: np.ndarray, known: np.ndarray, drafted: np.ndarray) -> np.ndarray:
         if self._acceptance is None:
-            raise ValueError("acceptance: is None, but the plan drafts; give a model of it")
+            raise ValueError(
+                "acceptance: is None, but the plan has drafts; give an acceptance model"
+            )
         return self._acceptance.num_accepted(slots, known, drafted)

@@ -88,7 +88,7 @@ def read_host(path: str | Path) -> Host:
         ) from None
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         remedy = "give a JSON object with cores, crowded, server and client"
-        raise FieldError("--host", f"{path} says none ({error})", remedy) from error
+        raise FieldError("--host", f"{path} does not describe a host ({error})", remedy) from error
 
 
 class Processors:

@@ -62,7 +62,7 @@ def replay(
     them. `observers` and `log` need a single executor. With a `host`, all replicas, their servers
     and their client share its processors (see `sim.replay.host`)."""
     if len(executors) != 1 and (router is None or observers or log is not None):
-        raise ValueError("executors: several need a router, and nobody who watches one engine")
+        raise ValueError("executors: several need a router, and no observer of one engine")
     intake, usual = Intake(source, seed), objectives or Objectives()
     replicas = [
         ReplayedEngine(

@@ -107,7 +107,9 @@ def judge(
     times_s = np.array([record.arrival_s for record in records])
     span_s = float(np.ptp(times_s))
     if not span_s:
-        raise FieldError("trace", "its requests all come at once", "give one with a rate to change")
+        raise FieldError(
+            "trace", "its requests all arrive at once", "give one with a rate to change"
+        )
     cuts: dict[str, float | None] = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"))
     meets = True
     if level.percentile is not None:
@@ -154,7 +156,9 @@ def find_capacity(
     """Search from the trace's own rate (1.0), or from the end of the range nearest to it. Raises
     `FieldError` for an empty range."""
     if not 0 < lowest < highest < math.inf:
-        raise FieldError("--rate-scales", f"{lowest}:{highest} is no range", "give LOWEST:HIGHEST")
+        raise FieldError(
+            "--rate-scales", f"{lowest}:{highest} is not a range", "give LOWEST:HIGHEST"
+        )
     first = min(max(1.0, lowest), highest)
     search = search_rates(first, lowest=lowest, highest=highest, tolerance=tolerance)
     rate = next(search)

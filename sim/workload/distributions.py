@@ -112,7 +112,7 @@ def _parse(
         raise FieldError(option, f"{text!r} is not known", remedy)
     for parameter, value in zip(names, values, strict=False):
         if parameter in _WHOLE and not value.is_integer():
-            problem = f"{text!r}: {parameter} is not whole"
+            problem = f"{text!r}: {parameter} is not a whole number"
             raise FieldError(option, problem, "give a number of tokens")
     whole = [parameter in _WHOLE for parameter in names]
     return distribution, [

@@ -61,7 +61,7 @@ def empirical(tokens: Sequence[int] | np.ndarray) -> Lengths:
     """Drawn from these, each as likely as it is frequent among them."""
     values = np.asarray(tokens, dtype=np.int64)
     if not len(values) or values.min() < 1:
-        raise FieldError("tokens", "are none, or hold a 0", "give lengths of 1 token or more")
+        raise FieldError("tokens", "are empty, or contain a 0", "give lengths of 1 token or more")
     return lambda rng, count: rng.choice(values, count)
 
 

@@ -23,27 +23,30 @@ from sim.workload.traces.request import TraceRequest
 from sim.workload.traces.step_log import STEP_LOG, is_step_log, read_recording
 
 _reading = partial(knob, "reading")
-RATE_SCALE_KNOB = knob("load", "the trace X times as fast", "X")
-THINK_KNOB = knob("load", "pause of a client", "S")
-SHARE_KNOB = knob("goodput", "of requests that meet every --slo", "X")
-SLO_KNOB = knob("goodput", "ttft, tpot or e2e in seconds, for goodput; repeatable", "NAME=S")
+RATE_SCALE_KNOB = knob("load", "scale the trace's rate by X", "X")
+THINK_KNOB = knob("load", "pause of a client between its requests", "S")
+SHARE_KNOB = knob("goodput", "share of requests that must meet every --slo", "X")
+SLO_KNOB = knob(
+    "goodput", "objective for goodput: ttft, tpot or e2e in seconds; repeatable", "NAME=S"
+)
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Options to read a trace."""
 
-    format: Annotated[str | None, _reading("what the trace must be", default="found out")] = None
-    skip_empty: Annotated[bool, _reading("leave out requests without prompt or output")] = False
+    format: Annotated[str | None, _reading("format of the trace", default="detected")] = None
+    skip_empty: Annotated[bool, _reading("skip requests without prompt or output")] = False
     block_tokens: Annotated[
-        int | None, _reading("tokens of a block in hash_ids", "N", default="the format's")
+        int | None, _reading("tokens per block of hash_ids", "N", default="the format's")
     ] = None
     time_unit: Annotated[
-        Literal["s", "ms", "us", "ns"] | None, _reading("of stamps", default="the format's")
+        Literal["s", "ms", "us", "ns"] | None,
+        _reading("unit of timestamps", default="the format's"),
     ] = None
     spread: Annotated[
         float | None,
         _reading(
-            "stamps are rounded to so many seconds: spread them (3 for Mooncake conversations)",
+            "spread timestamps that are rounded to SECONDS (3 for Mooncake conversations)",
             "SECONDS",
         ),
     ] = None
@@ -86,7 +89,7 @@ class OpenedTrace:
         for option, formats in (("block_tokens", BLOCK_TOKENS), ("time_unit", STAMP_UNITS)):
             value = getattr(args, option)
             if value is not None and (self.format not in formats or not value):
-                problem = f"{value} is of no use for a trace of {self.format}"
+                problem = f"{value} does not apply to a trace of {self.format}"
                 raise FieldError(flag_of(option), problem, "leave it out")
 
     @property

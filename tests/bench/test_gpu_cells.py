@@ -191,7 +191,7 @@ def test_what_is_needed_is_left_its_least_and_the_rest_is_named(tmp_path: Path) 
     assert time.monotonic() - began_s < 60
     assert rows["first"]["hang"]["status"].startswith("not finished")
     assert rows["later"]["a"]["status"] == "ok"
-    assert rows["last"]["last"]["status"] == "left out: the minutes do not hold it"
+    assert rows["last"]["last"]["status"] == "left out: not enough time"
 
 
 def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "no-such"), "--model: no-such is none of"),
-        (("--model", "gone.gguf"), "--model: gone.gguf is none of"),
+        (("--model", "no-such"), "--model: no-such is not one of"),
+        (("--model", "gone.gguf"), "--model: gone.gguf is not one of"),
         (("--type", "Q3_K"), "argument --type: invalid choice: 'Q3_K'"),
         (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
-        (("--lookahead", "adaptive"), "--lookahead: ratios are to off"),
-        (("--batch",), "--batch: none, and nothing else is asked for"),
-        (("--perplexity", "gone.txt"), "--perplexity: gone.txt is no file"),
+        (("--lookahead", "adaptive"), "--lookahead: ratios are relative to off"),
+        (("--batch",), "--batch: give a batch, or another measurement"),
+        (("--perplexity", "gone.txt"), "--perplexity: gone.txt is not a file"),
         (("--cpus", "0", "9999"), "--cpus: name some of 0"),
-        (("--batch", "--startup", "--limits"), "--limits: they are beside --batch or --prefill"),
+        (("--batch", "--startup", "--limits"), "--limits: give --batch or --prefill"),
     ],
 )
 def test_what_is_refused(

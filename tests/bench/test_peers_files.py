@@ -77,5 +77,7 @@ def test_other_factors_are_refused(tmp_path: Path) -> None:
     more: dict[str, Stored] = {"rope_freqs.weight": stored(factors)}
     file = tmp_path / "odd.gguf"
     file.write_bytes(gguf_bytes(values, tensors | more))
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight: the factors are none of Llama 3"):
+    with pytest.raises(
+        ValueError, match=r"rope_freqs\.weight: the factors are not those of Llama 3"
+    ):
         write_directory(file, tmp_path / "directory")

@@ -27,7 +27,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
     "absent": (None, ": file: cannot be read"),
     "empty": ("", ": file: is empty"),
     "a header alone": (HEAD, ": file: has no requests"),
-    "unknown columns": ("when,what\n1,2\n", ", line 1: columns: 'when, what' are those of no"),
+    "unknown columns": ("when,what\n1,2\n", ", line 1: columns: 'when, what' match no"),
     "one unknown column": (
         GOOD.replace("\n", ",colour\n", 1),
         ", line 1: colour: is an unknown column",

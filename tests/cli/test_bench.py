@@ -134,7 +134,7 @@ def test_a_search_for_the_highest_rate(bench: Callable[..., Any], tmp_path: Path
     """No rate meets so short a time: the search goes down to the end of its range, and says so."""
     options = ("--find-rate", "--rate", "6400", "--slo", "ttft=1e-6", "--goodput-share", "0.5")
     run, document, _ = bench(*options, *SHORT, "--requests", "4")
-    assert run.status == 1 and "even 100 requests/s fail" in run.out
+    assert run.status == 1 and "even 100 requests/s miss" in run.out
     assert document["capacity"]["ends"] == run.lines[-1]["capacity"]["ends"] == "lowest fails"
     rates = [each["rate"] for each in document["capacity"]["tried"]]
     assert rates == [6400 / 2**i for i in range(7)] == document["loads"][::-1]
@@ -297,7 +297,7 @@ def test_no_server_there(cbatch: Callable[..., Run]) -> None:
     run = cbatch("bench")
     assert run.status == 2 and "URL: is missing" in run.err
     run = cbatch("report", "compare", ROOT / "pyproject.toml", ROOT / "pyproject.toml")
-    assert run.status == 2 and "is no report" in run.err
+    assert run.status == 2 and "is not a report" in run.err
 
 
 MADE = ("--model", "m", "--quiet", "--requests", "3", "--concurrency", "1", "--output-tokens", "3")
@@ -324,7 +324,7 @@ def test_what_the_server_refuses_is_left_out_and_said_once(
     with scripted(strict) as server:
         run = cbatch("bench", server.endpoint.url, *prompts, *MADE, "--json", document)
     assert run.status == 0, run.err
-    assert run.err.count("left out, since the server refuses it") == 1
+    assert run.err.count("left out, since the server rejects it") == 1
     report = json.loads(document.read_bytes())
     assert report["requests"] == 3 and not report["errors"]
     assert report["settings"]["left_out"] == ["continuous_usage_stats"]
@@ -341,7 +341,7 @@ def test_a_run_that_fails_says_why_first_and_what_helps(
     assert run.status == 1
     first, second, *rest = run.out.splitlines()
     assert first == "failed: 3 of 3 calls, status 429: 429: slow down"
-    assert second.startswith("  what helps: ") and "--rate" in second
+    assert second.startswith("  remedy: ") and "--rate" in second
     assert not any("time to first token" in line for line in rest), "nothing was measured"
 
 

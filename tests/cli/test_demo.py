@@ -117,4 +117,4 @@ def test_a_demo_in_which_speculation_gains_nothing_says_why(
     for least, why in ((1e9, True), (0.0, False)):
         monkeypatch.setattr("cbatch.cli.demo.LEAST_GAIN", least)
         run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-num-seqs", 2)
-        assert ("with 2 at once nothing is gained here: to verify a draft costs" in run.out) is why
+        assert ("with 2 at once speculation gains nothing here" in run.out) is why

@@ -138,8 +138,8 @@ def test_a_file_is_not_overwritten_nor_continued_with_other_work(
     before = output.read_bytes()
     for argv, words in (
         ((PROMPT,), "--output: .* exists"),
-        (("other", "--resume"), "answers another prompt"),
-        ((PROMPT, "--resume", "--max-tokens", 5), "answers another prompt or other sampling"),
+        (("other", "--resume"), "is the result of another prompt"),
+        ((PROMPT, "--resume", "--max-tokens", 5), "is the result of another prompt or of other"),
     ):
         run = cbatch("generate", *argv, "--output", output)
         assert run.status == 2

@@ -90,7 +90,7 @@ def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
 
 def test_a_command_that_moved_names_its_new_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train-head", "smollm2", "--out", "head"]) == 2
-    assert "train-head: is no command" in (said := capsys.readouterr().err)
+    assert "train-head: is no longer a command" in (said := capsys.readouterr().err)
     assert "python -m tools.heads" in said
 
 

@@ -89,7 +89,7 @@ def test_the_same_option_has_one_default(kind: Any) -> None:
             continue
         if kind is LoadOptions and name == "temperature":
             continue  # a load is greedy by default, as `cbatch generate` is
-        if setting.default is not None and setting.default != "but for --prompts":
+        if setting.default is not None and setting.default != "yes, except with --prompts":
             assert setting.default == same.default, name
 
 
@@ -273,7 +273,7 @@ def test_a_rate_is_in_requests_a_second(cbatch: Command, trace: Path) -> None:
         reached_s, run = arrivals(cbatch, trace, *more)
         assert reached_s == pytest.approx(last_s), more
         assert run.lines[-1]["settings"]["rate_scale"] == scale
-        said = "is in requests a second, of which the trace has 4; for a multiple of that give"
+        said = "is in requests per second; the trace has 4. To give a multiple of"
         assert (said in run.err) == ("--rate" in more), run.err
 
 
@@ -296,7 +296,7 @@ def test_a_capacity_is_looked_for_in_multiples_of_the_traces_rate(
     assert lines[0] == lines[1]
     for flag in ("--rate-scales", "--rates"):
         run = cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "4:1")
-        assert run.status == 2 and f"cbatch: {flag}: 4.0:1.0 is no range" in run.err
+        assert run.status == 2 and f"cbatch: {flag}: 4.0:1.0 is not a range" in run.err
 
 
 @pytest.mark.parametrize(

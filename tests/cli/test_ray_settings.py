@@ -49,23 +49,23 @@ def test_what_replicas_cannot_obey_is_refused_by_name(
 ) -> None:
     run = cbatch("serve", "--ray", *flags)
     assert run.status == 2
-    assert run.err.startswith(f"cbatch: {flags[0]}: is not for replicas: ")
+    assert run.err.startswith(f"cbatch: {flags[0]}: is not available with replicas: ")
 
 
 def test_a_config_file_of_serve_has_no_options_that_serve_has() -> None:
     for name, value in {"host": "0.0.0.0", "port": 1, "ray": True, "session_header": "x"}.items():
-        with pytest.raises(FieldError, match=f"args: {name}: is not for replicas"):
+        with pytest.raises(FieldError, match=f"args: {name}: is not available with replicas"):
             build({name: value})
     with pytest.raises(FieldError, match="args: max_slot: is not known"):
         build({"max_slot": 4})
-    with pytest.raises(FieldError, match="args: max_replicas: 1 are fewer than the least, 2"):
+    with pytest.raises(FieldError, match="args: max_replicas: 1 is less than min_replicas, 2"):
         build({"min_replicas": 2, "max_replicas": 1})
 
 
 @pytest.mark.parametrize("flag", ["--min-replicas", "--max-replicas", "--session-header"])
 def test_a_server_that_is_alone_refuses_what_is_for_replicas(cbatch: Cbatch, flag: str) -> None:
     run = cbatch("serve", flag, "2")
-    assert run.status == 2 and f"{flag}: is for replicas" in run.err and "--ray" in run.err
+    assert run.status == 2 and f"{flag}: is for replicas only" in run.err and "--ray" in run.err
 
 
 def test_a_ray_that_runs_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:

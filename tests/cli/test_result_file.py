@@ -186,17 +186,26 @@ def test_a_file_that_another_program_changes_during_a_run_is_left_to_it(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("\n", "line 3 of .* is no result of this input"),
-        ("a note\n", "line 3 of .* is no result"),
-        ('{"index": -1, "prompt": "", "params": {}, "error": null}\n', "line 3 of .* is no result"),
-        ('{"index": "1", "prompt": "", "params": {}, "error": null}\n', "line 3 .* is no result"),
-        ('{"index": 99, "prompt": "", "params": {}, "error": null}\n', "line 3 of .* is no result"),
-        ('{"index": 2}\n', "line 3 of .* is no result"),
-        ("[" * 100_000 + "\n", "line 3 of .* is no result"),
+        ("\n", "line 3 of .* is not a result of this input"),
+        ("a note\n", "line 3 of .* is not a result"),
+        (
+            '{"index": -1, "prompt": "", "params": {}, "error": null}\n',
+            "line 3 of .* is not a result",
+        ),
+        (
+            '{"index": "1", "prompt": "", "params": {}, "error": null}\n',
+            "line 3 .* is not a result",
+        ),
+        (
+            '{"index": 99, "prompt": "", "params": {}, "error": null}\n',
+            "line 3 of .* is not a result",
+        ),
+        ('{"index": 2}\n', "line 3 of .* is not a result"),
+        ("[" * 100_000 + "\n", "line 3 of .* is not a result"),
         (json.dumps(line_of(JOBS[1])) + "\n", "line 3 of .* answers prompt 1 for a second time"),
         (
             json.dumps(line_of(JOBS[2]) | {"prompt": "other"}) + "\n",
-            "line 3 of .* answers another prompt",
+            "line 3 of .* is the result of another prompt",
         ),
     ],
 )

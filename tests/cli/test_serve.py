@@ -127,7 +127,7 @@ def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
     assert cbatch("serve").status == LOST == 1
     last = caplog.records[-1]
     assert last.levelname == "CRITICAL"
-    assert last.getMessage().startswith("the engine died 8 times without a token; the server ends")
+    assert last.getMessage().startswith("the engine died 8 times without a token; the server exits")
 
 
 @pytest.mark.parametrize("files", [8, 64, 256])
@@ -142,4 +142,4 @@ def test_too_few_open_files_are_reported_in_a_line(files: int) -> None:
 def test_an_origin_without_a_scheme_is_refused(cbatch: Callable[..., Run]) -> None:
     done = cbatch("serve", "--cors-origin", "localhost:3000")
     assert done.status == 2
-    assert "--cors-origin: 'localhost:3000' is no origin; give a scheme" in done.err
+    assert "--cors-origin: 'localhost:3000' is not an origin; give a scheme" in done.err

@@ -135,7 +135,7 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
         ("", {}, ("--kv-memory", "1e-9"), "--kv-memory"),
     ):
         settings = read(tmp_path, text, variables, *flags)
-        error = FieldError("kv_memory_bytes", "holds no block", "give more")
+        error = FieldError("kv_memory_bytes", "does not hold one block", "give more")
         assert settings.named(error).field.endswith(origin)
     stranger = FieldError("chat_template", "x", "y")
     assert settings.named(stranger).field == "--chat-template"
@@ -162,7 +162,7 @@ def test_errors_at_start_say_what_to_do(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, message in (
-            (("--port", port), f"--port: {port} is taken; stop what listens there"),
+            (("--port", port), f"--port: {port} is taken; stop the program that listens there"),
             (("--host", "203.0.113.7"), "--host: '203.0.113.7' cannot be bound"),
             ((str(tmp_path),), "MODEL: "),
             (("--record", tmp_path / "notes"), "notes cannot be written"),
@@ -180,11 +180,11 @@ def test_errors_at_start_say_what_to_do(
             ),
             (
                 ("--kv-events-config", f'{{{on}, "endpoint": "ipc://{tmp_path}/no/file"}}'),
-                "no/file' cannot be had",
+                "no/file' cannot be imported",
             ),
             (
                 ("--no-prefix-cache", "--kv-events-config", f"{{{on}}}"),
-                "--kv-events-config: has nothing to tell with --no-prefix-cache",
+                "--kv-events-config: has no events to publish with --no-prefix-cache",
             ),
             (("--max-connections", 0), "--max-connections: 0 is not allowed"),
         ):

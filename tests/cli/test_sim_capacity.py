@@ -92,7 +92,7 @@ def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: 
     slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
     budget = ("--step-budget", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
     run = cbatch("sim", "capacity", path, *slots, *budget, "--rates", "0.5:1")
-    assert run.status == 0 and "too short to tell a burst from a load" in run.out, run.out
+    assert run.status == 0 and "too short to tell a burst from a steady load" in run.out, run.out
 
 
 def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> None:
@@ -107,7 +107,7 @@ def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> 
 
 def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
     low = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "tpot=0.001")
-    assert low.status == 0 and "even 0.01562 times the rate fails" in low.out
+    assert low.status == 0 and "even 0.01562 times the rate misses the objectives" in low.out
     high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "1:4")
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
     above = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "3:5")
@@ -126,8 +126,8 @@ def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
         (("--slo", "ttft=1", "--goodput-share", 1.5), "--goodput-share: 1.5"),
         (("--slo", "ttft=1", "--rates", "0:1"), "--rates: 0.0:1.0"),
         (("--slo", "ttft=1", "--rates", "2:1"), "--rates: 2.0:1.0"),
-        (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is no option"),
-        (("--slo", "ttft=1", "--sweep", "concurrency=1,2"), "'concurrency' is no option"),
+        (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is not an option"),
+        (("--slo", "ttft=1", "--sweep", "concurrency=1,2"), "'concurrency' is not an option"),
         (("--slo", "ttft=1", "--processes", 2), "--processes: would be ignored"),
         (("--slo", "ttft=1", "--acceptance", 0.5), "--acceptance: would be ignored"),
         (("--slo", "ttft=1", "--json", "/no/such/folder/r.json"), "--json: /no/such"),
@@ -143,7 +143,7 @@ def test_bad_options_say_what_is_wrong(
 def test_traces_without_a_capacity_say_why(cbatch: Command, tmp_path: Path) -> None:
     at_once = write(tmp_path / "at_once.jsonl", 0.0)
     run = cbatch("sim", "capacity", at_once, *CONSTANT, "--slo", "ttft=1")
-    assert run.status == 2 and "all come at once" in run.err
+    assert run.status == 2 and "all arrive at once" in run.err
     too_long = write(tmp_path / "long.jsonl", 0.5, prompt_tokens=600)
     run = cbatch("sim", "capacity", too_long, *CONSTANT, "--slo", "ttft=1")
     assert run.status == 2 and "none of its requests can run" in run.err

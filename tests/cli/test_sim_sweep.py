@@ -85,14 +85,14 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--sweep", "max-num-seqs"), "'max-num-seqs' is no option and its values"),
-        (("--sweep", "max-num-seqs=2,,3"), "is no option and its values"),
+        (("--sweep", "max-num-seqs"), "'max-num-seqs' is not NAME=VALUES"),
+        (("--sweep", "max-num-seqs=2,,3"), "is not NAME=VALUES"),
         (("--sweep", "max-num-seqs=2,2"), "has a value twice"),
         (
             ("--sweep", "slots=2,3"),
-            "'slots' is no option of a scenario; did you mean max-num-seqs?; use one of format",
+            "'slots' is not an option of a simulation; did you mean max-num-seqs?; use one of format",
         ),
-        (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is no option of a scenario"),
+        (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is not an option of a simulation"),
         (
             ("--sweep", "max-num-seqs=2,many"),
             "--sweep max-num-seqs=many: 'many' is not allowed",
@@ -100,7 +100,7 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         (("--sweep", "max-num-seqs=2,0"), "--sweep max-num-seqs=0: 0 is not allowed"),
         (
             ("--sweep", "max-num-seqs=2,4", "--sweep", "max-num-seqs=8"),
-            "max-num-seqs is there twice",
+            "max-num-seqs is given twice",
         ),
         (("--sweep", "max-num-seqs=2,4", "--max-num-seqs", 8), "--max-num-seqs: would be ignored"),
         (
@@ -141,7 +141,7 @@ def test_an_error_in_another_process_is_reported_as_it_was(cbatch: Command, tmp_
     [
         FieldError("field", "is wrong", "mend it"),
         RefusedError("prompt", "too long", "cut it"),
-        TraceError("file.csv", 7, "prompt", "has 0 tokens", "mend the row"),
+        TraceError("file.csv", 7, "prompt", "has 0 tokens", "fix the row"),
     ],
 )
 def test_errors_cross_processes_whole(error: FieldError) -> None:

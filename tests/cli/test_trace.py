@@ -64,12 +64,12 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("show", "{trace}", "--seed", 1), "--seed: nothing is drawn"),
+        (("show", "{trace}", "--seed", 1), "--seed: is not used here"),
         (("show", "{trace}", "--format", "azur"), "--format: 'azur' is unknown"),
         (("show", "{trace}", "--format", "azure"), "the file is cbatch-requests"),
-        (("show", "{trace}", "--spread", 3), "not rounded so far"),
+        (("show", "{trace}", "--spread", 3), "rounded less than that"),
         (("sample", "{trace}", "{out}"), "keeps everything"),
-        (("sample", "{trace}", "{out}", "--window", "900:"), "nothing is left"),
+        (("sample", "{trace}", "{out}", "--window", "900:"), "no request is left"),
         (("scale", "{trace}", "{out}"), "changes nothing"),
         (("scale", "{trace}", "{trace}", "--rate", 2), "the trace itself"),
         (("show", "{out}"), "cannot be read"),
@@ -151,7 +151,7 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
         (("--cost", "f", "--tp", 2), "--tp: would be ignored"),
         (("--cost", "f", "--step-seconds", 1), "would be ignored"),
-        (("--cost", "/no/file"), "--cost: /no/file is no calibration"),
+        (("--cost", "/no/file"), "--cost: /no/file is not a cost profile"),
         (("--cost-table", "/no/folder"), "dense.csv"),
         (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
         ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
@@ -176,8 +176,8 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--num-blocks", 0), "--num-blocks: 0 is not allowed"),
         ((*SMALL, "--pool", "vllm-0.19"), "--pool: would be ignored"),
         ((*SMALL, "--memory-share", 0.8), "--memory-share: would be ignored"),
-        (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "no device's memory is known"),
-        (("--pool", "/no/file", "--memory-share", 0.8), "--pool is the whole pool"),
+        (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "the memory of the device is not known"),
+        (("--pool", "/no/file", "--memory-share", 0.8), "--pool sets the pool"),
         (("--pool", "/no/file"), "--pool: /no/file cannot be read"),
         (("--memory-share", 1.5), "--memory-share: 1.5 is not allowed"),
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
@@ -317,9 +317,9 @@ def test_blocks_and_stamps_of_other_writers(cbatch: Command, tmp_path: Path) -> 
     assert cbatch("sim", path, *SMALL, *swept).status == 0
     for option, value in (("--time-unit", "s"), ("--block-tokens", 9)):
         run = cbatch("sim", out, *SMALL, option, value)
-        assert run.status == 2 and f"{option}: {value} is of no use for a trace of cb" in run.err
+        assert run.status == 2 and f"{option}: {value} does not apply to a trace of cb" in run.err
     run = cbatch("sim", path, *SMALL, "--block-tokens", 0)
-    assert run.status == 2 and "--block-tokens: 0 is of no use" in run.err
+    assert run.status == 2 and "--block-tokens: 0 does not apply" in run.err
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,11 @@ def test_sessions_share_what_they_should(cbatch: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((*LAWS,), "--requests: or --sessions: one of the two"),
-        ((*LAWS, "--requests", 5, "--sessions", 5), "--requests: or --sessions: one of the two"),
+        ((*LAWS,), "--requests: or --sessions is needed, not both"),
+        (
+            (*LAWS, "--requests", 5, "--sessions", 5),
+            "--requests: or --sessions is needed, not both",
+        ),
         ((*LAWS, "--requests", 0), "requests: 0 is not allowed"),
         ((*LAWS, "--sessions", 0), "sessions: 0 is not allowed"),
         ((*LAWS, "--requests", 5, "--turns", "fixed:2"), "--turns: would be ignored"),
@@ -67,8 +70,8 @@ def test_sessions_share_what_they_should(cbatch: Command, tmp_path: Path) -> Non
         ((*LAWS, "--sessions", 5, "--system-prompts", 2), "--system-prompts: would be ignored"),
         ((*LAWS, "--sessions", 5, "--think", -1), "think_s: -1.0 is not allowed"),
         ((*LAWS, "--sessions", 5, "--turns", "fixed:0"), "--turns: 'fixed:0': tokens 0"),
-        ((*CERTAIN, "--requests", 5, "--seed", 1), "--seed: nothing is drawn"),
-        ((*CERTAIN, "--sessions", 5, "--think", 0, "--seed", 1), "--seed: nothing is drawn"),
+        ((*CERTAIN, "--requests", 5, "--seed", 1), "--seed: is not used here"),
+        ((*CERTAIN, "--sessions", 5, "--think", 0, "--seed", 1), "--seed: is not used here"),
         ((*CERTAIN, "--requests", 5, "--output", "zipf:1"), "--output: 'zipf:1' is not known"),
     ],
 )

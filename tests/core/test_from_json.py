@@ -88,7 +88,7 @@ def test_values_by_which_other_engines_say_none(none: dict[str, Any], same: dict
 )
 def test_other_names_of_structured_outputs(given: Any, structured: StructuredOutputs) -> None:
     assert sampling_from_json(given).structured_outputs == structured
-    with pytest.raises(FieldError, match="beside another field"):
+    with pytest.raises(FieldError, match="cannot be combined with another field"):
         sampling_from_json(given | {"grammar": "root ::= [a]"})
 
 

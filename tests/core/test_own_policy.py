@@ -100,10 +100,10 @@ def test_a_choice_that_cannot_be_is_named(choice: np.ndarray) -> None:
     [
         ("greedy", "is not known"),
         ("goodput:", "is not known"),
-        ("goodput:many", "cannot be had"),
-        ("no_such_module:Policy", "cannot be had"),
-        (f"{__name__}:NoSuch", "cannot be had"),
-        (f"{__name__}:NAME", "is no policy"),
+        ("goodput:many", "cannot be imported"),
+        ("no_such_module:Policy", "cannot be imported"),
+        (f"{__name__}:NoSuch", "cannot be imported"),
+        (f"{__name__}:NAME", "is not a policy"),
         ("off:3", "is not known"),
     ],
 )

@@ -105,7 +105,7 @@ def test_without_drafters_a_request_for_one_is_refused(pair):
     (done,) = make(pair, draft=False, drafter=("suffix",)).generate(
         "abc", SamplingParams(drafter=("model",))
     )
-    assert "'model' is not loaded here" in (done.error or "") and "ngram, suffix" in done.error
+    assert "'model' is not loaded" in (done.error or "") and "ngram, suffix" in done.error
 
 
 def test_names_are_checked_before_anything_loads(pair):

@@ -42,7 +42,7 @@ def test_the_shipped_head_drafts_and_changes_no_text(caplog):
     caplog.set_level("INFO", logger="cbatch")
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
     llm = LLM(TARGET, demo_head(), lookahead="fixed:3", max_num_seqs=6)
-    assert "eagle3 head that reads what comes into layers 2, 6, 9" in caplog.text
+    assert "eagle3 head that reads the inputs of layers 2, 6, 9" in caplog.text
     cold = llm.generate(PROMPTS, GREEDY)
     assert llm.engine.scheduler.stats.prefix_hit_tokens == 0
     again = llm.generate(PROMPTS, GREEDY)
@@ -62,7 +62,7 @@ def test_a_head_that_only_guesses_is_refused(tmp_path):
     tensors = load_file(head / "model.safetensors")
     tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
     save_file(tensors, head / "model.safetensors")
-    with pytest.raises(FieldError, match="no more than by always guessing one token"):
+    with pytest.raises(FieldError, match="no more than always guessing the same token"):
         load_engine(TARGET, head)
 
 

@@ -50,11 +50,11 @@ def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        ("cuda", "'cuda' is not here: torch sees 0 GPUs"),
-        ("cuda:1", "'cuda:1' is not here: torch sees 0 GPUs"),
-        ("cuda:x", "'cuda:x' is not served; use auto, cpu, cuda"),
-        ("cuda:", "'cuda:' is not served"),
-        ("tpu", "'tpu' is not served"),
+        ("cuda", "'cuda' is not available: torch sees 0 GPUs"),
+        ("cuda:1", "'cuda:1' is not available: torch sees 0 GPUs"),
+        ("cuda:x", "'cuda:x' is not supported; use auto, cpu, cuda"),
+        ("cuda:", "'cuda:' is not supported"),
+        ("tpu", "'tpu' is not supported"),
     ],
 )
 def test_a_missing_device_is_refused_by_name(
@@ -85,7 +85,7 @@ def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
         ("torch.version.cuda", None, "not built with CUDA"),
         ("cbatch.engine.backends.find_spec", lambda _: None, "triton is not installed"),
         ("torch.cuda.get_device_capability", lambda: (7, 5), "is 7.5; kernels need 8.0"),
-        ("torch.cuda.get_device_capability", lost, "does not answer: CUDA unknown error"),
+        ("torch.cuda.get_device_capability", lost, "does not respond: CUDA unknown error"),
     ):
         caplog.clear()
         with seen_gpu.context() as patch, caplog.at_level(logging.WARNING, "cbatch"):

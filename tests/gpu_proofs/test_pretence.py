@@ -121,5 +121,5 @@ def test_half_a_minute_of_bench_is_no_more(tmp_path: Path) -> None:
     done(*JOB, "bench.gpu", "--out", str(tmp_path), "--minutes", "0.6")
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     states = {row["section"]: row["status"] for row in rows}
-    assert states["sweep"] == "left out: the minutes do not hold it"
+    assert states["sweep"] == "left out: not enough time"
     assert {row["section"] for row in rows} == {*SECTIONS} - {"vllm"}

@@ -239,8 +239,8 @@ def place(keyword: str, value: Any) -> dict[str, Any]:
         (place("$ref", "#/$defs/X"), "#/\\$defs/X: is not within the schema"),
         (place("$ref", "https://x.y/z.json"), "z.json: is not within the schema; put it under"),
         ({"$defs": {"X": {"type": "frog"}}, "$ref": "#/$defs/X"}, "frog"),
-        ({"properties": {"a": 3}}, "#/properties/a: is no JSON schema"),
-        ([], "#: is no JSON schema"),
+        ({"properties": {"a": 3}}, "#/properties/a: is not a JSON schema"),
+        ([], "#: is not a JSON schema"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_its_place(schema: Any, words: str | None) -> None:

@@ -93,7 +93,7 @@ def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch)
     async def scene() -> None:
         async with validating() as validator:
             for name, words in (
-                ("options", "nests too deeply to be compiled, or takes more than 128 MiB"),
+                ("options", "is nested too deeply, or needs more than 128 MiB"),
                 ("groups", "does not compile"),
             ):
                 with pytest.raises(FieldError, match=words):

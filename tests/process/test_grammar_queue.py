@@ -103,7 +103,7 @@ def test_no_more_grammars_are_kept_than_fit_into_memory(monkeypatch: pytest.Monk
 def test_without_grammars_each_is_refused_by_name() -> None:
     grammar_queue = GrammarQueue(None, lambda _: None)
     grammar_queue.enter(asking("a", "x"), ())
-    assert "is not served here" in str(ready(grammar_queue, 1)["a"])
+    assert "is not supported here" in str(ready(grammar_queue, 1)["a"])
 
 
 def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:

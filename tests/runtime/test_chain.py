@@ -121,7 +121,7 @@ def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
 def test_names_that_are_not_loaded_are_refused_by_name():
     chain, _ = scripted(slots=[])
     chain.check(("suffix", "ngram"))
-    with pytest.raises(FieldError, match=r"drafter: 'model' is not loaded here; use: ngram, suf"):
+    with pytest.raises(FieldError, match=r"drafter: 'model' is not loaded; use: ngram, suf"):
         chain.check(("ngram", "model"))
     with pytest.raises(FieldError, match="drafter"):
         ChainDrafter(lookups={}, default=("ngram",))

@@ -109,7 +109,11 @@ def test_a_file_that_is_not_whole_is_replaced(cache: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     count = int(run.stdout.split()[1])
-    lines = [line for line in run.stderr.splitlines() if "cannot be used (it is not whole)" in line]
+    lines = [
+        line
+        for line in run.stderr.splitlines()
+        if "cannot be used (the file is incomplete)" in line
+    ]
     assert count > 10 and len(lines) == count
 
 
@@ -201,7 +205,7 @@ def test_without_a_compiler_there_is_no_kernel(
         monkeypatch.setattr(tempfile, "TemporaryDirectory", nowhere)
     assert build.library.__wrapped__() is None
     said = {"no compiler": "no C compiler", "fails": "bad flag", "nowhere": "no usable temporary"}
-    assert "torch's products compute" in caplog.text and said[trouble] in caplog.text
+    assert "torch computes products" in caplog.text and said[trouble] in caplog.text
 
 
 # ---- compilers --------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ def test_a_missing_cc_is_reported(
     other = find_compiler()
     monkeypatch.setenv("CC", cc)
     assert find_compiler() == other
-    messages = [f"CC: there is no {cc!r} here; compiling by {other}"] if cc.strip() else []
+    messages = [f"CC: {cc!r} does not exist; compiling with {other}"] if cc.strip() else []
     assert caplog.messages == messages
 
 
@@ -258,7 +262,7 @@ def test_an_old_compiler_makes_what_it_knows(
         caplog.clear()
         assert Path(loaded()._name).name.startswith(f"{expected.name}-")
         (message,) = caplog.messages
-        assert f"old-cc does not know {best.name}: kernels are {expected.name}" in message
+        assert f"old-cc does not support {best.name}: kernels are {expected.name}" in message
     monkeypatch.setenv(builds.KERNELS, best.name)
     assert build.library.__wrapped__() is None
     assert f"what is {newest}" in caplog.messages[-1]

@@ -235,7 +235,7 @@ def test_older_spellings_mean_the_same(architecture: str, values: dict[str, Any]
     [
         ("cohere", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, "33 is no multiple of the 64"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, "33 is not a multiple of the 64"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not supported"),
         (
             "phi3",
@@ -292,12 +292,14 @@ def test_where_our_pass_is_not_compiled_transformers_code_computes(
     assert LLM(tmp_path, dtype="float16", **settings).info.code.startswith("transformers ")
     with pytest.raises(UnsupportedModelError, match="granite needs a C compiler"):
         LLM(tmp_path, dtype="float16", **settings | {"model_impl": "own"})
-    with pytest.raises(UnsupportedModelError, match="granite is not computed on a GPU"):
+    with pytest.raises(UnsupportedModelError, match="granite is not supported on a GPU"):
         LLM(tmp_path, device="cuda", **settings | {"model_impl": "own"})
-    with pytest.raises(UnsupportedModelError, match="granite is not computed by our own pass on a"):
+    with pytest.raises(
+        UnsupportedModelError, match="granite is not supported by our own pass on a"
+    ):
         load_decoder(tmp_path, device="cpu")
     monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
-    with pytest.raises(UnsupportedModelError, match="granite needs kernels of our own"):
+    with pytest.raises(UnsupportedModelError, match="granite needs compiled kernels"):
         load_model(tmp_path)
 
 

@@ -106,20 +106,23 @@ TEXT = struct.pack("<Q", 1) + b"x"
         (head(keys=1) + key(b"a", 9, array(9, 1)) + FULL, "a: an array of type 9 is not supported"),
         (head(tensors=1) + entry(()) + FULL, "tensor t: has 0 dimensions"),
         (head(tensors=1) + entry((1,) * 5) + FULL, "tensor t: has 5 dimensions"),
-        (head(tensors=1) + entry((32, 0)) + FULL, r"tensor t: shape \[0, 32\] does not go"),
+        (head(tensors=1) + entry((32, 0)) + FULL, r"tensor t: shape \[0, 32\] does not fit"),
         (
             head(tensors=1) + entry((48, 2), Q8_0) + FULL,
-            r"shape \[2, 48\] does not go with type Q8",
+            r"shape \[2, 48\] does not fit type Q8",
         ),
         (head(tensors=1) + entry((32,), 10) + FULL, "tensor t: type Q2_K is not supported; suppor"),
         (head(tensors=1) + entry((32,), 99) + FULL, "tensor t: type 99 is not supported; supporte"),
         (head(tensors=1) + entry((2**62, 2**62)) + FULL, "tensor t: the file ends at byte"),
         (head(tensors=1) + entry((32,), offset=2**63) + FULL, "tensor t: the file ends at byte"),
-        (head(tensors=1) + entry((32,), offset=5) + FULL, "tensor t: offset 5 is no multiple of"),
+        (
+            head(tensors=1) + entry((32,), offset=5) + FULL,
+            "tensor t: offset 5 is not a multiple of",
+        ),
         (head(tensors=2) + entry((32,)) * 2 + FULL, "tensor t: stands twice"),
         (
             head(tensors=2) + entry((32,)) + entry((32,), offset=96, name=b"u") + FULL,
-            "tensor u: its data lie within those of t",
+            "tensor u: its data overlap those of t",
         ),
         (
             head(keys=1, tensors=1) + key(b"general.alignment", 8, TEXT) + entry((32,)) + FULL,

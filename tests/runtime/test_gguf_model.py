@@ -113,7 +113,7 @@ def test_a_split_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"00002-of.*split.no: .*name the first, model-00001-of-0"):
         open_checkpoint(names[1])
     odd = names[0].rename(tmp_path / "odd.gguf")
-    with pytest.raises(ModelError, match="odd.gguf: split.count: 3 does not go with the file's"):
+    with pytest.raises(ModelError, match="odd.gguf: split.count: 3 does not match the file's"):
         open_checkpoint(odd)
     odd.rename(names[0])
     names[2].write_bytes(gguf_bytes({"split.no": 2, "split.count": 3}, shares[1]))
@@ -148,7 +148,7 @@ def test_end_tokens(tmp_path: Path) -> None:
     [
         ("general.architecture", "gemma3", "general.architecture: 'gemma3' is not supported"),
         ("llama.block_count", 4, r"tensor blk\.3\.attn_norm\.weight: is missing"),
-        ("llama.block_count", 2, r"tensor blk\.2\.\S+: is none of a llama model"),
+        ("llama.block_count", 2, r"tensor blk\.2\.\S+: is not a tensor of a llama model"),
         ("llama.block_count", 2**31 - 1, "llama.block_count: 2147483647 for 29 tensors"),
         ("llama.block_count", 0, "llama.block_count: must be a positive integer"),
         ("llama.embedding_length", 65, r"tensor token_embd.weight: has shape \[199, 64\]"),
@@ -164,9 +164,13 @@ def test_end_tokens(tmp_path: Path) -> None:
         ("llama.expert_count", 8, "llama.expert_count: mixtures of experts are not supported"),
         ("llama.attention.causal", False, "llama.attention.causal: False is not supported"),
         ("tokenizer.ggml.eos_token_id", -1, "tokenizer.ggml.eos_token_id: must be a token id"),
-        ("tokenizer.ggml.eos_token_id", 199, "tokenizer.ggml.eos_token_id: 199 is no token of 199"),
+        (
+            "tokenizer.ggml.eos_token_id",
+            199,
+            "tokenizer.ggml.eos_token_id: 199 is not a token of 199",
+        ),
         ("tokenizer.ggml.tokens", "all", "tokenizer.ggml.tokens: must be an array"),
-        ("tokenizer.ggml.tokens", ["x"] * 200, "tokens: 200 tokens, and token_embd.weight has 199"),
+        ("tokenizer.ggml.tokens", ["x"] * 200, "tokens: 200 tokens, but token_embd.weight has 199"),
         ("llama.context_length", 2**31, "llama.context_length: must be at most 1073741824"),
         ("llama.attention.sliding_window", 2**31, "attention.sliding_window: must be at most"),
         ("llama.attention.head_count", 2**14, "attention.head_count: must be at most 4096"),
@@ -186,9 +190,13 @@ def test_metadata_that_cannot_be_served_are_named(
     [
         ("blk.1.ffn_up.weight", None, "is missing"),
         ("token_embd.weight", None, "is missing"),
-        ("blk.1.attn_q.bias", stored(torch.ones(64)), "is none of a llama model"),
+        ("blk.1.attn_q.bias", stored(torch.ones(64)), "is not a tensor of a llama model"),
         ("blk.1.ffn_up.weight", stored(torch.ones(64, 96)), r"has shape \[64, 96\]"),
-        ("blk.1.ffn_norm.weight", Stored(Q8_0, (64,), bytes(68)), "type Q8_0 is for matrices"),
+        (
+            "blk.1.ffn_norm.weight",
+            Stored(Q8_0, (64,), bytes(68)),
+            "type Q8_0 is supported for matrices",
+        ),
         ("rope_freqs.weight", stored(torch.zeros(8)), "must hold 8 positive numbers"),
         ("rope_freqs.weight", stored(torch.ones(9)), "must hold 8 positive numbers"),
     ],

@@ -119,9 +119,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             plan(structs.replace(admission(), max_total_tokens=17))
         )
     lookups = LookupSettings({"ngram": NgramLookup()}, ("ngram",))
-    with pytest.raises(FieldError, match="drafter: 'model' is not loaded here; use: ngram"):
+    with pytest.raises(FieldError, match="drafter: 'model' is not loaded; use: ngram"):
         executor(lookups=lookups, max_drafts=2).submit(plan(admission(drafter=("model",))))
-    with pytest.raises(FieldError, match="structured_outputs: is not served here"):
+    with pytest.raises(FieldError, match="structured_outputs: is not supported here"):
         structured = admission(structured_outputs=StructuredOutputs(regex="a"))
         executor(lookups=lookups, max_drafts=2).submit(plan(structured))
     with pytest.raises(RuntimeError, match="no step was submitted"):
@@ -142,7 +142,7 @@ def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
 
 def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    with pytest.raises(FieldError, match="^model: Heads.* are not served .*; use --device cpu"):
+    with pytest.raises(FieldError, match="^model: Heads.* are not supported .*; use --device cpu"):
         Tuning.of(Heads(1, 17, 128), torch.bfloat16, torch.device("cuda"), 16)
 
 
@@ -172,7 +172,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
         refuse_unserved("cpu", **options, kv_cache_dtype="fp8")
     refuse_unserved("cuda", **options, kv_cache_dtype="fp8")
-    with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not served .* on sm_80"):
+    with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not supported .* on sm_80"):
         kv_dtype_of(decoder(), "fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not allowed; use 'auto'"):
         EngineOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_a_gpu_says_that_rows_are_not_invariant() -> None:
 def test_invariant_numerics_are_tried_on_the_device() -> None:
     for keeps, reason in (
         (True, "row_invariant: yes (numerics=invariant"),
-        (False, "did not keep"),
+        (False, "are not row-invariant"),
     ):
         target = SimpleNamespace(
             device="cuda:0", numerics="invariant", keeps_bits=lambda k=keeps: k

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "NaN": (
         eagle3_config(),
         _broken(lambda t: t["fc.weight"].__setitem__((0, 0), torch.nan)),
-        "tensor fc.weight holds numbers that are not finite",
+        "tensor fc.weight contains values that are not finite",
     ),
     "a tensor short": (
         eagle3_config(),

@@ -200,5 +200,5 @@ def test_a_draft_of_another_vocabulary_is_shaped_by_the_targets_ids(temperature)
 
 def test_an_executor_without_grammars_refuses_by_name():
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
-    with pytest.raises(FieldError, match="^structured_outputs: is not served here"):
+    with pytest.raises(FieldError, match="^structured_outputs: is not supported here"):
         processors_of(params, (), [1], VOCAB)

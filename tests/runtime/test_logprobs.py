@@ -253,7 +253,7 @@ def test_a_prompt_of_one_token():
 def test_an_admission_that_would_lose_some_is_refused():
     admission = admit(0, [1, 2, 3, 4, 5], prompt_logprobs=0)
     structs.force_setattr(admission, "kv_len_tokens", 4)
-    with pytest.raises(ValueError, match="prompt are wanted"):
+    with pytest.raises(ValueError, match="prompt are requested"):
         World().executor.table.admit(admission)
 
 

@@ -148,11 +148,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     ),
     "layers": (
         medusa_config(medusa_num_layers=2), medusa_tensors(),
-        "medusa_num_layers: 2, the tensors are of 1",
+        "medusa_num_layers: 2, the tensors have 1",
     ),
     "heads that are not there": (
         medusa_config(medusa_num_heads=5), medusa_tensors(),
-        "medusa_num_heads: 5, the tensors are of 4",
+        "medusa_num_heads: 5, the tensors have 4",
     ),
     "a tensor short": (
         medusa_config(), changed(lambda t: t.pop("1.0.linear.weight")),
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "NaN": (
         medusa_config(),
         changed(lambda t: t["3.0.linear.bias"].__setitem__(0, torch.nan)),
-        "tensor blocks.3.layers.0.bias holds numbers that are not finite",
+        "tensor blocks.3.layers.0.bias contains values that are not finite",
     ),
     "ids": (
         VLLM | TOKEN_MAP,

@@ -222,11 +222,11 @@ def test_another_order_of_words_is_caught(tmp_path: Path, monkeypatch: pytest.Mo
     "part, made, words",
     [
         ("weight_packed", torch.zeros(96, 9, dtype=torch.int32), r"\[96, 9\], not \[96, 64\]"),
-        ("weight_packed", torch.zeros(96, 8), "is no matrix of int32"),
-        ("weight_scale", torch.full((96, 2), torch.inf), "no finite scales"),
-        ("weight_scale", torch.ones(95, 2), "no finite scales"),
-        ("weight_scale", torch.ones(96, 0), "no finite scales"),
-        ("weight_g_idx", torch.full((64,), 2, dtype=torch.int32), "no group of 2"),
+        ("weight_packed", torch.zeros(96, 8), "is not a matrix of int32"),
+        ("weight_scale", torch.full((96, 2), torch.inf), "not finite scales"),
+        ("weight_scale", torch.ones(95, 2), "not finite scales"),
+        ("weight_scale", torch.ones(96, 0), "not finite scales"),
+        ("weight_g_idx", torch.full((64,), 2, dtype=torch.int32), "not one of 2 groups"),
         ("weight_zero_point", torch.zeros(3, 2, dtype=torch.int8), r"holds \[3, 2\]"),
     ],
 )

@@ -158,7 +158,9 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_enter", widened)
-        with pytest.raises(ModelError, match="MistralForCausalLM makes with our attention other"):
+        with pytest.raises(
+            ModelError, match="MistralForCausalLM computes other logits with our attention"
+        ):
             load_transformers_model(tmp_path)
     computed = attention.compute
 
@@ -168,7 +170,9 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(attention, "compute", leaking)
-        with pytest.raises(ModelError, match="computes rows side by side otherwise than each"):
+        with pytest.raises(
+            ModelError, match="computes other logits for rows in a batch than for each"
+        ):
             load_transformers_model(tmp_path)
     load_transformers_model(tmp_path)
 
@@ -206,7 +210,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 "architectures": ["Phi3ForCausalLM"],
                 "quantization_config": {"quant_method": "awq", "bits": 4},
             },
-            "quantization_config: awq: transformers' modelling code is served with whole weights",
+            "quantization_config: awq: transformers' modelling code supports full weights only",
         ),
     ],
 )

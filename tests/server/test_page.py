@@ -83,7 +83,7 @@ def test_slots_show_tokens_accepted_and_rejected(
 ) -> None:
     slow = SlowEngine(monkeypatch, lookahead="fixed:3", **ROOMY)
     with serving(slow.engine) as client, opened(tab, client, dark=dark) as page:
-        until(page, "!document.getElementById('nobody').hidden")
+        until(page, "!document.getElementById('idle').hidden")
         assert page.evaluate("document.querySelectorAll('#rows li').length") == 0
         with client.open(LONG), client.open(LONG | {"seed": 4}):
             until(page, "document.querySelectorAll('#rows li:not(.idle)').length === 2")
@@ -125,15 +125,15 @@ def test_the_prompt_box_answers(tab: Tab, demo_client: Client) -> None:
         page.keyboard.insert_text(prompt)
         page.evaluate("document.getElementById('max-tokens').value = 24")
         page.keyboard.press("Control+Enter")
-        until(page, "document.getElementById('told').textContent.startsWith('24 tokens in')")
+        until(page, "document.getElementById('result').textContent.startsWith('24 tokens in')")
         expected = prompt + client.post(body)[1]["choices"][0]["text"]
         assert page.evaluate("document.getElementById('answer').textContent") == expected
         assert page.evaluate("document.querySelectorAll('#answer img').length") == 0
         page.evaluate("document.getElementById('max-tokens').max = ''")
         page.evaluate("document.getElementById('max-tokens').value = 99999999999")
         page.keyboard.press("Control+Enter")
-        until(page, "document.getElementById('told').classList.contains('wrong')")
-        assert "max_tokens" in text_of(page, "told")
+        until(page, "document.getElementById('result').classList.contains('wrong')")
+        assert "max_tokens" in text_of(page, "result")
         tab[1].clear()  # the browser notes that it was answered with 400
 
 
@@ -148,7 +148,7 @@ def test_a_completion_is_found_among_the_slots_and_can_be_stopped(
         until(page, "document.querySelectorAll('#rows li.mine').length === 1")
         assert page.evaluate("document.querySelector('#rows .mine .slot').textContent") == "slot 1"
         page.keyboard.press("Escape")
-        until(page, "document.getElementById('told').textContent === 'Stopped.'")
+        until(page, "document.getElementById('result').textContent === 'Stopped.'")
         until(page, "document.querySelectorAll('#rows li:not(.idle)').length === 1")
         assert slow.engine.scheduler.num_running == 1
 
@@ -162,7 +162,7 @@ def test_it_asks_for_a_key(tab: Tab) -> None:
             until(page, f"document.getElementById('state').textContent === {state!r}")
         until(page, "document.getElementById('key').hidden")
         page.evaluate("document.getElementById('prompt-form').requestSubmit()")
-        until(page, "document.getElementById('told').textContent.includes('tokens in')")
+        until(page, "document.getElementById('result').textContent.includes('tokens in')")
         page.evaluate("sessionStorage.clear()")
         tab[1].clear()  # the browser notes each answer of 401
 

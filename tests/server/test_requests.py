@@ -59,9 +59,9 @@ def test_the_document_tells_them() -> None:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("hi", "'hi' is no list"),
-        ({"role": "user"}, "{'role': 'user'} is no list"),
-        (7, "7 is no list"),
+        ("hi", "'hi' is not a list"),
+        ({"role": "user"}, "{'role': 'user'} is not a list"),
+        (7, "7 is not a list"),
         ([], "is empty"),
         (None, "is missing"),
     ],

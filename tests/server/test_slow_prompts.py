@@ -143,9 +143,9 @@ def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], Non
             ({"messages": messages}, CHAT, "messages"),
             ({"prompt": slow}, "/tokenize", "prompt"),
         ):
-            assert "0.5 s of a processor" in refused(client, body, path, field)
+            assert "0.5 s of CPU time" in refused(client, body, path, field)
         gives_up = refused(client, {"prompt": "x" * 200 + "c"}, COMPLETIONS, "prompt")
-        assert "the tokenizer gives up on it" in gives_up
+        assert "the tokenizer fails on it" in gives_up
         assert client.post({"prompt": "a x xx", "max_tokens": 2})[0] == 200
 
 

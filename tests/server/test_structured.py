@@ -268,8 +268,8 @@ def test_an_engine_that_follows_no_grammar_says_so() -> None:
         body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
         status, answer, _ = client.post(body)
     assert (status, answer["error"]["param"]) == (400, "response_format")
-    assert "is not served here" in answer["error"]["message"]
-    with pytest.raises(FieldError, match="structured_outputs: is not served here"):
+    assert "is not supported here" in answer["error"]["message"]
+    with pytest.raises(FieldError, match="structured_outputs: is not supported here"):
         make_engine().add("a", SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
 
 

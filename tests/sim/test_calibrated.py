@@ -176,7 +176,7 @@ def test_every_price_has_its_term_and_is_fitted() -> None:
     assert set(fit_profile(known).further) == terms - fields
     short = fit_profile([replace(sample, host_s=0.0) for sample in known], start=True)
     assert not short.further and short.row_s > 0 and short.draft_setup_s > 0
-    with pytest.raises(FieldError, match="'rows' is no term"):
+    with pytest.raises(FieldError, match="'rows' is not a term"):
         ProfiledCost(replace(TRUE, further={"rows": 1.0}))
 
 

@@ -162,7 +162,7 @@ def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
 
     path = tmp_path / "gemm_perf.parquet"
     path.write_bytes(b"no parquet")
-    with pytest.raises(FieldError, match="is no table of kernels"):
+    with pytest.raises(FieldError, match="is not a table of kernels"):
         read_kernel_tables(tmp_path)
     columns = {"device": "H100", "framework": "x", "version": "1", "gemm_dtype": "bfloat16"}
     numbers = {"m": 1, "n": 2, "k": 3, "latency": math.nan}

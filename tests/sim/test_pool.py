@@ -167,13 +167,13 @@ def test_a_block_size_is_the_callers_where_no_record_says_it(tmp_path: Path) -> 
     path.write_text("GPU KV cache size: 41,408 tokens", encoding="utf-8")
     assert recorded_blocks(path, 32) == (1294, 32)
     path.write_text(json.dumps({"num_gpu_blocks": 9, "block_size": 16}), encoding="utf-8")
-    with pytest.raises(FieldError, match="--block-size: 32 is not that of"):
+    with pytest.raises(FieldError, match="--block-size: 32 differs from that of"):
         recorded_blocks(path, 32)
     path.write_text("GPU KV cache size: 3 tokens", encoding="utf-8")
-    with pytest.raises(FieldError, match="has no block"):
+    with pytest.raises(FieldError, match="has no blocks"):
         recorded_blocks(path, 16)
     path.write_text("nothing", encoding="utf-8")
-    with pytest.raises(FieldError, match="says nothing of KV blocks"):
+    with pytest.raises(FieldError, match="does not say the number of KV blocks"):
         recorded_blocks(path, None)
     with pytest.raises(FieldError, match=r"cannot be read .*vllm-0\.19"):
         recorded_blocks(tmp_path / "absent", None)

@@ -165,14 +165,14 @@ def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
         (_edit("dense.csv", "act_fn,1,", "act,1,"), "dense.csv, line"),
         (_edit("dense.csv", "act_fn,8,9.0", "act_fn,8,0"), "is not positive"),
         (_edit("dense.csv", "act_fn,8,9.0", "act_fn,8,nan"), "not a finite number"),
-        (_edit("per_sequence.csv", "sampler,8,80.0\n", ""), "too little of sampler"),
+        (_edit("per_sequence.csv", "sampler,8,80.0\n", ""), "too few points of sampler"),
         (_edit("attention.csv", "0,0,4,64,", "0,0,4,65,"), "lacks n_decode 1, kv_decode 65"),
         (_edit("attention.csv", "16,32,4,64,", "16,32,5,64,"), "attention.csv lacks"),
         (
             lambda f: write(
                 f / "skew_fit.csv", SKEW, [(0, "few", "sr<=5%", "kvB<=1k", "kp=0", 0.1, 1)]
             ),
-            "line 2: n_label: 'few' is no bucket",
+            "line 2: n_label: 'few' is not a bucket",
         ),
     ],
 )

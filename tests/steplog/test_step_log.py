@@ -122,7 +122,7 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 
 def test_replay_wants_the_configuration_first_and_once():
-    with pytest.raises(StepLogError, match="first is not the configuration"):
+    with pytest.raises(StepLogError, match="first one is not the configuration"):
         replay([])
     configured = Configured(make_config())
     with pytest.raises(StepLogError, match="second Configured"):

@@ -224,7 +224,7 @@ def test_a_template_that_python_cannot_compile_is_named(text: str) -> None:
 
 
 def test_a_template_without_end_is_not_compiled() -> None:
-    with pytest.raises(ChatTemplateError, match="here has 400000 characters, 262144 may be"):
+    with pytest.raises(ChatTemplateError, match="here has 400000 characters, at most 262144 are"):
         ChatTemplate("{% a %}x" * 50_000, {}, "here")
 
 

@@ -250,6 +250,6 @@ def test_a_control_token_of_one_character_that_has_no_other_pieces_is_refused() 
     tokenizer = from_gguf(SENTENCE_PIECE, {"</s>": "$"})
     (escaped,) = tokenizer.control_tokens.escape(["costs $5"])
     with pytest.raises(
-        FieldError, match=r"messages: holds '\$', which this tokenizer has as a con"
+        FieldError, match=r"messages: holds '\$', which this tokenizer knows only as a con"
     ):
         tokenizer.control_tokens.encode(escaped)

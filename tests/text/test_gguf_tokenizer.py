@@ -33,7 +33,7 @@ def _byte_level() -> dict[str, Any]:
 
 
 BYTE_LEVEL = _byte_level()
-TWICE = "ggml.tokens: a token stands twice"
+TWICE = "ggml.tokens: a token appears twice"
 # Scores say what is merged first: "lo" before "el", though either could be.
 PIECES = ["<unk>", "<s>", "</s>", "▁", "h", "e", "l", "o", "lo", "el", "hel", "▁hello", "llo", "▁h"]
 SENTENCE_PIECE: dict[str, Any] = {
@@ -154,7 +154,11 @@ def test_chat_template(tmp_path: Path) -> None:
         (SENTENCE_PIECE, {"tokens": ["a"] * 3, "token_type": None, "scores": [0.0] * 3}, TWICE),
         (BYTE_LEVEL, {"token_type": [1, 3]}, "ggml.token_type: must be an array of 346 n"),
         (BYTE_LEVEL, {"merges": None}, "ggml.merges: missing"),
-        (BYTE_LEVEL, {"merges": ["a b c"]}, "ggml.merges: entry 0, 'a b c', is no pair of tokens"),
+        (
+            BYTE_LEVEL,
+            {"merges": ["a b c"]},
+            "ggml.merges: entry 0, 'a b c', is not a pair of tokens",
+        ),
         (BYTE_LEVEL, {"add_bos_token": 1}, "ggml.add_bos_token: must be true or false, got 1"),
         (
             BYTE_LEVEL,
@@ -163,7 +167,11 @@ def test_chat_template(tmp_path: Path) -> None:
         ),
         (SENTENCE_PIECE, {"scores": None}, "ggml.scores: missing"),
         (SENTENCE_PIECE, {"unknown_token_id": -1}, "ggml.unknown_token_id: must be one of"),
-        (BYTE_LEVEL, {"tokens": ["a" * 4097]}, "ggml.tokens: one has 4097 characters, 4096 may be"),
+        (
+            BYTE_LEVEL,
+            {"tokens": ["a" * 4097]},
+            "ggml.tokens: one has 4097 characters, at most 4096 are",
+        ),
         (
             SENTENCE_PIECE,
             {"tokens": ["a" * i for i in range(4000, 4020)], "token_type": None}

@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave the model's own head out of the file: it is smaller, and other engines want it",
     )
-    parser.add_argument("--threads", type=int, help="that compute (default: as given)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as available)")
     parser.set_defaults(run=run)
     return parser
 
@@ -117,9 +117,8 @@ def run(args: argparse.Namespace) -> int:
         init=args.init,
     )
     depths = ", ".join(f"{rate:.2f}" for rate in scores.by_depth)
-    print(
-        f"held out: {depths} of drafts by depth stood; {scores.tokens_per_step:.2f} tokens a step"
-    )
+    per_step = f"{scores.tokens_per_step:.2f} tokens per step"
+    print(f"held out: {depths} of drafts accepted by depth; {per_step}")
     print_line({"by_depth": scores.by_depth, "tokens_per_step": scores.tokens_per_step})
     return 0
 

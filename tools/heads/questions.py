@@ -27,7 +27,7 @@ def ask_itself(model: str | Path, count: int, *, progress: bool = False) -> list
         turn = template.render([{"role": "user", "content": _MARK}])
         before, mark, after = turn.partition(_MARK)
         if not mark:
-            problem = "the chat template of this model hides what it is asked"
+            problem = "the chat template of this model hides the question"
             raise FieldError("prompts", problem, "give a file of questions")
     opening = tokenizer.encode(before, add_special_tokens=not before) or tokenizer.encode("\n")
     ends = tuple(tokenizer.encode(after, add_special_tokens=False)[:1])

@@ -54,4 +54,4 @@ class Recorder(Drafter):
                 self._states[slot].append(part)
 
     def propose(self, rows: DraftRows) -> Proposal:
-        raise AssertionError("nobody asks who drafts nothing")
+        raise AssertionError("this drafter only records and never drafts")

@@ -124,7 +124,7 @@ def train_head(
     c = parts.config
     layers = hidden_layers(kind, c.num_layers)
     if lessons[0].states.shape[1] < len(layers):
-        problem = f"{folder} holds lessons of another kind, without the layers that {kind} reads"
+        problem = f"{folder} contains recordings without the layers that {kind} reads"
         raise FieldError("out", problem, "give another folder")
     max_ids = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
     ids, coverage = frequent(taught, min(max_ids, c.vocab_size), c.vocab_size)
@@ -160,7 +160,7 @@ def _eagle_at(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
     try:
         return load_eagle3(init, parts, ids)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        problem = f"{init} is no EAGLE-3 head for this model ({str(error).splitlines()[0]})"
+        problem = f"{init} is not an EAGLE-3 head for this model ({str(error).splitlines()[0]})"
         raise FieldError("init", problem, "name one that tools.heads made for it") from None
 
 
@@ -204,10 +204,11 @@ def _card(
 Made by `python -m tools.heads`{start}.
 
 - Data: {answers:,} answers of the model itself, {tokens:,} tokens.
-- Drafts {ids:,} ids, {data["coverage"]:.1%} of what is said.
+- Drafts {ids:,} ids, {data["coverage"]:.1%} of all answered tokens.
 - {weights / 1e6:.2f} M weights; {training.step:,} steps on {training.tokens:,} tokens,
   {training.elapsed_s / 60:.0f} minutes. Loss {training.loss:.2f}: cross-entropy to the model's
   distribution among those ids, sharpened (logits times {SHARP}), {training.steps} drafts deep.
 - Held out, against the model's likeliest token: of drafts number 1, 2, ... that were tried
-  {depths} stood ({acceptance.trials:,} positions): {acceptance.tokens_per_step:.2f} tokens a step.
+  {depths} were accepted ({acceptance.trials:,} positions).
+  That is {acceptance.tokens_per_step:.2f} tokens per step.
 """

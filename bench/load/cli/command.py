@@ -12,9 +12,9 @@ from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 
 EPILOG = """\
-Latencies count from the time at which a request should have been sent. A 200 that is empty, cut or
-malformed is an error. The definitions are those of cbatch sim, whose report this writes.
-Without --rate or --trace it is a closed loop: as many clients as --concurrency says.
+Latencies count from the time at which a request was due. A 200 that is empty, cut or malformed is
+an error. The report has the definitions of cbatch sim. Without --rate or --trace the load is a
+closed loop of --concurrency clients.
 """
 
 

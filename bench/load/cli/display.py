@@ -25,7 +25,7 @@ from sim.report.display import spread_table, summary_of, wide_console
 LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
 SPREADS = (
     ("time to first token, ms", "ttft_s"),
-    ("  from the send itself, ms", "ttft_from_send_s"),
+    ("  from the actual send, ms", "ttft_from_send_s"),
     ("time per output token, ms", "tpot_s"),
     ("between tokens, ms", "itl_s"),
     ("between chunks, ms", "chunk_gap_s"),
@@ -105,11 +105,11 @@ def print_points(
     console.print(_sweep_table(points, knee.load if knee is not None and knee.reached else None))
     if knee is not None and knee.reached:
         console.print(
-            f"knee at {knee.load:.3g}: beyond it latencies are those of a queue, at some "
+            f"knee at {knee.load:.3g}: beyond it requests queue, at about "
             f"{knee.plateau:,.0f} output tokens/s"
         )
     elif knee is not None:
-        console.print(f"no knee up to {points[-1].load.value:g}: the server takes more")
+        console.print(f"no knee up to {points[-1].load.value:g}: the server can take more")
     summary: dict[str, Any] = {"results": [summary_of(point.report) for point in points]}
     summary["knee"] = msgspec.to_builtins(knee)
     if capacity is not None:
@@ -121,14 +121,15 @@ def print_points(
 def _conclusion(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
-        return f"even {capacity.tried[-1].rate:.3g} requests/s fail the objectives"
+        return f"even {capacity.tried[-1].rate:.3g} requests/s miss the objectives"
     least = "at least " if capacity.ends == "highest meets" else ""
     words = (
-        f"objectives are kept up to {least}{best.rate:.3g} requests/s, "
+        f"objectives are met up to {least}{best.rate:.3g} requests/s, "
         f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
     )
     if best.too_short:
-        words += f"; too short to tell a burst from a load: give {best.rounds_needed} x --requests"
+        words += "; too short to tell a burst from a steady load: "
+        words += f"give {best.rounds_needed} x --requests"
     return words
 
 
@@ -140,7 +141,7 @@ def _failures(points: Sequence[Point]) -> Iterator[str]:
     reasons = {k: v for report in reversed(reports) for k, v in report.error_examples.items()}
     for label, count in counts.most_common():
         yield f"failed: {count:,} of {sent:,} calls, {label}: {reasons[label]}"
-        yield f"  what helps: {remedy(label, reasons[label])}"
+        yield f"  remedy: {remedy(label, reasons[label])}"
 
 
 def _print_report(console: Console, name: str, report: Measured) -> None:
@@ -174,7 +175,7 @@ def _lines(report: Measured) -> list[str]:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in report.attainment.items())
         lines.append(
             f"goodput {report.goodput.requests_per_s:.3g} calls/s: {report.goodput.share:.1%} of "
-            f"what was sent met its objectives ({shares})"
+            f"all calls met their objectives ({shares})"
         )
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} answers ended before their length")

@@ -40,8 +40,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     compare = actions.add_parser(
         "compare",
-        help="two reports side by side, with their differences",
-        description="Two runs, or a run and its simulation; of sweeps, the loads that both have.",
+        help="show two reports and their differences",
+        description="Compare two runs, or a run and its simulation; of sweeps, the common loads.",
     )
     compare.add_argument("first", type=Path, metavar="A")
     compare.add_argument("second", type=Path, metavar="B")
@@ -49,18 +49,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     compare.set_defaults(run=run)
     page = actions.add_parser(
         "page",
-        help="reports on one page, drawn over each other",
-        description="Of each report all loads; the first is what the others are compared with.",
+        help="draw reports on one page",
+        description="Draw all loads of each report; others are compared with the first report.",
     )
     page.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
-    page.add_argument("--page", type=Path, required=True, metavar="FILE", help="an HTML page")
+    page.add_argument("--page", type=Path, required=True, metavar="FILE", help="HTML file to write")
     page.add_argument(
         "--records",
         nargs="+",
         type=Path,
         default=[],
         metavar="FILE",
-        help="the records of each report, in their order: distributions and single requests",
+        help="records of each report, in the same order, for distributions and single requests",
     )
     page.set_defaults(run=run_page)
 
@@ -101,7 +101,7 @@ def run_page(args: argparse.Namespace) -> int:
     for index, by_load in enumerate(reports):
         records = args.records[index] if args.records else None
         if records is not None and len(by_load) > 1:
-            problem = f"{names[index]} is a sweep, whose records do not tell their load"
+            problem = f"{names[index]} is a sweep, whose records do not name their load"
             raise FieldError("--records", problem, "leave them out")
         for load, report in by_load.items():
             name = " ".join(filter(None, (names[index], load)))
@@ -123,7 +123,7 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
                 yield f"{name}, {cut}", one, other
     shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
     if shares != [None, None]:
-        yield "goodput, share of the sent", shares[0], shares[1]
+        yield "goodput, share of calls", shares[0], shares[1]
     drafts = [acceptance(r) for r in (first, second)]
     if drafts != [None, None]:
         yield "drafts accepted, share", drafts[0], drafts[1]
@@ -153,7 +153,7 @@ def _read(path: Path) -> dict[str, Report]:
         raise FieldError(str(path), str(error), "name a report") from error
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         remedy = "write one with --json of cbatch bench or cbatch sim"
-        raise FieldError(str(path), f"is no report ({error})", remedy) from error
+        raise FieldError(str(path), f"is not a report ({error})", remedy) from error
     return dict(zip(names, reports, strict=True))
 
 

@@ -46,7 +46,7 @@ async def _bench(options: LoadOptions) -> int:
         "left_out": list(refused),
     }
     for name, reason in refused.items():
-        print(f"cbatch: left out, since the server refuses it: {name}: {reason}", file=sys.stderr)
+        print(f"cbatch: left out, since the server rejects it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
     with View(shown=not options.quiet) as view:

@@ -63,7 +63,7 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[floa
     try:
         numbers = [kind(each) for each in text.split(",")]
     except ValueError as error:
-        raise FieldError(option, f"{text!r} is no list of numbers", "write 1,2,4") from error
+        raise FieldError(option, f"{text!r} is not a list of numbers", "write 1,2,4") from error
     if not all(0 < each < math.inf for each in numbers):
         raise FieldError(option, f"{text!r} is not allowed", "give positive numbers")
     return numbers
@@ -187,21 +187,21 @@ def _refuse_ignored(options: LoadOptions) -> None:
     for name, ignored, why in (
         ("concurrency", is_open, "an open loop has no clients"),
         ("rate", traced, "the trace has its own: give --rate-scale"),
-        ("arrivals", options.rate is None, "nothing arrives by itself: give --rate"),
+        ("arrivals", options.rate is None, "there are no arrivals: give --rate"),
         ("rate_scale", not traced, "there is no --trace"),
         *((name, not traced, "there is no --trace") for name in Reading.__struct_fields__),
-        ("find_rate", not options.slo, "there is nothing to keep: give --slo"),
-        ("find_rate", options.rate is None, "it has no rate to begin with: give --rate"),
+        ("find_rate", not options.slo, "there is not an objective: give --slo"),
+        ("find_rate", options.rate is None, "there is no rate to begin with: give --rate"),
         ("sweep", options.find_rate, "--find-rate chooses the loads"),
         ("goodput_share", not options.find_rate, "nothing is searched for: give --find-rate"),
         ("sweep", traced, "a trace has one load: give --rate-scale"),
-        ("think", is_open and options.turns is None, "an open loop waits for nobody"),
+        ("think", is_open and options.turns is None, "an open loop does not wait for answers"),
         ("prompt_tokens", traced or own, "prompts have their own lengths"),
         ("output_tokens", traced, "the trace has lengths"),
         ("text", own, "--prompts are the text"),
         ("prompts", options.turns is not None, "turns are cut to given lengths"),
         ("turns", traced, "the trace has its sessions"),
-        ("system_tokens", options.turns is None, "nobody shares it: give --turns"),
+        ("system_tokens", options.turns is None, "no conversation shares it: give --turns"),
         ("final_usage", options.no_stream, "whole answers have one usage"),
     ):
         if given[name] and ignored:
@@ -230,18 +230,20 @@ def _item(where: str, line: str, chat: bool) -> Item:
     except (ValueError, RecursionError) as error:
         raise FieldError("--prompts", f"{where} is not JSON ({error})", "mend it") from error
     if not isinstance(record, dict):
-        raise FieldError("--prompts", f"{where} is no object", 'write {"prompt": "..."}')
+        raise FieldError("--prompts", f"{where} is not an object", 'write {"prompt": "..."}')
     prompt, messages = record.pop("prompt", None), record.pop("messages", None)
     if (prompt is None) == (messages is None) or (messages is not None and not chat):
         remedy = "give a prompt, or messages with --chat"
-        raise FieldError("--prompts", f"{where} has no prompt of its kind", remedy)
+        raise FieldError("--prompts", f"{where} has no prompt of this kind", remedy)
     if chat and not isinstance(prompt, str | None):
         raise FieldError("--prompts", f"{where}: a chat takes text", "leave --chat out")
     for name in ("stream", "stream_options", "model"):
         if name in record:
             raise FieldError("--prompts", f"{where} has {name}", "set it for the whole run")
     if record.get("n", 1) != 1 or record.get("best_of", 1) != 1:
-        raise FieldError("--prompts", f"{where} wants several choices", "times are of one: n=1")
+        raise FieldError(
+            "--prompts", f"{where} asks for several choices", "times are measured for n=1"
+        )
     for name in (MAX_TOKENS, MAX_COMPLETION_TOKENS):
         tokens = record.get(name, 1)
         if not isinstance(tokens, int) or tokens < 1:

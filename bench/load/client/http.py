@@ -44,7 +44,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise FieldError("URL", f"{url!r}: {error}", "write http://host:8000") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise FieldError("URL", f"{url!r} is none of an API", "write http://host:8000")
+            raise FieldError("URL", f"{url!r} is not the URL of an API", "write http://host:8000")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
@@ -223,7 +223,7 @@ class HttpClient:
                     connection = await self._connect()
                     await connection.exchange(message, reader)
         except TimeoutError as error:
-            raise CallError(Failure.TIMEOUT, f"{self._timeout_s:g} s were over") from error
+            raise CallError(Failure.TIMEOUT, f"{self._timeout_s:g} s passed") from error
         # Only now: during `exchange` the connection must not be given to another call.
         if connection.is_open:
             self._idle.append(connection)

@@ -106,7 +106,7 @@ async def open_corpus(client: HttpClient, model: str, text: str) -> PromptText:
             body = {"model": model, "prompt": piece, "add_special_tokens": False}
             status, raw = await client.request("POST", "/tokenize", msgspec.json.encode(body))
             if status != 200:
-                raise ValueError(f"/tokenize is answered with {status}")
+                raise ValueError(f"/tokenize returned {status}")
             ids += msgspec.json.decode(raw, type=_Tokenized).tokens
         return PromptText(text, len(text) / len(ids), tuple(ids))
     except (CallError, ValueError, ZeroDivisionError):

@@ -293,8 +293,8 @@ def _warnings(
 ) -> Iterable[str]:
     if client.cpu_share > BUSY:
         yield (
-            f"the client used {client.cpu_share:.0%} of a core: it, not the server, may be the "
-            "limit; give it more --processes"
+            f"the client used {client.cpu_share:.0%} of a core: the client, not the server, may be "
+            "the limit; use more --processes"
         )
     late_s = client.send_lag_s.p99 or 0.0
     if late_s > LATE_S:
@@ -302,13 +302,13 @@ def _warnings(
     if calls and runs[0].open_loop:
         in_time = sum(call.sent_s - call.scheduled_s <= LATE_S for call in calls) / len(calls)
         if in_time < SLOW:
-            yield f"only {in_time:.1%} of the calls were sent in time: not the load asked for"
+            yield f"only {in_time:.1%} of the calls were sent in time: the load was too low"
     if saturated:
-        yield "calls pile up: the server cannot keep up, and latencies grow with the run's length"
+        yield "calls queue up: the server cannot keep up, and latencies grow with the run"
     if any(call.counted_by == "chunks" for call in good):
         yield "the server counts no tokens: each chunk with output counts as one"
     if any(part.hopeless for run in runs for part in run.parts):
-        yield "nothing but failures: sending was given up"
+        yield "every call failed: sending was stopped"
     counted = None if server is None else server.output_tokens
     if counted is not None and good and len(good) == len(calls):
         seen = sum(call.output_tokens for call in good)

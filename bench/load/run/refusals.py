@@ -32,14 +32,14 @@ PARTS = (
 )
 _FATAL = (401, 403, 404, 405)  # statuses that all calls would get
 _REMEDIES = {  # by label of the failure
-    "not connected": "start the server, or mend the URL",
+    "not connected": "start the server, or fix the URL",
     "status 401|status 403": "give --api-key, or set CBATCH_API_KEY",
-    "status 404|status 405": "mend the URL or --model, or choose the endpoint (--chat)",
+    "status 404|status 405": "fix the URL or --model, or choose the endpoint (--chat)",
     "status 429|status 503": "lower --concurrency or --rate",
     "timeout": "raise --timeout, or lower --concurrency or --rate",
     "client": "lower --concurrency, or raise the limit of open files (ulimit -n)",
     "no usage": "leave out --no-stream, so that chunks can be counted",
-    "malformed": "give --no-stream, or mend the URL",
+    "malformed": "give --no-stream, or fix the URL",
 }
 _CHANGES = {  # by word in the server's message
     "continuous_usage_stats": "give --final-usage",
@@ -83,7 +83,7 @@ def remedy(label: str, detail: str) -> str:
     remedies = [text for labels, text in _REMEDIES.items() if label in labels.split("|")]
     if label.startswith("status 4"):
         remedies += [text for words, text in _CHANGES.items() if _has_word(detail, words)]
-    return remedies[0] if remedies else "look into the server's log"
+    return remedies[0] if remedies else "see the server's log"
 
 
 async def _try(client: HttpClient, settings: BodySettings) -> tuple[TimedCall, set[str]]:

@@ -172,11 +172,11 @@ async def find_model(client: HttpClient) -> str:
     try:
         status, raw = await client.get("/v1/models")
     except CallError as error:
-        raise FieldError("URL", str(error), "start the server first, or mend the URL") from error
+        raise FieldError("URL", str(error), "start the server first, or fix the URL") from error
     try:
         name: str = msgspec.json.decode(raw)["data"][0]["id"]
     except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
         raise FieldError(
-            "--model", f"/v1/models is answered with {status} and names none", "name it"
+            "--model", f"/v1/models returned {status} and lists no model", "name it"
         ) from error
     return name

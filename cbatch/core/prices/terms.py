@@ -76,7 +76,9 @@ class ProfiledCost:
     def __init__(self, profile: CostProfile, *, controlled: bool = False) -> None:
         unknown = profile.further.keys() - (TARGET | DRAFT | HOST | ADAPTIVE).keys()
         if unknown:
-            raise FieldError("cost_profile.further", f"{min(unknown)!r} is no term", "leave it out")
+            raise FieldError(
+                "cost_profile.further", f"{min(unknown)!r} is not a term", "leave it out"
+            )
         self._tokens = profile.target_curve()
         self._context = Curve(profile.contexts, profile.context_s)
         self._idle = profile.idles_s, profile.after_idle_s

@@ -56,7 +56,7 @@ def _read_structured_outputs(fields: dict[str, Any]) -> None:
     for name in [name for name in STRUCTURED_FIELDS if name in fields]:
         value = fields.pop(name)
         if "structured_outputs" in fields:
-            problem = "beside another field that says what the output must be"
+            problem = "cannot be combined with another field that constrains the output"
             raise FieldError(name, problem, "leave one out")
         try:
             members = {STRUCTURED_FIELDS[name]: value}

@@ -73,7 +73,7 @@ def _schema_text(schema: dict[str, Any]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"json: the schema is no JSON ({error})"
+        problem = f"json: the schema is not JSON ({error})"
         raise FieldError("structured_outputs", problem, "give a JSON schema") from error
 
 
@@ -111,43 +111,59 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     (strings) on the text; the core itself uses token ids only.
     """
 
-    max_tokens: Annotated[int, _sampling("", "N")] = 16
-    min_tokens: Annotated[int, _sampling("", "N")] = 0
+    max_tokens: Annotated[int, _sampling("maximum length of the output", "N")] = 16
+    min_tokens: Annotated[int, _sampling("minimum length of the output", "N")] = 0
     temperature: Annotated[float, _sampling("0: greedy", "X")] = 1.0
     top_k: Annotated[int | None, _sampling("", "N")] = None
     top_p: Annotated[float, _sampling("", "X")] = 1.0
     min_p: Annotated[float, _sampling("", "X")] = 0.0
-    seed: Annotated[int | None, _sampling("of the sampling noise", default="drawn")] = None
+    seed: Annotated[int | None, _sampling("seed of sampling", default="random")] = None
     n: Annotated[int, _sampling("choices for each prompt", "N")] = 1
     stop: Annotated[tuple[str, ...], _sampling("stop string; repeatable", "TEXT")] = ()
-    stop_token_ids: Annotated[tuple[int, ...], _sampling("repeatable", "ID")] = ()
-    include_stop_str_in_output: Annotated[bool, _sampling("keep what stopped the text")] = False
-    skip_special_tokens: Annotated[bool, _sampling("leave control tokens out of the text")] = True
-    spaces_between_special_tokens: Annotated[bool, _sampling("as the tokenizer puts them")] = True
-    ignore_eos: Annotated[bool, _sampling("go on after the token that ends a text")] = False
+    stop_token_ids: Annotated[tuple[int, ...], _sampling("end at this id; repeatable", "ID")] = ()
+    include_stop_str_in_output: Annotated[
+        bool, _sampling("keep the stop string or token in the text")
+    ] = False
+    skip_special_tokens: Annotated[bool, _sampling("leave special tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[
+        bool, _sampling("put spaces between special tokens")
+    ] = True
+    ignore_eos: Annotated[bool, _sampling("continue after an end token")] = False
     # Keskar et al. 2019, arXiv 1909.05858.
-    repetition_penalty: Annotated[float, _sampling("above 1: less likely", "X")] = 1.0
-    presence_penalty: Annotated[float, _sampling("off the logit of any token output", "X")] = 0.0
-    frequency_penalty: Annotated[float, _sampling("the same, for each time", "X")] = 0.0
+    repetition_penalty: Annotated[
+        float, _sampling("above 1: tokens of prompt and output become less likely", "X")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, _sampling("subtracted from the logit of each token in the output", "X")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _sampling("subtracted once per occurrence in the output", "X")
+    ] = 0.0
     logit_bias: Annotated[
         dict[int, float], _sampling("added to the logit of a token id; repeatable", "ID=BIAS")
     ] = {}
     allowed_token_ids: Annotated[
-        tuple[int, ...] | None, _sampling("no others; repeatable", "ID")
+        tuple[int, ...] | None, _sampling("allow only these ids; repeatable", "ID")
     ] = None
-    banned_token_ids: Annotated[tuple[int, ...], _sampling("repeatable", "ID")] = ()
+    banned_token_ids: Annotated[tuple[int, ...], _sampling("ban this id; repeatable", "ID")] = ()
     structured_outputs: Annotated[
         StructuredOutputs | None,
         _sampling(
-            """form of every output, such as '{"regex": "[a-z]+"}' or '{"json": {}}'""", "JSON"
+            """grammar of the output, such as '{"regex": "[a-z]+"}' or '{"json": {}}'""", "JSON"
         ),
     ] = None
-    logprobs: Annotated[int | None, _sampling("of each token and the N likeliest", "N")] = None
+    logprobs: Annotated[
+        int | None, _sampling("log probabilities of each token and of the N most likely", "N")
+    ] = None
     # raw: log softmax of the model's logits. processed: of the distribution that is sampled from;
     # for greedy tokens, of that distribution at temperature 1.
     logprobs_mode: Annotated[Literal["raw", "processed"], _sampling("")] = "raw"
-    prompt_logprobs: Annotated[int | None, _sampling("of the prompt, always raw", "N")] = None
-    max_lookahead: Annotated[int | None, _sampling("cap on k for these prompts", "N")] = None
+    prompt_logprobs: Annotated[
+        int | None, _sampling("the same for the prompt, always raw", "N")
+    ] = None
+    max_lookahead: Annotated[
+        int | None, _sampling("maximum draft length k for these prompts", "N")
+    ] = None
     drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
     # rejection: drafts are accepted one by one. block: all drafts of a step are verified jointly,
     # which accepts the most. Both keep the output distribution. coupled: the sampled tokens
@@ -155,8 +171,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     verification: Annotated[
         Literal["auto", "rejection", "block", "coupled"],
         _sampling(
-            "of drafts; coupled: drafts cannot move a sampled token (auto: with a seed); "
-            "block: most are accepted"
+            "of drafts; coupled (auto, with a seed): sampled tokens do not depend on drafts; "
+            "rejection (auto, without a seed); block: accepts the most drafts"
         ),
     ] = "auto"
 

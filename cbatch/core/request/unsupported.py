@@ -31,8 +31,8 @@ OPTIONS = {
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("banning words", ([],)),
     "best_of": ("best_of", (1,)),  # the value of `n` is accepted, too
-    "chat_template": ("a template of the client's own", ()),
-    "continue_final_message": ("going on with a message", (False,)),
+    "chat_template": ("a client's own template", ()),
+    "continue_final_message": ("continuing a message", (False,)),
     "documents": ("documents", ([],)),
     "function_call": ("the older name of `tool_choice`", ("none",)),
     "functions": ("the older name of `tools`", ([],)),

@@ -20,7 +20,7 @@ _NO_TOKEN = int(RowStatus.NO_TOKEN)
 _NO_ROWS = np.zeros(0, dtype=np.intp)
 _ERROR_MESSAGE = "the model's logits were not finite for this request"
 NO_TOKEN_MESSAGE = (
-    "structured_outputs: no token may follow; allow the ids that it needs, or make it simpler"
+    "structured_outputs: no token is allowed next; allow the ids that it needs, or simplify it"
 )
 
 
@@ -75,7 +75,9 @@ class Committer:
         if result.generations is not plan.generations and not np.array_equal(
             result.generations, plan.generations
         ):
-            raise ValueError(f"step {result.step_id}: the result's generations are not the plan's")
+            raise ValueError(
+                f"step {result.step_id}: the result's generations differ from the plan's"
+            )
         return in_flight.pop(0)
 
     def _observe_costs(self, step: CommittedStep, itl_target_s: float | None) -> None:

@@ -58,7 +58,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             ("num_blocks", self.num_blocks >= 1, "give at least 1 block"),
             ("block_size", self.block_size >= 1, "give at least 1 token"),
             ("max_num_seqs", self.max_num_seqs >= 1, "give at least 1 slot"),
-            ("max_model_len", self.max_model_len >= 2, "give room for a prompt and a token"),
+            (
+                "max_model_len",
+                self.max_model_len >= 2,
+                "give at least 2 tokens, for a prompt and its output",
+            ),
             (
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens >= self.max_num_seqs,
@@ -69,7 +73,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             (
                 "kv_events",
                 self.enable_prefix_caching or not self.kv_events,
-                "share prefixes (enable_prefix_caching): else there is nothing to tell",
+                "enable the prefix cache, whose events these are",
             ),
             (
                 "ageing_per_s",
@@ -148,6 +152,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 f"the {limit} takes at most {longest} and one more for the output",
             )
         if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
-            raise FieldError("output", f"{len(output)} tokens are all there is", "end it instead")
+            raise FieldError("output", f"{len(output)} tokens fill the context", "end it instead")
         token_ids = np.concatenate([*tokens.values()]) if output else tokens["prompt"]
         return token_ids.astype(np.int32, copy=False)

@@ -116,7 +116,9 @@ class DecodeBatch(msgspec.Struct, eq=False):
         assert all(a is b for a, b in zip(decoding, self.owners, strict=True))
         assert (self.generations == table.generation[self.index]).all()
         until_end = table.lookahead_end[self.index] - table.num_tokens[self.index]
-        assert (until_end >= self.tokens_until_end).all(), "nearer to its end than is thought"
+        assert (until_end >= self.tokens_until_end).all(), (
+            "has fewer remaining tokens than recorded"
+        )
 
 
 class InFlightStep(msgspec.Struct, eq=False):

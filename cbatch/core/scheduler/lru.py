@@ -54,7 +54,9 @@ class ReleaseOrder:
         positions = self._occupied.nonzero()[0]
         blocks = self._queue[positions]
         assert len(positions) == self._count, f"{len(positions)} blocks, {self._count} are counted"
-        assert (self._positions[blocks] == positions).all(), "a block is elsewhere, or twice"
+        assert (self._positions[blocks] == positions).all(), (
+            "a block is in the wrong place, or in two"
+        )
         if len(positions):
             assert self._head <= positions[0] and positions[-1] < self._tail, "outside of the queue"
         return blocks

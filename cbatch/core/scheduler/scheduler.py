@@ -233,4 +233,6 @@ class Scheduler:
             assert kv_len == tokens - 1, f"kv_len {kv_len}, but {tokens} tokens are known"
         kept_tokens = max(used_tokens, int(table.reserved_tokens[slot]))
         spare_tokens = int(table.capacity[slot]) - kept_tokens
-        assert spare_tokens < state.pool.block_size, f"{spare_tokens} reserved and not given back"
+        assert spare_tokens < state.pool.block_size, (
+            f"{spare_tokens} tokens are reserved and not released"
+        )

@@ -333,7 +333,7 @@ class SchedulerState:
         table.num_cached_tokens[slot] = max(first, last) * size
         if self.has_draft_kv:
             draft_blocks = int(table.draft_kv[slot]) // size
-            assert draft_blocks >= 0, "the draft's KV is further behind than there is KV"
+            assert draft_blocks >= 0, "the draft's KV lags by more tokens than there are"
             pool.draft_valid[table.blocks[slot, :draft_blocks]] = True
 
     def reset_executor(self) -> None:

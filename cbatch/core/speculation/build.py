@@ -60,10 +60,10 @@ def _imported(name: str) -> type[LookaheadPolicy]:
     try:
         policy = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError) as error:
-        raise FieldError("lookahead", f"{name!r} cannot be had ({error})", _REMEDY) from error
+        raise FieldError("lookahead", f"{name!r} cannot be imported ({error})", _REMEDY) from error
     if not (isinstance(policy, type) and issubclass(policy, LookaheadPolicy)):
         remedy = "derive it from cbatch.core.speculation.policy.LookaheadPolicy"
-        raise FieldError("lookahead", f"{name!r} is no policy", remedy)
+        raise FieldError("lookahead", f"{name!r} is not a policy", remedy)
 
     class Checked(policy):  # type: ignore[misc, valid-type]
         def choose(self, step: PlannedRows) -> np.ndarray | None:

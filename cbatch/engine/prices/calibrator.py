@@ -72,7 +72,7 @@ def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[Designe
     lengths differ. Raises `FieldError` if lookups draft: their price depends on the text.
     """
     if config.default_chain not in ((), (MODEL,)):
-        raise FieldError("--drafter", "lookups have no price of their own", "use the draft, or off")
+        raise FieldError("--drafter", "lookups cannot be calibrated", "use the draft, or off")
     max_rows, speculates = config.max_num_seqs, _speculates(config)
     max_shared = config.max_sequence_tokens - _MAX_UNSHARED_TOKENS - _OUTPUT_TOKENS[1] - 1
 

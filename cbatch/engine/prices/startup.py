@@ -89,14 +89,14 @@ def cached_profile(
     file that cannot be read or written is logged, and the prices are measured."""
     folder = folder or cache_folder("costs")
     if folder is None:
-        _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): measuring step costs")
+        _logger.warning("no cache folder (set HOME or XDG_CACHE_HOME): measuring step costs")
         return measure()
     digest = hashlib.sha256(msgspec.json.encode(dict(sorted(key.items())))).hexdigest()[:24]
     path = folder / f"{digest}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=CostProfile)
     except FileNotFoundError:
-        _logger.info("measuring step costs, to be kept in %s", path)
+        _logger.info("measuring step costs, to cache in %s", path)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         _logger.warning("step costs in %s cannot be used (%s): measuring again", path, error)
     profile = measure()
@@ -106,7 +106,7 @@ def cached_profile(
         part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
         part.replace(path)
     except OSError as error:
-        _logger.warning("step costs could not be kept in %s: %s", path, error)
+        _logger.warning("step costs could not be cached in %s: %s", path, error)
     return profile
 
 

@@ -149,8 +149,8 @@ class Ranks:
             if not isinstance(error, RanksLostError):
                 self._await_notice(error)
             if not self._health.over:
-                _logger.error("rank 0 did not end a step", exc_info=error)
-            self._health.lose(f"a step was not ended by all ranks: {error!r}")
+                _logger.error("rank 0 did not complete a step", exc_info=error)
+            self._health.lose(f"not all ranks completed a step: {error!r}")
             self._finalizer()
             if not isinstance(error, Exception):
                 raise
@@ -163,10 +163,10 @@ class Ranks:
                 answer = connection.recv()
             except (EOFError, OSError) as error:
                 self._await_notice(error)
-                self._health.lose(f"rank {rank} does not answer")
+                self._health.lose(f"rank {rank} does not respond")
                 raise self._lost() from error
             if answer != expected:
-                self._health.lose(f"rank {rank} came to {answer}, rank 0 to {expected}")
+                self._health.lose(f"rank {rank} computed {answer}, rank 0 {expected}")
                 raise self._lost()
 
     def _await_notice(self, error: BaseException) -> None:
@@ -177,7 +177,7 @@ class Ranks:
 
     def _lost(self) -> RanksLostError:
         problem = self._health.problem
-        message = f"{problem}; all ranks end with it" if problem else "the ranks were closed"
+        message = f"{problem}; all ranks stop" if problem else "the ranks were closed"
         return RanksLostError(message)
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ def _end(
 def end_engine(problem: str, killed_by: signal.Signals | None) -> None:
     """End this process in the same way as the lost rank, for an engine in a process of its own. The
     server, which restarts it, then sees the rank's signal."""
-    _logger.error("%s; the engine ends with it", problem)
+    _logger.error("%s; the engine stops", problem)
     if killed_by is not None:
         os.kill(os.getpid(), killed_by)
     os._exit(1)

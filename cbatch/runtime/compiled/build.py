@@ -34,10 +34,10 @@ def library() -> ctypes.CDLL | None:
     Raises FieldError if CBATCH_KERNELS names no build that runs here."""
     try:
         if platform.system() != "Linux":  # other systems have another OpenMP in torch
-            raise OSError("they are for Linux")
+            raise OSError("they support Linux only")
         return _cached_or_built()
     except (OSError, subprocess.SubprocessError) as error:
-        _logger.warning("no kernels of our own, torch's products compute: %s", _reason(error))
+        _logger.warning("kernels are not available, torch computes products: %s", _reason(error))
         return None
 
 
@@ -57,15 +57,19 @@ def _cached_or_built() -> ctypes.CDLL:
     """Return the library from the cache, or compile it. Raises OSError or SubprocessError."""
     offered, compiler = builds.offered(), find_compiler()
     if compiler is None:
-        raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or name one by CC")
+        raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or set CC")
     folder = cache_folder("compiled")
     if folder is None:
-        _logger.warning("no home for a cache (HOME, XDG_CACHE_HOME): kernels are compiled anew")
+        _logger.warning(
+            "no cache folder (set HOME or XDG_CACHE_HOME): kernels are compiled at every start"
+        )
     build = _choice(offered, compiler, folder)
     kernels = library_of(build, compiler, folder)
     if build is not offered[0]:
-        reason = f"{compiler} does not know {offered[0].name}"
-        _logger.warning("%s: kernels are %s; a newer compiler would do more", reason, build.name)
+        reason = f"{compiler} does not support {offered[0].name}"
+        _logger.warning(
+            "%s: kernels are %s; a newer compiler would support faster ones", reason, build.name
+        )
     return kernels
 
 
@@ -91,14 +95,16 @@ def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.
     except FileNotFoundError:
         pass
     except OSError as error:
-        _logger.warning("%s cannot be used (%s): compiling it anew", folder / name, error)
+        _logger.warning("%s cannot be used (%s): compiling it again", folder / name, error)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _built(build, compiler, folder)
     except (OSError, subprocess.CalledProcessError) as error:  # e.g. because the disk is full
         kernels = _built(build, compiler, None)
         _logger.warning(
-            "%s takes no kernels (%s): they are compiled for this process", folder, _reason(error)
+            "kernels cannot be cached in %s (%s): they are compiled for this process",
+            folder,
+            _reason(error),
         )
         return kernels
 
@@ -118,7 +124,7 @@ def _cached(file: Path) -> ctypes.CDLL:
     the process, so its bytes are first compared with the digest at its end."""
     content = file.read_bytes()
     if _digest(content[:-_DIGEST_BYTES]) != content[-_DIGEST_BYTES:]:
-        raise OSError("it is not whole")
+        raise OSError("the file is incomplete")
     return load_library(file)
 
 

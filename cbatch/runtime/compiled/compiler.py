@@ -68,7 +68,7 @@ def find_compiler() -> Compiler | None:
         if compiler is None and has_ziglang():
             compiler = Compiler((sys.executable, "-m", "ziglang", "cc"))
         if given and compiler is not None:
-            _logger.warning("CC: there is no %r here; compiling by %s", given, compiler)
+            _logger.warning("CC: %r does not exist; compiling with %s", given, compiler)
     return compiler
 
 

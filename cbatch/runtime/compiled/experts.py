@@ -176,7 +176,7 @@ class CompiledExperts:
         step.parts = parts
         pairs = int(self._run(step))
         if pairs < 0:
-            raise IndexError(f"chosen: a number that is none of {self.num_experts} experts")
+            raise IndexError(f"chosen: a number that is not one of {self.num_experts} experts")
         return pairs
 
 

@@ -19,7 +19,7 @@ from cbatch.runtime.compiled.threads import num_threads
 _ALIGNMENT_BYTES = 64
 _NUMBERS_OF_A_ROW = 6  # int64 numbers per row: sequence, position, and a piece of 4
 _NO_WINDOW = 1 << 40  # tokens: longer than any context
-_WRONG = "block_tables: they do not hold the context, or name a block that is not in the cache"
+_WRONG = "block_tables: too short for the context, or with a block that is not in the cache"
 
 
 class AttendedStepStruct(ctypes.Structure):
@@ -73,7 +73,7 @@ class LayerAttention:
         _check(shape)
         kernel = library()
         if kernel is None:
-            raise ValueError("attention: there are no kernels here")
+            raise ValueError("attention: there are no kernels for this machine")
         self.shape, group = shape, shape.heads // shape.kv_heads
         self._sinks = None if shape.sinks is None else shape.sinks.detach().float().contiguous()
         floats = kernel.attention_floats
@@ -98,9 +98,9 @@ def _check(shape: LayerShape) -> None:
     if min(heads, kv_heads, key_dim, value_dim) < 1 or heads % kv_heads:
         raise ValueError(f"heads: {heads} queries of {key_dim} to {kv_heads} of {value_dim}")
     if key_dim % 2:
-        raise ValueError(f"key_dim: {key_dim} is odd, and K lies in pairs")
+        raise ValueError(f"key_dim: {key_dim} is odd, but K is stored in pairs")
     if window is not None and window < 1:
-        raise ValueError(f"window: {window}, which sees nothing")
+        raise ValueError(f"window: {window}, which excludes every token")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap: {softcap} is not above 0")
     if sinks is not None and tuple(sinks.shape) != (heads,):
@@ -114,7 +114,7 @@ class CompiledAttention:
         """Raises ValueError without kernels."""
         kernel = library()
         if kernel is None:
-            raise ValueError("attention: there are no kernels here")
+            raise ValueError("attention: there are no kernels for this machine")
         self.kernel = kernel
         kernel.begin_attention.argtypes = [POINTER(AttendedStepStruct)]
         kernel.end_attention.argtypes, kernel.end_attention.restype = [], None

@@ -80,7 +80,7 @@ class CompiledProduct:
         """Pack the weights. Raises ValueError if `compiles` is False for them."""
         kernel = library()
         if kernel is None or not compiles(weight.dtype):
-            raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel here")
+            raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel")
         if in_scale is not None and weight.dtype == torch.float32:
             weight, in_scale = weight * in_scale, None  # not for bf16, which would round it
         out, columns = weight.shape

@@ -32,7 +32,7 @@ _ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is fa
 _OUR_REFERENCES = 3  # to the memory of logits: the decoder's, a local name's and an argument's
 WRONG = {
     1: "tokens: an id is not in the vocabulary",
-    2: "block_tables: they do not hold the context, or name a block that is not in the cache",
+    2: "block_tables: too short for the context, or with a block that is not in the cache",
     3: "logits_index: a row that is not in the batch",
 }
 

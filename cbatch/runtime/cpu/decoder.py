@@ -95,7 +95,7 @@ class Model:
         self._padding = self._common_padding()
         self.compiled = CompiledDecoder.of(config, self.embedding, self.layers, self.head, ranks)
         if self.compiled is None and not config.plain:
-            problem = f"{config.family} needs kernels of our own in {dtype}"
+            problem = f"{config.family} needs compiled kernels in {dtype}"
             remedy = "install a C compiler (gcc), or use model_impl transformers"
             raise UnsupportedModelError(f"model: {problem}; {remedy}")
 
@@ -179,7 +179,7 @@ class Model:
         unfinished = num_logits < buffers.num_rows and buffers.num_rows > _FEW_ROWS
         unfinished &= not keeps_all
         # The row of a single token is broadcast to the padding rows.
-        assert isinstance(self.embedding, Tensor), "blocks are multiplied with by compiled products"
+        assert isinstance(self.embedding, Tensor), "block weights need compiled products"
         buffers.x.copy_(self.embedding.index_select(0, _pad_index(tokens, padded)))
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):

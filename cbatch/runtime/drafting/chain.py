@@ -62,7 +62,7 @@ class ChainDrafter(Drafter):
         for name in names:
             if name not in self._drafters:
                 loaded = ", ".join(self._drafters) or "none"
-                raise FieldError("drafter", f"{name!r} is not loaded here", f"use: {loaded}")
+                raise FieldError("drafter", f"{name!r} is not loaded", f"use: {loaded}")
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
         super().bind(table, num_blocks)
@@ -144,7 +144,7 @@ class ChainDrafter(Drafter):
         return self.model.kv_len[slots] if self._num_mixed else self.model.kv_lens(slots)
 
     def read_states(self, states: StepStates) -> None:
-        assert self.model is not None, "lookups read no states"
+        assert self.model is not None, "lookups do not read states"
         self.model.read_states(states)
 
     def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:

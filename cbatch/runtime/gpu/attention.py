@@ -73,7 +73,7 @@ class Tuning(NamedTuple):
             try:
                 tiles = [find(arch=arch, rows=min(few, INVARIANT_ROWS)), find(arch=arch)]
             except ValueError as error:
-                problem = f"{heads} of {dtype} are not served on a GPU ({arch})"
+                problem = f"{heads} of {dtype} are not supported on a GPU ({arch})"
                 raise FieldError("model", problem, "use --device cpu") from error
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         if numerics != "fast":

@@ -338,7 +338,7 @@ def load_decoder(
     UnsupportedModelError for an architecture that the GPU decoder lacks."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
     if not config.plain:
-        problem = f"{path_or_name}: {config.family} is not computed by our own pass on a GPU"
+        problem = f"{path_or_name}: {config.family} is not supported by our own pass on a GPU"
         raise UnsupportedModelError(f"{problem}; use model_impl transformers, or device cpu")
     mode = "invariant" if numerics == "invariant" else "fast"
     decoder = Decoder(config, source, served, torch.device(device), mode)

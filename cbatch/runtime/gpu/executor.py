@@ -333,7 +333,7 @@ class GpuExecutor:
             if count > limit:
                 raise ValueError(
                     f"step {plan.step_id}: {name}: {count} is more than the {limit} that the "
-                    "executor was made for"
+                    "executor supports"
                 )
         return bounds
 

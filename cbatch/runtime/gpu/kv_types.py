@@ -22,7 +22,7 @@ def fp8_for(decoder: Decoder) -> torch.dtype:
         heads = heads_of(decoder.config)
         tile_for(heads, decoder.dtype, _LEAST_PAGE_TOKENS, arch=arch, kv_dtype=dtype)
     except ValueError as error:
-        problem = f"fp8 is not served with {decoder.dtype} on {arch}"
+        problem = f"fp8 is not supported with {decoder.dtype} on {arch}"
         raise FieldError("kv_cache_dtype", problem, "leave it out") from error
     return dtype
 

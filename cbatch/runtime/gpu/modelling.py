@@ -140,8 +140,8 @@ class ModellingDecoder:
                 ) from error
         if not self._pass.layers:
             raise ModelError(
-                f"{self.path}: {type(self.net).__name__} does not call attention by the interface "
-                "that transformers has for it"
+                f"{self.path}: {type(self.net).__name__} does not use transformers' "
+                "attention interface"
             )
         return self._pass.layers, logits.shape[-1]
 
@@ -154,7 +154,7 @@ class _SplitModel:
     def __init__(self, net: Any, path: Path) -> None:
         self._net, body = net, net.base_model
         if body is net:
-            raise ModelError(f"{path}: {type(net).__name__} has no body apart from its head")
+            raise ModelError(f"{path}: {type(net).__name__} has no module apart from its head")
         self._body = body.forward
         self._given_states: Tensor | None = None
         self._output_type: Any = None  # of the body
@@ -200,7 +200,9 @@ class _GraphCheck(TorchDispatchMode):
         waits = _waits(name, args)
         if waits or away:
             what = "reads from the device" if waits else "computes on the host"
-            raise ModelError(f"its code {what} ({name}), which no graph holds; use --device cpu")
+            raise ModelError(
+                f"its code {what} ({name}), which a graph cannot capture; use --device cpu"
+            )
         return func(*args, **kwargs or {})
 
 
@@ -227,13 +229,13 @@ def _served(
     if len({(layer.heads, layer.kv) for layer in layers}) > 1:
         problem = "its layers have heads of different shapes"
     elif layers[0].kv.key_dim != layers[0].kv.value_dim:
-        problem = "its keys are wider than its values, or narrower"
+        problem = "its keys and values differ in width"
     elif any(layer.sinks is not None for layer in layers):
-        problem = "it attends with sinks"
+        problem = "it uses attention sinks"
     elif changes_angles(hf_config):
-        problem = "its angles follow the longest sequence of a step"
+        problem = "its rotary angles depend on the longest sequence of a step"
     if problem is not None:
-        raise ModelError(f"{path}: not served on a GPU: {problem}; use --device cpu")
+        raise ModelError(f"{path}: not supported on a GPU: {problem}; use --device cpu")
     inner = getattr(hf_config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * config.hidden_size
     return structs.replace(config, kv_shapes=(), intermediate_size=inner)
@@ -250,7 +252,7 @@ def load_modelling_decoder(
     """Load a model as `load_transformers_model` does, on a GPU, and compare it with transformers'
     own pass. Raises ModelError for a model that cannot be served so, FieldError for "invariant"."""
     if numerics == "invariant":
-        problem = "'invariant' is not to be had of transformers' modelling code on a GPU"
+        problem = "'invariant' is not supported with transformers' modelling code on a GPU"
         raise FieldError("numerics", problem, "use fast, or --device cpu")
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     net = net.to(device)

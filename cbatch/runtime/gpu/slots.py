@@ -116,7 +116,7 @@ class HostSlots:
             raise ValueError(
                 f"admission of {a.request_id!r}: slot {slot}, {n} tokens, kv_len "
                 f"{a.kv_len_tokens}, max_total {a.max_total_tokens} and {len(a.blocks)} blocks do "
-                "not fit together, or what the executor was made for"
+                "not fit together, or do not fit the executor"
             )
         self._occupied[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)

@@ -26,7 +26,7 @@ from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 _RANDOM_STD = 0.02
 _EMBEDDING = "model.embed_tokens.weight"
 _MOST_NAMED = 4  # names in a warning about unread tensors; one name covers all layers
-UNTIED = "%s: tie_word_embeddings: lm_head.weight differs from the embedding, and is used"
+UNTIED = "%s: tie_word_embeddings: lm_head.weight differs from the embedding and is used"
 _logger = logging.getLogger("cbatch")
 
 
@@ -114,7 +114,7 @@ def warn_unread(path: str | Path, names: Iterable[str]) -> None:
     if layers:
         shown = ", ".join([f"{n} ({count})" for n, count in layers.items()][:_MOST_NAMED])
         more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
-        message = "%s: %d tensors are not read (is its config.json of this model?): %s%s"
+        message = "%s: %d tensors are not used (does config.json belong to this model?): %s%s"
         _logger.warning(message, path, layers.total(), shown, more)
 
 
@@ -122,9 +122,7 @@ def read_config(path: Path) -> ModelConfig:
     """Return the config that `open_checkpoint` returns, without reading weights."""
     config = config_of(read_gguf(path)) if is_gguf(path) else load_config(path)
     if not has_angles(config):
-        raise ModelError(
-            f"{path}: rope: its numbers give positions no finite angles; take the model's own"
-        )
+        raise ModelError(f"{path}: rope: its values do not give finite angles; use the model's own")
     return config
 
 
@@ -168,6 +166,6 @@ def resolve_directory(
     except Exception as err:  # the client raises a dozen kinds: HTTP, offline, missing, gated
         reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise ModelError(
-            f"model: {name}: no such directory, and the hub did not give it ({reason}); download "
+            f"model: {name}: no such directory, and the hub did not return it ({reason}); download "
             "it where the network allows and pass its directory"
         ) from None

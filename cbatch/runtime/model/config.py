@@ -203,7 +203,7 @@ class Fields:
         ModelError without a default."""
         value, largest = self.get(field, default), _MAX_OF.get(field, _MAX_INT)
         if value is None:
-            raise self.error(field, "missing; a complete file of the model has it")
+            raise self.error(field, "missing; use a complete file of the model")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least else "an integer of 0 or more"
             raise self.error(field, f"must be {kind}, got {value!r:.40}")
@@ -215,7 +215,7 @@ class Fields:
         """Return a positive finite number of at most `largest`; `default` as in `integer`."""
         value = self.get(field, default)
         if value is None:
-            raise self.error(field, "missing; a complete file of the model has it")
+            raise self.error(field, "missing; use a complete file of the model")
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good or not 0 < value <= min(largest, _MAX_FLOAT):
             limit = "" if largest == math.inf else f" of at most {largest:g}"
@@ -255,7 +255,7 @@ def read_optional(file: Path) -> dict[str, Any]:
 def require_file(file: Path) -> None:
     """Raise ModelError for a pipe, a device or a folder: reading one may never end."""
     if file.exists() and not file.is_file():
-        raise ModelError(f"{file}: is no regular file; give the model's own")
+        raise ModelError(f"{file}: is not a regular file; use the model's own")
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

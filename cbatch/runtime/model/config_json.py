@@ -132,7 +132,7 @@ def _experts(f: Fields, family: Family) -> Experts | None:
         raise f.error("num_experts_per_tok", f"{chosen} of {count} experts")
     shared = f.integer(fields.shared, least=0) if fields.shared else 0
     if shared % width:
-        problem = f"{shared} is no multiple of the {width} of an expert"
+        problem = f"{shared} is not a multiple of the {width} of an expert"
         raise f.error(fields.shared, problem, UnsupportedModelError)
     every = f.integer("decoder_sparse_step", 1)
     dense = f.get("mlp_only_layers", [])
@@ -301,12 +301,12 @@ def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
     theta = r.number("rope_theta", f.number("rope_theta", RopeConfig().theta))
     plain = RopeConfig(theta=theta, share=share, interleaved=family.interleaved)
     if plain.rotated(head_dim) % 2:
-        problem = f"{share!r} of {head_dim} dimensions are no pairs"
+        problem = f"{share!r} of {head_dim} dimensions are not pairs"
         raise r.error("partial_rotary_factor", problem)
     if kind == "default":
         return plain
     if kind == "yarn" and theta == 1:
-        raise f.error("rope_theta", "must not be 1 where yarn stretches it")
+        raise f.error("rope_theta", "must not be 1 with yarn")
     own = "original_max_position_embeddings"
     original = (f if r.get(own) is None or own in family.defaults else r).integer(
         own, context_tokens

@@ -140,7 +140,7 @@ def _read_parts(path: Path) -> Gguf:
     name = _SPLIT_NAME.fullmatch(path.name)
     if name is None or int(name[3]) != count:
         raise first.error(
-            "split.count", f"{count} does not go with the file's name; it ends in -00001-of-00002"
+            "split.count", f"{count} does not match the file's name, which ends in -00001-of-00002"
         )
     parts = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)]
     if path != parts[0]:
@@ -190,7 +190,7 @@ class _Reader:
                 raise self._error(key, "stands twice")
             metadata[key] = self._value(self._scalar("I", key), key)
             if self.at > _MOST_HEAD_BYTES:
-                raise self._error(key, f"ends at byte {self.at}, {_MOST_HEAD_BYTES} may be used")
+                raise self._error(key, f"ends at byte {self.at}, the limit is {_MOST_HEAD_BYTES}")
         heads = [self._head(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         return Gguf(self.path, metadata, self._tensors(heads, alignment))
@@ -220,7 +220,9 @@ class _Reader:
     def _name(self, field: str) -> str:
         length = self._scalar("Q", field)
         if not 0 < length <= _MOST_NAME_BYTES:
-            raise self._error(field, f"its name has {length} bytes, 1 to {_MOST_NAME_BYTES} may be")
+            raise self._error(
+                field, f"its name has {length} bytes, 1 to {_MOST_NAME_BYTES} are allowed"
+            )
         start = self._take(length, field)
         name = self.data[start : self.at]
         if not name.isascii() or not (text := name.decode("ascii")).isprintable():
@@ -270,7 +272,7 @@ class _Reader:
         field = f"tensor {name}"
         dims = self._scalar("I", field)
         if not 1 <= dims <= _MOST_DIMS:
-            raise self._error(field, f"has {dims} dimensions, 1 to {_MOST_DIMS} may be")
+            raise self._error(field, f"has {dims} dimensions, 1 to {_MOST_DIMS} are allowed")
         shape = tuple(self._scalar("Q", field) for _ in range(dims))[::-1]
         kind, offset = self._scalar("I", field), self._scalar("Q", field)
         if kind not in TYPES:
@@ -279,7 +281,7 @@ class _Reader:
                 field, f"type {_UNSUPPORTED.get(kind, kind)} is not supported; supported: {known}"
             )
         if not all(shape) or shape[-1] % TYPES[kind].elements:
-            problem = f"shape {list(shape)} does not go with type {TYPES[kind].name}"
+            problem = f"shape {list(shape)} does not fit type {TYPES[kind].name}"
             raise self._error(field, problem)
         return name, TYPES[kind], shape, offset
 
@@ -297,7 +299,7 @@ class _Reader:
             if name in tensors:
                 raise self._error(field, "stands twice")
             if offset % alignment:
-                raise self._error(field, f"offset {offset} is no multiple of {alignment}")
+                raise self._error(field, f"offset {offset} is not a multiple of {alignment}")
             self.at = base + offset
             start = self._take(num_bytes, field)
             tensors[name] = GgufTensor(
@@ -306,5 +308,5 @@ class _Reader:
             spans.append((start, self.at, name))
         for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
             if start < stop:
-                raise self._error(f"tensor {other}", f"its data lie within those of {one}")
+                raise self._error(f"tensor {other}", f"its data overlap those of {one}")
         return tensors

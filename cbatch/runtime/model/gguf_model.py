@@ -113,11 +113,11 @@ def config_of(file: Gguf) -> ModelConfig:
     for name, ids in (("bos", [config.bos_token_id]), ("eos", config.eos_token_ids)):
         for token in ids:
             if token is not None and token >= config.vocab_size:
-                problem = f"{token} is no token of {config.vocab_size}"
+                problem = f"{token} is not a token of {config.vocab_size}"
                 raise file.error(names[f"{name}_token_id"], problem)
     tokens = len(_each(file, "tokenizer.ggml.tokens"))
     if tokens > config.vocab_size:
-        problem = f"{tokens} tokens, and {_EMBEDDING} has {config.vocab_size} rows"
+        problem = f"{tokens} tokens, but {_EMBEDDING} has {config.vocab_size} rows"
         raise file.error("tokenizer.ggml.tokens", problem)
     _check_tensors(file, config)
     if _ROPE_FACTORS not in tensors:
@@ -133,7 +133,7 @@ def _one(file: Gguf, key: str, default: Any = None) -> Any:
     if isinstance(value, np.ndarray | list):
         raise file.error(key, f"an array of {len(value)} values; one for all layers is supported")
     if isinstance(value, str) and len(value) > _MOST_CHARS:
-        raise file.error(key, f"{value[:_MOST_CHARS]!r} and more is no name")
+        raise file.error(key, f"{value[:_MOST_CHARS]!r} and more is not a name")
     return value
 
 
@@ -198,12 +198,16 @@ def _check_tensors(file: Gguf, config: ModelConfig) -> None:
         if tensor is None:
             raise file.error(f"tensor {name}", "is missing")
         if tensor.shape != shape:
-            problem = f"has shape {list(tensor.shape)}, the metadata ask for {list(shape)}"
+            problem = f"has shape {list(tensor.shape)}, the metadata say {list(shape)}"
             raise file.error(f"tensor {name}", problem)
         if len(shape) == 1 and tensor.type.elements > 1:
-            raise file.error(f"tensor {name}", f"type {tensor.type.name} is for matrices alone")
+            raise file.error(
+                f"tensor {name}", f"type {tensor.type.name} is supported for matrices only"
+            )
     for name in file.tensors.keys() - shapes.keys() - {_ROPE_FACTORS}:
-        raise file.error(f"tensor {name}", f"is none of a {config.family} model; not supported")
+        raise file.error(
+            f"tensor {name}", f"is not a tensor of a {config.family} model; not supported"
+        )
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -61,7 +61,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
             return f"{self.num_heads} medusa heads"
         layers = ", ".join(map(str, self.hidden_layers))
         residual = ", normed residual" if self.norm_before_residual else ""
-        return f"{self.kind} head that reads what comes into layers {layers}{residual}"
+        return f"{self.kind} head that reads the inputs of layers {layers}{residual}"
 
 
 def is_head(path: Path) -> bool:
@@ -188,11 +188,11 @@ def _medusa(f: Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
     weights.require("blocks.0.layers.0.weight", (target.hidden_size, target.hidden_size))
     stated = f.integer("num_heads" if own and f.get("num_heads") else "medusa_num_heads", heads)
     if stated > heads:
-        problem = f"{stated}, the tensors are of {heads}; the download may be cut"
+        problem = f"{stated}, the tensors have {heads}; the download may be cut"
         raise f.error("medusa_num_heads", problem)
     layers = "num_hidden_layers" if own and f.get("num_hidden_layers") else "medusa_num_layers"
     if f.integer(layers, blocks) != blocks:
-        problem = f"{f.get(layers)}, the tensors are of {blocks}; take the file's own config.json"
+        problem = f"{f.get(layers)}, the tensors have {blocks}; use the file's own config.json"
         raise f.error(layers, problem)
     return HeadConfig(
         kind="medusa",

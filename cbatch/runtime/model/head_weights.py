@@ -64,7 +64,7 @@ class HeadWeights(WeightSource):
         if tensor.dtype not in _FLOATS:
             raise self._error(name, f"has dtype {tensor.dtype}; quantised heads are not supported")
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            raise self._error(name, "holds numbers that are not finite; take another head")
+            raise self._error(name, "contains values that are not finite; use another head")
         return tensor
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -76,9 +76,11 @@ class HeadWeights(WeightSource):
         """Raise ModelError unless the tensor exists and has this shape."""
         have = self.shape_of(name)
         if have is None:
-            raise self._error(name, "is missing; the download may be cut, or the layout another")
+            raise self._error(
+                name, "is missing; the download may be incomplete, or the layout not supported"
+            )
         if have != shape:
-            problem = f"has shape {list(have)}, this model and config.json ask for {list(shape)}"
+            problem = f"has shape {list(have)}, this model and config.json need {list(shape)}"
             raise self._error(name, f"{problem}; use a head that was trained for this model")
 
     def _error(self, name: str, problem: str) -> ModelError:
@@ -119,11 +121,11 @@ def _read_pickle(file: Path) -> _Tensors:
             mapped = is_zipfile(file)  # older pickles can only be read whole
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
-        problem = "holds more than tensors: code in a pickle could do anything and is not run"
-        remedy = "take a safetensors file of it"
+        problem = "contains more than tensors; code in a pickle is never run"
+        remedy = "use a safetensors file"
         raise ModelError(f"{file}: {problem}; {remedy}") from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise ModelError(f"{file}: cannot be read ({error!s:.200}); download it again") from None
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ModelError(f"{file}: must hold tensors by their names; take a file of weights")
+        raise ModelError(f"{file}: must be a dict of tensors; use a file of weights")
     return _Tensors(tensors, lambda name: tensors[name].shape, tensors.__getitem__)

@@ -139,7 +139,7 @@ class QuantisedWeights(WeightSource):
     def _integers(self, name: str) -> Tensor:
         words = self._files.read(name)
         if words.dtype != torch.int32 or words.dim() != 2:
-            raise self._error(name, f"{words.dtype} {list(words.shape)} is no matrix of int32")
+            raise self._error(name, f"{words.dtype} {list(words.shape)} is not a matrix of int32")
         return words
 
     def _words(self, name: str, rows: int, columns: int, *, along: int) -> tuple[Tensor, int]:
@@ -161,11 +161,11 @@ class QuantisedWeights(WeightSource):
     def _scales(self, name: str, out: int, columns: int, *, rows_first: bool) -> Tensor:
         stored = self._files.read(name)
         if not stored.is_floating_point() or stored.dim() != 2:
-            raise self._error(name, f"{stored.dtype} {list(stored.shape)} are no scales")
+            raise self._error(name, f"{stored.dtype} {list(stored.shape)} are not scales")
         scales = stored.float() if rows_first else stored.float().t()
         fits = len(scales) == out and scales.shape[1] and columns % scales.shape[1] == 0
         if not fits or not scales.isfinite().all():
-            problem = f"{list(stored.shape)} are no finite scales of a matrix {[out, columns]}"
+            problem = f"{list(stored.shape)} are not finite scales of a matrix {[out, columns]}"
             raise self._error(name, problem)
         return scales.contiguous()
 
@@ -174,14 +174,14 @@ class QuantisedWeights(WeightSource):
             return torch.arange(columns) // (columns // groups)
         order = self._files.read(name).long()
         if order.shape != (columns,) or order.min() < 0 or order.max() >= groups:
-            raise self._error(name, f"is no group of {groups} for each of {columns} columns")
+            raise self._error(name, f"is not one of {groups} groups for each of {columns} columns")
         return order
 
     def _widened(self, module: str, shape: tuple[int, ...]) -> Tensor:
         """Widen fp8 with one scale for all, for each row, or for each block of rows and columns."""
         weight = self._files.read(f"{module}.weight")
         if tuple(weight.shape) != shape:
-            problem = f"has shape {list(weight.shape)}, config.json asks for {list(shape)}"
+            problem = f"has shape {list(weight.shape)}, config.json says {list(shape)}"
             raise self._error(f"{module}.weight", problem)
         names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
         name = next((name for name in names if name in self._files), None)
@@ -196,7 +196,9 @@ class QuantisedWeights(WeightSource):
             return (weight.float() * scale.view(-1, 1)).to(self._dtype)
         rows, wide = self._how.block_rows or 128, self._how.block_columns or 128
         if tuple(scale.shape) != (-(-out // rows), -(-columns // wide)):
-            raise self._error(name, f"{list(scale.shape)} fits no {rows} x {wide} of {list(shape)}")
+            raise self._error(
+                name, f"{list(scale.shape)} does not fit {rows} x {wide} of {list(shape)}"
+            )
         scales = scale[torch.arange(out) // rows][:, torch.arange(columns) // wide]
         return (weight.float() * scales).to(self._dtype)
 

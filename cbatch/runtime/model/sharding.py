@@ -29,7 +29,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """Return the config of one of `size` ranks. Vocabulary and hidden size stay those of the whole
     model, and the LM head is untied. Raises FieldError if heads or columns cannot be divided."""
     if not config.plain:
-        problem = f"our own pass does not share {config.family} out"
+        problem = f"our own pass cannot shard {config.family}"
         raise FieldError(FIELD, problem, "leave it out, or use model_impl transformers")
     for name, count in (
         ("num_key_value_heads", config.num_kv_heads),
@@ -116,7 +116,7 @@ class ShardedWeights(WeightSource):
                 FIELD,
                 f"{self._size} gives {width} columns of {name} to a rank, which cuts its blocks "
                 f"({whole.type.name}, {per_block} columns each)",
-                "use a smaller one, or dtype bfloat16, which widens what is quantised",
+                "use a smaller one, or dtype bfloat16, which widens quantised weights",
             )
         rows = np.split(whole.rows, self._size, axis=1)[self._rank]
         return whole._replace(shape=(out, width), raw=rows.reshape(-1))

@@ -77,7 +77,7 @@ class Safetensors(WeightSource):
             return None
         tensor = self.read(name)
         if tensor.numel() != 1 or not tensor.isfinite().all() or float(tensor) <= 0:
-            raise ModelError(f"{self.directory}: tensor {name} is no number above 0")
+            raise ModelError(f"{self.directory}: tensor {name} is not a number above 0")
         return float(tensor)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -85,12 +85,12 @@ class Safetensors(WeightSource):
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"{file}: tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(shape)}"
+                f"config.json says {list(shape)}"
             )
         if tensor.dtype not in DTYPES.values():
             raise ModelError(
                 f"{file}: tensor {name} has dtype {tensor.dtype}; "
-                f"supported: {', '.join(DTYPES)} (and quantised ones that config.json tells of)"
+                f"supported: {', '.join(DTYPES)} (and quantised types that config.json names)"
             )
         return tensor
 
@@ -106,7 +106,9 @@ class Safetensors(WeightSource):
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         file = self._names.get(name)
         if file is None:
-            raise ModelError(f"{self.directory}: tensor {name} is missing; the download may be cut")
+            raise ModelError(
+                f"{self.directory}: tensor {name} is missing; the download may be incomplete"
+            )
         try:
             return read(self._open(file))
         except (SafetensorError, OSError) as err:
@@ -118,7 +120,7 @@ class Safetensors(WeightSource):
             try:
                 self._files[file] = safe_open(file, framework="pt")
             except FileNotFoundError:
-                raise ModelError(f"{file}: named by {_INDEX} but not there") from None
+                raise ModelError(f"{file}: named by {_INDEX} but missing") from None
             except (SafetensorError, OSError) as err:
                 raise ModelError(
                     f"{file}: not a complete safetensors file ({err!s:.300}); download it again"
@@ -136,5 +138,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         raise ModelError(f"{index}: weight_map: cannot be read ({err!r:.300})") from None
     for file in files.values():
         if file.parent != index.parent or "\0" in file.name:
-            raise ModelError(f"{index}: weight_map: {str(file)!r:.80} is no file beside it")
+            raise ModelError(
+                f"{index}: weight_map: {str(file)!r:.80} is not a file in the same folder"
+            )
     return files

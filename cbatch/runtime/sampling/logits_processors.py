@@ -245,7 +245,7 @@ def _structured(
 ) -> Structured:
     if grammars is None:
         remedy = "start the engine with a tokenizer"
-        raise FieldError("structured_outputs", "is not served here", remedy)
+        raise FieldError("structured_outputs", "is not supported here", remedy)
     return Structured(grammars, spec, vocab_size)
 
 

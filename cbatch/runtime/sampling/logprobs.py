@@ -44,7 +44,7 @@ class LogprobRequests:
             if a.kv_len_tokens:
                 raise ValueError(
                     f"admission of {a.request_id!r}: {a.kv_len_tokens} tokens are in KV, but "
-                    "the log probabilities of its prompt are wanted"
+                    "the log probabilities of its prompt are requested"
                 )
             self.prompts[a.slot] = LogprobRequest(params.prompt_logprobs, processed=False)
 

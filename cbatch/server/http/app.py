@@ -263,7 +263,7 @@ def _header_s(request: AnyRequest, name: str) -> float | None:
     try:
         return msgspec.convert(value, Milliseconds, strict=False) / 1e3 or None
     except msgspec.ValidationError as error:
-        raise FieldError(name, "is no number of milliseconds", str(error)) from error
+        raise FieldError(name, "is not a number of milliseconds", str(error)) from error
 
 
 async def read(request: AnyRequest, intake: BodyIntake, parse: Callable[[bytes], T]) -> T:
@@ -279,7 +279,7 @@ def require_json(request: AnyRequest) -> None:
     """Raise `MediaTypeError` unless the body is declared to be JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise MediaTypeError("content-type", f"{kind!r} is not read", "send application/json")
+        raise MediaTypeError("content-type", f"{kind!r} is not supported", "send application/json")
 
 
 def json_response(

@@ -128,4 +128,4 @@ def _methods(request: AnyRequest) -> list[str]:
 def unforeseen(error: Exception, path: str) -> dict[str, Any]:
     """Log an internal error, and return a body that does not reveal it."""
     _logger.error("%s failed", path, exc_info=error)
-    return error_body("the server failed; its log says how", "server_error")
+    return error_body("the server failed; see its log", "server_error")

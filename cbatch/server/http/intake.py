@@ -38,7 +38,9 @@ class BodyIntake:
         `FieldError`."""
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", "gzip", "x-gzip"):
-            raise MediaTypeError("content-encoding", f"{coding!r} is not read", "send gzip or none")
+            raise MediaTypeError(
+                "content-encoding", f"{coding!r} is not supported", "send gzip or none"
+            )
         limit_s = self._limits.request_timeout_s
         part = _BodyPart()
         try:
@@ -61,7 +63,7 @@ class BodyIntake:
         while more:
             message = cast(HTTPReceiveMessage, await request.receive())
             if message["type"] == "http.disconnect":
-                raise ClientGoneError("the client left in the middle of its call")
+                raise ClientGoneError("the client disconnected during its call")
             content += message.get("body", b"")
             self._require_short(len(content))
             self._count(part, len(content) - FREE_BYTES)
@@ -89,7 +91,7 @@ class BodyIntake:
             return
         limit = self._limits.max_reading_bytes
         if self.num_bytes + more > limit:
-            problem = f"bodies that are being read have {self.num_bytes} of {limit} bytes"
+            problem = f"bodies being received take {self.num_bytes} of {limit} bytes"
             raise self._overloaded("body_bytes", problem)
         part.num_bytes += more
         self.num_bytes += more

@@ -27,12 +27,19 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     max_connections: Annotated[
         int | None,
-        _limits(f"beyond: 503 (default: {MAX_CONNECTIONS}, or what open files allow)", "N"),
+        _limits(
+            f"open connections; more get 503 (default: {MAX_CONNECTIONS}, or as open files allow)",
+            "N",
+        ),
     ] = None
     request_timeout_s: Annotated[
         float,
         Meta(gt=0),
-        _limits("for a call's head to come in, and for its body", "S", name="request_timeout"),
+        _limits(
+            "time to receive the head of a call, and again for its body",
+            "S",
+            name="request_timeout",
+        ),
     ] = 30.0
     max_body_bytes: int = 8 * 2**20
     max_reading_bytes: int = 64 * 2**20

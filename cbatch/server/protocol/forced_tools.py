@@ -86,7 +86,7 @@ def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
     for at, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
         if name in schemas:
-            raise FieldError(f"tools[{at}].function.name", f"{name!r} is there twice", "rename it")
+            raise FieldError(f"tools[{at}].function.name", f"{name!r} appears twice", "rename it")
         schema = _NO_PARAMETERS if schema is None else schema
         if not schema.keys() & {"type", "$ref", "anyOf", "allOf", "oneOf"}:
             schema = {"type": "object", **schema}

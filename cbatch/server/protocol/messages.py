@@ -18,7 +18,7 @@ def no_list(value: Any) -> str:
     """Return what is wrong with a value that must be a non-empty list."""
     if value is None:
         return "is missing"
-    return "is empty" if value == [] else f"{short(value)} is no list"
+    return "is empty" if value == [] else f"{short(value)} is not a list"
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _name_thought(message: dict[str, Any], field: str) -> None:
     template rejects a thought together with both content and calls."""
     thought = message.get("reasoning", message.get("reasoning_content", ""))
     if not isinstance(thought, str):
-        raise FieldError(f"{field}.reasoning", "is no text", "send a text")
+        raise FieldError(f"{field}.reasoning", "is not a text", "send a text")
     if thought:
         message["reasoning"] = message["reasoning_content"] = thought
     if thought and not (message.get("tool_calls") and message["content"]):
@@ -98,7 +98,7 @@ def _content(value: Any, field: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise FieldError(field, "is no text", "send a text, or a list of text parts")
+        raise FieldError(field, "is not a text", "send a text, or a list of text parts")
     texts = []
     for at, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
@@ -106,7 +106,7 @@ def _content(value: Any, field: str) -> str:
             problem = f"{short(kind)} is not supported yet"
             raise FieldError(f"{field}[{at}]", problem, "send parts of type 'text'")
         if not isinstance(part.get("text"), str):
-            raise FieldError(f"{field}[{at}].text", "is no text", "send a text")
+            raise FieldError(f"{field}[{at}].text", "is not a text", "send a text")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -116,6 +116,6 @@ def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]
     for name in variables or {}:
         if name in RESERVED:
             raise FieldError(
-                "chat_template_kwargs", f"{name!r} is not yours to set", "leave it out"
+                "chat_template_kwargs", f"{name!r} is set by the server", "leave it out"
             )
     return variables or {}

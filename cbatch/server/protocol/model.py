@@ -138,7 +138,7 @@ class ServedModel:
         if self._chat_template is None:
             raise FieldError(
                 "messages",
-                f"{self.name!r} comes without a chat template",
+                f"{self.name!r} has no chat template",
                 "use /v1/completions, or start the server with --chat-template (a file, or a name)",
             )
         escape = self.tokenizer.control_tokens.escape

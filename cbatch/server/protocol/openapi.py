@@ -172,8 +172,8 @@ def _paths() -> dict[str, Schema]:
         "/detokenize": _posted("DetokenizeFields", "Detokenized"),
         "/v1/models": _got("models", plain),
         "/v1/models/{name}": {**_got("a model", plain, 404), "parameters": [name]},
-        "/health": _got("whether the server lives", plain, 503),
-        "/ready": _got("whether it takes calls", plain, 503),
+        "/health": _got("whether the server is alive", plain, 503),
+        "/ready": _got("whether the server accepts calls", plain, 503),
         "/version": _got("the version", plain),
         "/metrics": {"get": {"responses": {"200": {"description": "for Prometheus", **text}}}},
     }
@@ -185,17 +185,17 @@ def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
         # Chunks are JSON but the last one is not, which OpenAPI 3.1 cannot express.
         whole["content"]["text/event-stream"] = {"schema": {}}
     statuses = {
-        400: "a field that cannot be honoured, by name",
+        400: "a field that is not supported; the error names it",
         401: "no valid API key",
         404: "another model",
-        408: "the call took too long to come in, or the time that it set itself is over",
-        413: "too long a body",
-        415: "a body that is not called JSON",
-        429: "the key has as many calls open as it may; Retry-After says when to try again",
-        431: "too long a head",
+        408: "the call took too long to arrive, or its own timeout expired",
+        413: "the body is too large",
+        415: "the content type is not JSON",
+        429: "the key has too many open calls; Retry-After says when to try again",
+        431: "the head is too large",
         500: "the request failed",
-        503: "no place, or no engine; Retry-After says when to try again",
-        504: "the server's time for a call is over",
+        503: "the queue is full, or there is no engine; Retry-After says when to try again",
+        504: "the server's time limit for a call is over",
     }
     failures = {str(status): _json(text, _ref("Error")) for status, text in statuses.items()}
     content = {"application/json": {"schema": _ref(body)}}
@@ -208,5 +208,5 @@ def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
 
 
 def _got(description: str, schema: Schema, *others: int) -> Schema:
-    failures = {str(status): _json("not now, or not here", {}) for status in (401, *others)}
+    failures = {str(status): _json("not available", {}) for status in (401, *others)}
     return {"get": {"responses": {"200": _json(description, schema), **failures}}}

@@ -320,7 +320,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
             raise FieldError("prompt", f"{len(value)} prompts", f"send <= {MAX_CHOICES} at once")
         if all(isinstance(p, str) or (p and type(p[0]) is int) for p in value):
             return tuple(token_prompts(p, model)[0] for p in value)
-    raise FieldError("prompt", "mixes texts, token ids or other things", remedy)
+    raise FieldError("prompt", "mixes texts, token ids or other values", remedy)
 
 
 def _read_prompt(

@@ -50,7 +50,7 @@ def detokenize(body: bytes, model: ServedModel) -> bytes:
         raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {limit}")
     size = model.tokenizer.vocab_size
     if not all(0 <= i < size for i in fields.tokens):
-        raise FieldError("tokens", "hold an id out of range", f"use ids in [0, {size})")
+        raise FieldError("tokens", "contains an id out of range", f"use ids in [0, {size})")
     return msgspec.json.encode(
         Detokenized(model.tokenizer.decode(fields.tokens, skip_special_tokens=False))
     )

@@ -107,7 +107,7 @@ def call_format(
     if parser is None:
         raise FieldError(
             "tool_choice",
-            "'auto' with `tools` needs to know this model's own way to write calls",
+            "'auto' with `tools` needs to know the model's format of tool calls",
             f"start the server with --tool-parser ({', '.join(CALLS)}), use 'required', name a "
             "function, or use 'none'",
         )

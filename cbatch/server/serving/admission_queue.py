@@ -38,27 +38,32 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dropped.
     """
 
-    max_queued_requests: Annotated[int, _limits("beyond: 503", "N")] = 256
-    max_queued_prompt_tokens: Annotated[int, _limits("beyond: 503", "N")] = 262_144
+    max_queued_requests: Annotated[int, _limits("queued requests; more get 503", "N")] = 256
+    max_queued_prompt_tokens: Annotated[
+        int, _limits("prompt tokens of queued requests; more get 503", "N")
+    ] = 262_144
     queue_timeout_s: Annotated[
-        float | None, _limits("refuse what waits longer for a slot", "S", name="queue_timeout")
+        float | None,
+        _limits("reject a request that waits longer for a slot (503)", "S", name="queue_timeout"),
     ] = None
     timeout_s: Annotated[
-        float | None, _limits("end what is not done by then", "S", name="timeout")
+        float | None, _limits("end a request that takes longer (504)", "S", name="timeout")
     ] = None
     ttft_target_s: Annotated[
         float | None,
-        _limits("refuse a prompt that cannot be read by then (503)", "S", name="ttft_target"),
+        _limits(
+            "reject a request whose first token would come later (503)", "S", name="ttft_target"
+        ),
     ] = None
     max_unread_tokens: int = 2048
     prompt_timeout_s: Annotated[
         float,
-        _limits("processor time to render and tokenise a prompt", "S", name="prompt_timeout"),
+        _limits("CPU time to render and tokenize a prompt", "S", name="prompt_timeout"),
     ] = 10.0
     prompt_memory_bytes: Annotated[
         int,
         _limits(
-            "memory for the same",
+            "memory to render and tokenize a prompt",
             "GIB",
             name="prompt_memory",
             type=float,
@@ -135,7 +140,7 @@ class AdmissionQueue:
         computed within `ttft_target_s`."""
         target_s, needed_s = self._limits.ttft_target_s, self.estimated_prefill_s()
         if target_s is not None and needed_s > target_s:
-            problem = f"the prompt would be read in {needed_s:.2g} s, later than {target_s:g} s"
+            problem = f"the prompt would be computed in {needed_s:.2g} s, later than {target_s:g} s"
             raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))
 
     def require_room(self) -> None:

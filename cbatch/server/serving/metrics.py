@@ -165,42 +165,56 @@ class Metrics(Collector):
         return family
 
     def _counted(self) -> Iterator[Metric]:
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens accepted.", self.prompt_tokens)
-        text = "Output tokens."
+        yield self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens
+        )
+        text = "Generated tokens."
         yield self._counter("vllm:generation_tokens", text, self.generation_tokens)
-        text = "Sequences that ended, by how."
+        text = "Finished sequences, by reason."
         yield self._counters("vllm:request_success", text, "finished_reason", self.endings)
-        text, of_queue = "Calls that were refused, by why.", self._service.queue.rejections
+        text, of_queue = "Rejected calls, by reason.", self._service.queue.rejections
         refused = self.rejections | of_queue
         yield self._counters("vllm:admission_rejections", text, "reason", refused)
         drafting = self.drafting
         for name, text, value in (
-            ("drafts", "Steps of a sequence that drafted.", drafting.steps),
-            ("draft_tokens", "Tokens drafted.", drafting.drafted_tokens),
-            ("accepted_tokens", "Drafted tokens accepted.", drafting.accepted_tokens),
+            ("drafts", "Verifications of drafts, one per sequence and step.", drafting.steps),
+            ("draft_tokens", "Drafted tokens.", drafting.drafted_tokens),
+            ("accepted_tokens", "Accepted drafts.", drafting.accepted_tokens),
         ):
             yield self._counter(f"vllm:spec_decode_num_{name}", text, value)
         by_position = {str(i): count for i, count in enumerate(drafting.accepted_at())}
-        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by draft position."
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position."
         yield self._counters(name, text, "position", by_position)
-        wasted, text = drafting.drafted_tokens - drafting.accepted_tokens, "Verified for nothing."
+        wasted, text = drafting.drafted_tokens - drafting.accepted_tokens, "Rejected drafts."
         yield self._counter("cbatch:wasted_verify_tokens", text, wasted)
 
     def _timed(self) -> Iterator[Metric]:
         for name, text, histogram in (
-            ("vllm:time_to_first_token_seconds", "Call to first token.", self.first_token_s),
-            ("vllm:inter_token_latency_seconds", "Between outputs of steps.", self.between_s),
-            ("vllm:request_time_per_output_token_seconds", "Past the first.", self.per_token_s),
-            ("vllm:request_queue_time_seconds", "Call to slot.", self.queue_s),
-            ("vllm:request_prefill_time_seconds", "Slot to first token.", self.prefill_s),
-            ("vllm:request_decode_time_seconds", "First token to last.", self.decode_s),
-            ("vllm:request_inference_time_seconds", "Slot to last token.", self.inference_s),
-            ("vllm:e2e_request_latency_seconds", "Call to last token.", self.whole_s),
-            ("vllm:request_prompt_tokens", "Prompt of a sequence.", self.prompt),
-            ("vllm:request_generation_tokens", "Output of a sequence.", self.generation),
-            ("vllm:request_params_n", "Choices of a prompt.", self.choices),
-            ("vllm:request_params_max_tokens", "Most output asked for.", self.max_tokens),
-            ("cbatch:lookahead_tokens", "Drafts of a decoding step (k).", self.lookahead),
+            ("vllm:time_to_first_token_seconds", "From call to first token.", self.first_token_s),
+            (
+                "vllm:inter_token_latency_seconds",
+                "Between outputs of successive steps.",
+                self.between_s,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time per token after the first.",
+                self.per_token_s,
+            ),
+            ("vllm:request_queue_time_seconds", "From call to slot.", self.queue_s),
+            ("vllm:request_prefill_time_seconds", "From slot to first token.", self.prefill_s),
+            ("vllm:request_decode_time_seconds", "From first to last token.", self.decode_s),
+            ("vllm:request_inference_time_seconds", "From slot to last token.", self.inference_s),
+            ("vllm:e2e_request_latency_seconds", "From call to last token.", self.whole_s),
+            ("vllm:request_prompt_tokens", "Prompt tokens per sequence.", self.prompt),
+            ("vllm:request_generation_tokens", "Output tokens per sequence.", self.generation),
+            ("vllm:request_params_n", "Choices per prompt (n).", self.choices),
+            ("vllm:request_params_max_tokens", "Requested max_tokens.", self.max_tokens),
+            (
+                "cbatch:lookahead_tokens",
+                "Drafts per sequence and decoding step (k).",
+                self.lookahead,
+            ),
         ):
             family = HistogramMetricFamily(name, text, labels=LABELS)
             family.add_metric(self._labels, histogram.buckets(), histogram.sum)
@@ -208,23 +222,23 @@ class Metrics(Collector):
 
     def _queued(self) -> Iterator[Metric]:
         service = self._service
-        text = "Sequences accepted that have had no slot yet."
+        text = "Accepted sequences that wait for their first slot."
         yield self._gauge("cbatch:queued_requests", text, service.queue.num_requests)
-        text = "Prompt tokens of calls none of whose sequences has had a slot."
+        text = "Prompt tokens of calls that wait for their first slot."
         yield self._gauge("cbatch:queued_prompt_tokens", text, service.queue.num_prompt_tokens)
-        text = "Until the prompts that came so far are read, estimated; seconds."
+        text = "Estimated seconds until all received prompts are computed."
         yield self._gauge(
             "cbatch:estimated_prompt_seconds", text, service.queue.estimated_prefill_s()
         )
-        text = "Calls on their way, those included whose prompt or grammar is still being read."
+        text = "Open calls, including those whose prompt or grammar is still processed."
         yield self._gauge("cbatch:open_calls", text, service.num_open)
-        text = "Times that the engine died and was started again."
+        text = "Restarts of the engine process."
         yield self._counter("cbatch:engine_restarts", text, service.num_restarts)
 
     def _published(self, events: KVEventPublisher) -> Iterator[Metric]:
-        text = "Batches of KV events, sent or not."
+        text = "Batches of KV events, sent or dropped."
         yield self._counter("cbatch:kv_event_batches", text, events.num_published)
-        text = "Of these, not sent: the queue was full."
+        text = "Batches of KV events dropped because the queue was full."
         yield self._counter("cbatch:kv_event_batches_dropped", text, events.num_dropped)
 
     def _cache_config(self, config: SchedulerConfig) -> Metric:
@@ -236,7 +250,7 @@ class Metrics(Collector):
             "kv_cache_size_tokens": config.num_blocks * config.block_size,
             "enable_prefix_caching": config.enable_prefix_caching,
         }
-        text = "How KV is held."
+        text = "Configuration of the KV cache."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *values))
         family.add_metric((*self._labels, *map(str, values.values())), 1)
         return family
@@ -244,19 +258,35 @@ class Metrics(Collector):
     def _engine_metrics(self, stats: EngineMetrics) -> Iterator[Metric]:
         kv_usage = 1 - (stats.free_blocks + stats.cached_blocks) / stats.num_blocks
         for name, text, value in (
-            ("vllm:num_requests_running", "Sequences that hold a slot.", stats.num_running),
-            ("vllm:num_requests_waiting", "Sequences that wait for one.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks held (1 is all).", kv_usage),
+            ("vllm:num_requests_running", "Sequences in a slot.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a slot.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0 to 1).", kv_usage),
         ):
             yield self._gauge(name, text, value)
         totals = stats.totals
         for name, text, value in (
-            ("vllm:num_preemptions", "Slots taken away.", totals.preemptions),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", totals.prompt_tokens),
-            ("vllm:prefix_cache_hits", "Of these, found.", totals.prefix_hit_tokens),
-            ("vllm:prompt_tokens_cached", "The same.", totals.prefix_hit_tokens),
+            ("vllm:num_preemptions", "Preemptions.", totals.preemptions),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                totals.prompt_tokens,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                totals.prefix_hit_tokens,
+            ),
+            (
+                "vllm:prompt_tokens_cached",
+                "Prompt tokens found in the prefix cache.",
+                totals.prefix_hit_tokens,
+            ),
             ("cbatch:steps", "Steps of the engine.", totals.steps),
-            ("cbatch:executor_resets", "Faults recovered from.", totals.executor_resets),
+            (
+                "cbatch:executor_resets",
+                "Recoveries from faults of the executor.",
+                totals.executor_resets,
+            ),
             ("cbatch:step_draft_seconds", "Time in drafters.", totals.draft_s),
             ("cbatch:step_target_seconds", "Time in the model.", totals.target_s),
             ("cbatch:step_plan_seconds", "Time in planning.", stats.plan_s),
@@ -268,19 +298,33 @@ class Metrics(Collector):
             yield from self._policy_metrics(stats.policy)
 
     def _policy_metrics(self, policy: PolicyStats) -> Iterator[Metric]:
-        yield self._gauge("cbatch:lookahead_on", "Whether drafts pay (1) or not.", policy.drafting)
+        yield self._gauge(
+            "cbatch:lookahead_on", "1 if the lookahead policy drafts, else 0.", policy.drafting
+        )
         for name, text, value in (
-            ("lambda", "Least chance of survival worth a draft at this load.", policy.threshold),
-            ("expected_tokens_per_second", "Of a step as decided.", policy.tokens_per_s),
-            ("expected_gain", "Of that, over drafting nothing, less 1.", policy.gain),
+            (
+                "lambda",
+                "Minimum survival probability at which a draft pays at this load.",
+                policy.threshold,
+            ),
+            (
+                "expected_tokens_per_second",
+                "Expected tokens per second of the chosen drafts.",
+                policy.tokens_per_s,
+            ),
+            ("expected_gain", "Expected gain over no drafts (0: none).", policy.gain),
         ):
             if value is not None:
                 yield self._gauge(f"cbatch:lookahead_{name}", text, value)
         calibration = policy.calibration
         for name, text, values in (
-            ("drafts", "Drafts, of the steps that are looked at.", calibration.drafted),
-            ("predicted", "Of these, expected to survive.", calibration.predicted),
-            ("observed", "Of these, survived.", calibration.survived),
+            ("drafts", "Drafts in observed steps.", calibration.drafted),
+            (
+                "predicted",
+                "Drafts in observed steps that were expected to survive.",
+                calibration.predicted,
+            ),
+            ("observed", "Drafts in observed steps that survived.", calibration.survived),
         ):
             by_position = {str(i): value for i, value in enumerate(values)}
             yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)

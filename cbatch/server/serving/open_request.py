@@ -232,4 +232,4 @@ class ServedChoice(LiveChoice):
         self._open_request.abort(ServiceDownError(message))
 
     def on_failed(self, error: Exception) -> None:
-        self._open_request.abort(ServiceError(f"it could not be answered: {error!r}"))
+        self._open_request.abort(ServiceError(f"the request failed: {error!r}"))

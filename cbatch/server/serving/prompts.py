@@ -106,14 +106,14 @@ class PromptReader:
         limit = f"{self._limits.memory_bytes >> 20} MiB"
         remedy = "--prompt-memory"
         if error.overran:
-            limit = f"{self._limits.cpu_s:g} s of a processor"
+            limit = f"{self._limits.cpu_s:g} s of CPU time"
             remedy = "--prompt-timeout"
         reader = "the tokenizer"
         if field == "messages":
             reader = f"the chat template ({self._model.template_source}) or {reader}"
-        problem = f"{reader} takes more than {limit} over this"
+        problem = f"{reader} exceeds {limit} for this prompt"
         refusal = FieldError(
-            field, problem, f"send less, or start the server with a larger {remedy}"
+            field, problem, f"send a shorter prompt, or start the server with a larger {remedy}"
         )
         _logger.warning("%s", refusal)
         return refusal

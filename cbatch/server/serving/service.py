@@ -225,7 +225,7 @@ class EngineService:
         `mark_ids` and `whole`.
         """
         engine, prompts = self._require_engine(), self._prompts
-        assert prompts is not None, "open comes first"
+        assert prompts is not None, "call open first"
         with ExitStack() as holds:
             self._open_one(holds)
             reserved_tokens = min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens)

@@ -27,7 +27,7 @@ def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterato
             raise FieldError(
                 "--spread",
                 f"stamps are {stamp_s - last_s:.6g} s apart, at {stamp_s:.6g} s",
-                "they are not rounded so far: give fewer seconds",
+                "they are rounded less than that: give fewer seconds",
             )
         last_s = stamp_s
         together = list(group)
@@ -44,7 +44,7 @@ def rate_of(requests: Iterable[TraceRequest]) -> float:
         first_s = first_s if count else last_s
         count += 1
     if last_s <= first_s:
-        problem = "the trace has no rate of its own: its requests all come at once"
+        problem = "the trace has no rate of its own: its requests all arrive at once"
         raise FieldError("--rate", problem, "leave it out, or give a trace with arrivals")
     return (count - 1) / (last_s - first_s)
 

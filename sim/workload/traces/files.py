@@ -32,7 +32,7 @@ def read_whole(path: Path) -> bytes:
 
 def _require_regular(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise OSError("it is no regular file")  # a pipe blocks, a device may have no end
+        raise OSError("it is not a regular file")  # a pipe blocks, a device may have no end
 
 
 def read_lines(path: Path) -> Lines:
@@ -48,7 +48,7 @@ def read_lines(path: Path) -> Lines:
                 number += 1
                 if len(raw) > MAX_LINE_BYTES:
                     wrong = f"has more than {MAX_LINE_BYTES >> 20} MiB"
-                    raise TraceError(path, number, "line", wrong, "write a request a line")
+                    raise TraceError(path, number, "line", wrong, "write one request per line")
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> Lines:
             number,
             "gzip",
             f"the file ends or breaks after this line ({error})",
-            "get it anew",
+            "download it again",
         ) from error
     except OSError as error:
         raise TraceError(path, None, "file", f"cannot be read ({error})", "name a file") from error
@@ -94,7 +94,7 @@ class TraceRow:
     def count(self, field: str) -> int:
         number = self.number(field)
         if number != int(number):
-            raise self.fail(field, f"{number} is not whole", "give a number of tokens")
+            raise self.fail(field, f"{number} is not a whole number", "give a number of tokens")
         if not 0 <= number <= MAX_TOKENS:
             wrong = "negative" if number < 0 else f"more than {MAX_TOKENS}"
             raise self.fail(field, f"{number:.0f} is {wrong}", "give a number of tokens")
@@ -106,7 +106,7 @@ class TraceRow:
     def hash_ids(self, field: str) -> tuple[int, ...]:
         value = self._value(field)
         if not isinstance(value, list) or not all(type(h) is int and h >= 0 for h in value):
-            raise self.fail(field, "is no list of numbers from 0", "name each block by a number")
+            raise self.fail(field, "is not a list of numbers from 0", "name each block by a number")
         return tuple(value)
 
     def known_only(self, known: frozenset[str]) -> None:
@@ -136,7 +136,7 @@ def csv_rows(
     try:
         header = [name.strip() for name in next(rows, [])]
         for name in sorted(required - set(header)):
-            raise TraceError(path, 1, name, "is no column of this file", f"add {name}")
+            raise TraceError(path, 1, name, "is not a column of this file", f"add {name}")
         for name in header:
             if name not in required | optional:
                 known = _list(required | optional)
@@ -148,12 +148,12 @@ def csv_rows(
                     numbers[0],
                     "columns",
                     f"{len(cells)} cells under {len(header)} names",
-                    "mend the row",
+                    "fix the row",
                 )
             yield TraceRow(path, numbers[0], dict(zip(header, map(str.strip, cells), strict=True)))
     except csv.Error as error:
         line = numbers[0] if numbers else 1
-        raise TraceError(path, line, "columns", f"not CSV ({error})", "mend the row") from error
+        raise TraceError(path, line, "columns", f"not CSV ({error})", "fix the row") from error
 
 
 def json_rows(
@@ -172,10 +172,10 @@ def json_object(path: Path, line: int, text: str) -> dict[str, Any]:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise TraceError(
-            path, line, "line", f"is not JSON ({error})", "write one object a line"
+            path, line, "line", f"is not JSON ({error})", "write one object per line"
         ) from error
     if not isinstance(value, dict):
-        raise TraceError(path, line, "line", "is not a JSON object", "write one object a line")
+        raise TraceError(path, line, "line", "is not a JSON object", "write one object per line")
     return value
 
 

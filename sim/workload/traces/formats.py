@@ -54,9 +54,9 @@ def _azure(rows: Iterator[TraceRow]) -> Iterator[Raw]:
         try:
             stamp = datetime.fromisoformat(text)
         except ValueError as error:
-            raise row.fail("TIMESTAMP", f"{text!r} is no time", "write 2023-11-16 18:15:46") from (
-                error
-            )
+            raise row.fail(
+                "TIMESTAMP", f"{text!r} is not a time", "write 2023-11-16 18:15:46"
+            ) from (error)
         stamp = stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)
         first = first or stamp
         stamp_s = (stamp - first).total_seconds()
@@ -118,7 +118,9 @@ def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
         if "priority" in row.values:
             priority = row.number("priority")
             if priority != int(priority):
-                raise row.fail("priority", f"{priority} is not whole", "give a whole number")
+                raise row.fail(
+                    "priority", f"{priority} is not a whole number", "give a whole number"
+                )
             more["priority"] = int(priority)
         if "hash_ids" in row.values:
             size = more["hash_block_tokens"] = row.count("hash_block_tokens")
@@ -237,7 +239,7 @@ def _find(path: Path, line: int, fields: Any, format_name: str | None, *, is_jso
         path,
         line,
         "columns",
-        f"{names[:200]!r} are those of no known format",
+        f"{names[:200]!r} match no known format",
         f"known are {', '.join(FORMAT_NAMES)}, and a folder of ServeGen windows",
     )
 
@@ -258,7 +260,7 @@ def _bench(path: Path, lines: Lines, format_name: str | None) -> tuple[str, Iter
             raise TraceError(path, 1, name, "is missing", "save the run with --save-detailed")
         columns.append(column)
     if len({len(column) for column in columns}) != 1:
-        raise TraceError(path, 1, "input_lens", "is longer or shorter than others", "save it anew")
+        raise TraceError(path, 1, "input_lens", "is longer or shorter than others", "save it again")
     return BENCH, iter(sorted(_bench_rows(path, columns), key=lambda raw: raw.stamp))
 
 

@@ -24,13 +24,13 @@ def save_plot(path: Path, title: str, summary: TraceSummary) -> None:
     minutes = np.arange(max(summary.per_minute) + 1)
     per_second = [summary.per_minute.get(int(minute), 0) / MINUTE_S for minute in minutes]
     rate.step(minutes, per_second, where="post", color="crimson")
-    rate.set(title="arrivals", xlabel="minutes", ylabel="requests a second", ylim=(0, None))
+    rate.set(title="arrivals", xlabel="minutes", ylabel="requests per second", ylim=(0, None))
     for name, counts, color in (
         ("prompt", summary.prompt_counts, "tab:blue"),
         ("output", summary.output_counts, "tab:orange"),
     ):
         lengths.step(*_cumulated(counts), where="post", label=name, color=color)
-    lengths.set(title="lengths", xlabel="tokens", ylabel="share up to this", xscale="log")
+    lengths.set(title="lengths", xlabel="tokens", ylabel="share at most this long", xscale="log")
     lengths.legend()
     gaps_s = np.sort(summary.gaps_s)
     if len(gaps_s):
@@ -40,7 +40,9 @@ def save_plot(path: Path, title: str, summary: TraceSummary) -> None:
         ahead = np.linspace(0, max(float(gaps_s[-1]) / mean_s, 1.0), 200)
         gaps.plot(ahead, np.exp(-ahead), color="0.5", linestyle="--", label="Poisson")
         gaps.legend()
-    gaps.set(title="gaps", xlabel="of the mean gap", ylabel="share from this on", yscale="log")
+    gaps.set(
+        title="gaps", xlabel="of the mean gap", ylabel="share at least this long", yscale="log"
+    )
     gaps.set_ylim(bottom=0.5 / max(len(gaps_s), 1))
     figure.suptitle(title)
     figure.tight_layout()

@@ -68,7 +68,7 @@ class Trace:
             if "think_s" in more:
                 more["think_s"] *= self._unit_s
                 if more.get("session") is None:
-                    remedy = "a turn that comes after another belongs to a session"
+                    remedy = "a turn after another needs a session"
                     raise TraceError(self.path, line, "session", "is missing", remedy)
             if "hash_ids" in more:
                 self._check_blocks(line, prompt_tokens, more)
@@ -120,7 +120,7 @@ class Trace:
                 line,
                 what,
                 "has 0 tokens",
-                "leave such requests out (--skip-empty), or mend the row",
+                "leave such requests out (--skip-empty), or fix the row",
             )
         self.skipped += 1
 

@@ -42,7 +42,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
         log = read_step_log(path)
         recorded = recorded_requests(log.events)
     except StepLogError as error:
-        raise FieldError("step log", str(error), "record it anew") from error
+        raise FieldError("step log", str(error), "record it again") from error
     configs = [event.config for event in log.events if isinstance(event, Configured)]
     size = configs[0].block_size if configs else 1
     names = _BlockNames(size)
@@ -59,7 +59,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
         if one.output_tokens
     ]
     if not requests:
-        raise FieldError("step log", f"{path} has no request with output", "record it anew")
+        raise FieldError("step log", f"{path} has no request with output", "record it again")
     return sort_requests(requests), replace(configs[-1], kv_events=False)  # a replay publishes none
 
 

@@ -59,7 +59,7 @@ def _client(path: Path, rng: np.random.Generator) -> Iterator[Raw]:
     dataset = json_object(dataset_path, 1, text)
     session = path.name.split("-")[1]
     if not all(start.isdecimal() for start in dataset):
-        raise TraceError(dataset_path, 1, "windows", "are not named by seconds", "mend the names")
+        raise TraceError(dataset_path, 1, "windows", "are not named by seconds", "fix the names")
     starts = sorted(int(start) for start in dataset)  # one for several windows of arrivals
     for window in _windows(path):
         at = bisect.bisect_right(starts, window.start_s)
@@ -125,9 +125,11 @@ def _histogram(
         values = np.asarray(list(shares_by_value), dtype=np.int64)
         shares = np.asarray(list(shares_by_value.values()), dtype=np.float64)
     except (ValueError, SyntaxError, TypeError, AttributeError, ArithmeticError, *_DEEP) as error:
-        raise TraceError(path, 1, field, "is no histogram", "write {tokens: share, ...}") from error
+        raise TraceError(
+            path, 1, field, "is not a histogram", "write {tokens: share, ...}"
+        ) from error
     if not len(values):
         return None
     if not np.isfinite(shares).all() or shares.min() < 0 or shares.sum() <= 0 or values.min() < 0:
-        raise TraceError(path, 1, field, "has negative or no shares", "mend the histogram")
+        raise TraceError(path, 1, field, "has negative or no shares", "fix the histogram")
     return values, shares / shares.sum()

@@ -169,7 +169,7 @@ def test_a_server_that_is_busy_is_measured() -> None:
 
 
 def test_remedies_name_options() -> None:
-    assert "--timeout" in remedy("timeout", "600 s were over")
+    assert "--timeout" in remedy("timeout", "600 s passed")
     assert "--rate" in remedy("status 429", "slow down")
     assert "--final-usage" in remedy("status 400", "400: continuous_usage_stats is unknown")
     assert "--prompt-tokens" in remedy("status 400", "400: more than the context of 2048 tokens")

@@ -41,7 +41,7 @@ def test_without_turns_it_begins_texts():
 
 
 def test_a_template_that_hides_the_question_is_refused(tmp_path):
-    with pytest.raises(FieldError, match="hides what it is asked") as refused:
+    with pytest.raises(FieldError, match="hides the question") as refused:
         ask_itself(templated(tmp_path / "mute", "Say something."), 2)
     assert refused.value.field == "prompts"
 

@@ -142,7 +142,7 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_bytes == int(0.85 * (3 << 30))
     monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 9 << 30)
     with pytest.raises(
-        FieldError, match="max_num_seqs: steps work in 9,216 MiB, 8,192 MiB are free"
+        FieldError, match="max_num_seqs: steps need 9,216 MiB, and the weights leave 8,192 MiB"
     ):
         engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
     decoder.device = CPU

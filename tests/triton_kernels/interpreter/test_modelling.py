@@ -85,15 +85,17 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(PagedAttention, "run", uncapped)
-        with pytest.raises(ModelError, match="Gemma2ForCausalLM makes with our attention other"):
+        with pytest.raises(
+            ModelError, match="Gemma2ForCausalLM computes other logits with our attention"
+        ):
             load_modelling_decoder(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("gpt_oss", "attends with sinks"),
-        ("deepseek_v3", "keys are wider than its values"),
+        ("gpt_oss", "uses attention sinks"),
+        ("deepseek_v3", "keys and values differ in width"),
         ("gemma4_text", "heads of different shapes"),
     ],
 )

@@ -124,13 +124,13 @@ def _enter(
     assert step.registered is not None
     name = type(module).__name__
     if any(module is other for other in step.registered):
-        raise ModelError(f"{name}: attends twice in a pass, with one module for two layers")
+        raise ModelError(f"{name}: one attention module serves two layers")
     if mask is not None:
-        raise ModelError(f"{name}: gives attention a mask of its own")
+        raise ModelError(f"{name}: passes its own attention mask")
     known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
     for field, given in options.items():
         if field not in known | _NEUTRAL and given is not None:
-            raise ModelError(f"{name}: asks attention for {field}, which ours does not know")
+            raise ModelError(f"{name}: needs {field} of attention, which is not supported")
     scale, sinks = options.get("scaling"), options.get("s_aux")
     layer = AttentionLayer(
         index=len(step.layers),

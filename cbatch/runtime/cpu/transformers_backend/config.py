@@ -45,7 +45,7 @@ def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> in
     rotary angles would change."""
     tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(tokens, int) or tokens < 2:
-        raise ModelError(f"{path}: max_position_embeddings: missing; the context is not known")
+        raise ModelError(f"{path}: max_position_embeddings: missing; it gives the context")
     limits = [tokens]
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" in kinds:

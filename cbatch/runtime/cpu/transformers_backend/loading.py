@@ -75,7 +75,7 @@ def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Mo
     except Exception as error:  # there are many kinds
         refuse_unknown_rope(path)
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path}: transformers does not load it: {said:.300}") from error
+        raise ModelError(f"{path}: transformers cannot load it: {said:.300}") from error
     return net.eval().requires_grad_(False), served
 
 
@@ -83,7 +83,9 @@ def _tell(path: Path, net: Any, report: dict[str, Any]) -> None:
     """Log tensors of the checkpoint that no parameter uses. Raise ModelError for missing tensors,
     which transformers would initialise at random."""
     for name in sorted(report["missing_keys"]):
-        raise ModelError(f"{path}: tensor {name} is missing; is its config.json of this model?")
+        raise ModelError(
+            f"{path}: tensor {name} is missing; does config.json belong to this model?"
+        )
     warn_unread(path, report["unexpected_keys"])
     head, tied = net.get_output_embeddings(), getattr(net.config, "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not net.get_input_embeddings().weight:

@@ -103,7 +103,7 @@ class TransformersModel:
         if layers:
             raise FieldError(
                 "draft",
-                "heads read states that transformers' modelling code does not give",
+                "heads read hidden states that transformers' modelling code does not return",
                 "give a draft model, or drafter ngram or suffix",
             )
 
@@ -145,7 +145,7 @@ class TransformersModel:
                 ) from error
         if not self._pass.layers:
             raise ModelError(
-                f"{self.path}: {type(self.net).__name__} does not call attention by the interface "
-                "that transformers has for it"
+                f"{self.path}: {type(self.net).__name__} does not use transformers' "
+                "attention interface"
             )
         return self._pass.layers, logits.shape[-1]

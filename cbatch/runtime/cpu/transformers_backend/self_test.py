@@ -86,15 +86,15 @@ def compare(
     apart = (differences.max() if exact else differences.mean()).item()
     if not apart <= (_MOST_ALONE if exact else _MOST_OF_HALF):
         raise ModelError(
-            f"{model.path}: {name} computes rows side by side otherwise than each alone: logits "
-            f"are {apart:.2g} standard deviations apart; it cannot be served"
+            f"{model.path}: {name} computes other logits for rows in a batch than for each "
+            f"alone: they are {apart:.2g} standard deviations apart; it cannot be served"
         )
     differences = (actual - expected).abs() / spread
     off = (differences.max() if whole else differences.mean()).item()
     if not off <= (_MOST_OF_FP32 if whole else _MOST_OF_HALF):
         raise ModelError(
-            f"{model.path}: {name} makes with our attention other logits than by itself: they are "
-            f"{off:.2g} standard deviations apart; it cannot be served"
+            f"{model.path}: {name} computes other logits with our attention than with its own: "
+            f"they are {off:.2g} standard deviations apart; it cannot be served"
         )
     return differences.max().item()
 

@@ -42,11 +42,11 @@ def _checked_plan(config: Any, size: int) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     kind = config.model_type
     if not any(style not in _WHOLE for style in plan.values()):
-        problem = f"transformers has no plan for {kind} that shares products out"
+        problem = f"transformers has no plan for sharding {kind}"
         raise FieldError(FIELD, problem, _REMEDY)
     for name, style in plan.items():
         if style not in _KNOWN:
-            problem = f"the plan of {kind} asks for {style} of {name}, which is not known here"
+            problem = f"the plan of {kind} asks for {style} of {name}, which is not supported"
             raise FieldError(FIELD, problem, _REMEDY)
     if any(style == _ROWS and "att" in name for name, style in plan.items()):
         for field in _HEADS:
@@ -93,7 +93,7 @@ class Shares:
         plan = _checked_plan(net.config, ranks.size)
         planned = list(_planned(net.base_model, net.base_model_prefix, plan))
         if not planned:
-            problem = f"the plan of {net.config.model_type} names nothing that is in it"
+            problem = f"the plan of {net.config.model_type} matches none of its modules"
             raise FieldError(FIELD, problem, _REMEDY)
         planned += _planned(net, "", dict(type(net)._tp_plan or {}))
         self._joins = [entry for entry in planned if entry.style in (_GATHERED, _COLUMNS, _CUT)]
@@ -120,7 +120,7 @@ class Shares:
                     _replace(target, "bias", torch.zeros_like(target.bias))
         elif at.style == _EXPERTS:
             if getattr(target, "has_bias", False) or getattr(target, "is_transposed", False):
-                problem = f"{at.path}: experts with biases, or turned around, are not shared out"
+                problem = f"{at.path}: experts with biases or transposed weights cannot be sharded"
                 raise FieldError(FIELD, problem, _REMEDY)
         elif isinstance(target, nn.Parameter) and at.style == _HALVES:
             _replace(at.owner, at.name, self._half_parts(at, target, 1))
@@ -164,7 +164,7 @@ class Shares:
             if isinstance(module, Joined):
                 continue
             if not isinstance(module, nn.Module):
-                raise ModelError(f"{at.path}: it cannot be shared out as it is computed here")
+                raise ModelError(f"{at.path}: it cannot be sharded as it is computed here")
             setattr(owner, name, Joined(module, self._join_of(at)))
 
     def _join_of(self, at: _Planned) -> Join:

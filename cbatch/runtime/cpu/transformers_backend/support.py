@@ -50,7 +50,7 @@ def problem_of(values: dict[str, Any]) -> str | None:
     """Return why a model of this configuration is not served, or None."""
     kind = values.get("model_type")
     if not isinstance(kind, str):
-        return "model_type: missing; without it nobody knows the architecture"
+        return "model_type: missing; it names the architecture"
     architectures = values.get("architectures") or [kind]
     name = ", ".join(map(str, architectures))
     if values.get("is_encoder_decoder"):
@@ -60,15 +60,15 @@ def problem_of(values: dict[str, Any]) -> str | None:
     if all(str(each).endswith(_ENCODERS) for each in architectures):
         return f"architectures: {name} is an encoder; use a decoder of text"
     if values.get("architectures") and not any(str(a).endswith(_DECODERS) for a in architectures):
-        return f"architectures: {name} gives no logits of a next token; use a model for causal LM"
+        return f"architectures: {name} does not predict the next token; use a model for causal LM"
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
         return (
-            f"quantization_config: {method}: transformers' modelling code is served with whole "
-            "weights; use a checkpoint that is not quantised"
+            f"quantization_config: {method}: transformers' modelling code supports full "
+            "weights only; use a checkpoint that is not quantised"
         )
     if "auto_map" in values and find_spec(f"transformers.models.{kind}") is None:
-        return f"auto_map: {name} brings code of its own, which is not run"
+        return f"auto_map: {name} has its own code, which is not run"
     return _state_of(values, kind, name)
 
 
@@ -80,7 +80,7 @@ def _state_of(values: dict[str, Any], kind: str, name: str) -> str | None:
     if kind in _STATEFUL and not (kind in _BY_LAYER_TYPES and kinds):
         return f"model_type: {name} keeps state that is not attention ({_STATEFUL[kind]})"
     if kind in _SPARSE:
-        return f"model_type: {name} attends sparsely, by an index of its own"
+        return f"model_type: {name} uses sparse attention with an index, which is not supported"
     return None
 
 

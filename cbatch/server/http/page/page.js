@@ -54,7 +54,7 @@ function drawPool([cellBlocks, used, cached]) {
       pen.globalAlpha = 1;
     }
   }
-  put($("pool-note"), cellBlocks > 1 ? `${cellBlocks} blocks a cell` : "a cell a block");
+  put($("pool-note"), cellBlocks > 1 ? `${cellBlocks} blocks per cell` : "one block per cell");
 }
 
 function showSplit(parts, steps) {
@@ -75,7 +75,7 @@ function showPolicy(policy) {
   const [drafting, threshold, , gain, [drafted, predicted, survived]] = policy;
   const now =
     threshold === null
-      ? "looks now and then whether they pay"
+      ? "testing whether drafts pay"
       : `λ ${percent(threshold)}, gain ${percent(gain)}`;
   put($("policy-note"), drafting ? now : "drafts do not pay now");
   const body = $("depths");
@@ -89,10 +89,10 @@ function showPolicy(policy) {
       meter.append(make("b"), make("i"));
       line.append(make("td"), make("td"));
     }
-    const [was, thought] = [survived[at] / drafted[at], predicted[at] / drafted[at]];
+    const [was, expected] = [survived[at] / drafted[at], predicted[at] / drafted[at]];
     const [bar, tick] = line.querySelectorAll(".meter > *");
-    [bar.style.width, tick.style.left] = [`${100 * was}%`, `${100 * thought}%`];
-    put(line.children[2], percent(thought));
+    [bar.style.width, tick.style.left] = [`${100 * was}%`, `${100 * expected}%`];
+    put(line.children[2], percent(expected));
     put(line.children[3], percent(was));
   }
 }
@@ -150,7 +150,7 @@ function onFrame(frame) {
     else chart.say(...time(value));
   board.describe();
   if (lastLook && frame.at_s - lastLook.at_s > 3 && frame.state === "running")
-    put($("slots-note"), "no word from the engine for some seconds: a long step");
+    put($("slots-note"), "no message from the engine for some seconds: a long step");
   for (const chart of Object.values(charts)) chart.draw();
 }
 
@@ -177,7 +177,7 @@ function onLook(frame, now, says) {
   charts.accepted.say(accepted === null ? DASH : percent(accepted));
   charts.load.say(
     count(running),
-    `of ${count(hello.max_num_seqs)}, ${count(frame.queued_requests)} wait`,
+    `of ${count(hello.max_num_seqs)}, ${count(frame.queued_requests)} waiting`,
   );
   const idle = compiling.length ? `still compiling: ${compiling.join("; ")}` : "";
   put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : idle);
@@ -200,8 +200,8 @@ function onLook(frame, now, says) {
 }
 
 function pace(stepsPerS, all, seen) {
-  const some = seen && all > seen ? `, one column in ${Math.round(all / seen)} shown` : "";
-  return `${figures(stepsPerS)} steps a second${some}`;
+  const some = seen && all > seen ? `, 1 of ${Math.round(all / seen)} columns shown` : "";
+  return `${figures(stepsPerS)} steps per second${some}`;
 }
 
 // ---- the stream -------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ async function listen(signal) {
     else onFrame(JSON.parse(data));
 }
 
-function onHello(told) {
-  hello = told;
+function onHello(message) {
+  hello = message;
   [frames, looks, lastLook] = [[], [], null];
   put($("model"), hello.model);
   document.title = `${hello.model} · cbatch`;
@@ -293,8 +293,8 @@ async function complete() {
   if (!chats) make("span", "asked", $("answer")).textContent = text;
   const written = document.createTextNode("");
   $("answer").append(written);
-  put($("told"), "");
-  $("told").className = "note";
+  put($("result"), "");
+  $("result").className = "note";
   const began = performance.now();
   const response = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
@@ -310,7 +310,7 @@ async function complete() {
     board.mine = id.split("-")[1].slice(0, 6);
     for (const choice of choices) written.data += choice.text ?? choice.delta.content ?? "";
     $("answer").scrollTop = $("answer").scrollHeight;
-    if (usage) put($("told"), summary(usage.completion_tokens, performance.now() - began, metrics));
+    if (usage) put($("result"), summary(usage.completion_tokens, performance.now() - began, metrics));
   }
 }
 
@@ -320,7 +320,7 @@ function summary(tokens, tookMs, metrics) {
   ];
   const drafting = metrics?.speculative_decoding;
   if (drafting) {
-    said.push(`${drafting.mean_acceptance_length.toFixed(2)} a drafting step`);
+    said.push(`${drafting.mean_acceptance_length.toFixed(2)} tokens per drafting step`);
     said.push(`${percent(drafting.draft_acceptance_rate)} of drafts accepted`);
   }
   return said.join(" · ");
@@ -335,8 +335,8 @@ async function onSubmit(event) {
     await complete();
   } catch (error) {
     const halted = error.name === "AbortError";
-    put($("told"), halted ? "Stopped." : error.message);
-    $("told").className = halted ? "note" : "note wrong";
+    put($("result"), halted ? "Stopped." : error.message);
+    $("result").className = halted ? "note" : "note wrong";
   }
   swap($("halt"), $("send"));
   halting = null;

@@ -49,25 +49,25 @@ class Slot {
 
   describe(mine) {
     this.node.className = this.row ? (mine ? "mine" : "") : "idle";
-    const [tokens, k, share, unit, title] = this.row ? this.told() : ["", "", "free", "", ""];
+    const [tokens, k, share, unit, title] = this.row ? this.labels() : ["", "", "free", "", ""];
     [this.tokens, this.k, this.share, this.unit].forEach((node, at) =>
       put(node, [tokens, k, share, unit][at]),
     );
     this.share.title = title;
   }
 
-  told() {
-    const [, , prompt, known, todo, belief] = this.row;
+  labels() {
+    const [, , prompt, known, todo, expected] = this.row;
     if (todo > 1)
-      return [`${count(prompt)} prompt`, "reads", percent(1 - todo / known), " of its tokens", ""];
+      return [`${count(prompt)} prompt`, "prefill", percent(1 - todo / known), " of the prompt", ""];
     const tried = this.recentDrafted >= 1;
-    const late = "of its latest drafts";
+    const recent = "acceptance of the latest drafts";
     return [
       `${count(known - prompt)} token${known - prompt === 1 ? "" : "s"}`,
       this.lastK === null ? DASH : `k ${this.lastK}`,
       tried ? percent(this.recentAccepted / this.recentDrafted) : DASH,
       tried ? " of drafts accepted" : "",
-      belief === null ? late : `${late}; the engine expects ${percent(belief)}`,
+      expected === null ? recent : `${recent}; the engine expects ${percent(expected)}`,
     ];
   }
 
@@ -128,7 +128,7 @@ export const board = {
       $("rows").dataset.density = density;
       this.fit();
     }
-    $("nobody").hidden = this.slots.length > 0;
+    $("idle").hidden = this.slots.length > 0;
   },
 
   fit() {

@@ -82,7 +82,7 @@ def test_spreading_keeps_order_bins_and_law() -> None:
     assert found == list(spread(trace, 3.0, seed=1)) != list(spread(trace, 3.0, seed=2))
     before, after = (summarise(t).statistics.gap_cv for t in (trace, found))
     assert before is not None and after is not None and after < 0.5 * before
-    with pytest.raises(FieldError, match="not rounded so far"):
+    with pytest.raises(FieldError, match="rounded less than that"):
         list(spread(trace, 3.5, seed=1))
     with pytest.raises(FieldError, match="spread"):
         list(spread(trace, math.nan, seed=1))

@@ -243,7 +243,7 @@ def test_a_line_without_an_end_takes_no_memory(
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/full")):
-        with pytest.raises(TraceError, match="no regular file"):
+        with pytest.raises(TraceError, match="not a regular file"):
             Trace(path)
     with pytest.raises(TraceError, match="ServeGen"):
         Trace(tmp_path)
@@ -298,7 +298,7 @@ def test_another_format_than_was_asked_for(tmp_path: Path) -> None:
         with pytest.raises(TraceError, match="vidur"):
             Trace(path, format=wrong)
     broken = write(tmp_path, VIDUR.replace("arrived_at", "arrived"), "broken")
-    with pytest.raises(TraceError, match="arrived_at: is no column"):
+    with pytest.raises(TraceError, match="arrived_at: is not a column"):
         list(Trace(broken, format="vidur"))
 
 
