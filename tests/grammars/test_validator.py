@@ -101,7 +101,7 @@ def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(FieldError, match="has 70000 characters; use <= 65536"):
                 await validator.check(StructuredOutputs(regex="a" * 70_000))
             monkeypatch.setattr(validator_module, "MAX_BEGIN_S", 0.0)
-            with pytest.raises(FieldError, match="to begin, for each choice"):
+            with pytest.raises(FieldError, match="to start, for each choice"):
                 await validator.check(StructuredOutputs(regex="[a-z]+x"))
 
     run(scene())

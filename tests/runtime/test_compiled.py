@@ -136,7 +136,7 @@ def test_without_a_cache_it_is_compiled_for_the_process(
 
         monkeypatch.setattr(os, "replace", full)
     loaded()
-    expected = "no home for a cache" if trouble == "no home" else f"{cache} takes no kernels"
+    expected = "no cache folder" if trouble == "no home" else f"cannot be cached in {cache}"
     assert expected in caplog.text
     assert not cache.is_dir() or not [*cache.iterdir()]
 

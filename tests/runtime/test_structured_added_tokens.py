@@ -161,7 +161,7 @@ def test_a_refused_token_that_was_committed_ends_the_request(
         done = run(drafts=drafts, depth=depth, **options)
         for way, (_, pattern) in WAYS.items():
             if done.reasons[way] is FinishReason.ERROR:
-                assert (done.messages[way] or "").startswith("structured_outputs: no token may")
+                assert (done.messages[way] or "").startswith("structured_outputs: no token is")
             elif way != "end":  # in that case the mask allows EOS, which ends a text by itself
                 text = vocabulary("byte level").text(done.outputs[way])
                 assert re.fullmatch(pattern, text, re.DOTALL), text

@@ -146,13 +146,13 @@ def test_two_replicas_on_one_processor_are_no_faster_than_one() -> None:
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("{", "--host: .* says none"),
-        ('{"crowded": 1.2}', "--host: .* says none .*cores"),
-        ('{"cores": 0}', "--host: .* says none .*cores: 0 is not allowed; give 1"),
+        ("{", "--host: .* does not describe a host"),
+        ('{"crowded": 1.2}', "--host: .* does not describe a host .*cores"),
+        ('{"cores": 0}', "--host: .* does not describe a host .*cores: 0 is not allowed; give 1"),
         ('{"cores": 2, "crowded": 0.9}', "host.crowded: 0.9 is not allowed; give 1"),
         ('{"cores": 2, "switch_s": -1}', "host.switch_s: -1.0 is not allowed"),
         ('{"cores": 2, "server": {"token_s": -1}}', "host.token_s: -1.0 is not allowed"),
-        ('{"cores": 2, "threads": 1}', "--host: .* says none .*threads"),
+        ('{"cores": 2, "threads": 1}', "--host: .* does not describe a host .*threads"),
     ],
 )
 def test_a_file_that_says_no_host_is_refused(text: str, problem: str, tmp_path: Path) -> None:
