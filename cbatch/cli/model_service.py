@@ -141,7 +141,7 @@ def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
     if not settings.engine.enable_prefix_caching:
         remedy = "leave one of the two out"
         raise FieldError(
-            "kv_events_config", "has no events to publish with --no-prefix-cache", remedy
+            "kv_events_config", "has no events to publish without the prefix cache", remedy
         )
     from cbatch.kv_events.publisher import KVEventPublisher
 

@@ -184,7 +184,7 @@ def test_errors_at_start_say_what_to_do(
             ),
             (
                 ("--no-prefix-cache", "--kv-events-config", f"{{{on}}}"),
-                "--kv-events-config: has no events to publish with --no-prefix-cache",
+                "--kv-events-config: has no events to publish without the prefix cache",
             ),
             (("--max-connections", 0), "--max-connections: 0 is not allowed"),
         ):
