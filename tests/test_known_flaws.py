@@ -63,7 +63,7 @@ def above_threshold(
     each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
     own = verify.draw(p[at], each, noise.BONUS)
     ratio = p[at, own] / q[torch.arange(len(x)), x]
-    return verify._leading_run(ratio > 0.5, row, depth, k)
+    return verify.leading_run(ratio > 0.5, row, depth, k)
 
 
 def best_or_none(
@@ -72,7 +72,7 @@ def best_or_none(
     """D1: a draft stands if it is the target's likeliest token."""
     row = torch.repeat_interleave(k)
     depth = torch.arange(len(x)) - firsts[row]
-    return verify._leading_run(p[starts[row] + depth].argmax(dim=1) == x, row, depth, k)
+    return verify.leading_run(p[starts[row] + depth].argmax(dim=1) == x, row, depth, k)
 
 
 def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> Tensor:
@@ -88,11 +88,11 @@ FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("cbatch.runtime.cpu.executor.TorchExecutor._advance", keeps_rejected),
     ),
     "B1 threshold for a coin, p for the residual": (
-        (f"{SAMPLER}._count_accepted", above_threshold),
+        (f"{SAMPLER}.count_accepted", above_threshold),
         (f"{SAMPLER}.residual_of", lambda p, q, rejected: p),
     ),
     "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
-    "D1 argmax match": ((f"{SAMPLER}._count_accepted", best_or_none),),
+    "D1 argmax match": ((f"{SAMPLER}.count_accepted", best_or_none),),
     "D1 token 0": ((f"{SAMPLER}.draw", zero_for_want_of_a_bonus),),
 }
 

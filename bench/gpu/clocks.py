@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _EVERY_MS = 200
-_QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
+QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
 # Bits of the last column that mean a slowdown of a busy device.
 _REASONS = {
     0x2: "clocks set by an application",
@@ -48,7 +48,7 @@ def recorded() -> Iterator[list[Sample]]:
     if program is None:
         yield samples
         return
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-i", "0"]
+    command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-i", "0"]
     process = subprocess.Popen(
         [*command, "-lms", str(_EVERY_MS)], stdout=subprocess.PIPE, text=True
     )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from bench.gpu.cells import NOT_REACHED, Journal, Row
 from bench.gpu.turns import DeviceTurns
 
-_POLL_S, _WRITE_S = 0.2, 2.0
+_POLL_S, WRITE_S = 0.2, 2.0
 _SLACK_S = 2.0  # between two parts.
 _MOST_RESTARTS = 4
 _TAIL_BYTES = 20_000  # the last bytes of a log, which are kept.
@@ -132,7 +132,7 @@ class GpuRun:
                 for name in [name for name in running if not self._ran[name].goes_on()]:
                     running.remove(name)
                     self.turns.announce(name)
-                if time.monotonic() > written_s + _WRITE_S:
+                if time.monotonic() > written_s + WRITE_S:
                     self._write(self.rows, self.about)
                     written_s = time.monotonic()
         finally:

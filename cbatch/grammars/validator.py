@@ -24,7 +24,7 @@ from cbatch.workers import WorkerDiedError, WorkerPool
 MAX_WORKERS = 2
 MAX_BEGIN_S = 0.2  # time that a request's choices may add to the engine's step, to start a grammar.
 _REMEMBERED = 512  # cached verdicts.
-_REMEMBERED_CHARS = 2**21  # total size of the converted grammars among the cached verdicts
+REMEMBERED_CHARS = 2**21  # total size of the converted grammars among the cached verdicts
 _REMEDY = "use a simpler grammar"
 
 
@@ -95,7 +95,7 @@ class GrammarValidator:
         if not done.cancelled() and done.exception() is None:
             self._verdicts[key] = done.result()
             self._cached_chars += done.result().num_chars
-            while len(self._verdicts) > _REMEMBERED or self._cached_chars > _REMEMBERED_CHARS:
+            while len(self._verdicts) > _REMEMBERED or self._cached_chars > REMEMBERED_CHARS:
                 _, forgotten = self._verdicts.popitem(last=False)
                 self._cached_chars -= forgotten.num_chars
 

@@ -19,7 +19,7 @@ from cbatch.kv_events.config import KVEventsConfig, binds, field_error
 
 END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000  # at most this long `close` sends what is queued
-_PATIENCE_MS = 5000  # send timeout for a replay to a client that does not read it
+PATIENCE_MS = 5000  # send timeout for a replay to a client that does not read it
 _logger = logging.getLogger("cbatch")
 
 
@@ -44,7 +44,7 @@ class KVEventPublisher:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 # Sending to a client that has left, or has too much unread, is an error.
-                router.router_mandatory, router.sndtimeo = True, _PATIENCE_MS
+                router.router_mandatory, router.sndtimeo = True, PATIENCE_MS
                 where = _open(router, "replay_endpoint", config.replay_endpoint, True)
                 self.replay_endpoint = where
                 replay = threading.Thread(target=self._replay, args=(router,), daemon=True)

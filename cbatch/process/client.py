@@ -44,7 +44,7 @@ MAX_BARREN_DEATHS = 8
 _CANARY = Request(
     request_id="", prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0), seed=0
 )
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # before restarts; doubled after each barren death.
+_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before restarts; doubled after each barren death.
 _STOP_S = 5.0  # how long the engine may take to stop by itself
 _logger = logging.getLogger("cbatch")
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -370,7 +370,7 @@ class EngineClient:
             count = self._barren_deaths
             self._give_up(f"the engine died {count} times without a token; it {death.cause}")
             return
-        self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, LONGEST_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), self._pause_s)
 

@@ -32,7 +32,7 @@ MAX_IDLE = 2  # workers kept for later tasks, for each value of `TaskLimits.asid
 # A worker whose task took longer ends, so that all its memory is returned.
 _QUICK_S = 0.5
 _AT_ONCE_S = 0.02  # a reused worker that dies sooner was dead before the task.
-_WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
+WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
 _START_S = 120.0  # wall time allowed to the start of the fork server
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class WorkerPool:
         worker = idle.pop() if idle else await self._fork()
         begin_s, kind, value = time.monotonic(), None, None
         try:
-            async with asyncio.timeout(limits.cpu_s * _WALL):
+            async with asyncio.timeout(limits.cpu_s * WALL):
                 kind, value = await worker.ask(content)
         except (EOFError, ConnectionError):  # the fork server ended too
             kind, value = DIED, -signal.SIGKILL

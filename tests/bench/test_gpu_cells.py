@@ -203,7 +203,7 @@ def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_rows_are_written_while_a_part_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_WRITE_S", 0.1)
+    monkeypatch.setattr(run_module, "WRITE_S", 0.1)
     seen: list[str] = []
 
     def write(rows: Rows, about: Row) -> None:

@@ -24,7 +24,7 @@ def test_lines_of_a_run_are_kept_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text(SMI.format(query=clocks._QUERY))
+    program.write_text(SMI.format(query=clocks.QUERY))
     program.chmod(0o755)
     monkeypatch.setattr(clocks.shutil, "which", lambda _: str(program))
     with recorded() as samples:

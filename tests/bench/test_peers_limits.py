@@ -40,7 +40,7 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
         done.append(do())
         return 2.0
 
-    monkeypatch.setattr(limits_worker, "_best_s", best_s)
+    monkeypatch.setattr(limits_worker, "best_s", best_s)
     run = found.run([[1, 2, 3]] * 2, 4)
     assert run["outputs"] == [[0] * 4] * 2
     assert run["steps_s"] == [0.5] * 3, "a quarter of what is read in two seconds"
@@ -55,7 +55,7 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
 def test_best_is_the_least_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 5.0, 10.0, 12.0, 20.0, 29.0, 30.0, 33.0])
     monkeypatch.setattr(limits_worker.time, "perf_counter", lambda: next(times))
-    assert limits_worker._best_s(lambda: None) == 2.0 and next(times, None) is None
+    assert limits_worker.best_s(lambda: None) == 2.0 and next(times, None) is None
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -75,8 +75,8 @@ def test_a_file_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Config, weights, tokenizer and template share one read, as long as a reference remains and
     the file is the same."""
     read: list[Path] = []
-    whole = gguf_file._read_parts
-    monkeypatch.setattr(gguf_file, "_read_parts", lambda path: read.append(path) or whole(path))
+    whole = gguf_file.read_parts
+    monkeypatch.setattr(gguf_file, "read_parts", lambda path: read.append(path) or whole(path))
     LLM(tiny, draft=tiny, max_num_seqs=2)
     assert read == [tiny]
     gguf = gguf_of(tiny)

@@ -166,7 +166,7 @@ def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPa
             Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.spec)
             assert (await validator.check(lark)).spec is lark
             assert validator._cached_chars == len(tried.spec.grammar or "")
-            monkeypatch.setattr(validator_module, "_REMEMBERED_CHARS", 100)
+            monkeypatch.setattr(validator_module, "REMEMBERED_CHARS", 100)
             for letter in "abcdefgh":
                 await validator.check(StructuredOutputs(grammar=f'root ::= "{letter}"'))
             assert 2 <= len(validator._verdicts) <= 6 and 0 < validator._cached_chars <= 100

@@ -127,7 +127,7 @@ def test_it_connects_to_a_gateway_that_listens(tmp_path: Path) -> None:
 
 
 def test_who_asks_and_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "_PATIENCE_MS", 200)
+    monkeypatch.setattr(publisher_module, "PATIENCE_MS", 200)
     context = zmq.Context()
     with followed() as (publisher, subscriber):
         for _ in range(4000):

@@ -65,7 +65,7 @@ def test_streams_survive_twenty_kills() -> None:
 
 def test_kills_before_any_token_convict_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kills hit all requests in flight, then one request on trial, then another."""
-    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
     factory = SimFactory(step_s=0.03)
 
     async def scene() -> None:
@@ -222,7 +222,7 @@ def lives(pid: int) -> bool:
 def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine dies more often in a row than a broken engine may, and is not treated as broken. A
     call of many choices is tried as one."""
-    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 3)
     factory = SimFactory(poison=7, death="exit")
 
@@ -245,7 +245,7 @@ def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up even if a request of the test's own is involved."""
-    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 2)
 
     async def scene() -> None:

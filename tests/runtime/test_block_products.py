@@ -76,7 +76,7 @@ def test_values(name: str) -> None:
 @EVERY_TYPE
 @pytest.mark.parametrize("threads", [1, 2])
 def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_module, "_ALONE_BELOW", 0)
+    monkeypatch.setattr(product_module, "ALONE_BELOW", 0)
     product, x = whole(stored(name, 410)[0]), torch.randn(70, COLUMNS)
     torch.set_num_threads(3 - threads)
     expected = product(x, 70)
@@ -118,7 +118,7 @@ def test_rows_of_zeros() -> None:
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledProduct, Tensor, Tensor]:
     """Return a product shared by two threads, its rows, and the expected result."""
-    monkeypatch.setattr(product_module, "_ALONE_BELOW", 0)
+    monkeypatch.setattr(product_module, "ALONE_BELOW", 0)
     product, x = whole(stored("Q8_0", 999)[0]), torch.randn(20, COLUMNS)
     torch.set_num_threads(1)
     expected = product(x, 20)
@@ -159,7 +159,7 @@ def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None
 FORKED = """
 import os, numpy as np, torch
 from cbatch.runtime.compiled import Blocks, CompiledProduct, Run, product
-product._ALONE_BELOW = 0
+product.ALONE_BELOW = 0
 torch.set_num_threads(2)
 rows = np.full((999, 544), 40, dtype=np.uint8)
 made = CompiledProduct.of_blocks([(Blocks("Q8_0", 512, rows), Run(999, 999, 0))], None, None)

@@ -81,14 +81,14 @@ def test_the_best_that_the_processor_runs_is_taken(
 def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: str) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(builds, "cpu_features", lambda: f"flags\t\t: {features}")
-    monkeypatch.setattr(builds, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(builds, "may_use_tiles", lambda: True)
 
 
 def test_tiles_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the system's permission their first use ends the process."""
-    may_use_tiles = builds._may_use_tiles
+    may_use_tiles = builds.may_use_tiles
     pretend(monkeypatch, "x86_64", f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16")
-    monkeypatch.setattr(builds, "_may_use_tiles", lambda: False)
+    monkeypatch.setattr(builds, "may_use_tiles", lambda: False)
     assert builds.runnable()[0].name == "avx512_bf16"
     assert "amx" not in RUNNABLE or may_use_tiles()
 

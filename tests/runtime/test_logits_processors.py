@@ -167,8 +167,8 @@ def test_drafts_are_shaped_too(monkeypatch, temperature):
 def test_choices_of_a_call_share_what_their_lists_became(monkeypatch):
     """Lists may be as long as the vocabulary, and many choices enter in one step."""
     made = []
-    lists = processors._token_lists
-    monkeypatch.setattr(processors, "_token_lists", lambda p: made.append(p) or lists(p))
+    lists = processors.token_lists
+    monkeypatch.setattr(processors, "token_lists", lambda p: made.append(p) or lists(p))
     params = {"banned_token_ids": tuple(range(5, VOCAB)), "logit_bias": {1: 2.0}, "max_tokens": 6}
     first = make_request("r0", [1, 2, 3], **params)
     call = [msgspec.structs.replace(first, request_id=f"r{i}", choice=i) for i in range(4)]

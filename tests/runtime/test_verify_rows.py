@@ -102,14 +102,14 @@ def test_every_kind_is_verified_as_if_it_were_alone() -> None:
 def test_drafts_weighed_with_the_q_of_another_row_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = verification._drafted_from
+    real = verification.drafted_probs
 
     def shifted(rows_to_verify: Wanted, at: I64, made: InputBatch) -> torch.Tensor | None:
         q = real(rows_to_verify, at, made)
         whole = q is None or rows_to_verify.probs is None or len(q) == len(rows_to_verify.probs)
         return q if whole else rows_to_verify.probs[: len(q)]
 
-    monkeypatch.setattr(verification, "_drafted_from", shifted)
+    monkeypatch.setattr(verification, "drafted_probs", shifted)
     assert "in_blocks" in differing(Step())
 
 
@@ -119,7 +119,7 @@ def test_a_block_is_not_verified_by_token() -> None:
     step, rows = Step(), np.arange(3, ROWS, 4)
     blocks = step.verify(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_verify_blocks", verification._verify_tokens)
+        patch.setattr(verification, "verify_blocks", verification.verify_tokens)
         tokens = step.verify(rows)
     short = step.k[rows] <= 1
     assert np.array_equal(blocks.num_accepted[short], tokens.num_accepted[short])

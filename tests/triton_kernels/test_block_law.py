@@ -72,7 +72,7 @@ class Blocks(NamedTuple):
 def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
     """Chance that the coin behind each draft says so, as implemented."""
     passed: list[Tensor] = []
-    coins = block._coins
+    coins = block.accepting_coins
 
     def capture(*arguments: object) -> Tensor:
         passed.append(coins(*arguments))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
         return passed.pop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "_coins", capture)
+        patch.setattr(block, "accepting_coins", capture)
         chances = smallest_rejected(passes, len(blocks.x))
     return np.split(chances, blocks.num_drafts.cumsum(0)[:-1].numpy())
 
@@ -101,7 +101,9 @@ def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "draw", capture)
         for accepted in range(DEEPEST + 1):
-            patch.setattr(block, "_coins", lambda *given, j=accepted: given[-1].depth == j - 1)
+            patch.setattr(
+                block, "accepting_coins", lambda *given, j=accepted: given[-1].depth == j - 1
+            )
             blocks.verify(certain)
     weights = torch.stack(seen).double().numpy()  # behind a draft that p forbids there are none
     mass = weights.sum(axis=-1, keepdims=True)
@@ -150,7 +152,7 @@ def test_every_draft_and_branch_sum_to_the_joint_law(kind: str) -> None:
         assert gains[-1] > 0.01 or k == 1 or kind not in ("dense", "shaped")
 
 
-def run_of_coins(num_drafts: Tensor, passes: Tensor, drafts: block._Drafts) -> Tensor:
+def run_of_coins(num_drafts: Tensor, passes: Tensor, drafts: block.DraftPositions) -> Tensor:
     """Stops at the first coin that fails."""
     grid = torch.zeros(len(num_drafts), int(num_drafts.max()), dtype=torch.bool)
     grid[drafts.row, drafts.depth] = passes
@@ -176,7 +178,7 @@ def token_residual(p: Tensor, *rest: object) -> Tensor:
     return RESIDUAL(p / p.sum(dim=1, keepdim=True), *rest)  # type: ignore[arg-type]
 
 
-COINS, RESIDUAL = block._coins, verify.residual_of
+COINS, RESIDUAL = block.accepting_coins, verify.residual_of
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -197,8 +199,8 @@ def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
     [
-        (block, "_coins", first_failure),
-        (block, "_coins", joint_ratio_coins),
+        (block, "accepting_coins", first_failure),
+        (block, "accepting_coins", joint_ratio_coins),
         (verify, "residual_of", token_residual),
     ],
 )

@@ -211,7 +211,7 @@ def test_u_at_most_p_over_q_at_p_of_zero_is_caught(monkeypatch: pytest.MonkeyPat
         at = torch.arange(len(x))
         return (u <= p[2 * at, x] / q[at, x]).to(torch.int64)
 
-    monkeypatch.setattr(verify, "_count_accepted", naive)
+    monkeypatch.setattr(verify, "count_accepted", naive)
     assert forbidden_tokens_accepted() == 3
 
 
@@ -222,7 +222,7 @@ def z_without_residual_mass() -> float:
     p = torch.tensor([[0.25, 0.75]]).repeat(8000, 1)
     rows = NoiseRows(torch.stack((torch.arange(4000), ones), dim=1), zeros, zeros)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_count_accepted", lambda *_: zeros)
+        patch.setattr(verify, "count_accepted", lambda *_: zeros)
         tokens = rejection_verify(p, ones, p[:4000].clone(), ones, rows).next_tokens
     world = World(p[:2], p[:2])
     return joint_z(tokens.numpy()[:, None], world)

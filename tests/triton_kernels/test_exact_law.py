@@ -104,7 +104,7 @@ def branch_laws(
             p.append(world.target[state])
     accepted = torch.tensor([count for _, count in branches])
     monkeypatch.setattr(verify, "draw", capture)
-    monkeypatch.setattr(verify, "_count_accepted", lambda *_: accepted)
+    monkeypatch.setattr(verify, "count_accepted", lambda *_: accepted)
     num_drafts = torch.tensor([len(drafts) for drafts, _ in branches])
     reported = None if certain else torch.stack(q)
     rows = rows_for(len(branches))

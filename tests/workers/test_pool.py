@@ -142,7 +142,7 @@ def test_a_task_that_nobody_waits_for_is_ended(task: Callable[[Any], Any]) -> No
 
 
 def test_a_task_that_sleeps_is_ended_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_WALL", 1)
+    monkeypatch.setattr(pool_module, "WALL", 1)
 
     async def scene(workers: WorkerPool) -> None:
         with pytest.raises(WorkerDiedError) as caught:

@@ -110,7 +110,7 @@ def scan_rows(
 ) -> dict[str, Any]:
     """Scan all logits. Return the arguments of the kernels that follow, by name."""
     check(batch)
-    values = _arguments(batch, purpose, certain, tiling, listed)
+    values = kernel_arguments(batch, purpose, certain, tiling, listed)
     num_rows, dense = len(batch.logits), values["num_dense"]
     if num_rows:
         if batch.shaping is not None:
@@ -134,7 +134,7 @@ def find_laws(values: dict[str, Any], laws: Laws, first: int = 0, step: int = 1)
         launch(laws_kernel, (num_rows,), values | own_arguments, tiling.laws)
 
 
-def _arguments(
+def kernel_arguments(
     batch: LogitsBatch, purpose: int, certain: Tensor | None, tiling: Tiling, listed: Tensor | None
 ) -> dict[str, Any]:
     """Return arguments of all kernels. An absent tensor is replaced by another one of its type, so

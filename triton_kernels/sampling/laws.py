@@ -186,7 +186,7 @@ def _filtered(
     by_mass = top_p < float("inf")
     bound = tl.where(weighed, nearest, tl.minimum(nearest, winner + 1))
     wanted = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
-    expected = _guess(pieces, wanted, by_count, PIECE)
+    expected = guess_cut(pieces, wanted, by_count, PIECE)
     cut = winner * 0 + LAST
     held, num_held = winner * 0, 0
     for stage in range(3):  # by count, by mass, and the race of what they leave
@@ -207,7 +207,7 @@ def _filtered(
             else:
                 cut, kept = end, through
                 if reached:
-                    cut, kept = _search(
+                    cut, kept = search(
                         memory[1], num_held, stage, before, limit, low, tl.minimum(held, end) - 1,
                         CHUNK * PIECE,
                     )  # fmt: skip
@@ -217,7 +217,7 @@ def _filtered(
 
 
 @jit
-def _guess(pieces, wanted, by_count, PIECE: tl.constexpr):
+def guess_cut(pieces, wanted, by_count, PIECE: tl.constexpr):
     """Return an end before which `wanted` tokens, or as much mass, are expected."""
     low = tl.program_id(1)  # 0
     high = low + FARTHEST_GUESS
@@ -245,7 +245,7 @@ def _read(
     reached = held >= end
     open, rounds = (stage == 2) | ~reached, 0
     while open:
-        num_pieces = _choose(nearest, pivot, memory[0])
+        num_pieces = choose(nearest, pivot, memory[0])
         num_held, mass, near, won = _measure(
             view, memory, num_pieces, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
         )
@@ -281,7 +281,7 @@ def _next(pivot, low, high, end, reached, gap, by_count, near, rounds):
 
 
 @jit
-def _choose(nearest, end, pieces_ptr):
+def choose(nearest, end, pieces_ptr):
     """List the pieces with tokens before `end`. Return their number."""
     chosen = (order.key_of(nearest) << 32 < end) & (nearest < float("inf"))
     chosen = chosen.to(tl.int32)
@@ -348,7 +348,7 @@ def _tokens(view, piece, PIECE: tl.constexpr):
 
 
 @jit
-def _search(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
+def search(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
     """Return the least cut in a list that has the limit before it, else the one after `last`, and
     the mass before it. `before`: count and mass before the list."""
     high, probe, mass = last, last, last * 0

@@ -35,7 +35,7 @@ def shape_kernel(
     at = shaping.penalties + 3 * request
     penalties = (tl.load(at), tl.load(at + 1), tl.load(at + 2))
     listed = tl.load(shaping.num_listed + request)
-    used = listed + _drafts_before(penalties, depth)
+    used = listed + drafts_before(penalties, depth)
     entry = tile * PIECES + tl.arange(0, PIECES)[:, None]
     entry = entry * PIECE + tl.arange(0, PIECE)[None, :]
     ids = tl.zeros([PIECES, PIECE], tl.int32)
@@ -70,7 +70,7 @@ def shape_kernel(
 
 
 @jit
-def _drafts_before(penalties, depth):
+def drafts_before(penalties, depth):
     """Return the number of drafts that may have an entry."""
     repetition, presence, frequency = penalties
     return tl.where((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0), depth, 0)

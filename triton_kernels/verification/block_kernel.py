@@ -30,7 +30,7 @@ def joint_ratio(weight, q):
 
 
 @jit
-def _says_so(u, mass, ratio):
+def coin_accepts(u, mass, ratio):
     """Return whether u <= h = R / (R + 1 - c), with u in (0, 1]."""
     return u * (mass + (1.0 - ratio)) <= mass
 
@@ -71,7 +71,7 @@ def coins_kernel(
             # The residual after a certain draft is all of p but the next draft.
             chance = tl.load(chances_ptr + row + 1, mask=~last, other=0.0)
             mass = tl.where(unsure, mass, ratio * (1.0 - chance))
-            passes = tl.where(last, u * q <= weight, _says_so(u, mass, ratio))
+            passes = tl.where(last, u * q <= weight, coin_accepts(u, mass, ratio))
             accepted = tl.where((weight > 0.0) & passes, j + 1, accepted)
         tl.store(decision.num_accepted + request, accepted)
         tl.store(decision.next_tokens + request, tl.load(laws.tokens + 2 * (start + accepted)))

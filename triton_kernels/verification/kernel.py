@@ -41,7 +41,7 @@ class VerifyOutput(NamedTuple):
 
 
 @jit
-def _accepts(threshold, p):
+def ratio_accepts(threshold, p):
     """Return whether u * q <= p with u in (0, 1]; p > 0 rejects a token that the target forbids."""
     return (p > 0.0) & (threshold <= p)
 
@@ -91,7 +91,7 @@ def decide_kernel(
         q = tl.load(at, mask=drafted & unsure, other=1.0)
         purpose = tl.full([ROWS], ACCEPT, tl.int32)
         u = noise_device.uniform(noise_device.scalar_words(seed, position + depth, choice, purpose))
-        passes = tl.where(weighed, _accepts(u * q, p), token == draft)
+        passes = tl.where(weighed, ratio_accepts(u * q, p), token == draft)
         accepted = tl.minimum(accepted, tl.min(tl.where(drafted & ~passes, depth, count), axis=0))
         next_token += tl.sum(tl.where(live & (depth == accepted), token, 0), axis=0)
         finite = tl.minimum(finite, tl.min(sound, axis=0))

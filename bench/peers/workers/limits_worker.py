@@ -37,13 +37,13 @@ class MachineLimits:
         self._buffer = torch.from_numpy(np.ones(READ_BYTES // 4, dtype=np.float32))
         matrix = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
         self._matrix = min(
-            matrix, matrix.bfloat16(), key=lambda candidate: _best_s(lambda: candidate @ candidate)
+            matrix, matrix.bfloat16(), key=lambda candidate: best_s(lambda: candidate @ candidate)
         )
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         """Return the time for these prompts at the machine's present speed."""
-        bytes_per_s = READ_BYTES / _best_s(self._buffer.sum)
-        flop_per_s = 2 * WIDTH**3 / _best_s(lambda: self._matrix @ self._matrix)
+        bytes_per_s = READ_BYTES / best_s(self._buffer.sum)
+        flop_per_s = 2 * WIDTH**3 / best_s(lambda: self._matrix @ self._matrix)
         flop = sum(len(prompt) * self._token_flop + self._prompt_flop for prompt in prompts)
         reading_s = self._weight_bytes / bytes_per_s
         multiplying_s = len(prompts) * self._row_flop / flop_per_s
@@ -53,7 +53,7 @@ class MachineLimits:
         return {"seconds": seconds, "outputs": outputs, "steps_s": steps_s}
 
 
-def _best_s(do: Callable[[], Any]) -> float:
+def best_s(do: Callable[[], Any]) -> float:
     spent_s = []
     for _ in range(TRIES):
         started_s = time.perf_counter()

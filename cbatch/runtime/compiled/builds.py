@@ -60,12 +60,12 @@ def runnable() -> list[Build]:
     """Return the builds that this processor can run, the preferred first. Raises OSError without
     /proc."""
     features = set(cpu_features().split())
-    if _TILE in features and not _may_use_tiles():
+    if _TILE in features and not may_use_tiles():
         features.remove(_TILE)
     return [each for each in builds_of(platform.machine()) if features.issuperset(each.features)]
 
 
-def _may_use_tiles() -> bool:
+def may_use_tiles() -> bool:
     """Request AMX tile state from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM); return whether it was
     granted."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18

@@ -22,7 +22,7 @@ _SLAB_BYTES = 1 << 25
 _slab: Tensor | None = None  # the free rest of the current slab
 _slab_lock = threading.Lock()
 _PANELS_AT_ONCE = 256
-_ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster than several
+ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster than several
 MOST_LANES = 16
 # The numbers that ggml gives these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
@@ -155,7 +155,7 @@ class CompiledProduct:
     def __call__(self, x: Tensor, rows: int) -> Tensor:
         out, columns = self.shape
         y = x.new_empty(rows, out)
-        threads = 1 if rows * out * columns < _ALONE_BELOW else num_threads()
+        threads = 1 if rows * out * columns < ALONE_BELOW else num_threads()
         if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
             raise MemoryError(f"a product of {rows} rows with {columns} columns")
         return y

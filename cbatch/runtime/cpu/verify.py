@@ -92,8 +92,8 @@ def verify(logits: Tensor, rows: Wanted, table: InputBatch) -> Verified:
     greedy = table.greedy[rows.slots]
     if not greedy.all():
         for verify_rows, mode in (
-            (_verify_tokens, table.rejects & ~table.in_blocks),
-            (_verify_blocks, table.in_blocks),
+            (verify_tokens, table.rejects & ~table.in_blocks),
+            (verify_blocks, table.in_blocks),
             (_verify_coupled, table.coupled),
         ):
             at = np.flatnonzero(mode[rows.slots])
@@ -216,13 +216,13 @@ def _sampled(
     return _Sampled(
         filtered_probs(logits, filters_of(table, slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
-        _drafted_from(rows, at, table),
+        drafted_probs(rows, at, table),
         torch.from_numpy(lens - 1),
         noise_rows(table, slots, rows.known[at]),
     )
 
 
-def _drafted_from(rows: Wanted, at: I64, table: InputBatch) -> Tensor | None:
+def drafted_probs(rows: Wanted, at: I64, table: InputBatch) -> Tensor | None:
     """Return the q of the drafts of the rows `at`, which share one mode of verification."""
     if rows.probs is None or table.coupled[rows.slots[at[0]]]:
         return None
@@ -244,7 +244,7 @@ def _verify_coupled(sampled: _Sampled) -> _Outcome:
     return accepted.numpy(), following.numpy(), None
 
 
-def _verify_tokens(sampled: _Sampled) -> _Outcome:
+def verify_tokens(sampled: _Sampled) -> _Outcome:
     accepted, following = rejection_verify(*sampled)
     expected = None
     if len(sampled.draft_tokens):
@@ -252,7 +252,7 @@ def _verify_tokens(sampled: _Sampled) -> _Outcome:
     return accepted.numpy(), following.numpy(), expected
 
 
-def _verify_blocks(sampled: _Sampled) -> _Outcome:
+def verify_blocks(sampled: _Sampled) -> _Outcome:
     accepted, following, expected = block_verify(*sampled)
     drafted = len(sampled.draft_tokens) > 0
     return accepted.numpy(), following.numpy(), expected.numpy() if drafted else None

@@ -3,12 +3,12 @@ rows of buffers to a multiple of 16 elements."""
 
 from __future__ import annotations
 
-_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LARGE_STEP = 128
 _ROUND_TO = 16
 # Larger steps are not captured: they run for longer on the device than the host needs to queue
 # them.
-MOST_CAPTURED_TOKENS = _SMALL[-1]
+MOST_CAPTURED_TOKENS = SMALL[-1]
 
 
 def bucket(count: int, largest: int) -> int:
@@ -17,7 +17,7 @@ def bucket(count: int, largest: int) -> int:
         return 0
     if count > MOST_CAPTURED_TOKENS:
         return min(-(-count // _LARGE_STEP) * _LARGE_STEP, largest)
-    return min(next(b for b in _SMALL if b >= count), largest)
+    return min(next(b for b in SMALL if b >= count), largest)
 
 
 def aligned(count: int) -> int:
@@ -29,5 +29,5 @@ def aligned(count: int) -> int:
 def ladder(largest: int) -> list[int]:
     """Return every captured bucket for counts up to `largest`, in descending order, so that smaller
     graphs reuse the memory that the largest one allocated."""
-    buckets = {bucket(count, largest) for count in (*_SMALL, largest) if count <= largest}
+    buckets = {bucket(count, largest) for count in (*SMALL, largest) if count <= largest}
     return sorted((b for b in buckets if b <= MOST_CAPTURED_TOKENS), reverse=True)

@@ -19,9 +19,9 @@ from triton_kernels.slots.state import ArenaSizes
 
 # Entries for biased and stop ids in a slot's list, in addition to one for each of its tokens.
 _SPARE_ENTRIES = 1024
-_LIBRARY_BYTES = 128 << 20  # matrix product workspaces, of captured and of other steps
+LIBRARY_BYTES = 128 << 20  # matrix product workspaces, of captured and of other steps
 _FP32_BYTES = 4
-_LOGPROB_COPIES = 8  # of fp32 size: logits, log probabilities, int64 temporaries (two each)
+LOGPROB_COPIES = 8  # of fp32 size: logits, log probabilities, int64 temporaries (two each)
 
 
 Draft = Decoder | GpuHead
@@ -79,8 +79,8 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     """Return the bytes that an executor with these limits and its steps allocate, without KV cache.
     Captured passes share one memory pool, the others another."""
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
-    used = _LIBRARY_BYTES + arena.num_words * _FP32_BYTES
-    used += _LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
+    used = LIBRARY_BYTES + arena.num_words * _FP32_BYTES
+    used += LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
     used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
     used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # token masks
     models: list[tuple[Draft, int, int]] = []

@@ -122,7 +122,7 @@ def read_gguf(path: Path) -> Gguf:
     key = str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
     file = _open_files.get(key)
     if file is None:
-        file = _open_files[key] = _read_parts(path)
+        file = _open_files[key] = read_parts(path)
     return file
 
 
@@ -130,7 +130,7 @@ def _unreadable(path: Path, err: OSError) -> ModelError:
     return ModelError(f"{path}: cannot be read ({err.strerror or err})")
 
 
-def _read_parts(path: Path) -> Gguf:
+def read_parts(path: Path) -> Gguf:
     first = _Reader(path).read()
     count = first.metadata.get("split.count", 0)
     if not isinstance(count, int):

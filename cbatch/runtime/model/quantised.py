@@ -21,7 +21,7 @@ from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _BLOCK_TYPES = {each.name: each for each in TYPES.values()}
 _BLOCK = 32  # columns of a block
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0 .. 7 in a 32-bit word
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0 .. 7 in a 32-bit word
 _FP8 = "F8_E4M3"  # the name of the dtype in safetensors files
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
@@ -123,7 +123,7 @@ class QuantisedWeights(WeightSource):
         outputs, in an order of its own."""
         name, awq = f"{module}.qweight", self._how.method == "awq"
         words, bits = self._words(name, columns, out, along=1 if awq else 0)
-        places = _AWQ_PLACES if awq else range(32 // bits)
+        places = AWQ_PLACES if awq else range(32 // bits)
         if awq and bits != 4:
             raise self._error(name, f"has {bits} bits, AWQ's have 4")
         codes = _unpacked(words, bits, places).t() if awq else _unpacked(words.t(), bits, places)

@@ -55,7 +55,7 @@ class BlockVerdict(NamedTuple):
     expected_accepted: Tensor  # fp32 [B]: see `_expected`
 
 
-class _Drafts(NamedTuple):
+class DraftPositions(NamedTuple):
     """The place of every draft, as int64 vectors over all drafts of the step."""
 
     row: Tensor  # ascending
@@ -82,7 +82,7 @@ def block_verify(
         return BlockVerdict(zeros, draw(target_probs, rows, noise.BONUS), zeros.to(torch.float32))
     row = torch.repeat_interleave(num_drafts)
     flat = torch.arange(row.numel(), device=row.device)
-    drafts = _Drafts(row, flat - (num_drafts.cumsum(0) - num_drafts)[row], flat + row)
+    drafts = DraftPositions(row, flat - (num_drafts.cumsum(0) - num_drafts)[row], flat + row)
     own = target_probs[drafts.at, draft_tokens]
     own_q = torch.ones_like(own)
     if draft_probs is not None:
@@ -90,7 +90,7 @@ def block_verify(
     ratios = _joint_ratios(own, own_q, num_drafts, drafts)
     before = ratios[row, drafts.depth]
     masses = _masses(target_probs[drafts.at].mul_(before[:, None]), draft_tokens, draft_probs)
-    passes = _coins(before * own, own_q, ratios, masses, num_drafts, rows, drafts)
+    passes = accepting_coins(before * own, own_q, ratios, masses, num_drafts, rows, drafts)
     accepts = torch.zeros_like(ratios, dtype=torch.int64)
     accepts[row, drafts.depth] = torch.where(passes, drafts.depth + 1, 0)
     num_accepted = accepts.amax(dim=1)
@@ -101,7 +101,7 @@ def block_verify(
     return BlockVerdict(num_accepted, following, expected)
 
 
-def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: _Drafts) -> Tensor:
+def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: DraftPositions) -> Tensor:
     """Return c_0 .. c_k of each row, fp32 [B, max k + 1]: 0 from the first draft that the target
     forbids. `own` and `own_q`: p and q of every draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))
@@ -125,14 +125,14 @@ def _masses(scaled: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) ->
     return scaled.sum(dim=-1, dtype=torch.float64)
 
 
-def _coins(
+def accepting_coins(
     weights: Tensor,
     own_q: Tensor,
     ratios: Tensor,
     masses: Tensor,
     num_drafts: Tensor,
     rows: NoiseRows,
-    drafts: _Drafts,
+    drafts: DraftPositions,
 ) -> Tensor:
     """Return whether the coin of each draft succeeds, bool. `weights` are c p of the drafts."""
     row, depth, _ = drafts
@@ -175,7 +175,9 @@ def _following(
     return draw(weights, at_last, purposes)
 
 
-def _expected(before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: _Drafts) -> Tensor:
+def _expected(
+    before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: DraftPositions
+) -> Tensor:
     """Return the expected number of accepted drafts, fp32 [B].
 
     Given x_1 .. x_i and that i or more are accepted, one more is with probability 1 - R_i / c_i, by

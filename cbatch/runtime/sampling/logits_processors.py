@@ -210,7 +210,7 @@ def processors_of(
     shared = {} if shared is None else shared
     if params.allowed_token_ids is not None or params.banned_token_ids:
         if "tokens" not in shared:
-            shared["tokens"] = _token_lists(params)
+            shared["tokens"] = token_lists(params)
         chain.append(shared["tokens"])
     # EOS ids come from the model's files, which may name more ids than there are logits.
     stop_ids = [i for i in stop_ids if i < vocab_size]
@@ -233,7 +233,7 @@ def processors_of(
     return ProcessorChain(chain, structured)
 
 
-def _token_lists(params: SamplingParams) -> LogitsProcessor:
+def token_lists(params: SamplingParams) -> LogitsProcessor:
     if params.allowed_token_ids is None:
         return BannedTokens(params.banned_token_ids)
     banned = set(params.banned_token_ids)

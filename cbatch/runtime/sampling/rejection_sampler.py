@@ -88,7 +88,7 @@ def rejection_verify(
         return Verdict(torch.zeros_like(num_drafts), draw(target_probs, rows, noise.BONUS))
     target_starts = (num_drafts + 1).cumsum(0) - (num_drafts + 1)
     draft_starts = num_drafts.cumsum(0) - num_drafts
-    num_accepted = _count_accepted(
+    num_accepted = count_accepted(
         target_probs, draft_tokens, draft_probs, num_drafts, rows, target_starts, draft_starts
     )
     weights = target_probs[target_starts + num_accepted]
@@ -145,7 +145,7 @@ def residual_of(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
-def _count_accepted(
+def count_accepted(
     target_probs: Tensor,
     draft_tokens: Tensor,
     draft_probs: Tensor | None,
@@ -169,7 +169,7 @@ def _count_accepted(
     if draft_probs is not None:
         threshold = threshold * draft_probs[flat, draft_tokens]
     # u * q <= p with u in (0, 1]. p > 0 rejects a token that the target forbids.
-    return _leading_run((p > 0) & (threshold <= p), row, depth, num_drafts)
+    return leading_run((p > 0) & (threshold <= p), row, depth, num_drafts)
 
 
 def coupled_verify(
@@ -192,11 +192,11 @@ def coupled_verify(
     own = draw(target_probs, token_rows, noise.COUPLED)
     drafted = depth < num_drafts[row]  # all but the last of each row
     agrees = own[drafted] == draft_tokens
-    num_accepted = _leading_run(agrees, row[drafted], depth[drafted], num_drafts)
+    num_accepted = leading_run(agrees, row[drafted], depth[drafted], num_drafts)
     return Verdict(num_accepted, own[starts + num_accepted])
 
 
-def _leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
+def leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
     """Return how many leading drafts of each row are accepted, int64 [B]. `accepted` bool
     [sum(k_i)] belongs to the drafts at `depth` of `row`; there is at least one draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))

@@ -59,6 +59,6 @@ def test_kernels_of_the_ceilings_read_and_copy_everything(bench: Bench) -> None:
 def test_a_kernel_that_computes_something_else_is_not_timed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_MOST_ERROR", 1e-9)
+    monkeypatch.setattr(kernels, "MOST_ERROR", 1e-9)
     found = rows(kernels, bench, "attention 3q1s20 cbatch")
     assert [row["status"].split(":")[1] for row in found.values()] == [" ArithmeticError"]

@@ -127,7 +127,7 @@ def pretending() -> Iterator[Cuda]:
         for name, value in cuda.told().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.version, "cuda", "13.0")
-        patch.setattr(buckets, "_SMALL", _CAPTURED)
+        patch.setattr(buckets, "SMALL", _CAPTURED)
         for module in (buckets, draft_pass, memory, target_pass):
             patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED[-1])
         with everywhere():

@@ -80,8 +80,8 @@ def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's products have no workspaces, and nobody asks for log probabilities. Steps compute on
     whatever lies in their memory: sums of that may overflow."""
     without_overflow_checks(monkeypatch)
-    monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(memory, "_LOGPROB_COPIES", 0)
+    monkeypatch.setattr(memory, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(memory, "LOGPROB_COPIES", 0)
 
 
 def head_of(kind: Any, target: Pair) -> Any:

@@ -93,11 +93,11 @@ def test_a_wrong_guess_changes_no_bit(
     batch: LogitsBatch, found: Laws, guess: object, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
-    monkeypatch.setattr(laws, "_guess", guess)
+    monkeypatch.setattr(laws, "guess_cut", guess)
     assert differ(drawn(few, tiling), Laws(*(field[:10] for field in found)), few) == 0
 
 
-right_choice = laws._choose
+right_choice = laws.choose
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def not_far_enough(codes_ptr, length, stage, before, limit, low, last, LANES):
     return last * 0 + low + 1, last * 0 + 1
 
 
-right_search = laws._search
+right_search = laws.search
 
 
 @triton.jit
@@ -122,9 +122,9 @@ def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.c
 @pytest.mark.parametrize(
     "name, broken",
     [
-        ("_choose", all_but_the_farthest),
-        ("_search", not_far_enough),
-        ("_search", without_ties),
+        ("choose", all_but_the_farthest),
+        ("search", not_far_enough),
+        ("search", without_ties),
     ],
 )
 def test_broken_laws_are_seen(

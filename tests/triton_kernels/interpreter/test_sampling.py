@@ -223,8 +223,8 @@ def test_broken_draws_are_caught(
 
 def dense_ones_stay(patch: pytest.MonkeyPatch) -> None:
     """Listed tokens count twice, and forbidden ones as well."""
-    real = launch._arguments
-    patch.setattr(launch, "_arguments", lambda *given: real(*given) | {"shaped": 0})
+    real = launch.kernel_arguments
+    patch.setattr(launch, "kernel_arguments", lambda *given: real(*given) | {"shaped": 0})
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def none_before(penalties, depth):
 
 
 def drafts_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shape, "_drafts_before", none_before)
+    patch.setattr(shape, "drafts_before", none_before)
 
 
 @pytest.mark.parametrize("plant", [dense_ones_stay, drafts_unseen])

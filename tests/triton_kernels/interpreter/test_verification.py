@@ -134,7 +134,7 @@ def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.Monk
     rows = Rows(*(field[drafted] for field in batch.rows))
     laws = launch.draw(batch._replace(logits=batch.logits[drafted], rows=rows), noise.DRAFT, SMALL)
     proposals = Proposals(batch.logits[drafted], None, laws, proposals.certain)
-    monkeypatch.setattr(verify_logits, "_accepts", never)
+    monkeypatch.setattr(verify_logits, "ratio_accepts", never)
     ratio = (batch.requests.modes == REJECTION) & (batch.drafts.counts > 0)
     ratio &= proposals.certain == 0
     tokens = decide(batch, proposals, blocks=False).next_tokens[ratio]
@@ -190,7 +190,7 @@ def every_row_races(batch, certain_ptr, request, depth, purpose, drawn):
 
 
 BROKEN = [
-    (block_kernel, "_says_so", by_the_ratio_alone),
+    (block_kernel, "coin_accepts", by_the_ratio_alone),
     (verify_logits, "joint_ratio", of_this_draft_alone),
     (block_kernel, "DEPTH_STEP", tl.constexpr(0)),
     (residual, "residual_of", no_residual),
@@ -242,7 +242,7 @@ def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
     zeros = torch.zeros(1, dtype=torch.int32)
     proposals = proposals_of(batch, logits[:1], Rows(zeros, zeros), zeros)
     assert decide(batch, proposals).num_accepted.tolist() == [0]
-    monkeypatch.setattr(verify_logits, "_accepts", accepts_forbidden)
+    monkeypatch.setattr(verify_logits, "ratio_accepts", accepts_forbidden)
     assert decide(batch, proposals).num_accepted.tolist() == [1]
 
 
