@@ -23,6 +23,7 @@ PLAIN = (
     "tests/engine",
     "tests/process",
     "tests/runtime",
+    "tests/server",
     "tests/test_prose.py",
     "tests/text",
     "tools",

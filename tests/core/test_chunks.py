@@ -74,7 +74,7 @@ def steps_until(world: World, done: object) -> tuple[list[int], list[float]]:
     raise AssertionError("the prompts were not read")
 
 
-# ---- how many tokens ----------------------------------------------------------------------------
+# ---- how many tokens -----------------------------------------------------------------------------
 
 
 def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
@@ -145,7 +145,7 @@ def test_a_slow_first_step_of_a_size_is_no_price() -> None:
         assert costs.prompt_tokens(1024) <= (64 if number < 2 else 128)
 
 
-# ---- a target -----------------------------------------------------------------------------------
+# ---- a target ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4", "adaptive:4"])
@@ -218,7 +218,7 @@ def test_a_target_of_nothing_is_refused() -> None:
         make_config(itl_target_s=0.0)
 
 
-# ---- several prompts ----------------------------------------------------------------------------
+# ---- several prompts -----------------------------------------------------------------------------
 
 
 def order_of_ends(world: World, names: list[str]) -> list[str]:
@@ -282,7 +282,7 @@ def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     assert order_of_ends(world, names) == names  # one slot is free
 
 
-# ---- chunks decide no token ---------------------------------------------------------------------
+# ---- chunks decide no token ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])

@@ -146,7 +146,7 @@ def test_names_are_checked():
         SchedulerConfig(num_blocks=4, drafter=("suffix", "model"))
 
 
-# --- evidence without drafting -------------------------------------------------------------------
+# --- evidence without drafting --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["ema", "adaptive"])

@@ -47,7 +47,7 @@ OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
 MOST_ROWS = 40
 
 
-# ---- which one is chosen ----------------------------------------------------------------------
+# ---- which one is chosen -------------------------------------------------------------------------
 
 V3 = "fpu sse2 avx avx2 fma f16c bmi1 bmi2"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -141,7 +141,7 @@ def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
     compiler.run(*flags, "-c", str(build.SOURCE), "-o", str(tmp_path / "library.o"))
 
 
-# ---- results of each ----------------------------------------------------------------------------
+# ---- results of each -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

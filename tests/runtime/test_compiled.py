@@ -208,7 +208,7 @@ def test_without_a_compiler_there_is_no_kernel(
     assert "torch computes products" in caplog.text and said[trouble] in caplog.text
 
 
-# ---- compilers --------------------------------------------------------------------------------
+# ---- compilers -----------------------------------------------------------------------------------
 
 
 def script(path: Path, text: str) -> Path:

@@ -68,7 +68,7 @@ def executor_with(draft: Model | None = None, **sizes: int) -> TorchExecutor:
     return TorchExecutor(tiny_model(), drafter=drafter, **(SIZES | sizes))
 
 
-# --- plans ---------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def test_result_of_a_ragged_step():
@@ -160,7 +160,7 @@ def test_plain_steps_touch_neither_draft_nor_sampler(monkeypatch):
     assert len(result.tokens) == 1 and result.draft_s == 0
 
 
-# --- contents of KV ------------------------------------------------------------------------------
+# --- contents of KV -------------------------------------------------------------------------------
 
 
 class _KvChecker(RecordingExecutor):
@@ -209,10 +209,10 @@ def test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature):
     assert (run.accepted < run.drafted).any() and run.accepted.any()
 
 
-# --- sampling through the engine -----------------------------------------------------------------
+# --- sampling through the engine ------------------------------------------------------------------
 
 
-# --- broken numbers and faults -------------------------------------------------------------------
+# --- broken numbers and faults --------------------------------------------------------------------
 
 
 class _PoisonTarget(RecordingExecutor):
@@ -277,7 +277,7 @@ def test_requests_survive_faults_of_the_executor(depth):
     assert run.outputs == run_engine(requests, target).outputs
 
 
-# --- the worker thread ---------------------------------------------------------------------------
+# --- the worker thread ----------------------------------------------------------------------------
 
 
 class _Scripted:

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused() -> None:
         made.compiled(Gate(Gating.GIVEN, function=lambda x: x))(made.x, made.chosen, made.weights)
 
 
-# ---- experts of transformers ------------------------------------------------------------------
+# ---- experts of transformers ---------------------------------------------------------------------
 
 
 def modules() -> dict[str, tuple[Any, Gating]]:

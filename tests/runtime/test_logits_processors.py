@@ -104,7 +104,7 @@ def test_penalties_grow_beyond_their_first_room():
     assert np.allclose(row.numpy(), want, atol=1e-4) and len(set(tokens)) > 128
 
 
-# --- through the engine --------------------------------------------------------------------------
+# --- through the engine ---------------------------------------------------------------------------
 
 EVEN = tuple(range(0, VOCAB, 2))
 SHAPES: tuple[dict[str, Any], ...] = (

@@ -197,7 +197,7 @@ def test_a_row_has_the_same_bits_in_any_company(vocab):
         assert alone.top.tobytes() == together.top[i : i + 1].tobytes()
 
 
-# --- prompts -------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -257,7 +257,7 @@ def test_an_admission_that_would_lose_some_is_refused():
         World().executor.table.admit(admission)
 
 
-# --- broken variants -----------------------------------------------------------------------------
+# --- broken variants ------------------------------------------------------------------------------
 
 
 def test_the_first_rows_numbers_for_a_whole_run_are_noticed(monkeypatch):

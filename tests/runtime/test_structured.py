@@ -48,7 +48,7 @@ def encode(text: str) -> list[int]:
     return VOCABULARY.encode(text)
 
 
-# --- the processor -------------------------------------------------------------------------------
+# --- the processor --------------------------------------------------------------------------------
 
 CHOICES = ("abba", "abbey", "bad", "cab", 'say "h"\n')
 
@@ -169,7 +169,7 @@ def test_a_matcher_worn_out_by_drafts_is_replaced():
     assert allowed_by(worn) == set() and allowed_by(fresh)
 
 
-# --- through the engine --------------------------------------------------------------------------
+# --- through the engine ---------------------------------------------------------------------------
 
 SCHEMA = {
     "type": "object",
@@ -310,7 +310,7 @@ def _structured_params(index: int, **extra: Any) -> dict[str, Any]:
     return {"max_tokens": 40, "ignore_eos": False, "structured_outputs": OUTPUTS[index]} | extra
 
 
-# --- the law under rejection ---------------------------------------------------------------------
+# --- the law under rejection ----------------------------------------------------------------------
 
 WORDS = tuple(a + b + c for a in "abc" for b in "abc" for c in "abc")
 FILTERS = (1.6, 8, 0.98, 0.02)
@@ -385,7 +385,7 @@ def test_drafts_that_are_taken_as_they_are_would_be_noticed(monkeypatch):
     assert abs(law_z(sampled_words())) > 5
 
 
-# --- ends ----------------------------------------------------------------------------------------
+# --- ends -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:4"])

@@ -107,7 +107,7 @@ def test_a_text_is_written_in_plain_tokens(way: str, kind: str) -> None:
     assert re.fullmatch(pattern, known.text(output), re.DOTALL), known.text(output)
 
 
-# --- through the engine --------------------------------------------------------------------------
+# --- through the engine ---------------------------------------------------------------------------
 
 SAMPLED = {"temperature": 1.0, "verification": "coupled"}
 

@@ -1,4 +1,4 @@
-"""The demo pair behind a real server, and beside it the same pair without one."""
+"""The demo pair in a real server, and the same pair without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of the OpenAPI document, and what holds for every answer to one."""
+"""The operations of the OpenAPI document, and a check of every answer to one."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ CHECKS: list[Any] = [
     checks.response_schema_conformance,
 ]
 OPERATIONS = [
-    found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations()
+    operation.ok() for operation in schemathesis.openapi.from_dict(document()).get_all_operations()
 ]

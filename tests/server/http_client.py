@@ -1,4 +1,4 @@
-"""A server on a real socket, and just enough of a client to see what goes over it."""
+"""A server on a real socket, and a minimal client that shows what it sends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def events_of(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
-    """The events of a stream that ends as it must."""
+    """Return the events of a stream; check that it ends correctly."""
     raw = response.read().decode()
     assert response.status == 200, raw
     assert response.getheader("content-type", "").startswith("text/event-stream")
@@ -49,8 +49,8 @@ def events_of(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
 
 
 class Client:
-    """Each call opens a connection of its own. `server` and its `loop` are there where it runs in a
-    thread."""
+    """A client that opens a connection for each call. `server` and `loop` are set if the server
+    runs in a thread."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Client:
         return len(self.server.server_state.connections)
 
     def run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """On the server's event loop."""
+        """Run a coroutine on the server's event loop."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(
         self, body: dict[str, Any] | bytes, path: str = COMPLETIONS
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """(status, decoded answer, headers)"""
+        """Post a call; return (status, decoded answer, headers)."""
         with self.open(body, path) as response:
             headers = {name.lower(): value for name, value in response.getheaders()}
             return response.status, json.loads(response.read()), headers
@@ -103,7 +103,7 @@ class Client:
         path: str = COMPLETIONS,
         headers: dict[str, Any] | None = None,
     ) -> Iterator[http.client.HTTPConnection]:
-        """Sends a call, and waits for nothing: an answer begins with its first token."""
+        """Send a call without waiting: an answer begins with its first token."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         method = "GET" if raw is None else "POST"
@@ -123,8 +123,8 @@ def call(
     try:
         connection.request(method, path, body, headers or {})
         response = connection.getresponse()
-        found = {name.lower(): value for name, value in response.getheaders()}
-        return response.status, response.read(), found
+        answer_headers = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, response.read(), answer_headers
     finally:
         connection.close()
 
@@ -136,7 +136,7 @@ def serving(
     kv_events: KVEventPublisher | None = None,
     **options: Any,
 ) -> Iterator[Client]:
-    """Serves what the engine would run, in a thread, until the block ends. `options` are those of
+    """Serve an engine in a thread until the block ends. `options` are those of
     `serving_service`."""
     client = EngineClient(partial(EngineThread, engine.core))
     service = EngineService(client, engine.tokenizer, limits=limits, kv_events=kv_events)
@@ -155,7 +155,7 @@ def serving_service(
     connections: ConnectionLimits | None = None,
     **options: Any,
 ) -> Iterator[Client]:
-    """HTTP on a free port, in a thread. `options` are those of the app."""
+    """Serve HTTP on a free port, in a thread. `options` are those of the app."""
     limits = connections or ConnectionLimits()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -204,22 +204,22 @@ def served_model(
 
 
 def toy_model(template: str = "{{ messages[0].content }}", **options: Any) -> ServedModel:
-    """Of no engine, with the toy tokenizer unless another is given."""
+    """Return a model without an engine, with the toy tokenizer unless another is given."""
     given = {"max_model_len": 256, "vocab_size": TOKENIZER.vocab_size, "created_s": 0}
     given |= {"name": MODEL, "tokenizer": TOKENIZER}
     return ServedModel(chat_template=ChatTemplate(template, {}, "the test"), **(given | options))
 
 
 def sample(client: Client, name: str, **labels: str) -> float:
-    """Of `/metrics`."""
+    """Return a sample of `/metrics`."""
     with client.open(None, "/metrics") as response:
         assert response.getheader("content-type", "").startswith("text/plain")
         page = response.read().decode()
     for family in text_string_to_metric_families(page):
-        for each in family.samples:
-            if each.name == name and labels.items() <= each.labels.items():
-                assert family.type == "unknown" or each.labels.get("model_name") == MODEL
-                return each.value
+        for entry in family.samples:
+            if entry.name == name and labels.items() <= entry.labels.items():
+                assert family.type == "unknown" or entry.labels.get("model_name") == MODEL
+                return entry.value
     raise AssertionError(f"{name} {labels} is not there")
 
 

@@ -1,4 +1,4 @@
-"""Servers over engine processes, and clients enough to load them."""
+"""Servers with engine processes, and clients to load them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def serving_process(
     tokenizer: TextTokenizer = TOKENIZER,
     kv_events: KVEventPublisher | None = None,
 ) -> Iterator[Served]:
-    """HTTP in a thread of the test, where the test can look into it, the engine in a process."""
+    """Serve HTTP in a thread of the test, which can look into it, with the engine in a process."""
     engine = EngineClient(partial(EngineProcess, factory))
     service = EngineService(engine, tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, tokenizer) as client:
@@ -52,7 +52,7 @@ def serving_process(
 
 @contextmanager
 def server_process(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """`tests.server.sim_server` in a process of its own, as an operator runs it."""
+    """Run `tests.server.sim_server` in a process of its own, as an operator does."""
     command = [sys.executable, "-m", "tests.server.sim_server", msgspec.json.encode(settings)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -64,7 +64,8 @@ def server_process(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 class Answer(NamedTuple):
-    """`events` are the data lines of a stream, decoded but for the last; `took_s` is to its end."""
+    """An answer. `events` are the decoded data lines of a stream without the last; `took_s` is the
+    time to its end."""
 
     status: int
     headers: dict[str, str]
@@ -84,7 +85,7 @@ class Answer(NamedTuple):
 
 
 async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None = None) -> Answer:
-    """One call on a connection of its own; it may leave in the middle of the answer."""
+    """Make one call on a connection of its own; it may leave in the middle of the answer."""
     begin_s = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()

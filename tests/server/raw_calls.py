@@ -1,4 +1,4 @@
-"""Calls by hand, byte by byte, as no client of good manners makes them."""
+"""Calls byte by byte, including malformed ones that no client library makes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def post(
     num_bytes: int | None = None,
     path: bytes = b"/v1/completions",
 ) -> bytes:
-    """A call as it goes over the wire; `num_bytes` is what it says of its length."""
+    """Return the bytes of a call; `num_bytes` is the length that it claims."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = b"content-length: %d" % (len(content) if num_bytes is None else num_bytes)
     lines = [b"POST %s HTTP/1.1" % path, b"host: x", b"content-type: application/json", length]
@@ -31,21 +31,21 @@ def post(
 
 
 async def trickle(port: int, begin: bytes, rest: bytes = b"a") -> bytes:
-    """Sends a byte of the rest now and then, for ever, until the server says something: that, to
-    the end of the connection."""
+    """Send a byte of the rest now and then until the server answers; return all that it sends until
+    it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(begin)
-    told = asyncio.ensure_future(reader.read(2**16))
+    answer = asyncio.ensure_future(reader.read(2**16))
     for byte in itertools.cycle(rest):
-        if (await asyncio.wait({told}, timeout=0.03))[0]:
+        if (await asyncio.wait({answer}, timeout=0.03))[0]:
             break
         writer.write(bytes([byte]))
     with contextlib.closing(writer):
-        return told.result() + await rest_of(reader)
+        return answer.result() + await rest_of(reader)
 
 
 async def exchange(port: int, sent: bytes) -> bytes:
-    """Everything that is answered, to the end of the connection."""
+    """Send bytes; return all that the server sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     with contextlib.closing(writer):
@@ -53,17 +53,17 @@ async def exchange(port: int, sent: bytes) -> bytes:
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    told = b""
+    content = b""
     try:
         while part := await reader.read(2**16):
-            told += part
+            content += part
     except ConnectionError as error:
-        print(f"after {len(told)} bytes: {error!r}")  # shown where a test fails
-    return told
+        print(f"after {len(content)} bytes: {error!r}")  # shown where a test fails
+    return content
 
 
-async def beside_honest(port: int, hostile: Awaitable[Any]) -> Any:
-    """What the hostile one comes to, while others are served."""
+async def during_honest_calls(port: int, hostile: Awaitable[Any]) -> Any:
+    """Return the result of a hostile client, while other clients are served."""
     task = asyncio.ensure_future(hostile)
     answers = [await call(port, BODY)]
     while not task.done():
@@ -81,7 +81,7 @@ def statuses(answers: bytes) -> list[int]:
 
 
 def deaf(port: int, sent: bytes, buffer_bytes: int = 2048) -> socket.socket:
-    """A client that asks and does not read; little more than its buffer is taken in for it."""
+    """Connect a client that does not read; its receive buffer is nearly 0."""
     mute = socket.socket()
     mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     mute.connect(("127.0.0.1", port))

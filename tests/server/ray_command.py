@@ -1,4 +1,4 @@
-"""`cbatch serve --ray` as an operator runs it: tells a JSON object of what was seen."""
+"""Run `cbatch serve --ray` as an operator does, and print a JSON object of observations."""
 
 from __future__ import annotations
 

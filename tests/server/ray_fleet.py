@@ -1,4 +1,4 @@
-"""What replicas on Ray Serve come to under load: a process that tells a JSON object a scenario."""
+"""Replicas on Ray Serve under load: a process that prints a JSON object for each scenario."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NUM_STREAMS = 200
 NUM_LATE = 40  # calls that come right after a replica has died
 NUM_TOKENS, ENDLESS_TOKENS = 160, 900
 NUM_ROUNDS = 4
-WITHIN_S = 0.8  # of the long streams' beginning: in the middle of them
+WITHIN_S = 0.8  # after the beginning of the long streams: in the middle of them
 OPTIONS: dict[str, Any] = {"max_num_seqs": 128, "threads": 1, "grace": 60}
 
 
 class Stream(NamedTuple):
-    """As much as came of it. `whole`: with its end."""
+    """A stream as received so far. `whole`: with its end."""
 
     status: int
     token_ids: list[int]
@@ -60,17 +60,17 @@ async def stream(port: int, number: int, num_tokens: int) -> Stream:
     top, _, rest = raw.partition(b"\r\n\r\n")
     events = b"".join(_chunks(rest)).split(b"\n\n")
     lines = [line.removeprefix(b"data: ") for line in events[:-1]]
-    told = [json.loads(line) for line in lines if line != b"[DONE]"]
+    messages = [json.loads(line) for line in lines if line != b"[DONE]"]
     return Stream(
         int(top.split()[1]) if top else 0,
-        [i for each in told for choice in each.get("choices", ()) for i in choice["token_ids"]],
-        [each["error"]["message"] for each in told if "error" in each],
+        [i for each in messages for choice in each.get("choices", ()) for i in choice["token_ids"]],
+        [each["error"]["message"] for each in messages if "error" in each],
         whole=lines[-1:] == [b"[DONE]"],
     )
 
 
 def _chunks(raw: bytes) -> Iterator[bytes]:
-    """Those that are complete."""
+    """Yield the complete chunks."""
     while b"\r\n" in raw:
         size, _, raw = raw.partition(b"\r\n")
         length = int(size, 16)
@@ -92,16 +92,16 @@ async def tokens_per_s(ports: Sequence[int]) -> float:
     return NUM_STREAMS * NUM_TOKENS / (time.monotonic() - begin_s)
 
 
-def ends(got: Sequence[Stream], wanted: Sequence[Stream]) -> Counter[str]:
-    """How streams ended; `wrong` are those whose tokens are not those of an undisturbed one."""
-    return Counter(_end(each, right) for each, right in zip(got, wanted, strict=False))
+def ends(got: Sequence[Stream], expected: Sequence[Stream]) -> Counter[str]:
+    """Count how streams ended; `wrong` are those whose tokens differ from an undisturbed one's."""
+    return Counter(_end(each, right) for each, right in zip(got, expected, strict=False))
 
 
 def _end(got: Stream, right: Stream) -> str:
     if got.token_ids != right.token_ids[: len(got.token_ids)]:
         return "wrong"
     if got.errors:
-        return "told"
+        return "error"
     if got.whole:
         return "whole" if got.token_ids == right.token_ids else "wrong"
     return "cut" if got.status == 200 else f"status {got.status}"
@@ -109,7 +109,7 @@ def _end(got: Stream, right: Stream) -> str:
 
 @contextmanager
 def plain_servers() -> Iterator[list[int]]:
-    """Ports of two servers with nothing before them."""
+    """Yield the ports of two servers without a proxy."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command = [sys.executable, "-m", "cbatch.cli.main", "serve", "--port=0", *flags]
     with tempfile.TemporaryDirectory() as folder:
@@ -127,17 +127,17 @@ def plain_servers() -> Iterator[list[int]]:
 
 
 def _port(log: Path) -> int:
-    while (found := re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())) is None:
+    while (address := re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())) is None:
         time.sleep(0.1)
-    return int(found[1])
+    return int(address[1])
 
 
 def by_replica(name: str) -> dict[str, int]:
-    """A series, as Prometheus sees it."""
+    """Return a series by replica, as Prometheus reads it."""
     with urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
         page = answer.read().decode()
-    found = re.findall(rf'^{name}{{.*replica="(\w+)"}} (\S+)$', page, flags=re.MULTILINE)
-    return {replica: int(float(value)) for replica, value in found}
+    values = re.findall(rf'^{name}{{.*replica="(\w+)"}} (\S+)$', page, flags=re.MULTILINE)
+    return {replica: int(float(value)) for replica, value in values}
 
 
 def open_calls() -> dict[str, int]:
@@ -150,7 +150,7 @@ async def until_replicas(num: int) -> None:
 
 
 async def until_both_answer() -> None:
-    """Serve has them running some time before its proxy knows."""
+    """Wait until both replicas answer: the proxy learns of them some time after they run."""
     await until_replicas(2)
     begun = await asyncio.to_thread(by_replica, "vllm:generation_tokens_total")
     now = begun
@@ -159,8 +159,9 @@ async def until_both_answer() -> None:
         now = await asyncio.to_thread(by_replica, "vllm:generation_tokens_total")
 
 
-async def kill_one(wanted: Sequence[Stream]) -> dict[str, Any]:
-    """In the middle of as many streams as `wanted`; more come while nobody knows yet."""
+async def kill_one(expected: Sequence[Stream]) -> dict[str, Any]:
+    """Kill one replica in the middle of as many streams as `expected`; more calls come before Serve
+    knows."""
     import ray
 
     running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))
@@ -171,26 +172,26 @@ async def kill_one(wanted: Sequence[Stream]) -> dict[str, Any]:
     late = await streams([PORT], NUM_LATE, NUM_TOKENS)
     return {
         "open_on_it": before[min(before)],
-        "ends": ends(await running, wanted),
-        "late": ends(late, wanted),
+        "ends": ends(await running, expected),
+        "late": ends(late, expected),
     }
 
 
-async def scale_down(wanted: Sequence[Stream]) -> dict[str, Any]:
-    """To one replica, in the middle of streams."""
+async def scale_down(expected: Sequence[Stream]) -> dict[str, Any]:
+    """Scale down to one replica in the middle of streams."""
     from ray import serve
 
     running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))
     await asyncio.sleep(WITHIN_S)
     before = await asyncio.to_thread(open_calls)
     await asyncio.to_thread(serve.run, build(OPTIONS | {"min_replicas": 1}), name=NAME)
-    ended = ends(await running, wanted)
+    ended = ends(await running, expected)
     await until_replicas(1)
     return {"open": before, "ends": ended, "left": list(await asyncio.to_thread(open_calls))}
 
 
 async def end_within_grace() -> dict[str, Any]:
-    """The application ends while streams run that take longer."""
+    """End the application while streams run that take longer than the grace time."""
     from ray import serve
 
     await asyncio.to_thread(serve.run, build(OPTIONS | {"grace": 1}), name=NAME)
@@ -207,22 +208,22 @@ async def run() -> None:
 
     with plain_servers() as ports:
         rates: dict[str, list[float]] = {"alone": [], "fleet": []}
-        wanted = await streams(ports, NUM_STREAMS, NUM_TOKENS)
+        expected = await streams(ports, NUM_STREAMS, NUM_TOKENS)
         await asyncio.to_thread(serve.run, build(OPTIONS | {"min_replicas": 2}), name=NAME)
         await until_both_answer()
-        await tokens_per_s([PORT])  # the others have run before
+        await tokens_per_s([PORT])  # the plain servers are warm already
         for _ in range(NUM_ROUNDS):
             rates["alone"].append(await tokens_per_s(ports))
             rates["fleet"].append(await tokens_per_s([PORT]))
-    tell("rates", rates)
-    tell("kill", await kill_one(wanted))
+    print_result("rates", rates)
+    print_result("kill", await kill_one(expected))
     await until_both_answer()
-    tell("scale", await scale_down(wanted))
-    tell("end", await end_within_grace())
+    print_result("scale", await scale_down(expected))
+    print_result("end", await end_within_grace())
 
 
-def tell(scenario: str, found: dict[str, Any]) -> None:
-    print(json.dumps({scenario: found}), flush=True)
+def print_result(scenario: str, result: dict[str, Any]) -> None:
+    print(json.dumps({scenario: result}), flush=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A service whose every choice is a given text, as tokens that go the way of an engine's."""
+"""A service whose every choice is a given text, as tokens that take the same way as an engine's."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ EOS = 0
 
 
 def tokenizer_with(plain: Sequence[str] = (), special: Sequence[str] = ()) -> TextTokenizer:
-    """The toy tokenizer, and tokens that are text or control the model."""
-    raw = Tokenizer.from_str(printable().to_str())  # what others share stays as it is
+    """Return the toy tokenizer with additional text tokens and control tokens."""
+    raw = Tokenizer.from_str(printable().to_str())  # a copy, since others share the original
     raw.add_tokens([AddedToken(text, normalized=False) for text in plain])
     raw.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     return TextTokenizer(raw, "toy")
 
 
 class ScriptedService:
-    """Every choice is the tokens of `text`, `step_tokens` a step. It ends for `reason` with the
-    last of them (EOS, for a stop) or, where that is `late`, after it. `params` are those of the
-    last call, as an engine would get them."""
+    """A service that gives the tokens of `text` in every choice, `step_tokens` a step.
+
+    A choice ends for `reason` with the last of them (EOS, for a stop) or, if `late`, after it.
+    `params` are those of the last call, as an engine would get them.
+    """
 
     running = ready = True
     num_requests = num_restarts = 0

@@ -1,4 +1,4 @@
-"""`cbatch serve` without a model: prints its port when it listens, and obeys signals."""
+"""`cbatch serve` without a model: it prints its port when it listens, and obeys signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.toy_engine import TOKENIZER
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`max_deaths`: of an engine without a token, before it is given up."""
+    """Settings of the server. `max_deaths`: number of engine deaths without a token before it gives
+    up."""
 
     factory: SimFactory
     grace_s: float

@@ -1,4 +1,4 @@
-"""A line for every call that is over, and what none of them may hold."""
+"""The log has one line for every finished call, without secrets or text of its client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = {"Authorization": "Bearer first"}
 
 
 class Lines(logging.Handler):
-    """What would be written, decoded."""
+    """A handler that collects the decoded lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Lines(logging.Handler):
         self.raw.append(JsonLines().format(record))
 
     def last(self, number: int) -> dict[str, Any]:
-        """The line that comes as the `number`-th."""
+        """Wait for the `number`-th line and return it."""
         wait_until(lambda: len(self.raw) >= number)
         assert len(self.raw) == number
         line: dict[str, Any] = json.loads(self.raw[-1])
@@ -85,7 +85,7 @@ def test_a_line_for_every_call_and_none_for_probes(lines: Lines) -> None:
     assert not any("secret" in line or "first" in line for line in lines.raw)
 
 
-def test_how_a_call_was_cut_off_is_told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_call_was_cut_off_is_logged(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     long = BODY | {"max_tokens": 8000, "stream": True}
     with serving(SlowEngine(monkeypatch).engine, Limits(timeout_s=1.2)) as client:
         with client.open(long) as response:
@@ -117,8 +117,8 @@ def test_lines_hold_together_whatever_is_in_them() -> None:
     )
     line = JsonLines().format(record)
     assert "\n" not in line
-    told = json.loads(line)
-    assert told["message"] == 'a\nb "' and told["cause"] == "x\ny" and told["tokens"] == 3
-    assert "none" not in told and told["time"].endswith("Z")
+    entry = json.loads(line)
+    assert entry["message"] == 'a\nb "' and entry["cause"] == "x\ny" and entry["tokens"] == 3
+    assert "none" not in entry and entry["time"].endswith("Z")
     line = PlainLines().format(record)
     assert line.endswith('cause="x\\ny" tokens=3') and line.count("\n") == 1, "the message's own"

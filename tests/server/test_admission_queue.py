@@ -79,7 +79,7 @@ def test_bad_limits_are_named(field: str, value: float) -> None:
 
 
 def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
-    """At 10 ms a token: 40 tokens with a slot, 30 without one, and those of the call."""
+    """At 10 ms a token, prompts of 40 tokens have a slot, 30 wait, and the call adds its own."""
     stats = SimpleNamespace(remaining_prompt_tokens=40, prompt_token_s=0.01)
     queue, _ = make(stats, ttft_target_s=1.0)
     queue.reserve(1, 30)

@@ -1,4 +1,4 @@
-"""Through real sockets: the scheduler and text side are real, the model is the simulator's."""
+"""The app through real sockets: scheduler and text side are real, the model is the simulator's."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def client() -> Iterator[Client]:
 
 
 def expected(**params: Any) -> list[str]:
-    """The texts that the engine gives without a server."""
+    """Return the texts that the engine gives without a server."""
     (completion,) = complete_all(make_engine(), [PROMPT], [SamplingParams(**params)])
     return [choice.text for choice in completion.choices]
 
 
 class SlowEngine:
-    """An engine whose steps take a while, so that a client can leave in the middle."""
+    """An engine with slow steps, so that a client can leave in the middle."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> None:
         run = SimExecutor.run
@@ -66,7 +66,7 @@ def test_prompts_as_ids_and_in_lists(client: Client) -> None:
     assert texts == [c["text"] for c in answer["choices"]]
 
 
-def test_a_drawn_seed_is_told_and_gives_the_same_text_again(client: Client) -> None:
+def test_a_drawn_seed_is_reported_and_gives_the_same_text_again(client: Client) -> None:
     first = client.post({"prompt": PROMPT, "max_tokens": 12})[1]["choices"][0]
     again = client.post({"prompt": PROMPT, "max_tokens": 12, "seed": first["seed"]})[1]
     assert again["choices"][0]["text"] == first["text"]
@@ -102,7 +102,7 @@ def test_bad_values_are_refused_by_name(client: Client, change: dict[str, Any], 
         assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_unknown_fields_are_ignored_and_told(client: Client) -> None:
+def test_unknown_fields_are_ignored_and_listed(client: Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "user": "me", "colour": 1, "a\r\nb": 2}
     status, answer, headers = client.post(body)
     assert status == 200
@@ -117,11 +117,12 @@ def test_embeddings_are_refused_by_name(client: Client) -> None:
 
 
 def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
-    told = threading.Event()  # what it emitted before; else the failure may be all there is to tell
-    told.set()
+    # Set once the others have emitted; otherwise the failure could be the whole answer.
+    emitted = threading.Event()
+    emitted.set()
 
     class Poison(dict[str, int]):
-        """Every second request that the engine is given fails at its third token."""
+        """Parameters by request: every second request fails at its third token."""
 
         def __init__(self) -> None:
             self.asked: Counter[str] = Counter()
@@ -129,17 +130,17 @@ def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
         def get(self, key: str, default: Any = None) -> Any:
             self.asked[key] += 1
             if self.asked[key] == 3:
-                assert told.wait(60)
+                assert emitted.wait(60)
             return 3 if int(key) % 2 else default
 
     engine = make_engine(lookahead="off", faults=Faults(non_finite_at=Poison()))
     with serving(engine) as client:
         status, answer, _ = client.post({"prompt": [PROMPT, PROMPT], "max_tokens": 8})
         assert status == 500 and "not finite" in answer["error"]["message"]
-        told.clear()
+        emitted.clear()
         body = {"prompt": [PROMPT, PROMPT], "max_tokens": 8, "stream": True}
         with client.open(body) as response:
-            told.set()
+            emitted.set()
             assert "not finite" in events_of(response)[-1]["error"]["message"]
         status, answer, _ = client.post({"prompt": PROMPT, "max_tokens": 8})
         assert status == 200 and answer["usage"]["completion_tokens"] == 8

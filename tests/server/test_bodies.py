@@ -1,4 +1,4 @@
-"""Bodies as clients and proxies send them: compressed, or with a byte order mark."""
+"""Bodies that are compressed or have a byte order mark, as clients and proxies send them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, JSON, Client, call, serving
-from tests.server.raw_calls import beside_honest, exchange, post, run, statuses
+from tests.server.raw_calls import during_honest_calls, exchange, post, run, statuses
 from tests.toy_engine import make_engine
 
 LIMITS = ConnectionLimits(max_body_bytes=2**16, max_reading_bytes=2**17)
@@ -33,7 +33,7 @@ def client() -> Iterator[Client]:
 
 
 def answer(client: Client, content: bytes, coding: str, path: str = COMPLETIONS) -> tuple[int, str]:
-    """The status, and the field at fault or nothing."""
+    """Return the status, and the field at fault or nothing."""
     headers = JSON | {"Content-Encoding": coding}
     status, body, _ = call(client, "POST", path, content, headers)
     return status, json.loads(body).get("error", {}).get("param", "")
@@ -65,19 +65,19 @@ def test_another_encoding_is_refused_by_name(client: Client, coding: str) -> Non
     [b"{}", gzip.compress(b"{}" * 99)[:-9], gzip.compress(b"{}") + b"{}", b"\x1f\x8b" * 9],
     ids=["plain", "cut", "more", "noise"],
 )
-def test_what_is_no_gzip_is_told(client: Client, content: bytes) -> None:
+def test_what_is_no_gzip_is_refused(client: Client, content: bytes) -> None:
     assert answer(client, content, "gzip") == (400, "body")
 
 
 def test_the_limit_counts_what_is_read_of_it(client: Client) -> None:
-    """Little that becomes gigabytes is read no further than the limit."""
-    most = b'{"prompt": "a", "max_tokens": 1}'.ljust(LIMITS.max_body_bytes)
-    assert answer(client, gzip.compress(most), "gzip") == (200, "")
-    assert answer(client, gzip.compress(most + b" "), "gzip") == (413, "body")
+    """A small body that becomes gigabytes is decompressed no further than the limit."""
+    longest = b'{"prompt": "a", "max_tokens": 1}'.ljust(LIMITS.max_body_bytes)
+    assert answer(client, gzip.compress(longest), "gzip") == (200, "")
+    assert answer(client, gzip.compress(longest + b" "), "gzip") == (413, "body")
     for bomb in (
         gzip.compress(b" " * 2**25),
         gzip.compress(b"") * 999 + gzip.compress(b" " * 2**25),
     ):
-        asked = post(bomb, b"content-encoding: gzip", b"connection: close")
-        told = run(beside_honest(client.port, exchange(client.port, asked)))
-        assert statuses(told) == [413], told
+        call = post(bomb, b"content-encoding: gzip", b"connection: close")
+        answers = run(during_honest_calls(client.port, exchange(client.port, call)))
+        assert statuses(answers) == [413], answers

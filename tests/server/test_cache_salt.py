@@ -1,4 +1,5 @@
-"""What clients that share an engine can learn of each other by the prefix cache."""
+"""Clients that share an engine cannot learn about each other through the prefix cache, given
+salts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ BODY: dict[str, Any] = {"prompt": SECRET, "max_tokens": 4, "temperature": 0}
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_salt_hides_who_sent_what(path: str) -> None:
-    """A tenant cannot tell by hits what another has sent, unless both have the salt, or none."""
+    """Hits tell a tenant nothing about another tenant's prompts, unless both have the same salt or
+    none."""
     engine = make_engine(lookahead="off")
     body: dict[str, Any] = BODY
     if path == CHAT:
@@ -55,9 +57,11 @@ def test_what_is_no_salt_is_refused() -> None:
 
 def test_a_salt_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    held = tmp_path / "held"
-    held.touch()
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(held))
+    pause_file = tmp_path / "held"
+    pause_file.touch()
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(pause_file)
+    )
 
     with serving_process(factory) as served:
 
@@ -67,7 +71,7 @@ def test_a_salt_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
             while served.engine.num_tokens < 50:
                 await asyncio.sleep(0.002)
             assert served.engine.pid is not None
-            held.unlink()
+            pause_file.unlink()
             os.kill(served.engine.pid, signal.SIGKILL)
             assert (await stream).text
 

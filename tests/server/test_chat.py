@@ -147,7 +147,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 def test_what_clients_write_is_no_control_token(client: Client) -> None:
-    """In a completion, whose text is the caller's own, it is one."""
+    """In a completion, whose text is all the caller's, it is one."""
     control = "a<|endoftext|>b"
     assert 0 in TOKENIZER.encode(control) and TOKENIZER.special_ids == {0}
     assert client.post({"prompt": control, "max_tokens": 2})[0] == 200
@@ -158,9 +158,9 @@ def test_what_clients_write_is_no_control_token(client: Client) -> None:
     ids = answer["prompt_token_ids"]
     assert TOKENIZER.special_ids.isdisjoint(ids)
     assert TOKENIZER.decode(ids) == f"[user]{control}{control}[assistant]"
-    _, told, _ = client.post({"messages": messages}, "/tokenize")
-    text = TOKENIZER.decode(told["tokens"], skip_special_tokens=False)
-    assert text == f"[user]{control}[assistant]" and 0 not in told["tokens"]
+    _, tokenized, _ = client.post({"messages": messages}, "/tokenize")
+    text = TOKENIZER.decode(tokenized["tokens"], skip_special_tokens=False)
+    assert text == f"[user]{control}[assistant]" and 0 not in tokenized["tokens"]
 
 
 def test_neutral_fields_and_nulls_ask_for_nothing(client: Client) -> None:

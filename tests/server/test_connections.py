@@ -1,4 +1,5 @@
-"""Slow clients, many of them, and what is no request: none holds up the others, nothing stays."""
+"""Slow clients, many clients, and bytes that are no request: none delays the others, and nothing
+remains."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tests.server.http_client import Client, sample, serving, wait_until
 from tests.server.processes import call
 from tests.server.raw_calls import (
     BODY,
-    beside_honest,
     deaf,
+    during_honest_calls,
     exchange,
     post,
     rest_of,
@@ -48,7 +49,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
-# ---- time -------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,37 +57,37 @@ def client() -> Iterator[Client]:
     [b"GET /", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: b", post(BODY, num_bytes=10**6)],
     ids=["line", "head", "body"],
 )
-def test_a_slow_request_is_ended_and_told(client: Client, begin: bytes) -> None:
-    told = run(beside_honest(client.port, trickle(client.port, begin)))
-    assert statuses(told) == [408]
-    head, _, body = told.partition(b"\r\n\r\n")
+def test_a_slow_request_is_ended_with_a_status(client: Client, begin: bytes) -> None:
+    answers = run(during_honest_calls(client.port, trickle(client.port, begin)))
+    assert statuses(answers) == [408]
+    head, _, body = answers.partition(b"\r\n\r\n")
     assert b"connection: close" in head and b"took longer than 0.3 s" in body
     assert json.loads(body)["error"]["message"]
     wait_until(lambda: client.num_connections == 0)
 
 
 @pytest.mark.parametrize(
-    "asked", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["new", "kept alive"]
+    "sent", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["new", "kept alive"]
 )
-def test_line_ends_are_no_sign_of_life(client: Client, asked: bytes) -> None:
-    """Neither is nothing at all. There is no request that could be answered."""
+def test_line_ends_are_no_sign_of_life(client: Client, sent: bytes) -> None:
+    """No bytes at all are no sign of life either. There is no request that could be answered."""
 
     async def scene() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(asked)
-        if asked:
+        writer.write(sent)
+        if sent:
             assert b"200 OK" in await reader.readuntil(b"}")
-        told = asyncio.ensure_future(reader.read())
-        while not (await asyncio.wait({told}, timeout=0.03))[0]:
+        reply = asyncio.ensure_future(reader.read())
+        while not (await asyncio.wait({reply}, timeout=0.03))[0]:
             writer.write(b"\r\n")
         writer.close()
-        return told.result()
+        return reply.result()
 
-    assert run(beside_honest(client.port, scene())) == b""
+    assert run(during_honest_calls(client.port, scene())) == b""
 
 
 def test_a_connection_that_says_nothing_is_closed(client: Client) -> None:
-    assert run(beside_honest(client.port, exchange(client.port, b""))) == b""
+    assert run(during_honest_calls(client.port, exchange(client.port, b""))) == b""
 
 
 def test_the_rest_of_a_refused_call_is_waited_for_no_longer() -> None:
@@ -105,11 +106,11 @@ def test_the_rest_of_a_refused_call_is_waited_for_no_longer() -> None:
 
 
 def test_an_answer_takes_its_time_whatever_comes_meanwhile(client: Client) -> None:
-    """The half of a request that came behind another has its time from when that is answered."""
+    """The time limit of half a pipelined request begins when the one before has been answered."""
     stream = post(LONG | {"seed": 1})
-    told = run(beside_honest(client.port, exchange(client.port, stream + GET[:9])))
-    assert statuses(told) == [200, 408]
-    assert b"data: [DONE]\n\n" in told and told.count(b"data: ") > 1000
+    answers = run(during_honest_calls(client.port, exchange(client.port, stream + GET[:9])))
+    assert statuses(answers) == [200, 408]
+    assert b"data: [DONE]\n\n" in answers and answers.count(b"data: ") > 1000
 
 
 def test_a_key_gets_its_place_back_from_a_slow_body() -> None:
@@ -117,13 +118,13 @@ def test_a_key_gets_its_place_back_from_a_slow_body() -> None:
     key = {"Authorization": "Bearer a"}
     begin = post(BODY, b"authorization: Bearer a", num_bytes=10**6)
     with serving(make_engine(), keys=keys, connections=SHORT) as client:
-        told = run(trickle(client.port, begin))
-        assert statuses(told) == [408]
+        answers = run(trickle(client.port, begin))
+        assert statuses(answers) == [408]
         with client.open(BODY, headers=key) as response:
             assert response.status == 200
 
 
-# ---- answers that nobody reads ----------------------------------------------------------------
+# ---- answers that no client reads ----------------------------------------------------------------
 
 
 TEXT = {"prompt": "ab" * 700_000, "return_token_strs": True}
@@ -134,7 +135,7 @@ DEAF = {
 }
 
 
-# A context for answers longer than the system takes off a server's hands.
+# A context for answers longer than the system's send buffers.
 LONG_CONTEXT = {"max_model_len": 2**19, "num_blocks": 8192}
 
 
@@ -150,19 +151,20 @@ def test_who_does_not_read_loses_the_connection(what: str) -> None:
 
 
 def test_who_reads_slowly_keeps_it() -> None:
-    """For longer than an answer may be left unread, and while most of it is."""
+    """It reads for longer than an answer may be left unread, and most of the answer is unread
+    meanwhile."""
     limits = ConnectionLimits(request_timeout_s=0.5)
     with serving(make_engine(**LONG_CONTEXT), connections=limits) as client:
-        told = b""
+        content = b""
         with deaf(client.port, DEAF["last"], 2**16) as slow:
             while part := slow.recv(2**16):
-                told += part
+                content += part
                 time.sleep(0.03)
-    head, _, body = told.partition(b"\r\n\r\n")
+    head, _, body = content.partition(b"\r\n\r\n")
     assert statuses(head) == [200] and b"content-length: %d\r\n" % len(body) in head
 
 
-# ---- sizes and numbers ------------------------------------------------------------------------
+# ---- sizes and numbers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,17 +183,17 @@ def test_a_head_has_an_end(
 ) -> None:
     async def scene() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        told = asyncio.ensure_future(reader.read(2**16))
+        reply = asyncio.ensure_future(reader.read(2**16))
         for part in parts:
             writer.write(part)
-            if (await asyncio.wait({told}, timeout=0.002))[0]:
+            if (await asyncio.wait({reply}, timeout=0.002))[0]:
                 break
-        await asyncio.wait({told})
+        await asyncio.wait({reply})
         writer.close()
-        return told.result()
+        return reply.result()
 
-    told = run(beside_honest(client.port, scene()))
-    assert statuses(told) == [431] and b"more than 65536 bytes" in told
+    answers = run(during_honest_calls(client.port, scene()))
+    assert statuses(answers) == [431] and b"more than 65536 bytes" in answers
     assert not [each for each in caplog.records if each.levelname == "ERROR"]  # refused once
 
 
@@ -201,24 +203,24 @@ def test_a_long_head_is_read(client: Client) -> None:
 
 
 def test_no_more_connections_than_may_be() -> None:
-    """Those that are too many are told so at once; those that are open go on."""
+    """Connections beyond the limit are refused at once; open ones go on."""
     limits = ConnectionLimits(max_connections=4)
 
     async def scene(client: Client) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            held = []
+            connections = []
             for _ in range(4):
                 reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
                 stack.callback(writer.close)
-                held.append((reader, writer))
+                connections.append((reader, writer))
             while client.num_connections < 4:
                 await asyncio.sleep(0.005)
             for _ in range(20):
-                told = await exchange(client.port, b"")
-                assert statuses(told) == [503] and b"retry-after: 1\r\n" in told
-            for _ in range(20):  # it says all that it has to before it looks
+                answers = await exchange(client.port, b"")
+                assert statuses(answers) == [503] and b"retry-after: 1\r\n" in answers
+            for _ in range(20):  # it sends everything before it reads
                 assert (await call(client.port, BODY)).status == 503
-            for reader, writer in held:
+            for reader, writer in connections:
                 writer.write(GET)
                 assert b"200 OK" in await reader.readuntil(b"}")
         while client.num_connections:
@@ -236,20 +238,20 @@ def test_bodies_have_so_much_memory_and_short_ones_always_enough() -> None:
     large = json.dumps(BODY).encode() + b" " * 2**17
 
     async def scene(client: Client, intake: BodyIntake) -> None:
-        held = []
+        connections = []
         for at in range(2):
-            held.append(await asyncio.open_connection("127.0.0.1", client.port))
-            held[at][1].write(half)
+            connections.append(await asyncio.open_connection("127.0.0.1", client.port))
+            connections[at][1].write(half)
             while intake.num_bytes < (at + 1) * (2**17 - 1):
                 await asyncio.sleep(0.005)
         status, _, headers = await asyncio.to_thread(client.post, large)
         assert status == 503 and int(headers["retry-after"]) >= 1
         assert (await call(client.port, BODY)).status == 200, "a short one"
-        held[0][1].close()
+        connections[0][1].close()
         while intake.num_bytes > 2**17:
             await asyncio.sleep(0.005)
         assert (await asyncio.to_thread(client.post, large))[0] == 200
-        held[1][1].close()
+        connections[1][1].close()
         while intake.num_bytes:
             await asyncio.sleep(0.005)
 
@@ -260,7 +262,7 @@ def test_bodies_have_so_much_memory_and_short_ones_always_enough() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[BodyIntake]]:
-    """The intakes of the applications that are made meanwhile."""
+    """Return the intakes of the applications that are made meanwhile."""
     made: list[BodyIntake] = []
 
     def make(*args: Any) -> BodyIntake:
@@ -272,16 +274,16 @@ def watched() -> Iterator[list[BodyIntake]]:
         yield made
 
 
-# ---- what is hardly a request -----------------------------------------------------------------
+# ---- malformed requests --------------------------------------------------------------------------
 
 
-def test_requests_one_behind_the_other() -> None:
+def test_pipelined_requests() -> None:
     last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    most = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + last
+    pipelined = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + last
     with serving(make_engine(max_model_len=8192, num_blocks=4096)) as client:
-        assert statuses(run(exchange(client.port, most))) == [200] * (MAX_PIPELINED + 1)
-        told = run(exchange(client.port, post(LONG) + GET * 999))
-    assert statuses(told) in ([], [200]) and b"[DONE]" not in told, "not all of them are kept"
+        assert statuses(run(exchange(client.port, pipelined))) == [200] * (MAX_PIPELINED + 1)
+        answers = run(exchange(client.port, post(LONG) + GET * 999))
+    assert statuses(answers) in ([], [200]) and b"[DONE]" not in answers, "not all of them are kept"
 
 
 def test_a_client_that_asks_before_it_sends(client: Client) -> None:
@@ -291,10 +293,10 @@ def test_a_client_that_asks_before_it_sends(client: Client) -> None:
     async def scene(client: Client) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(begin)
-        told = await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
         writer.write(body)
         with contextlib.closing(writer):
-            return told + await rest_of(reader)
+            return head + await rest_of(reader)
 
     assert statuses(run(scene(client))) == [100, 200]
     with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as guarded:
@@ -323,7 +325,7 @@ LEFT = {
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
-    """A server whose one key may have one call open."""
+    """Return a server with one key, which may have one call open."""
     engine = make_engine(max_model_len=8192, num_blocks=4096)
     keys = KeyRing(["a"], max_requests_per_key=1)
     with watched() as intakes, serving(engine, keys=keys) as client:
@@ -335,9 +337,9 @@ def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
 def test_nothing_stays_of_a_client_that_breaks_off(
     guarded: tuple[Client, Engine, BodyIntake], what: str, how: str
 ) -> None:
-    """No connection, no call of its key, no byte of a body, no place, no slot."""
+    """No connection, call of its key, byte of a body, place or slot remains."""
     client, engine, intake = guarded
-    for pause_s in (0, 0.02):  # nothing of it has been read, or all
+    for pause_s in (0, 0.02):  # either nothing of it has been read, or all
         with socket.create_connection(("127.0.0.1", client.port)) as left:
             left.sendall(LEFT[what])
             time.sleep(pause_s)
@@ -348,7 +350,7 @@ def test_nothing_stays_of_a_client_that_breaks_off(
 
 
 def break_off(left: socket.socket, how: str) -> None:
-    """It is closed by the caller."""
+    """Send part of a call; the caller closes the connection."""
     if how == "resets":
         left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     elif how == "half-closes":

@@ -1,4 +1,4 @@
-"""Pages of other origins: those that are named may call and read every answer, errors too."""
+"""Pages of other origins: named ones may call and read every answer, errors too."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_answers_may_be_read(
     status: int,
 ) -> None:
     for origin in (PAGE, "null"):
-        found, _, told = call(client, method, path, body, headers | {"Origin": origin})
-        assert (found, told[ALLOWED]) == (status, origin)
-        assert "x-request-id" in told[EXPOSED]
+        code, _, answer_headers = call(client, method, path, body, headers | {"Origin": origin})
+        assert (code, answer_headers[ALLOWED]) == (status, origin)
+        assert "x-request-id" in answer_headers[EXPOSED]
     for other in ("https://app.example", "https://evil.example", PAGE + ".evil", "*", ""):
-        found, _, told = call(client, method, path, body, headers | {"Origin": other})
-        assert found == status and ALLOWED not in told
+        code, _, answer_headers = call(client, method, path, body, headers | {"Origin": other})
+        assert code == status and ALLOWED not in answer_headers
 
 
 def test_a_preflight_of_another_page_is_no_call(client: Client) -> None:
@@ -76,6 +76,10 @@ def test_a_preflight_of_another_page_is_no_call(client: Client) -> None:
 @pytest.mark.parametrize("origins", [(), ("*",)])
 def test_no_page_or_every_page(origins: tuple[str, ...]) -> None:
     with serving(make_engine(), cors_origins=origins) as client:
-        _, _, told = call(client, "POST", "/v1/completions", BODY, JSON | {"Origin": PAGE})
+        _, _, answer_headers = call(
+            client, "POST", "/v1/completions", BODY, JSON | {"Origin": PAGE}
+        )
         _, _, preflight = call(client, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
-    assert told.get(ALLOWED) == preflight.get(ALLOWED) == (origins[0] if origins else None)
+    assert (
+        answer_headers.get(ALLOWED) == preflight.get(ALLOWED) == (origins[0] if origins else None)
+    )

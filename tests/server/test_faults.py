@@ -1,5 +1,5 @@
-"""Clients that leave, too many of them, signals, and killed engines, over real sockets and real
-processes. Texts are compared with those of an engine that nobody disturbs."""
+"""Clients that leave, too many of them, signals, and killed engines, through real sockets and
+processes. Texts are compared with those of an undisturbed engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def crowd(port: int, bodies: list[dict[str, Any]]) -> list[Answer]:
     return await asyncio.gather(*(call(port, each) for each in bodies))
 
 
-def assert_nothing_is_held(served: Served) -> None:
+def assert_nothing_is_left(served: Served) -> None:
     def idle() -> bool:
         stats = served.service.stats
         return stats is not None and not stats.num_running and not stats.num_waiting
@@ -66,7 +66,7 @@ def assert_nothing_is_held(served: Served) -> None:
 
 
 def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
-    """200 clients, of whom half vanish: before the answer, at its first bytes, or later."""
+    """Half of 200 clients vanish: before the answer, at its first bytes, or later."""
     rng = random.Random(3)
 
     async def storm(port: int) -> list[Answer]:
@@ -80,14 +80,15 @@ def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
     with serving_process(SIM) as served:
         answers = asyncio.run(storm(served.client.port))
         assert [answer.text for answer in answers] == expected(range(100), 12)
-        assert_nothing_is_held(served)
+        assert_nothing_is_left(served)
         stats = served.service.stats
         assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "they were completed"
 
 
 @contextmanager
 def as_in_a_server() -> Iterator[None]:
-    """A process that serves does this once it listens; the test shares its own with the clients."""
+    """Raise the limit of open files, as a serving process does once it listens; the test shares its
+    own with the clients."""
     freeze_heap()
     try:
         yield
@@ -96,7 +97,7 @@ def as_in_a_server() -> Iterator[None]:
 
 
 def overload(seconds: float) -> dict[str, float]:
-    """Four times what the engine can do, without pause; returns figures for the report."""
+    """Send four times what the engine can do, without pause; return figures for the report."""
     slots, tokens = 4, 8
     factory = SimFactory(
         lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_num_seqs": slots}
@@ -117,7 +118,7 @@ def overload(seconds: float) -> dict[str, float]:
 
     with serving_process(factory, limits) as served, as_in_a_server():
         answers = asyncio.run(drive(served))
-        assert_nothing_is_held(served)
+        assert_nothing_is_left(served)
         why = {"reason": "queued_requests"}
         counted = sample(served.client, "vllm:admission_rejections_total", **why)
     refused = [answer for answer in answers if answer.status != 200]
@@ -152,7 +153,7 @@ def test_a_minute_of_overload() -> None:
 
 
 async def until_running(client: Client, count: int) -> None:
-    """So many calls have been accepted, and some get tokens."""
+    """Wait until `count` calls have been accepted, and some get tokens."""
     while (await asyncio.to_thread(client.get, "/health"))[1]["requests"] < count:
         pass
     while not await asyncio.to_thread(sample, client, "vllm:generation_tokens_total"):
@@ -161,9 +162,9 @@ async def until_running(client: Client, count: int) -> None:
 
 @pytest.mark.parametrize("grace_s", [60.0, 0.2])
 def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
-    max_tokens, held = 300, tmp_path / "held"
-    held.touch()
-    factory = msgspec.structs.replace(SIM, pause_file=str(held))
+    max_tokens, pause_file = 300, tmp_path / "held"
+    pause_file.touch()
+    factory = msgspec.structs.replace(SIM, pause_file=str(pause_file))
 
     async def scene(client: Client, pid: int) -> list[Answer]:
         port = client.port
@@ -175,9 +176,9 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
                 pass
             late = await call(port, body(0, 1))
             assert late.status == 503 and b"stopping" in late.body
-            held.unlink()
+            pause_file.unlink()
         answers = await streams
-        held.unlink(missing_ok=True)
+        pause_file.unlink(missing_ok=True)
         return answers
 
     with server_process(Settings(factory, grace_s)) as (process, client):
@@ -193,9 +194,9 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
 def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
     signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    held = tmp_path / "held"
-    held.touch()
-    factory = msgspec.structs.replace(SIM, pause_file=str(held))
+    pause_file = tmp_path / "held"
+    pause_file.touch()
+    factory = msgspec.structs.replace(SIM, pause_file=str(pause_file))
 
     async def scene(client: Client, pid: int) -> list[Answer]:
         streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
@@ -207,7 +208,7 @@ def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
 
     with server_process(Settings(factory, grace_s=600)) as (process, client):
         answers = asyncio.run(scene(client, process.pid))
-        held.unlink()
+        pause_file.unlink()
         assert process.wait(timeout=60) == 0
     assert len(answers) == 4
     log = capfd.readouterr().err
@@ -217,7 +218,7 @@ def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
 
 
 def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:
-    """An engine that dies and cannot be started again."""
+    """The engine dies and cannot be started again."""
     poison = TOKENIZER.encode("poison")[0]
     factory = SimFactory(
         vocab_size=TOKENIZER.vocab_size,
@@ -241,8 +242,8 @@ def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -
         answers = asyncio.run(scene(client))
         assert process.wait(timeout=120) == 1
     for answer in answers:
-        *told, error = answer.events
-        assert told and "died 2 times without a token" in error["error"]["message"]
+        *events, error = answer.events
+        assert events and "died 2 times without a token" in error["error"]["message"]
 
 
 REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"
@@ -254,8 +255,8 @@ GRAMMARS: dict[int, dict[str, Any]] = {
 
 
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
-    """Greedy and coupled streams of a real (tiny) pair, whose engine is killed again and again.
-    Every fourth has a grammar to follow, every eighth after free text."""
+    """Compare greedy and coupled streams of a real (tiny) pair, whose engine is killed again and
+    again. Every fourth has a grammar, every eighth free text before it."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
     settings: dict[str, Any] = {
         "numerics": "invariant",
@@ -291,7 +292,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     tokenizer = load_tokenizers(target, draft, options)
     assert tokenizer is not None
     with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
-        # So that none of the calls waits for the first grammar's compiler to start.
+        # So that no call waits for the first start of the grammar compiler.
         asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
         answers = asyncio.run(scene(served))
         assert served.engine.num_starts == rounds + 1

@@ -1,4 +1,4 @@
-"""One page of many replicas."""
+"""One metrics page for many replicas."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def test_every_series_says_whose_it_is_and_none_is_lost(demo_client: Client) -> 
         for s in family.samples
     }
     assert any(name == "vllm:e2e_request_latency_seconds_bucket" for name, *_ in alone)
-    found: dict[str, dict[tuple[object, ...], float]] = {"a": {}, "b": {}}
+    values: dict[str, dict[tuple[object, ...], float]] = {"a": {}, "b": {}}
     for family in text_string_to_metric_families(merged):
         for name, labels, value, *_ in family.samples:
-            found[labels.pop("replica")][(name, *sorted(labels.items()))] = value
-    assert found == {"a": alone, "b": alone}
+            values[labels.pop("replica")][(name, *sorted(labels.items()))] = value
+    assert values == {"a": alone, "b": alone}
     heads = [line for line in merged.splitlines() if line.startswith("# TYPE")]
     assert len(heads) == len(set(heads)) > 20, "a family has one head"

@@ -1,4 +1,5 @@
-"""Calls made up from the OpenAPI document, right ones and wrong ones: never a 5xx, never a hang."""
+"""Random calls generated from the OpenAPI document, right ones and wrong ones: never a 5xx, never a
+hang."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.test_llm import write_model
 
 TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
 MODES = list(schemathesis.GenerationMode)
-# Made up cases of chat take the longest to make up.
+# Random cases of chat take the longest to generate.
 NUM_CASES = {"/v1/completions": 12, "/v1/chat/completions": 5, "/tokenize": 12, "/detokenize": 19}
 LIMIT_S = 20.0  # a call that takes longer hangs
 
@@ -32,7 +33,7 @@ def session() -> Iterator[requests.Session]:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A real executor, for the simulator's has no log probabilities."""
+    """Serve with a real executor, since the simulator's has no log probabilities."""
     model = write_model(tmp_path_factory.mktemp("models") / "model")
     options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 48, "random_weights_seed": 0}
     engine = LLM(model, drafter=("ngram", "suffix"), lookahead="fixed:3", **options).engine
@@ -43,12 +44,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 def fuzz(
     client: Client, session: requests.Session, operation: Any, mode: Any, num_cases: int
 ) -> Counter[int]:
-    """How often each status was answered."""
+    """Run random cases; return how often each status was answered."""
     statuses: Counter[int] = Counter()
 
     @settings(
         max_examples=num_cases,
-        phases=[Phase.generate],  # the first failure is telling enough
+        phases=[Phase.generate],  # the first failure is enough
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -63,7 +64,7 @@ def fuzz(
 
 
 def fuzz_all(client: Client, session: requests.Session, times: int = 1) -> Counter[int]:
-    """Some fifty right calls and fifty wrong ones, `times` as many."""
+    """Run about fifty right calls and fifty wrong ones, times `times`."""
     statuses: Counter[int] = Counter()
     for operation in OPERATIONS:
         for mode in MODES if operation.method == "post" else MODES[:1]:

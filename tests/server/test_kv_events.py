@@ -28,7 +28,7 @@ BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 40, "return_to
 def followed(folder: Path) -> Iterator[tuple[KVEventPublisher, Subscriber]]:
     endpoint, replays = f"ipc://{folder}/live", f"ipc://{folder}/replay"
     config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replays)
-    publisher = KVEventPublisher(config)  # whoever serves closes it
+    publisher = KVEventPublisher(config)  # the service closes it
     with subscribed(endpoint, replays) as subscriber:
         yield publisher, subscriber
 
@@ -42,7 +42,7 @@ def hear_all(publisher: KVEventPublisher, subscriber: Subscriber) -> Follower:
 
 
 def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
-    """Of a small pool, with salts, clients that leave, and an executor that fails twice."""
+    """The pool is small; there are salts, clients that leave, and an executor that fails twice."""
     faults = Faults(raise_at_runs=frozenset({30, 90}))
     engine = make_engine(
         kv_events=True, num_blocks=60, max_model_len=128, lookahead="off", faults=faults
@@ -75,17 +75,20 @@ def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
         assert follower.num_events["AllBlocksCleared"] == 3, "at the start, and for each fault"
         assert sample(client, "cbatch:kv_event_batches_total") == publisher.num_published
         assert sample(client, "cbatch:kv_event_batches_dropped_total") == 0
-        told = {"block_size": "4", "num_gpu_blocks": "60", "kv_cache_size_tokens": "240"}
-        assert sample(client, "vllm:cache_config_info", enable_prefix_caching="True", **told) == 1
+        cache_labels = {"block_size": "4", "num_gpu_blocks": "60", "kv_cache_size_tokens": "240"}
+        assert (
+            sample(client, "vllm:cache_config_info", enable_prefix_caching="True", **cache_labels)
+            == 1
+        )
 
 
 def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
-    """It is killed in mid-stream, with blocks of calls that are over. Its successor's are all that
-    is left: those of the stream, which goes on, and of a call after it."""
-    held = tmp_path / "held"
-    held.touch()
+    """The engine is killed in mid-stream, with blocks of finished calls. Only blocks of its
+    successor are left: those of the stream, which goes on, and of a later call."""
+    pause_file = tmp_path / "held"
+    pause_file.touch()
     factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size, pause_file=str(held), sizes={"kv_events": True}
+        vocab_size=TOKENIZER.vocab_size, pause_file=str(pause_file), sizes={"kv_events": True}
     )
 
     async def scene(served: Served) -> list[Answer]:
@@ -95,7 +98,7 @@ def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
         while served.engine.num_tokens < 100:
             await asyncio.sleep(0.002)
         assert served.engine.pid is not None
-        held.unlink()
+        pause_file.unlink()
         os.kill(served.engine.pid, signal.SIGKILL)
         return [await stream, await call(port, BODY | {"prompt": "it comes after", "stream": True})]
 
@@ -115,9 +118,10 @@ def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
 
 
 def whole_blocks(tokens: list[int]) -> set[bytes]:
-    """Of all of them but the last, whose KV nobody computes."""
-    size, before, found = SIZES["block_size"], digest_of_root(None), set()
+    """Return digests of all whole blocks of the tokens except the last, whose KV is never
+    computed."""
+    size, before, digests = SIZES["block_size"], digest_of_root(None), set()
     for at in range(0, (len(tokens) - 1) // size * size, size):
         before = digest(before, tokens[at : at + size])
-        found.add(before)
-    return found
+        digests.add(before)
+    return digests

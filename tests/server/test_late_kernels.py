@@ -1,4 +1,5 @@
-"""A server whose kernels are still being compiled says so, and serves what needs none of them."""
+"""A server whose kernels are still being compiled says so, and serves requests that need none of
+them."""
 
 from __future__ import annotations
 

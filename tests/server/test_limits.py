@@ -1,4 +1,4 @@
-"""How many connections there may be, and limits that bind nobody."""
+"""The limit of connections, and limits that can never apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FILES = MAX_CONNECTIONS + OWN_FILES
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "asked", "room", "files"),
+    ("soft", "hard", "limit", "room", "files"),
     [
         (20_000, 20_000, None, MAX_CONNECTIONS, 20_000),
         (1024, 20_000, None, MAX_CONNECTIONS, MAX_FILES),
@@ -30,30 +30,30 @@ def test_connections_leave_open_files_for_the_rest(
     monkeypatch: pytest.MonkeyPatch,
     soft: int,
     hard: int,
-    asked: int | None,
+    limit: int | None,
     room: int | None,
     files: int,
 ) -> None:
-    """`room` None: it is refused."""
+    """`room` None: the limit is refused."""
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, changed: limits.append(changed))
     if room is None:
         with pytest.raises(FieldError, match=r"max_connections: 4096 need \d+ open files.*<= 768"):
-            connections_for(asked)
+            connections_for(limit)
     else:
-        assert connections_for(asked) == room
+        assert connections_for(limit) == room
     assert limits[-1] == (files, hard)
 
 
-@pytest.mark.parametrize(("files", "asked"), [(8, None), (OWN_FILES, None), (64, 1)])
+@pytest.mark.parametrize(("files", "limit"), [(8, None), (OWN_FILES, None), (64, 1)])
 def test_too_few_open_files_for_any_connection(
-    monkeypatch: pytest.MonkeyPatch, files: int, asked: int | None
+    monkeypatch: pytest.MonkeyPatch, files: int, limit: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(FieldError, match=rf"open files: .* {files}, .*ulimit -n"):
-        connections_for(asked)
+        connections_for(limit)
 
 
 @pytest.mark.parametrize("field", ConnectionLimits.__struct_fields__)

@@ -1,4 +1,4 @@
-"""What the live page is made of and fed with, through real sockets."""
+"""The files of the live page and its stream, through real sockets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def watching(client: Client, key: str | None = None) -> Iterator[HTTPResponse]:
 
 
 def frames(response: HTTPResponse, limit_s: float = 20) -> Iterator[dict[str, Any]]:
-    """What comes after the hello."""
+    """Yield the frames after the hello."""
     deadline_s = time.monotonic() + limit_s
     while line := response.readline():
         assert time.monotonic() < deadline_s, "it did not happen"
@@ -124,7 +124,7 @@ def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
             assert PROMPT.encode() not in raw and call.encode() not in raw
 
 
-def test_nobody_looks_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_queried_only_while_a_client_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, rows = [0], Monitor.rows
 
     def counted(monitor: Monitor) -> Any:
@@ -152,7 +152,7 @@ def test_nobody_looks_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_who_comes_is_shown_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second watcher too, for whom the engine is asked nothing."""
+    """The second watcher costs the engine no query."""
     monkeypatch.setattr(process, "HEARTBEAT_S", 25.0)
     with serving(make_engine(num_blocks=64)) as client, watching(client) as first:
         look = next(frame["look"] for frame in frames(first) if frame.get("look"))
@@ -177,7 +177,7 @@ def _admitted(client: Client) -> bool:
 
 
 class Stub:
-    """In the place of a service."""
+    """A stub of a service."""
 
     state, over, num_restarts = "running", False, 0
 
@@ -242,7 +242,7 @@ def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
 
 
 def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
-    """They come as an array, in the order of the fields."""
+    """Metrics come as an array, in the order of the fields."""
     page = Path(cbatch.server.http.__file__).parent / "page" / "page.js"
     (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.look\.stats", page.read_text("utf-8"))
     names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]

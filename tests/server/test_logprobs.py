@@ -36,7 +36,7 @@ def expected(llm: LLM) -> Completion:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Over an engine of its own: one thread drives it."""
+    """Serve an engine of its own, since one thread drives it."""
     template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     engine = make_llm(tmp_path_factory.mktemp("served")).engine
     with serving(engine, chat_template=template) as client:
@@ -55,13 +55,13 @@ def whole(client: Client, **change: Any) -> dict[str, Any]:
 
 def test_logprobs_of_a_whole_answer(client: Client, expected: Completion) -> None:
     choice = whole(client)
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     assert expected.logprobs is not None and choice["text"] == expected.text
-    assert found["token_logprobs"] == [each.logprob for each in expected.logprobs]
-    assert [list(top.values()) for top in found["top_logprobs"]] == [
+    assert logprobs["token_logprobs"] == [each.logprob for each in expected.logprobs]
+    assert [list(top.values()) for top in logprobs["top_logprobs"]] == [
         [value for _, value in each.top] for each in expected.logprobs
     ]
-    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert token.startswith("token_id:") or choice["text"][offset:].startswith(token)
     assert choice["prompt_logprobs"] is None
     assert whole(client, logprobs=False)["logprobs"] is None
@@ -80,15 +80,15 @@ def test_a_stream_adds_up_to_the_whole(client: Client, echo: bool) -> None:
 
 def test_echo_brings_the_prompt_and_its_logprobs(client: Client, expected: Completion) -> None:
     choice = whole(client, echo=True)
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     assert choice["text"] == PROMPT + expected.text
     given = expected.prompt_logprobs
     assert given is not None and given[0] is None
-    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     prompt = [None if each is None else each.logprob for each in given]
-    assert found["token_logprobs"][: len(prompt)] == prompt
-    assert "".join(found["tokens"][: len(prompt)]) == PROMPT
-    assert found["text_offset"][len(prompt)] == len(PROMPT)
+    assert logprobs["token_logprobs"][: len(prompt)] == prompt
+    assert "".join(logprobs["tokens"][: len(prompt)]) == PROMPT
+    assert logprobs["text_offset"][len(prompt)] == len(PROMPT)
     assert whole(client, echo=True, logprobs=None)["text"] == choice["text"]
     ids = list(expected.prompt_token_ids)
     assert whole(client, echo=True, logprobs=None, prompt=ids)["text"] == choice["text"]
@@ -97,18 +97,18 @@ def test_echo_brings_the_prompt_and_its_logprobs(client: Client, expected: Compl
 def test_prompt_logprobs_alone(client: Client, expected: Completion) -> None:
     choice = whole(client, logprobs=None, prompt_logprobs=1)
     assert choice["logprobs"] is None and choice["text"] == expected.text
-    found, given = choice["prompt_logprobs"], expected.prompt_logprobs or ()
-    assert found[0] is None and len(found) == len(given)
-    for each, want in zip(found[1:], given[1:], strict=True):
-        assert want is not None and each[str(want.token_id)]["logprob"] == want.logprob
-        assert str(want.top[0][0]) in each
+    entries, given = choice["prompt_logprobs"], expected.prompt_logprobs or ()
+    assert entries[0] is None and len(entries) == len(given)
+    for entry, want in zip(entries[1:], given[1:], strict=True):
+        assert want is not None and entry[str(want.token_id)]["logprob"] == want.logprob
+        assert str(want.top[0][0]) in entry
 
 
 def test_a_forbidden_token_is_null(client: Client) -> None:
     raw = client.post(BODY | {"logprobs_mode": "processed", "top_k": 1, "logprobs": 3})[1]
-    (found,) = (choice["logprobs"] for choice in raw["choices"])
-    assert found["token_logprobs"] == [0.0] * 12
-    assert all(list(top.values()) == [0.0, None, None] for top in found["top_logprobs"])
+    (logprobs,) = (choice["logprobs"] for choice in raw["choices"])
+    assert logprobs["token_logprobs"] == [0.0] * 12
+    assert all(list(top.values()) == [0.0, None, None] for top in logprobs["top_logprobs"])
     assert "Infinity" not in json.dumps(raw)
 
 
@@ -125,8 +125,8 @@ def test_chat_has_them_token_by_token(client: Client, expected: Completion) -> N
     assert choice["message"]["content"] == expected.text
     tokens, given = choice["logprobs"]["content"], expected.logprobs
     assert given is not None and [t["logprob"] for t in tokens] == [g.logprob for g in given]
-    for token, each in zip(tokens, given, strict=True):
-        assert [t["logprob"] for t in token["top_logprobs"]] == [value for _, value in each.top]
+    for token, entry in zip(tokens, given, strict=True):
+        assert [t["logprob"] for t in token["top_logprobs"]] == [value for _, value in entry.top]
         assert bytes(token["bytes"]).decode() == token["token"] or "token_id" in token["token"]
     assert b"".join(bytes(t["bytes"]) for t in tokens).decode() == expected.text
     chunks = [event["choices"][0] for event in client.stream(body, CHAT)]
@@ -160,7 +160,7 @@ def test_the_command_line_writes_them(
 
 
 def test_a_prompt_alone_is_scored_without_a_new_token(client: Client, expected: Completion) -> None:
-    """`max_tokens` 0 with `echo`, as evaluation harnesses ask."""
+    """`max_tokens` 0 with `echo` is how evaluation harnesses call."""
     ids = list(expected.prompt_token_ids)
     assert expected.prompt_logprobs is not None
     scores = [each and each.logprob for each in expected.prompt_logprobs]

@@ -1,4 +1,4 @@
-"""Conversations as clients send them, in the words of the template that is to render them."""
+"""Conversations as clients send them, in the form that the model's template needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 def prompt_ids(template: str, *messages: dict[str, Any], **fields: Any) -> list[int]:
-    """What a call becomes."""
+    """Return the prompt that a call becomes."""
     model = ServedModel(
         "toy",
         max_model_len=4096,
@@ -43,10 +43,10 @@ def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:
     return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
-# ---- null and [] -------------------------------------------------------------------------------
+# ---- null and [] ---------------------------------------------------------------------------------
 
-# Each tells whether a member is there in another way.
-ASKS = {
+# Conditions of templates, each of which tests for a member in another way.
+CONDITIONS = {
     "in": "'{0}' in m",
     "defined": "m.{0} is defined",
     "get": "m.get('{0}', 'no') != 'no'",
@@ -55,10 +55,10 @@ ASKS = {
 MEMBERS = ["tool_calls", "function_call", "audio", "refusal", "name", "annotations", "reasoning"]
 
 
-@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
 @pytest.mark.parametrize("member", MEMBERS)
-def test_null_and_an_empty_list_are_as_good_as_absent(asked: str, member: str) -> None:
-    template = f"{{% for m in messages %}}{{{{ {asked.format(member)} }}}},{{% endfor %}}"
+def test_null_and_an_empty_list_are_as_good_as_absent(condition: str, member: str) -> None:
+    template = f"{{% for m in messages %}}{{{{ {condition.format(member)} }}}},{{% endfor %}}"
     for role in ("user", "assistant", "system", "tool"):
         for empty in (None, []):
             message = {"role": role, "content": "x", member: empty}
@@ -101,7 +101,7 @@ def test_content_may_be_empty() -> None:
     assert prompt(template, USER, {"role": "assistant"}) == "<user>hi<assistant>"
 
 
-# ---- calls as templates take them --------------------------------------------------------------
+# ---- calls as templates take them ----------------------------------------------------------------
 
 NULL_CONTENT = [
     "{% if m.content is none %}CALL{% else %}{{ m.content }}{% endif %}",
@@ -205,13 +205,16 @@ def test_ids_of_ours_are_taken_as_they_are() -> None:
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     )
     assert not isinstance(parsed, str) and forced.id and parsed.id
-    for each in (*made, forced.id, parsed.id):
-        messages = [CALLED | {"tool_calls": [CALL | {"id": each}]}, RESULT | {"tool_call_id": each}]
-        assert prompt(NINE, USER, *messages) == f"{each},{each},"
+    for made_id in (*made, forced.id, parsed.id):
+        messages = [
+            CALLED | {"tool_calls": [CALL | {"id": made_id}]},
+            RESULT | {"tool_call_id": made_id},
+        ]
+        assert prompt(NINE, USER, *messages) == f"{made_id},{made_id},"
     assert len(set(made)) == 100
 
 
-# ---- roles -------------------------------------------------------------------------------------
+# ---- roles ---------------------------------------------------------------------------------------
 
 PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SOME = PRINTS.replace("<{{", "{% if m.role in (ROLES) %}<{{").replace(
@@ -258,7 +261,7 @@ def test_a_message_that_would_be_lost_is_refused(
         prompt(template, *messages)
 
 
-# ---- what cannot be rendered -------------------------------------------------------------------
+# ---- what cannot be rendered ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_deep_messages_are_named() -> None:
         prompt(PRINTS, USER | {"deep": deep})
 
 
-# ---- control tokens ----------------------------------------------------------------------------
+# ---- control tokens ------------------------------------------------------------------------------
 
 
 def test_control_tokens_in_any_place_are_text() -> None:

@@ -1,4 +1,4 @@
-"""What Prometheus reads, against what the engine told and the clients got."""
+"""Prometheus metrics compared with the engine's outputs and the clients' answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class World(NamedTuple):
 
 @contextmanager
 def served(lookahead: str, step_s: float = 0.012) -> Iterator[World]:
-    # A real step takes longer than the simulator says it does: its parts fit into it.
+    # A step really takes longer than the simulator reports: its parts fit into it.
     engine = SimFactory(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, step_s=step_s)()
     engine.grammars = None
     link = EngineClient(partial(EngineThread, engine))
@@ -43,7 +43,7 @@ def served(lookahead: str, step_s: float = 0.012) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """`adaptive`, after two calls that drafted."""
+    """Serve with `adaptive`, after two calls that drafted."""
     with served("adaptive:4") as world:
         for seed in (1, 2):
             assert world.client.post(BODY | {"seed": seed, "n": 3})[0] == 200
@@ -63,7 +63,7 @@ def test_a_steps_parts_make_the_step(world: World) -> None:
 
 
 def test_a_requests_parts_make_the_request(world: World) -> None:
-    """Queue and prefill are the time to the first token, prefill and decode are inference."""
+    """Queue and prefill make up the time to the first token, prefill and decode the inference."""
 
     def total_s(name: str) -> float:
         assert sample(world.client, f"vllm:{name}_seconds_count") == 6
@@ -76,7 +76,7 @@ def test_a_requests_parts_make_the_request(world: World) -> None:
 
 
 def test_a_step_is_no_time_in_the_queue(world: World) -> None:
-    """An engine tells that it admitted a request with the tokens of its first step."""
+    """An engine reports an admission with the tokens of its first step."""
     outputs = [step.output for step in world.steps]
     admitting_s = [s.times.target_s for s in outputs if s.times for _ in s.admitted]
     prefill_s = sample(world.client, "vllm:request_prefill_time_seconds_sum")
@@ -124,13 +124,14 @@ def test_only_that_policy_has_a_price() -> None:
 
 
 def recounted(steps: list[Stepped]) -> Speculation:
-    """Lookahead as the engine told it, step by step. A request's first tokens end its prompt."""
-    found, begun = Speculation(), set()
+    """Recount lookahead from the engine's outputs, step by step. A request's first tokens end its
+    prompt."""
+    speculation, begun = Speculation(), set()
     for row in (row for step in steps for row in step.output.rows):
         if row.request_id in begun:
-            found.observe(row.num_drafted, row.num_accepted)
+            speculation.observe(row.num_drafted, row.num_accepted)
         begun.add(row.request_id)
-    return found
+    return speculation
 
 
 def test_what_prometheus_reads() -> None:

@@ -1,4 +1,4 @@
-"""Who may enter, and how often at once."""
+"""Access by keys, and limits of calls at once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def test_keys() -> None:
             (None, 401),
         ):
             headers = JSON if given is None else {**JSON, "Authorization": given.encode()}
-            found, body, told = call(client, "POST", "/v1/completions", raw, headers)
-            assert found == status, given
+            code, body, answer_headers = call(client, "POST", "/v1/completions", raw, headers)
+            assert code == status, given
             if status == 401:
-                assert told["www-authenticate"] == "Bearer" and "x-request-id" in told
+                assert (
+                    answer_headers["www-authenticate"] == "Bearer"
+                    and "x-request-id" in answer_headers
+                )
                 assert json.loads(body)["error"]["code"] == "invalid_api_key"
         for path in (*GUARDED, "/metrics"):
             assert call(client, "GET", path)[0] == 401
@@ -46,22 +49,22 @@ def test_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "open_metrics", "told"),
+    ("keys", "open_metrics", "is_open"),
     [((), False, True), (("a",), True, True), (("a",), False, False)],
 )
 def test_strangers_learn_of_the_load_where_metrics_are_open(
-    keys: tuple[str, ...], open_metrics: bool, told: bool
+    keys: tuple[str, ...], open_metrics: bool, is_open: bool
 ) -> None:
-    """How many hits, requests and refusals there are tells one client about the others."""
+    """Numbers of hits, requests and refusals tell one client about the others."""
     with serving(make_engine(), keys=KeyRing(keys), open_metrics=open_metrics) as client:
         for method in ("GET", "HEAD"):
-            assert call(client, method, "/metrics")[0] == (200 if told else 401)
+            assert call(client, method, "/metrics")[0] == (200 if is_open else 401)
         status, health = client.get("/health")
-        assert status == 200 and health == {"status": "ok"} | ({"requests": 0} if told else {})
+        assert status == 200 and health == {"status": "ok"} | ({"requests": 0} if is_open else {})
 
 
-def test_a_key_has_so_many_calls_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams count until they end, whoever ends them; other keys and other methods do not."""
+def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams count until they end, for any reason; other keys and other methods do not count."""
     engine = SlowEngine(monkeypatch).engine
     keys = KeyRing(["first", "second"], max_requests_per_key=2)
     first, second = ({"Authorization": f"Bearer {name}"} for name in ("first", "second"))
@@ -70,10 +73,10 @@ def test_a_key_has_so_many_calls_open_and_no_more(monkeypatch: pytest.MonkeyPatc
         with client.open(long, headers=first) as one, client.open(long, headers=first) as two:
             for body in (BODY, long):
                 with client.open(body, headers=first) as refused:
-                    told = json.loads(refused.read())
-                    assert refused.status == 429, told
+                    answer = json.loads(refused.read())
+                    assert refused.status == 429, answer
                     assert int(refused.getheader("retry-after", "0")) >= 1
-                assert told["error"]["code"] == "rate_limit_exceeded"
+                assert answer["error"]["code"] == "rate_limit_exceeded"
             with client.open(None, "/v1/models", headers=first) as looked:
                 assert looked.status == 200
             with client.open(BODY, headers=second) as other:
@@ -105,10 +108,10 @@ def test_the_time_to_come_back_follows_the_calls_of_the_key() -> None:
     assert "secret" not in key.name
 
 
-@pytest.mark.parametrize(("keys", "most"), [(["a"], 0), ([], 3)])
-def test_a_limit_that_binds_nobody_is_refused(keys: list[str], most: int) -> None:
+@pytest.mark.parametrize(("keys", "limit"), [(["a"], 0), ([], 3)])
+def test_a_limit_that_binds_no_key_is_refused(keys: list[str], limit: int) -> None:
     with pytest.raises(FieldError, match="max_requests_per_key"):
-        KeyRing(keys, max_requests_per_key=most)
+        KeyRing(keys, max_requests_per_key=limit)
 
 
 def test_keys_from_a_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Values that ask for nothing: null, empty ones, and the numbers that other servers have for it."""
+"""Values that request nothing: null, empty ones, and numbers that other servers use for it."""
 
 from __future__ import annotations
 

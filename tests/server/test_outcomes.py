@@ -1,4 +1,4 @@
-"""Too many calls, too late, too slowly read, or while the server stops: the status says which."""
+"""Too many calls, calls too late, too slowly read, or during a stop: the status tells which."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scene(NamedTuple):
 @contextlib.contextmanager
 def one_slot(limits: Limits) -> Iterator[Scene]:
     sizes = {"max_num_seqs": 1, "num_blocks": 512}
-    # Steps so long that a call has the slot until it leaves, on a busy machine too.
+    # Steps are so long that a call has the slot until it leaves, on a busy machine too.
     core = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
     core.grammars = None
     link = EngineClient(partial(EngineThread, core))
@@ -47,7 +47,8 @@ def one_slot(limits: Limits) -> Iterator[Scene]:
 
 
 def test_what_the_queue_refuses_is_counted_by_why() -> None:
-    """One request holds the slot, one waits; the bound on prompt tokens comes into play alone."""
+    """One request has the slot, one waits; then the bound on prompt tokens is the only one
+    reached."""
     limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
     with one_slot(limits) as (client, service, _), client.open(LONG), client.begin(LONG):
         wait_until(lambda: service.queue.num_requests == 1)
@@ -67,7 +68,8 @@ def test_what_the_queue_refuses_is_counted_by_why() -> None:
 def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither template nor tokenizer sees what the queue refuses, chat or cut to its end."""
+    """Neither template nor tokenizer runs for a call that the queue refuses, chat or cut to its
+    end."""
     made: list[int] = []  # prompt tokens that were reserved meanwhile
     limits = Limits(max_queued_prompt_tokens=100)
     with one_slot(limits) as (client, service, _):
@@ -92,7 +94,7 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
         wait_until(lambda: service.queue.num_prompt_tokens == 0)
 
 
-def test_who_gets_no_slot_in_time_is_told_by_a_status() -> None:
+def test_a_call_without_a_slot_in_time_ends_with_a_status() -> None:
     calls = [
         (BODY | more | {"stream": stream}, path)
         for path, more in ((COMPLETIONS, {}), (CHAT, chat_of(PROMPT)))
@@ -110,7 +112,8 @@ def test_who_gets_no_slot_in_time_is_told_by_a_status() -> None:
 
 
 def test_the_time_that_a_call_sets_itself() -> None:
-    """408 where nothing has come by then; an event where something has. The server's own is 504."""
+    """The status is 408 if nothing has been sent by then; otherwise an event ends the stream. The
+    server's own limit gives 504."""
     with one_slot(Limits(timeout_s=30)) as (client, service, _), client.open(LONG) as first:
         wait_until(lambda: service.queue.num_requests == 0)
         for body in (BODY | {"stream": stream} for stream in (False, True)):
@@ -127,9 +130,9 @@ def test_the_time_that_a_call_sets_itself() -> None:
         first.close()
         wait_until(lambda: not service.num_requests)
         with client.open(LONG | {"timeout": 1.0}, headers={ENVOY: "0"}) as response:
-            told = response.read().decode()
-            assert response.status == 200 and told.endswith("data: [DONE]\n\n")
-            assert '"type":"timeout"' in told.split("\n\n")[-3] and told.count("data: ") > 3
+            content = response.read().decode()
+            assert response.status == 200 and content.endswith("data: [DONE]\n\n")
+            assert '"type":"timeout"' in content.split("\n\n")[-3] and content.count("data: ") > 3
         wait_until(lambda: not service.num_requests)
 
 

@@ -1,4 +1,4 @@
-"""The live page in a browser: what it shows is what runs, and its prompt box answers."""
+"""The live page in a browser: it shows what runs, and its prompt box answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 LONG = {"prompt": PROMPT, "max_tokens": 3000, "stream": True, "seed": 3, "ignore_eos": True}
 
-# How many pixels of a canvas have each of the page's colours.
+# Count the pixels of a canvas in each of the page's colours.
 INK = """(() => {
   const style = getComputedStyle(document.documentElement), found = {};
   const canvas = document.querySelector(%s);
@@ -47,7 +47,7 @@ INK = """(() => {
 })()"""
 
 
-Tab = tuple[Any, list[str]]  # a page of playwright's, and what its console and scripts said
+Tab = tuple[Any, list[str]]  # a page of playwright's, and the output of its console and scripts
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def opened(tab: Tab, client: Client, *, dark: bool = False) -> Iterator[Any]:
     until(page, "document.getElementById('state').textContent !== 'connecting'")
     try:
         yield page
-        # A stream of the page before may be noted late as cut off.
+        # The end of the previous page's stream may be logged late.
         complaints = [line for line in log if "/live" not in line or f":{client.port}/" in line]
         assert complaints == [], "of the console, or of the content policy"
     finally:
@@ -95,7 +95,7 @@ def test_slots_show_tokens_accepted_and_rejected(
             )
             for name in ("accepted", "rejected", "own"):
                 until(page, f"{INK % json.dumps('#rows canvas')}.{name} > 50")
-            # The first summary was that of an idle engine: these change with the next one.
+            # The first summary was that of an idle engine: these values change with the next one.
             until(page, f"{INK % json.dumps('#c-pool')}.accepted > 20")
             until(page, "document.getElementById('v-load').innerText.includes('2 of')")
             assert PROMPT not in str(page.evaluate("document.getElementById('rows').outerHTML"))
@@ -115,7 +115,7 @@ def test_without_drafts_nothing_is_claimed(tab: Tab, monkeypatch: pytest.MonkeyP
 
 
 def test_the_prompt_box_answers(tab: Tab, demo_client: Client) -> None:
-    """By keyboard alone; what is no text in HTML stays text."""
+    """The keyboard is enough; text that is no HTML stays text."""
     client = demo_client
     prompt = '<img src=x onerror="document.title = 1">'
     body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
@@ -134,7 +134,7 @@ def test_the_prompt_box_answers(tab: Tab, demo_client: Client) -> None:
         page.keyboard.press("Control+Enter")
         until(page, "document.getElementById('result').classList.contains('wrong')")
         assert "max_tokens" in text_of(page, "result")
-        tab[1].clear()  # the browser notes that it was answered with 400
+        tab[1].clear()  # the browser logs the answer of 400
 
 
 def test_a_completion_is_found_among_the_slots_and_can_be_stopped(
@@ -164,7 +164,7 @@ def test_it_asks_for_a_key(tab: Tab) -> None:
         page.evaluate("document.getElementById('prompt-form').requestSubmit()")
         until(page, "document.getElementById('result').textContent.includes('tokens in')")
         page.evaluate("sessionStorage.clear()")
-        tab[1].clear()  # the browser notes each answer of 401
+        tab[1].clear()  # the browser logs each answer of 401
 
 
 def test_it_goes_on_when_the_engine_is_killed(tab: Tab) -> None:

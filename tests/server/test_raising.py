@@ -1,4 +1,5 @@
-"""Whatever raises on the way of a call ends that call at most, and releases what it held."""
+"""An exception anywhere on the way of a call ends at most that call, and its resources are
+released."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from cbatch.text.output_processor import LiveChoice
 from tests.server import processes
 from tests.server.http_client import wait_until
 from tests.server.processes import Served, serving_process
-from tests.server.test_faults import SIM, assert_nothing_is_held, body, expected
+from tests.server.test_faults import SIM, assert_nothing_is_left, body, expected
 
 NUM_CALLS, MAX_TOKENS = 4, 30
-# Before it has done its work, and after it.
+# Each raises before it has done its work, and after it.
 SUBMITTING = [
     (AdmissionQueue, "reserve"),
     (PromptReader, "ids"),
@@ -58,7 +59,7 @@ DISTRIBUTING = [
     (CompletionBuilder, "_part"),
     (RequestMetrics, "observe"),
 ]
-# These release something: they raise once they have.
+# These release a resource: they raise once they have.
 ENDING = [
     (LiveChoice, "_choice"),
     (OpenRequest, "_cancel"),
@@ -72,12 +73,12 @@ ENDING = [
     (RequestMetrics, "close"),
 ]
 EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
-# What `reserve` has counted and not handed out nobody could give back.
+# What `reserve` has counted but not returned could not be released.
 LATE = [(owner, name, True) for owner, name in SUBMITTING[1:] + DISTRIBUTING + ENDING]
 
 
 class Trap:
-    """Raises at one of the calls of a method, once."""
+    """A method that raises once, at one of its calls."""
 
     def __init__(self, owner: type, name: str, *, at: int, late: bool) -> None:
         self.sprung = False
@@ -108,7 +109,7 @@ class Trap:
 
 
 def text_of(answer: processes.Answer) -> str | None:
-    """None: it ended with an error that tells its client so."""
+    """Return the text of a call, or None if it ended with an error message."""
     if answer.status != 200:
         assert answer.status == 500 and json.loads(answer.body)["error"]["message"]
         return None
@@ -118,7 +119,7 @@ def text_of(answer: processes.Answer) -> str | None:
 
 
 async def crowd(port: int) -> list[str | None]:
-    """Half of them streamed, and one more that leaves."""
+    """Make calls, half of them streamed, and one more that leaves."""
     bodies = [body(i, MAX_TOKENS, stream=i % 2 == 0) for i in range(NUM_CALLS)]
     leaving = processes.call(port, body(99, 400), leave_after_bytes=300)
     *answers, _ = await asyncio.gather(*(processes.call(port, b) for b in bodies), leaving)
@@ -126,13 +127,13 @@ async def crowd(port: int) -> list[str | None]:
 
 
 def check(served: Served, trap: Trap) -> None:
-    found = asyncio.run(asyncio.wait_for(crowd(served.client.port), 60))
+    texts = asyncio.run(asyncio.wait_for(crowd(served.client.port), 60))
     wait_until(lambda: trap.sprung)
-    wanted = expected(range(NUM_CALLS), MAX_TOKENS)
-    ended = [i for i in range(NUM_CALLS) if found[i] is None]
+    expected_texts = expected(range(NUM_CALLS), MAX_TOKENS)
+    ended = [i for i in range(NUM_CALLS) if texts[i] is None]
     assert len(ended) <= 1, "others than its own call"
-    assert [found[i] or wanted[i] for i in range(NUM_CALLS)] == wanted
-    assert_nothing_is_held(served)
+    assert [texts[i] or expected_texts[i] for i in range(NUM_CALLS)] == expected_texts
+    assert_nothing_is_left(served)
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +161,11 @@ def test_a_call_ends_alone(
 def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first of them that the next engine is given."""
-    held = tmp_path / "held"
-    held.touch()
-    with serving_process(msgspec.structs.replace(SIM, pause_file=str(held))) as served:
-        wanted = expected(range(NUM_CALLS), 300)
+    """It is the first call that the next engine is given."""
+    pause_file = tmp_path / "held"
+    pause_file.touch()
+    with serving_process(msgspec.structs.replace(SIM, pause_file=str(pause_file))) as served:
+        expected_texts = expected(range(NUM_CALLS), 300)
 
         async def scene() -> list[str | None]:
             running = [processes.call(served.client.port, body(i, 300)) for i in range(NUM_CALLS)]
@@ -173,12 +174,12 @@ def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
                 await asyncio.sleep(0.002)
             spring(monkeypatch, EngineClient, "_dispatch", False, at=1)
             assert served.engine.pid is not None
-            held.unlink()
+            pause_file.unlink()
             os.kill(served.engine.pid, signal.SIGKILL)
             return [text_of(answer) for answer in await asyncio.gather(*tasks)]
 
-        found = asyncio.run(scene())
-        assert found.count(None) == 1
-        assert [a or b for a, b in zip(found, wanted, strict=True)] == wanted
-        assert_nothing_is_held(served)
+        texts = asyncio.run(scene())
+        assert texts.count(None) == 1
+        assert [a or b for a, b in zip(texts, expected_texts, strict=True)] == expected_texts
+        assert_nothing_is_left(served)
         assert served.engine.num_starts == 2 and served.engine.down is None

@@ -1,4 +1,4 @@
-"""What README and docs say about the server, as it is written there."""
+"""Examples of README and docs for the server work as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a serving engine writes down is what it did, and what the simulator reads."""
+"""The log of a serving engine records what it did, and the simulator can read it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def token_ids(answer: Answer) -> list[int]:
 
 
 def test_prompts_of_another_salt_are_other_prompts(tmp_path: Path) -> None:
-    """To the simulator too, which is told what requests share and not what they say."""
+    """This holds for the simulator too, which knows which tokens requests share, but not the
+    tokens."""
     path = tmp_path / "steps.jsonl"
     with StepRecorder(path) as log:
         world = World(log=log)
@@ -47,19 +48,21 @@ def test_prompts_of_another_salt_are_other_prompts(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
-    """The engine is killed in mid-stream. Its successor appends; every request is one in the
-    trace, with the tokens that its client got."""
+    """The engine is killed in mid-stream. Its successor appends; every request is one in the trace,
+    with the tokens that its client got."""
     path = tmp_path / "steps.jsonl"
-    held = tmp_path / "held"
-    held.touch()
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(held))
+    pause_file = tmp_path / "held"
+    pause_file.touch()
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(pause_file)
+    )
 
     async def scene(served: Served) -> list[Answer]:
         streams = asyncio.create_task(crowd(served.client.port, bodies(8, 300)))
         while served.service.num_requests < 8 or served.engine.num_tokens < 50:
             await asyncio.sleep(0.002)
         assert served.engine.pid is not None
-        held.unlink()
+        pause_file.unlink()
         os.kill(served.engine.pid, signal.SIGKILL)
         return await streams
 

@@ -1,6 +1,6 @@
-"""Replies read to thought, calls and answer, by every format, cut at every place.
+"""Replies are read to thought, calls and answer, in every format, cut at every place.
 
-`read` is what a stream tells. A script says what that must be, whatever the pieces are.
+`read` returns what a stream sends. A script contains the expected result, for any cuts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TO_F = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ROME}
 
 
 class Script(NamedTuple):
-    """`calls` and `thoughts` name the formats."""
+    """A reply and its expected parts; `calls` and `thoughts` name the formats."""
 
     calls: Any
     thoughts: str
     text: str
     content: str = ""
     thought: str = ""
-    found: Calls = []
+    expected_calls: Calls = []
     in_thought: bool = False
 
 
@@ -60,7 +60,7 @@ SCRIPTS = [
     Script(None, "deepseek_r1", "</think>b", "b", in_thought=True),
     Script(None, "deepseek_r1", "no answer yet ", "", "no answer yet", in_thought=True),
     Script(None, "mistral", "[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b"),
-    # A call in a thought is none; a tag that begins none is text.
+    # A call in a thought does not count; a tag that begins no call is text.
     Script("hermes", "qwen3", f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
     Script(
         "hermes",
@@ -89,7 +89,7 @@ SCRIPTS = [
         '<tool_call>{"a": [1, 2]}</tool_call>',
         '<tool_call>{"a": [1, 2]}</tool_call>',
     ),
-    # Llama: the reply is calls from its beginning.
+    # Llama: the reply consists of calls from its beginning.
     Script("llama3_json", "qwen3", f"<think>{OBJECT}</think>\n{OBJECT}", "", OBJECT, [F]),
     Script(
         "llama3_json", "qwen3", f'{OBJECT}; {{"name": "g", "parameters": {{}}}}\n', "", "", [F, G]
@@ -169,15 +169,16 @@ def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -
 
 
 def flat(parts: Sequence[Part]) -> list[Any]:
-    """Characters of the answer, of a thought (as `Thought`), and calls, in their order."""
-    found: list[Any] = []
+    """Return characters of the answer, characters of a thought (as `Thought`), and calls, in their
+    order."""
+    result: list[Any] = []
     for part in parts:
         if isinstance(part, ToolCallPart):
-            found.append((part.name, part.arguments))
+            result.append((part.name, part.arguments))
         else:
             assert part, "there was nothing to tell"
-            found += [type(part)(character) for character in part]
-    return found
+            result += [type(part)(character) for character in part]
+    return result
 
 
 def read(reader: ReplyReader, pieces: Sequence[str]) -> list[Any]:
@@ -188,9 +189,9 @@ def read(reader: ReplyReader, pieces: Sequence[str]) -> list[Any]:
     return flat(parts)
 
 
-def message(found: list[Any]) -> tuple[str, str, Calls]:
-    calls = [each for each in found if isinstance(each, tuple)]
-    content, thought = ("".join(x for x in found if type(x) is kind) for kind in (str, Thought))
+def message(parts: list[Any]) -> tuple[str, str, Calls]:
+    calls = [each for each in parts if isinstance(each, tuple)]
+    content, thought = ("".join(x for x in parts if type(x) is kind) for kind in (str, Thought))
     return content, thought, calls
 
 
@@ -201,19 +202,21 @@ def cuts(text: str) -> Iterator[list[str]]:
         yield [text[:at], text[at : at + 1], text[at + 1 :]]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: f"{each.calls} {each.text[:40]!r}")
+@pytest.mark.parametrize(
+    "script", SCRIPTS, ids=lambda script: f"{script.calls} {script.text[:40]!r}"
+)
 def test_a_reply_is_read_the_same_however_it_is_cut(script: Script) -> None:
     want = read(reader_of(script), [script.text])
-    assert message(want) == (script.content, script.thought, script.found)
+    assert message(want) == (script.content, script.thought, script.expected_calls)
     raw = read(reader_of(script, separate=False), [script.text])
-    if not script.found and script.thoughts != "harmony":
+    if not script.expected_calls and script.thoughts != "harmony":
         assert message(raw) == (script.text, "", [])
-    assert message(raw)[2] == script.found
+    assert message(raw)[2] == script.expected_calls
     for pieces in cuts(script.text):
         assert read(reader_of(script), pieces) == want, pieces
         assert read(reader_of(script, separate=False), pieces) == raw, pieces
     one = read(reader_of(script, parallel=False), [script.text])
-    assert message(one) == (script.content, script.thought, script.found[:1])
+    assert message(one) == (script.content, script.thought, script.expected_calls[:1])
 
 
 FRAGMENTS = [
@@ -250,12 +253,12 @@ def test_nor_do_any_fragments_in_any_pieces(
         assert "".join(want) == text, "without calls nothing is lost"
 
 
-# To what is open in an object, so that the object can become a call.
+# Endings that complete an open object so that it can become a call.
 JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
 SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.thoughts != "harmony"]
 
 
-@pytest.mark.parametrize("script", SHORT, ids=lambda each: f"{each.calls} {each.text[:40]!r}")
+@pytest.mark.parametrize("script", SHORT, ids=lambda script: f"{script.calls} {script.text[:40]!r}")
 def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) -> None:
     calls = CALLS[script.calls] if script.calls else None
     marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
@@ -264,7 +267,7 @@ def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) ->
     nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
     for at in range(len(script.text) + 1):
         reader = reader_of(script)
-        told = flat([part for part in reader.push(script.text[:at])])
+        text = flat([part for part in reader.push(script.text[:at])])
         outcomes = [
             read(reader_of(script), [script.text[:at] + end]) for end in {*nexts, script.text[at:]}
         ]
@@ -276,7 +279,7 @@ def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) ->
                     break
                 same += 1
             decided = decided[:same]
-        assert told == decided, script.text[:at]
+        assert text == decided, script.text[:at]
 
 
 @given(
@@ -328,8 +331,8 @@ def test_forced_calls_come_after_a_thought() -> None:
             calls = [part for part in parts if isinstance(part, ToolCallPart)]
             assert "".join(call.arguments for call in calls) == ROME and calls[0].name == "f"
             assert {call.call for call in calls} == {0} and reader.complete
-            told = "".join(part for part in parts if not isinstance(part, ToolCallPart))
-            assert told == (thought if separate else f"<think>{thought}</think>")
+            thought_text = "".join(part for part in parts if not isinstance(part, ToolCallPart))
+            assert thought_text == (thought if separate else f"<think>{thought}</think>")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a call means once it is read; the errors are in `test_surface.py` and `test_chat.py`."""
+"""The meaning of a parsed call; errors are in `test_surface.py` and `test_chat.py`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ OWN = {"temperature": 0.6, "top_k": 20, "max_tokens": 40}
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def params_of(asked: dict[str, Any], own: dict[str, Any] | None = None) -> SamplingParams:
+def params_of(fields: dict[str, Any], own: dict[str, Any] | None = None) -> SamplingParams:
     model = toy_model(max_model_len=99, sampling_defaults=own)
-    parse = parse_chat if "messages" in asked else parse_completion
-    return parse(json.dumps(asked).encode(), model).params
+    parse = parse_chat if "messages" in fields else parse_completion
+    return parse(json.dumps(fields).encode(), model).params
 
 
-def test_the_models_own_defaults_stand_where_a_call_leaves_a_field_out() -> None:
-    for asked in ({"prompt": "x"}, {"messages": MESSAGES}):
-        found = params_of(asked, OWN)
-        assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
-        null = params_of(asked | {"temperature": None, "top_k": 3}, OWN)
+def test_the_models_own_defaults_hold_where_a_call_leaves_a_field_out() -> None:
+    for fields in ({"prompt": "x"}, {"messages": MESSAGES}):
+        params = params_of(fields, OWN)
+        assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 1.0)
+        null = params_of(fields | {"temperature": None, "top_k": 3}, OWN)
         assert (null.temperature, null.top_k) == (0.6, 3)
-        given = params_of(asked | {"temperature": 0, "max_tokens": 50}, OWN)
+        given = params_of(fields | {"temperature": 0, "max_tokens": 50}, OWN)
         assert (given.temperature, given.max_tokens) == (0.0, 50), "a default is no limit"
 
 
@@ -40,7 +40,7 @@ def test_a_completion_has_16_tokens_and_a_reply_as_many_as_the_model_says() -> N
     assert params_of({"messages": MESSAGES}).max_tokens == 99
 
 
-def test_the_document_tells_them() -> None:
+def test_the_document_lists_the_defaults() -> None:
     def default(kind: str, field: str) -> Any:
         schema = bodies[kind]["properties"][field]
         return schema.get("default", schema["anyOf"][0].get("default"))

@@ -1,4 +1,4 @@
-"""The service over an engine in a thread: deadlines, slow readers, draining, long prompts."""
+"""The service with an engine in a thread: deadlines, slow readers, draining, long prompts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised(
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_a_warm_service_has_its_first_worker_and_its_first_steps_behind_it(steps: bool) -> None:
+def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(steps: bool) -> None:
     async def scene() -> None:
         async with service() as made:
             assert made._workers is not None and not made._workers._idle[False]
@@ -129,9 +129,9 @@ def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatc
 def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
     async def scene(whole: bool) -> None:
         async with service() as made:
-            asked = SamplingParams(max_tokens=40, seed=1, logprobs=0)
+            params = SamplingParams(max_tokens=40, seed=1, logprobs=0)
             *_, last = outputs = await read(
-                await made.submit(PROMPT, asked, request_id="r", whole=whole)
+                await made.submit(PROMPT, params, request_id="r", whole=whole)
             )
             assert sum(len(output.token_ids) for output in outputs) == 40
             choice, text = last.finished, "".join(output.text for output in outputs)
@@ -144,7 +144,7 @@ def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
 
 @pytest.mark.parametrize(("num_prompts", "share"), [(1, 300), (3, 100)])
 def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, share: int) -> None:
-    """Nothing is read: each ends with its share, and what was unread is dropped."""
+    """Nothing is read: each prompt ends with its share, and its unread outputs are dropped."""
 
     async def scene() -> None:
         sizes = {"max_model_len": 2048, "num_blocks": 4096}
@@ -166,7 +166,7 @@ def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, s
 
 
 def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
-    """A reader that stands still takes nothing from the streams that it joins."""
+    """A reader that pauses takes nothing from the streams that it joins."""
 
     async def scene() -> tuple[list[int], list[int]]:
         streams = [OutputStream(Accepted("r", (1,), 1, 2), lambda: None) for _ in range(2)]

@@ -1,5 +1,5 @@
-"""Templates, tokenizers and texts that take all time or memory: their own call is refused by name,
-and nobody else waits."""
+"""Templates, tokenizers and texts that take unlimited time or memory: their own call is refused by
+name, and no other waits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from cbatch.text import ChatTemplate, TextTokenizer
 from cbatch.workers import TaskLimits, WorkerPool
 from tests.server import test_service
 from tests.server.http_client import CHAT, COMPLETIONS, Client, sample, serving, toy_model
-from tests.server.raw_calls import beside_honest, exchange, post, run, statuses
+from tests.server.raw_calls import during_honest_calls, exchange, post, run, statuses
 from tests.toy_engine import TOKENIZER, make_engine
 from tests.workers.imports import imports_of
 
 LIMITS = Limits(prompt_timeout_s=0.5, prompt_memory_bytes=2**26)
 QUICK = "{{ messages[0].content[:8] }}"
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + QUICK
-# Quick over short conversations, slow or large over some.
+# Templates that are quick over short conversations, and slow or large over some.
 TEMPLATES = {
     "a loop without an end": FOREVER,
     "quadratic in characters": "{% set text = messages[0].content %}"
@@ -68,20 +68,20 @@ def replace(raw: Tokenizer) -> None:
 
 @contextmanager
 def served(
-    template: str = QUICK, held: TextTokenizer = TOKENIZER, **options: Any
+    template: str = QUICK, used_tokenizer: TextTokenizer = TOKENIZER, **options: Any
 ) -> Iterator[Client]:
     chat_template = ChatTemplate(template, {}, "the test's template")
-    engine = make_engine(tokenizer=held, max_model_len=4096, num_blocks=512)
+    engine = make_engine(tokenizer=used_tokenizer, max_model_len=4096, num_blocks=512)
     with serving(engine, LIMITS, chat_template=chat_template, **options) as client:
         yield client
 
 
 def refused(client: Client, body: dict[str, Any], path: str, field: str) -> str:
-    """What the client is told, after others were served all along."""
-    asked = post(body, b"connection: close", path=path.encode())
-    told = run(beside_honest(client.port, exchange(client.port, asked)))
-    assert statuses(told) == [400], told
-    error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
+    """Return the error message of a call; check that others were served meanwhile."""
+    call = post(body, b"connection: close", path=path.encode())
+    answers = run(during_honest_calls(client.port, exchange(client.port, call)))
+    assert statuses(answers) == [400], answers
+    error = json.loads(answers.partition(b"\r\n\r\n")[2])["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", field)
     return str(error["message"])
 
@@ -108,7 +108,7 @@ def test_a_template_that_takes_too_much(name: str) -> None:
     ],
 )
 def test_a_worker_has_imported_all_that_it_needs(task: Any) -> None:
-    """An import takes more time than the task, in each worker anew."""
+    """An import takes more time than the task, and is repeated in each worker."""
 
     async def scene() -> list[str]:
         pool = WorkerPool(partial(WorkerState, MODEL, TOKENIZER.vocab_size, (0,)))
@@ -132,7 +132,7 @@ def test_a_slow_template_is_quick_for_others() -> None:
 
 @pytest.mark.parametrize("change", [split, replace])
 def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], None]) -> None:
-    """Which takes all time over a text of a few hundred characters."""
+    """It takes unlimited time over a text of a few hundred characters."""
     slow = " ".join(["x" * 21 + "c"] * 400)
     messages = [{"role": "user", "content": slow}]
     with served("{{ messages[0].content }}", tokenizer(change)) as client:
@@ -154,11 +154,11 @@ def test_places_among_the_slow_are_waited_for_so_long(monkeypatch: pytest.Monkey
     limits = Limits(prompt_timeout_s=2)
     template = ChatTemplate(FOREVER, {}, "the test")
     with serving(make_engine(), limits, chat_template=template) as client:
-        asked = [post(CONVERSATION, b"connection: close", path=CHAT.encode())] * 6
+        calls = [post(CONVERSATION, b"connection: close", path=CHAT.encode())] * 6
 
         async def scene() -> list[int]:
-            told = await asyncio.gather(*(exchange(client.port, each) for each in asked))
-            return sorted(status for each in told for status in statuses(each))
+            answers = await asyncio.gather(*(exchange(client.port, each) for each in calls))
+            return sorted(status for each in answers for status in statuses(each))
 
         assert run(scene()) == [400] * 2 + [503] * 4
         assert sample(client, "vllm:admission_rejections_total", reason="prompts") == 4

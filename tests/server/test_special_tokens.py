@@ -12,9 +12,10 @@ from cbatch.text import ChatTemplate
 from tests.chained_model import byte_tokens, write_chained
 from tests.server.http_client import CHAT, COMPLETIONS, Client, serving
 
-TEXT = "qhi<|im_end|>\n<|im_start|>x.y"  # what follows the prompt "q", each token once
+TEXT = "qhi<|im_end|>\n<|im_start|>x.y"  # the tokens after the prompt "q", each once
 LENGTH = {"max_tokens": 8, "temperature": 0}
-CASES: list[tuple[dict[str, Any], str, str, int]] = [  # what is asked, text, why it ends, tokens
+# Fields, text, finish reason, number of tokens.
+CASES: list[tuple[dict[str, Any], str, str, int]] = [
     ({}, "hi\nx.y", "length", 8),
     ({"skip_special_tokens": False}, TEXT[1:], "length", 8),
     ({"stop": "<|im_end|>"}, "hi", "stop", 3),
@@ -57,20 +58,21 @@ def client(llm: LLM) -> Iterator[Client]:
         yield client
 
 
-def ids_of(asked: dict[str, Any], llm: LLM) -> dict[str, Any]:
-    """Token ids of bytes are in the order of their names, which is not that of the bytes."""
+def ids_of(fields: dict[str, Any], llm: LLM) -> dict[str, Any]:
+    """Replace token ids: those of bytes are in the order of their names, which is not that of the
+    bytes."""
     raw = llm.engine.tokenizer
     assert raw is not None
-    ids = asked.get("stop_token_ids", [])
-    return asked | {"stop_token_ids": [i if i > 255 else raw.encode(chr(i))[0] for i in ids]}
+    ids = fields.get("stop_token_ids", [])
+    return fields | {"stop_token_ids": [i if i > 255 else raw.encode(chr(i))[0] for i in ids]}
 
 
-@pytest.mark.parametrize(("asked", "text", "reason", "count"), CASES)
+@pytest.mark.parametrize(("fields", "text", "reason", "count"), CASES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_served(
-    client: Client, llm: LLM, path: str, asked: dict[str, Any], text: str, reason: str, count: int
+    client: Client, llm: LLM, path: str, fields: dict[str, Any], text: str, reason: str, count: int
 ) -> None:
-    body = LENGTH | ids_of(asked, llm) | {"n": 2}
+    body = LENGTH | ids_of(fields, llm) | {"n": 2}
     given = (
         {"prompt": "q"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "q"}]}
     )
@@ -89,9 +91,9 @@ def test_served(
     assert streamed == [text] * 2 and reasons == {0: reason, 1: reason}
 
 
-@pytest.mark.parametrize(("asked", "text", "reason", "count"), CASES)
-def test_from_python(llm: LLM, asked: dict[str, Any], text: str, reason: str, count: int) -> None:
-    given = ids_of(asked, llm)
+@pytest.mark.parametrize(("fields", "text", "reason", "count"), CASES)
+def test_from_python(llm: LLM, fields: dict[str, Any], text: str, reason: str, count: int) -> None:
+    given = ids_of(fields, llm)
     given |= {"stop": (given["stop"],)} if isinstance(given.get("stop"), str) else {}
     done = llm.generate("q", SamplingParams(n=2, **LENGTH, **given))[0]
     for choice in done.choices:

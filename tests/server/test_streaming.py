@@ -1,4 +1,4 @@
-"""Several streams joined into one, and left; and the bytes of their events."""
+"""Several streams joined into one, and clients that leave; and the bytes of their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cbatch.text.outputs import Accepted, Choice, Output, Speculation
 from tests.server.http_client import toy_model
 
 
-def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
+def test_one_that_fails_does_not_block_the_others() -> None:
     async def scene() -> None:
         accepted = Accepted("r", (1,), 1, 1)
         streams = [OutputStream(accepted, lambda: None) for _ in range(3)]
@@ -37,14 +37,14 @@ def test_one_that_fails_leaves_nobody_waiting_for_the_others() -> None:
     asyncio.run(scene())
 
 
-NAME = '"":""'  # what an event's frame must not be cut at
+NAME = '"":""'  # An event's frame must not be cut at this text
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "completion": (CompletionBuilder, parse_completion, {"prompt": "x"}, "none"),
     "chat": (ChatBuilder, parse_chat, CHAT, "none"),
     "thought": (ChatBuilder, parse_chat, CHAT, "deepseek_r1"),
 }
-ASKED: tuple[dict[str, Any], ...] = (
+FIELDS: tuple[dict[str, Any], ...] = (
     {},
     {"stream_options": {"include_usage": True}},
     {"stream_options": {"continuous_usage_stats": True}},
@@ -53,12 +53,12 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-def events(kind: str, asked: dict[str, Any], texts: Sequence[str], *, whole: bool) -> bytes:
-    """That tell of the texts, each by every choice in turn, and of their end. `whole`: each event
-    is made anew from its beginning to its end."""
+def events(kind: str, fields: dict[str, Any], texts: Sequence[str], *, whole: bool) -> bytes:
+    """Return events for the texts, of every choice in turn, and for their end. `whole`: each event
+    is encoded from its beginning to its end."""
     made, parse, body, parser = KINDS[kind]
     model = toy_model(name=NAME, reasoning_parser=parser)
-    answer = made(parse(json.dumps(body | asked).encode(), model), model, RequestMetrics(METRICS))
+    answer = made(parse(json.dumps(body | fields).encode(), model), model, RequestMetrics(METRICS))
     if whole:
         answer._only_text = False
     num_choices = answer.api_request.params.n
@@ -66,19 +66,19 @@ def events(kind: str, asked: dict[str, Any], texts: Sequence[str], *, whole: boo
     end = Choice(0, "", (), FinishReason.STOP, None, Speculation())
     outputs = [Output("r", at, text, (5, 6)) for text in texts for at in range(num_choices)]
     outputs += [Output("r", at, "end", (7,), finished=end) for at in range(num_choices)]
-    told = b"".join(answer.event(0, each) for each in outputs)
-    assert told.startswith(answer._head)
-    return told.replace(answer._head, b"")  # it has an id of its own
+    content = b"".join(answer.event(0, each) for each in outputs)
+    assert content.startswith(answer._head)
+    return content.replace(answer._head, b"")  # it has an id of its own
 
 
 METRICS = Metrics("m", cast(Any, None))
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @given(texts=st.lists(st.text(max_size=6) | st.just("</think>"), max_size=8))
 @settings(max_examples=25, deadline=None)
-def test_an_event_in_a_frame_is_what_it_would_be_made_anew(
-    kind: str, asked: dict[str, Any], texts: list[str]
+def test_an_event_in_a_frame_equals_one_that_is_encoded_whole(
+    kind: str, fields: dict[str, Any], texts: list[str]
 ) -> None:
-    assert events(kind, asked, texts, whole=False) == events(kind, asked, texts, whole=True)
+    assert events(kind, fields, texts, whole=False) == events(kind, fields, texts, whole=True)

@@ -1,4 +1,4 @@
-"""Structured outputs and forced tool calls, over a real socket and by the `openai` package."""
+"""Structured outputs and forced tool calls, through a real socket and with the `openai` package."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_a_schema_gives_json_that_it_validates(
         assert choice.finish_reason == "stop"
         jsonschema_rs.validate(SCHEMA, json.loads(text))
     output = StructuredOutputs(json=SCHEMA)
-    wanted = {name: value for name, value in options.items() if name != "model"}
-    params = SamplingParams(structured_outputs=output, **wanted)
+    params_fields = {name: value for name, value in options.items() if name != "model"}
+    params = SamplingParams(structured_outputs=output, **params_fields)
     (here,) = demo_llm.generate(PROMPT, params)
     assert [choice.text for choice in here.choices] == texts
     assert here.speculation.accepted_tokens > 0
@@ -79,7 +79,7 @@ def test_a_schema_gives_json_that_it_validates(
 
 
 def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
-    """The beginning of a text that would have been right."""
+    """It is the beginning of a right text."""
     options = {**OPTIONS, "max_tokens": 6}
     whole = sdk.chat.completions.create(messages=MESSAGES, response_format=FORMAT, **options)
     (choice,) = whole.choices
@@ -91,7 +91,7 @@ def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("fields", "pattern"),
     [
         ({"structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}}, "[a-z]{3}-[0-9]{2}"),
         ({"structured_outputs": {"choice": ["yes", "no", "maybe not"]}}, "yes|no|maybe not"),
@@ -124,8 +124,8 @@ def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
         ({"guided_json": {"const": "<|endoftext|>"}}, r'"<\|endoftext\|>"'),
     ],
 )
-def test_the_ways_to_say_it(demo_client: Client, asked: dict[str, Any], pattern: str) -> None:
-    body = {"max_tokens": 30, "seed": 1} | asked
+def test_the_ways_to_say_it(demo_client: Client, fields: dict[str, Any], pattern: str) -> None:
+    body = {"max_tokens": 30, "seed": 1} | fields
     for extra, path in (({"prompt": PROMPT}, "/v1/completions"), ({"messages": MESSAGES}, CHAT)):
         status, answer, _ = demo_client.post(body | extra, path)
         assert status == 200, answer
@@ -207,8 +207,8 @@ def test_what_cannot_be_followed_is_refused_by_name(
 
 
 def test_unknown_members_are_listed() -> None:
-    """At any depth of a field, unless they are null. So is `strict` where calls are left to the
-    model, since they follow no grammar then."""
+    """Members at any depth of a field are listed, unless they are null. So is `strict` with calls
+    by the model's choice, since they follow no grammar."""
     format_ = {**FORMAT, "colour": 1, "json_schema": {**FORMAT["json_schema"], "size": {}}}
     function = {"name": "f", "strict": True, "colour": 1, "size": None}
     body = {
@@ -237,16 +237,17 @@ def test_unknown_members_are_listed() -> None:
 
 @pytest.mark.parametrize("way", ["structured_outputs", "response_format", "tools"])
 def test_integers_of_any_size_in_a_schema(demo_client: Client, way: str) -> None:
-    """uint256 bounds are ordinary. More calls than a queue has places: each gives its own back."""
+    """uint256 bounds are ordinary. There are more calls than a queue has places: each gives its own
+    back."""
     schema = {"type": "integer", "minimum": 0, "maximum": 2**256 - 1}
     object_ = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
-    asked = {
+    fields = {
         "structured_outputs": {"structured_outputs": {"json": schema}},
         "response_format": _schema(schema),
         "tools": _named(object_),
     }[way]
     for seed in range(3):
-        body = {"messages": MESSAGES, "max_tokens": 100, "seed": seed} | asked
+        body = {"messages": MESSAGES, "max_tokens": 100, "seed": seed} | fields
         status, answer, _ = demo_client.post(body, CHAT)
         assert status == 200, answer
         (choice,) = answer["choices"]
@@ -273,7 +274,7 @@ def test_an_engine_that_follows_no_grammar_says_so() -> None:
         make_engine().add("a", SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
 
 
-# ---- tool calls -------------------------------------------------------------------------------
+# ---- tool calls ----------------------------------------------------------------------------------
 
 
 def check_calls(calls: Any, names: set[str]) -> None:
@@ -290,42 +291,42 @@ def check_calls(calls: Any, names: set[str]) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> None:
-    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 2, **OPTIONS}
-    asked["max_tokens"] = 90
-    whole = sdk.chat.completions.create(**asked)
+    fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 2, **OPTIONS}
+    fields["max_tokens"] = 90
+    whole = sdk.chat.completions.create(**fields)
     names = {"weather", "now"} if choice == "required" else {"weather"}
-    for found in whole.choices:
-        calls = found.message.tool_calls or []
-        assert found.message.content is None
-        if found.finish_reason == "tool_calls":
+    for c in whole.choices:
+        calls = c.message.tool_calls or []
+        assert c.message.content is None
+        if c.finish_reason == "tool_calls":
             assert calls
             check_calls(calls, names)
-    finished = [found.finish_reason for found in whole.choices]
+    finished = [c.finish_reason for c in whole.choices]
     assert "tool_calls" in finished and set(finished) <= {"tool_calls", "length"}
-    told: list[list[tuple[str, str]]] = [[] for _ in whole.choices]
-    for event in sdk.chat.completions.create(stream=True, **asked):
+    streamed: list[list[tuple[str, str]]] = [[] for _ in whole.choices]
+    for event in sdk.chat.completions.create(stream=True, **fields):
         for part in event.choices:
             assert part.delta.content is None
             for call in part.delta.tool_calls or []:
-                if call.index == len(told[part.index]):
+                if call.index == len(streamed[part.index]):
                     assert call.id and call.function.name
-                    told[part.index].append((call.function.name, ""))
-                name, arguments = told[part.index][call.index]
-                told[part.index][call.index] = name, arguments + call.function.arguments
+                    streamed[part.index].append((call.function.name, ""))
+                name, arguments = streamed[part.index][call.index]
+                streamed[part.index][call.index] = name, arguments + call.function.arguments
             assert part.finish_reason in (None, finished[part.index])
-    assert told == [
-        [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
-        for found in whole.choices
+    assert streamed == [
+        [(call.function.name, call.function.arguments) for call in c.message.tool_calls]
+        for c in whole.choices
     ]
 
 
 def test_one_call_alone_and_none(sdk: openai.OpenAI) -> None:
     create = sdk.chat.completions.create
     options = {**OPTIONS, "max_tokens": 20}
-    asked = {"messages": MESSAGES, "tools": TOOLS, "n": 2, **options}
-    single = create(tool_choice="required", parallel_tool_calls=False, **asked)
-    assert all(len(found.message.tool_calls or []) <= 1 for found in single.choices)
-    none, plain = create(tool_choice="none", **asked), create(messages=MESSAGES, n=2, **options)
+    fields = {"messages": MESSAGES, "tools": TOOLS, "n": 2, **options}
+    single = create(tool_choice="required", parallel_tool_calls=False, **fields)
+    assert all(len(c.message.tool_calls or []) <= 1 for c in single.choices)
+    none, plain = create(tool_choice="none", **fields), create(messages=MESSAGES, n=2, **options)
     assert [c.message.content for c in none.choices] == [c.message.content for c in plain.choices]
     assert none.choices[0].message.tool_calls is None
 

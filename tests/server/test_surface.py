@@ -1,4 +1,5 @@
-"""What load tools, gateways and operators ask of a server, beside the answers themselves."""
+"""Requirements of load tools, gateways and operators on a server, apart from the answers
+themselves."""
 
 from __future__ import annotations
 
@@ -80,12 +81,12 @@ def test_texts_to_tokens_and_back(client: Client) -> None:
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
     ):
-        status, found, _ = client.post(wrong, path)
-        assert (status, found["error"]["param"]) == (400, field)
+        status, reply, _ = client.post(wrong, path)
+        assert (status, reply["error"]["param"]) == (400, field)
 
 
 def test_no_more_is_tokenised_than_has_a_use(client: Client) -> None:
-    """Longer than any context here, as load testers' texts are; and far longer."""
+    """Texts are longer than any context here, as load testers send them, and far longer."""
     some = client.post({"prompt": "a" * 200_000}, "/tokenize")[1]
     assert some["count"] == len(TOKENIZER.encode("a" * 200_000)) > 128
     assert client.post({"tokens": some["tokens"]}, "/detokenize")[1]["prompt"] == "a" * 200_000
@@ -127,7 +128,9 @@ def test_the_document_names_every_path_and_field(client: Client) -> None:
         ("POST", "/v1/models", "GET"),
     ],
 )
-def test_another_method_is_told_which(client: Client, method: str, path: str, allow: str) -> None:
+def test_another_method_gets_the_allowed_ones(
+    client: Client, method: str, path: str, allow: str
+) -> None:
     status, body, headers = call(client, method, path, b"{}", JSON)
     assert status == 405
     assert set(allow.split(", ")) <= set(headers["allow"].split(", "))
@@ -274,11 +277,11 @@ def test_usage_with_every_chunk(client: Client) -> None:
     events = client.stream(BODY | {"n": 2, "stream_options": options, "return_token_ids": True})
     last = events.pop()
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 40
-    told = 0
+    num_tokens = 0
     for event in events:
-        told += len(event["choices"][0]["token_ids"])
-        assert event["usage"]["completion_tokens"] == told
-    assert told == 40
+        num_tokens += len(event["choices"][0]["token_ids"])
+        assert event["usage"]["completion_tokens"] == num_tokens
+    assert num_tokens == 40
     plain = client.stream(BODY)
     assert all("usage" not in event for event in plain) and plain[-1]["choices"]
 
@@ -286,16 +289,16 @@ def test_usage_with_every_chunk(client: Client) -> None:
 def test_speculation_in_the_shape_that_load_tools_read(client: Client) -> None:
     events = client.stream(BODY | {"return_metrics": True, "max_tokens": 60})
     metrics = events[-1]["metrics"]
-    found = metrics["speculative_decoding"]
-    assert found["num_spec_tokens"] == 3 and len(found["acceptance_histogram"]) == 4
-    assert sum(found["acceptance_histogram"]) == found["num_spec_steps"] > 5
-    accepted = sum(j * count for j, count in enumerate(found["acceptance_histogram"]))
-    assert accepted == found["num_accepted_draft_tokens"] > 0
-    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
-    assert found["mean_acceptance_length"] == 1 + accepted / found["num_spec_steps"]
+    speculation = metrics["speculative_decoding"]
+    assert speculation["num_spec_tokens"] == 3 and len(speculation["acceptance_histogram"]) == 4
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"] > 5
+    accepted = sum(j * count for j, count in enumerate(speculation["acceptance_histogram"]))
+    assert accepted == speculation["num_accepted_draft_tokens"] > 0
+    assert speculation["draft_acceptance_rate"] == accepted / speculation["num_draft_tokens"]
+    assert speculation["mean_acceptance_length"] == 1 + accepted / speculation["num_spec_steps"]
     assert 0 < metrics["time_to_first_token_ms"] < 60_000
     whole = client.post(BODY | {"return_metrics": True, "max_tokens": 60})[1]
-    assert whole["metrics"]["speculative_decoding"] == found
+    assert whole["metrics"]["speculative_decoding"] == speculation
     alone = client.post(BODY | {"return_metrics": True, "max_lookahead": 0})[1]
     assert alone["metrics"]["speculative_decoding"] is None
     assert "metrics" not in client.post(BODY)[1]
@@ -306,8 +309,10 @@ def test_request_ids(client: Client) -> None:
     headers = call(client, "POST", "/v1/completions", raw, {**JSON, "X-Request-ID": "mine-1"})[2]
     assert headers["x-request-id"] == "mine-1"
     for bad in ("a" * 300, "a b", "\u00e9"):
-        found = call(client, "GET", "/health", headers={"X-Request-ID": bad})[2]["x-request-id"]
-        assert found != bad and found.isalnum()
+        request_id = call(client, "GET", "/health", headers={"X-Request-ID": bad})[2][
+            "x-request-id"
+        ]
+        assert request_id != bad and request_id.isalnum()
     assert "x-request-id" in call(client, "GET", "/nowhere")[2]
     same = {**JSON, "X-Request-ID": "twice"}
     assert [call(client, "POST", "/v1/completions", raw, same)[0] for _ in range(2)] == [200, 200]
@@ -319,7 +324,7 @@ def test_request_ids(client: Client) -> None:
 def test_an_error_of_the_server_has_the_shape_of_the_others(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    """Before any route, in one, and in an answer that has begun."""
+    """The error occurs before any route, in one, and in an answer that has begun."""
 
     def broken(*_: Any) -> int:
         raise ZeroDivisionError("a secret")
@@ -340,7 +345,7 @@ def test_an_error_of_the_server_has_the_shape_of_the_others(
     assert error["type"] == "server_error" and "secret" not in json.dumps(error)
 
 
-def test_what_nobody_foresaw_is_logged_and_not_shown(
+def test_an_unexpected_error_is_logged_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Text by three ways: streamed, whole, and from Python; and tokens counted again."""
+"""Text in three ways, streamed, whole, and from Python, and tokens counted again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def params_of(at: int, max_tokens: int) -> dict[str, Any]:
-    """Greedy, sampled, and so hot that characters fall to pieces."""
+    """Return parameters: greedy, sampled, and so hot that characters are incomplete."""
     temperature = (0.0, 0.8, 2.5)[at % 3]
     return {"max_tokens": max_tokens, "temperature": temperature, "seed": at, "stop": ["\n\n\n"]}
 
@@ -56,8 +56,8 @@ def check_three_ways(
         whole = list(pool.map(lambda body: client.post(body)[1], bodies))
         streams = list(pool.map(lambda body: client.stream(body | USAGE), bodies))
     settings = [SamplingParams(**{**params_of(at, max_tokens)}) for at in range(len(prompts))]
-    wanted = generate(prompts, settings)
-    for prompt, want, answer, events in zip(prompts, wanted, whole, streams, strict=True):
+    completions = generate(prompts, settings)
+    for prompt, want, answer, events in zip(prompts, completions, whole, streams, strict=True):
         (choice,), usage = answer["choices"], events.pop()["usage"]
         parts = [event["choices"][0] for event in events]
         assert "".join(part["text"] for part in parts) == choice["text"] == want.text
@@ -72,26 +72,26 @@ def check_three_ways(
                 "total_tokens": prompt_tokens + tokens,
             }
         )
-    return wanted
+    return completions
 
 
 def test_two_hundred_prompts(tmp_path: Path) -> None:
-    """Weights drawn at random, over a byte-level vocabulary: characters fall to pieces."""
+    """Weights are random, over a byte-level vocabulary: many characters are incomplete."""
     raw = byte_level()
     model = write_model(tmp_path / "model", tokenizer=raw)
     served, reference = (LLM(model, drafter=("ngram",), **OPTIONS) for _ in range(2))
     with serving(served.engine) as client:
-        wanted = check_three_ways(client, reference.generate, TextTokenizer(raw, "toy"), 12)
+        completions = check_three_ways(client, reference.generate, TextTokenizer(raw, "toy"), 12)
     assert len(set(PROMPTS)) == 200
-    broken = sum("\ufffd" in each.text for each in wanted)
-    whole = sum(any(ord(c) > 127 and c != "\ufffd" for c in each.text) for each in wanted)
+    broken = sum("\ufffd" in each.text for each in completions)
+    whole = sum(any(ord(c) > 127 and c != "\ufffd" for c in each.text) for each in completions)
     assert broken > 50 and whole > 20, (broken, whole)
-    assert sum(c.speculation.accepted_tokens for c in wanted) > 20
+    assert sum(c.speculation.accepted_tokens for c in completions) > 20
 
 
 @pytest.mark.statistics
 def test_two_hundred_prompts_of_the_demo_pair(demo_client: Client, demo_llm: LLM) -> None:
     tokenizer = demo_llm.engine.tokenizer
     assert tokenizer is not None
-    wanted = check_three_ways(demo_client, demo_llm.generate, tokenizer, 32)
-    assert sum(not each.text.isascii() for each in wanted) >= 10, "too few beyond ASCII"
+    completions = check_three_ways(demo_client, demo_llm.generate, tokenizer, 32)
+    assert sum(not each.text.isascii() for each in completions) >= 10, "too few beyond ASCII"

@@ -1,4 +1,4 @@
-"""The grammar of a thought and a structured answer: where each begins and ends, by tokens and by
+"""The grammar of a thought and a structured answer: beginning and end of both, by tokens and by
 text, and through engines with drafts, preemption and restarts."""
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HARMONY = tokenizer_with(
 )
 MISTRAL = tokenizer_with(special=["[THINK]", "[/THINK]", "[TOOL_CALLS]"])
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-ASKED: list[tuple[dict[str, Any], str, str]] = [
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"json": SCHEMA | {"additionalProperties": False}}, '{"a": 1}', '{"b": 1}'),
     ({"regex": "[0-9]{2}"}, "42", "4a"),
     ({"choice": ("yes", "no")}, "yes", "maybe"),
     ({"grammar": 'root ::= "ja" | "nein"'}, "nein", "na"),
 ]
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-# (format, tokenizer, end of the prompt, what may come before the answer, what may not)
+# (format, tokenizer, end of the prompt, allowed beginnings before the answer, forbidden ones)
 CASES: list[tuple[str, TextTokenizer, str, list[str], list[str]]] = [
     (
         "qwen3",
@@ -71,19 +71,19 @@ CASES: list[tuple[str, TextTokenizer, str, list[str], list[str]]] = [
 ]
 
 
-def matcher_of(tokenizer: TextTokenizer, asked: StructuredOutputs) -> Any:
-    return Grammars(lambda: tokenizer, tokenizer.vocab_size, (EOS,)).matcher(asked)
+def matcher_of(tokenizer: TextTokenizer, outputs: StructuredOutputs) -> Any:
+    return Grammars(lambda: tokenizer, tokenizer.vocab_size, (EOS,)).matcher(outputs)
 
 
 def takes(matcher: Any, tokenizer: TextTokenizer, text: str) -> bool:
-    """Whether the whole reply may be `text`."""
+    """Return True if the whole reply may be `text`."""
     fresh, ids = matcher.deep_copy(), tokenizer.encode(text)
     return fresh.try_consume_tokens(ids) == len(ids) and fresh.is_accepting()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]!r}")
-@pytest.mark.parametrize("way, right, wrong", ASKED, ids=lambda each: str(each)[:20])
-def test_the_answer_is_held_to_its_grammar_after_the_thought(
+@pytest.mark.parametrize("way, right, wrong", FIELDS, ids=lambda fields: str(fields)[:20])
+def test_the_answer_follows_its_grammar_after_the_thought(
     case: Any, way: dict[str, Any], right: str, wrong: str
 ) -> None:
     name, tokenizer, prompt_end, before, never = case
@@ -100,8 +100,10 @@ def test_the_answer_is_held_to_its_grammar_after_the_thought(
 
 def test_no_control_token_ends_a_thought() -> None:
     around = around_answer(THOUGHTS["deepseek_r1"], QWEN, "<think>")
-    asked = StructuredOutputs(choice=("yes",), around=around)
-    structured = Structured(Grammars(lambda: QWEN, QWEN.vocab_size, (EOS,)), asked, QWEN.vocab_size)
+    outputs = StructuredOutputs(choice=("yes",), around=around)
+    structured = Structured(
+        Grammars(lambda: QWEN, QWEN.vocab_size, (EOS,)), outputs, QWEN.vocab_size
+    )
     row = torch.zeros(QWEN.vocab_size)
     structured.shape(row)
     forbidden = {i for i in range(QWEN.vocab_size) if row[i] != 0}
@@ -114,7 +116,7 @@ def test_a_thought_that_the_prompt_has_ended_leaves_the_grammar_alone(name: str)
     assert around_answer(thoughts, QWEN, f"x{thoughts.opens}\n\n{thoughts.closes}\n\n") is None
 
 
-# ---- through engines ----------------------------------------------------------------------------
+# ---- through engines -----------------------------------------------------------------------------
 # The model is random: a thought that ends with "b" ends soon.
 
 THOUGHT = THOUGHTS["deepseek_r1"]._replace(opens="a", closes="b")

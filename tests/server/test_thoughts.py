@@ -1,5 +1,5 @@
-"""Thoughts over the API: apart from the answer, counted, whole and streamed the same. What the
-model writes is scripted, token by token."""
+"""Thoughts over the API are separate from the answer, counted, and the same whole and streamed. The
+output of the model is scripted, token by token."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def as_ever(models: dict[str, Model]) -> Iterator[None]:
 
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 TAG = f"<tool_call>{CALL}</tool_call>"
-# (model, what it writes, thought with its marks, thought, answer, calls)
+# (model, output, thought with its marks, thought, answer, calls)
 REPLIES = [
     ("qwen", "<think>\nHm, ", "<think>\nHm, ", "Hm,", None, 0),
     ("qwen", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>", "Hm.", "Yes.", 0),
@@ -124,12 +124,12 @@ REPLIES = [
 
 
 def ask(model: Model, *, stream: bool, **more: Any) -> Any:
-    """The completion, as the package puts it together."""
-    asked = {"model": MODEL, "messages": MESSAGES, **more}
+    """Return the completion, as the package assembles it."""
+    fields = {"model": MODEL, "messages": MESSAGES, **more}
     if not stream:
-        return model.sdk.chat.completions.create(**asked)
-    asked["stream_options"] = {"include_usage": True}
-    with model.sdk.chat.completions.stream(**asked) as events:
+        return model.sdk.chat.completions.create(**fields)
+    fields["stream_options"] = {"include_usage": True}
+    with model.sdk.chat.completions.stream(**fields) as events:
         try:
             return events.get_final_completion()
         except openai.LengthFinishReasonError as error:
@@ -137,14 +137,14 @@ def ask(model: Model, *, stream: bool, **more: Any) -> Any:
 
 
 def thought_of(message: Any) -> str | None:
-    found = message.model_extra or {}
-    assert found.get("reasoning") == found.get("reasoning_content")
-    return found.get("reasoning")
+    extra = message.model_extra or {}
+    assert extra.get("reasoning") == extra.get("reasoning_content")
+    return extra.get("reasoning")
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("step_tokens", [1, 4, 500])
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda each: f"{each[0]} {each[1][:20]!r}")
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: f"{reply[0]} {reply[1][:20]!r}")
 def test_the_package_reads_thoughts_whole_and_streamed(
     models: dict[str, Model], reply: Any, step_tokens: int, late: bool
 ) -> None:
@@ -157,8 +157,8 @@ def test_the_package_reads_thoughts_whole_and_streamed(
         for choice in answer.choices:
             assert thought_of(choice.message) == thought
             assert (choice.message.content or None) == (content or None)
-            told = [call.function.arguments for call in choice.message.tool_calls or []]
-            assert told == ['{"a": 1}'] * calls
+            arguments = [call.function.arguments for call in choice.message.tool_calls or []]
+            assert arguments == ['{"a": 1}'] * calls
             assert choice.finish_reason == ("tool_calls" if calls else "stop")
         details = answer.usage.completion_tokens_details
         end = thought is not None and content is None and not calls  # EOS ends the thought
@@ -203,7 +203,7 @@ def test_thoughts_can_be_left_out_or_left_in(models: dict[str, Model], stream: b
     answer = ask(model, stream=stream, extra_body={"separate_reasoning": False})
     assert answer.choices[0].message.content == model.service.text
     assert answer.usage.completion_tokens_details is None
-    # A call in a thought is none, though the thought is text.
+    # A call in a thought does not count, though the thought is text.
     model.service.text = f"<think>{TAG}</think>Yes."
     for other in (model, models["none"]):
         other.service.text = model.service.text
@@ -261,7 +261,7 @@ def test_earlier_thoughts_go_back_by_either_name() -> None:
         prompt(model, messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}])
     off = prompt(model, chat_template_kwargs={"enable_thinking": False})
     assert off.endswith("[assistant]\n<think>\n\n</think>\n\n")
-    # gpt-oss reads `thinking`, and refuses it beside calls that have content.
+    # gpt-oss reads `thinking`, and refuses it together with calls that have content.
     oss = toy_model("{% for m in messages %}{{ m.thinking }};{% endfor %}", tokenizer=QWEN)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     earlier = {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]}
@@ -269,7 +269,7 @@ def test_earlier_thoughts_go_back_by_either_name() -> None:
     assert prompt(oss, messages=both) == "Hm.;;"
 
 
-# ---- what the engine is asked for ---------------------------------------------------------------
+# ---- requests to the engine ----------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 WAYS: list[dict[str, Any]] = [
@@ -316,19 +316,19 @@ def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], strea
         assert choice.finish_reason == "tool_calls"
 
 
-# ---- with an engine -----------------------------------------------------------------------------
+# ---- with an engine ------------------------------------------------------------------------------
 
 
 def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Path) -> None:
-    """A random model, which a bias leads out of its thought; drafts of a second one."""
+    """The model is random, and a bias leads it out of its thought; a second one drafts."""
     target, small = (
         write_model(tmp_path / name, tokenizer=QWEN.raw, layers=layers)
         for name, layers in (("target", 2), ("draft", 1))
     )
     llm = LLM(target, small, random_weights_seed=0, numerics="invariant", lookahead="fixed:3")
     (closes,) = QWEN.encode("</think>")
-    asked = {"structured_outputs": {"regex": "[0-9]{3}|no"}, "logit_bias": {closes: 2.5}, "n": 4}
-    body = {"messages": MESSAGES, "max_tokens": 60, "seed": 3, "return_token_ids": True} | asked
+    fields = {"structured_outputs": {"regex": "[0-9]{3}|no"}, "logit_bias": {closes: 2.5}, "n": 4}
+    body = {"messages": MESSAGES, "max_tokens": 60, "seed": 3, "return_token_ids": True} | fields
     template = ChatTemplate(R1_TEMPLATE, {}, "the test")
     with serving(llm.engine, chat_template=template, reasoning_parser="auto") as client:
         status, whole, _ = client.post(body, CHAT)
@@ -341,9 +341,9 @@ def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Path) -> N
             for name, text in texts[choice["index"]].items():
                 texts[choice["index"]][name] = text + choice["delta"].get(name, "")
     thinking, ended = 0, 0
-    for choice, told, left in zip(whole["choices"], texts, raw["choices"], strict=True):
+    for choice, shown, left in zip(whole["choices"], texts, raw["choices"], strict=True):
         message, ids = choice["message"], choice["token_ids"]
-        assert told == {name: message[name] or "" for name in told}
+        assert shown == {name: message[name] or "" for name in shown}
         assert left["message"]["content"] == QWEN.decode(ids), "marks and all"
         thinking += ids.index(closes) + 1 if closes in ids else len(ids)
         if choice["finish_reason"] == "stop":

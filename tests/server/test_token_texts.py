@@ -85,14 +85,14 @@ def test_special_tokens_that_are_shown(served: Served) -> None:
     "prompt", ["true true", " 😀é b", "<s>b</s>", "a<|im_end|>q", "日<|im_end|>"]
 )
 def test_an_echoed_prompt(served: Served, prompt: str) -> None:
-    """As it was given, and by its token ids as they are decoded."""
-    asked = BODY | {"echo": True, "max_tokens": 1}
-    choice = served.client.post(asked | {"prompt": prompt})[1]["choices"][0]
+    """The prompt is echoed as given; a prompt of token ids is echoed as decoded."""
+    fields = BODY | {"echo": True, "max_tokens": 1}
+    choice = served.client.post(fields | {"prompt": prompt})[1]["choices"][0]
     assert choice["text"].startswith(prompt)
     check(choice["logprobs"], choice["text"])
     ids = served.tokenizer.encode(prompt)
     for end in range(1, len(ids) + 1):  # also within a character
-        choice = served.client.post(asked | {"prompt": ids[:end]})[1]["choices"][0]
+        choice = served.client.post(fields | {"prompt": ids[:end]})[1]["choices"][0]
         check(choice["logprobs"], choice["text"])
 
 
@@ -105,8 +105,8 @@ def test_chat_has_the_same_texts_and_their_bytes(served: Served) -> None:
     assert b"".join(bytes(each["bytes"]) for each in tokens).decode() == served.text
     completion = served.client.post(BODY)[1]["choices"][0]["logprobs"]
     assert [each["token"] for each in tokens] == completion["tokens"]
-    for each, top in zip(tokens, completion["top_logprobs"], strict=True):
-        assert len({likely["token"] for likely in each["top_logprobs"]}) == len(top) == 5
+    for entry, top in zip(tokens, completion["top_logprobs"], strict=True):
+        assert len({likely["token"] for likely in entry["top_logprobs"]}) == len(top) == 5
 
 
 def test_prompt_logprobs_and_those_of_python_agree(served: Served) -> None:
@@ -115,21 +115,21 @@ def test_prompt_logprobs_and_those_of_python_agree(served: Served) -> None:
     done = served.llm.generate([prompt], params)[0]
     assert done.logprobs and "".join(each.text or "" for each in done.logprobs) == done.text
     texts = [each.text for each in done.prompt_logprobs or () if each is not None]
-    asked = BODY | {"prompt": prompt, "prompt_logprobs": 2, "echo": True}
-    choice = served.client.post(asked)[1]["choices"][0]
+    fields = BODY | {"prompt": prompt, "prompt_logprobs": 2, "echo": True}
+    choice = served.client.post(fields)[1]["choices"][0]
     assert choice["logprobs"]["tokens"][1 : len(prompt)] == texts
     for token, text, entry in zip(prompt[1:], texts, choice["prompt_logprobs"][1:], strict=True):
         assert text in ("", entry[str(token)]["decoded_token"])
 
 
 def test_no_two_candidates_have_the_same_name() -> None:
-    """A letter, the byte that is that letter, and bytes that are none."""
+    """The candidates are a letter, the byte of that letter, and bytes that are no letter."""
     tokenizer = TextTokenizer(pieces(), "pieces")
     raw = tokenizer.raw
     names = ["b", "<0x62>", "▁b", "<0xF0>", "<0x9F>", "<s>", "▁"]
     ids = [raw.token_to_id(name) for name in names]
-    found = TokenLogprob(ids[0], -1.0, tuple((i, -float(i)) for i in ids), "b")
-    (top,) = CompletionLogprobs.of([found], ids[:1], tokenizer.decode, 0).top_logprobs
+    logprob = TokenLogprob(ids[0], -1.0, tuple((i, -float(i)) for i in ids), "b")
+    (top,) = CompletionLogprobs.of([logprob], ids[:1], tokenizer.decode, 0).top_logprobs
     bytes_ = [f"token_id:{i}" for i in (ids[1], ids[3], ids[4])]
     assert top is not None
     assert list(top) == ["b", bytes_[0], " b", *bytes_[1:], "<s>", " "]

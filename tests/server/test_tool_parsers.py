@@ -1,5 +1,5 @@
-"""Tool calls that the model may leave out: found in its text however that is cut, and told by the
-API as clients expect. What the model writes is scripted."""
+"""Optional tool calls are found in the model's text however it is cut, and the API sends them as
+clients expect. The output of the model is scripted."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for
 
 
 def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
-    """As a stream tells it."""
+    """Read a text piece by piece, as a stream sends it."""
     parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.finish()]
     calls = [part for part in parts if isinstance(part, ToolCallPart)]
     assert [call.call for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
     assert all(parts), "there was nothing to tell"
-    found = [(call.name or "", call.arguments) for call in calls]
-    return "".join(part for part in parts if isinstance(part, str)), found
+    read_calls = [(call.name or "", call.arguments) for call in calls]
+    return "".join(part for part in parts if isinstance(part, str)), read_calls
 
 
 def check(kind: Any, text: str, content: str, calls: Calls) -> None:
@@ -97,7 +97,7 @@ def check(kind: Any, text: str, content: str, calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: repr(script[1][:30]))
-def test_calls_and_text_are_told_apart_at_every_border(script: Any) -> None:
+def test_calls_and_text_are_separated_at_every_cut(script: Any) -> None:
     check(*script)
 
 
@@ -106,20 +106,20 @@ def test_calls_and_text_are_told_apart_at_every_border(script: Any) -> None:
     st.lists(st.integers(0, 400), max_size=8),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_told_does_not_depend_on_the_borders(texts: list[str], cuts: list[int]) -> None:
+def test_the_result_does_not_depend_on_the_cuts(texts: list[str], cuts: list[int]) -> None:
     text = "".join(texts)
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
     assert read(TaggedReader(parallel=True), pieces) == read(TaggedReader(parallel=True), [text])
 
 
-def test_text_is_told_as_it_comes() -> None:
+def test_text_is_sent_as_it_comes() -> None:
     for reader in (TaggedReader(parallel=True), WholeReader(parallel=True)):
-        told = ["".join(map(str, reader.push(piece))) for piece in ("one", " two", " <", " three")]
-        assert told[:2] == ["one", " two"] and "".join(told) == "one two < three"
+        texts = ["".join(map(str, reader.push(piece))) for piece in ("one", " two", " <", " three")]
+        assert texts[:2] == ["one", " two"] and "".join(texts) == "one two < three"
 
 
-# ---- over the API -----------------------------------------------------------------------------
+# ---- over the API --------------------------------------------------------------------------------
 
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
 BODY: Any = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS}
@@ -145,16 +145,16 @@ def test_the_package_reads_them_whole_and_streamed(
 ) -> None:
     service, _, sdk = scene
     service.text = text
-    asked = {**BODY, "model": MODEL, "n": 2}
-    whole = sdk.chat.completions.create(**asked)
-    with sdk.chat.completions.stream(**asked) as stream:
+    fields = {**BODY, "model": MODEL, "n": 2}
+    whole = sdk.chat.completions.create(**fields)
+    with sdk.chat.completions.stream(**fields) as stream:
         streamed = stream.get_final_completion()
     for answer in (whole, streamed):
         for choice in answer.choices:
             assert choice.finish_reason == ("tool_calls" if calls else "stop")
             assert (choice.message.content or "") == content
-            told = choice.message.tool_calls or []
-            assert [(c.function.name, c.function.arguments) for c in told] == calls
+            tool_calls = choice.message.tool_calls or []
+            assert [(c.function.name, c.function.arguments) for c in tool_calls] == calls
 
 
 def test_a_call_that_is_cut_is_text_and_says_so(
@@ -171,7 +171,7 @@ def test_a_call_that_is_cut_is_text_and_says_so(
 
 
 def test_events_of_a_call(scene: Any) -> None:
-    """Text as it comes, the call in one piece, nothing between; the role with the first."""
+    """Text comes at once, the call in one piece, nothing between; the role with the first."""
     service, client, _ = scene
     service.text = f"Hold on. {W}{N}"
     deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
