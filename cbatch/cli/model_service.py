@@ -14,8 +14,8 @@ import msgspec
 
 from cbatch.cli.options import model_paths
 from cbatch.cli.serve_settings import ServeSettings
+from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of, load_tokenizers
 from cbatch.kv_events.config import KVEventsConfig, read_config

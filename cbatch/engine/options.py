@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
 from cbatch.core.request.typed import convert_fields, knob
 from cbatch.core.scheduler.config import QueuePolicy
-from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.core.scheduler.step_costs import StepCosts
 from tests.checking.cost import LinearCost
 from tests.helpers import World, make_config, make_request, rows_of
 

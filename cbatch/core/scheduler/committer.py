@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cbatch.core.prices.step_costs import PLAIN_EVERY
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.committed_step import CommittedStep
@@ -12,7 +13,6 @@ from cbatch.core.scheduler.plan import RowStatus, StepResult
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import advance
 from cbatch.core.scheduler.state import SchedulerState
-from cbatch.core.scheduler.step_costs import PLAIN_EVERY
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.core.request.request import (
     DRAFTERS,
@@ -17,7 +18,6 @@ from cbatch.core.request.request import (
     SamplingParams,
     is_chain,
 )
-from cbatch.core.scheduler.step_costs import PROMPT_SHARE
 from cbatch.core.speculation.config import LookaheadConfig
 
 QueuePolicy = Literal["fcfs", "priority", "shortest"]

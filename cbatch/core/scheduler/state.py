@@ -6,6 +6,7 @@ from typing import cast
 
 import numpy as np
 
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -15,7 +16,6 @@ from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.slot_table import SlotTable
-from cbatch.core.scheduler.step_costs import StepCosts
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
