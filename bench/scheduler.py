@@ -1,8 +1,8 @@
 """Microseconds per step that the scheduler itself takes: `python -m bench.scheduler`.
 
 Steady-state decode: every prompt is in KV, and every request drafts `k` tokens a step (`fixed`),
-each accepted with probability 0.7. `plan` and `commit` are timed; results are built outside the
-timer.
+each accepted with probability 0.7. `schedule` and `update_from_output` are timed; results are built
+outside the timer.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
 
 
 def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]:
-    """Run one step. Return the nanoseconds of `plan` and `commit`, and the plan."""
+    """Run one step. Return the nanoseconds of scheduling and updating, and the plan."""
     started_ns = time.perf_counter_ns()
-    plan = scheduler.plan(0.0)
+    plan = scheduler.schedule(0.0)
     planned_ns = time.perf_counter_ns()
     if plan is None:
         raise RuntimeError("the scheduler has nothing to run; the pool is too small")
     result = build_result(plan, rng)
     built_ns = time.perf_counter_ns()
-    scheduler.commit(result, 0.0)
+    scheduler.update_from_output(result, 0.0)
     return planned_ns - started_ns + time.perf_counter_ns() - built_ns, plan
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, repeats = arguments.steps, arguments.repeats
     print_report(
-        "scheduler: plan + commit, steady-state decode",
+        "scheduler: schedule + update_from_output, steady-state decode",
         [measure(*cell, steps, repeats) for cell in cells(arguments.running)],
         notes=(
             f"acceptance {ACCEPTANCE}, prompts of {PROMPT_TOKENS} tokens, blocks of "

@@ -1,4 +1,4 @@
-"""Micro-benchmark (`pytest bench --benchmark-enable`) of plan + commit.
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of scheduling a step and committing it.
 
 The result of a step is built before the timer starts, from the plan of the step before: in steady
 state both have the same rows.
@@ -25,8 +25,8 @@ def test_plan_and_commit(benchmark, running, k, enable_prefix_caching):
         return (build_result(last, rng),), {}
 
     def plan_and_commit(result):
-        plan = scheduler.plan(0.0)
-        scheduler.commit(result, 0.0)
+        plan = scheduler.schedule(0.0)
+        scheduler.update_from_output(result, 0.0)
         return plan
 
     plan = benchmark.pedantic(plan_and_commit, setup=prepare, rounds=ROUNDS)

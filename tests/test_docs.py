@@ -61,10 +61,10 @@ def test_such_names_are_told(pattern: re.Pattern[str]) -> None:
 
 
 def test_names_that_do_not_exist_are_found_out() -> None:
-    file = ROOT / "cbatch" / "core" / "scheduler" / "planner.py"
-    assert "_choose_drafts" in members("Planner") and "observe" in members("EmaPolicy")
-    assert "choose_drafts" not in members("Planner") and not members("Plannner")
-    assert "Planner" in classes(file) and "Scheduler" not in classes(file)
+    file = ROOT / "cbatch" / "core" / "scheduler" / "state.py"
+    assert "_add_nodes" in members("SchedulerState") and "observe" in members("EmaPolicy")
+    assert "add_nodes" not in members("SchedulerState") and not members("ScheduleState")
+    assert "SchedulerState" in classes(file) and "Scheduler" not in classes(file)
 
 
 @by_document

@@ -313,20 +313,20 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
             request = modelled_request(f"r{step // 10}", 8, seed=step, max_tokens=150)
             first.add(request, 0.0)
             second.add(request, 0.0)
-        plan, replica = first.plan(0.0), second.plan(0.0)
+        plan, replica = first.schedule(0.0), second.schedule(0.0)
         if encode(plan) != encode(replica):
             return step
         if plan is None:
             continue
         seen.update(plan.num_drafts.tolist())
         result = world.executor.run(plan)
-        first.commit(result, 0.0)
+        first.update_from_output(result, 0.0)
         if own_clocks:
             slower = 1 + rng.random()
             result = structs.replace(
                 result, draft_s=3 * slower * result.draft_s, target_s=slower * result.target_s
             )
-        second.commit(result, 0.0)
+        second.update_from_output(result, 0.0)
     assert len(seen) > 2
     return None
 

@@ -120,7 +120,7 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         start_s = self._clock()
-        plan = self._scheduler.plan(start_s)
+        plan = self._scheduler.schedule(start_s)
         self.plan_s += self._clock() - start_s
         if plan is not None:
             for a in plan.deltas.new_sequences:
@@ -130,7 +130,7 @@ class StepLoop:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
         start_s = self._clock()
-        commit = self._scheduler.commit(result, start_s)
+        commit = self._scheduler.update_from_output(result, start_s)
         self.commit_s += self._clock() - start_s
         self.last = plan, result, commit
         self._tell_in_flight(self._in_flight)

@@ -182,11 +182,11 @@ def replay(
     for event in remaining:
         match event:
             case Planned(now_s):
-                plan = scheduler.plan(now_s)
+                plan = scheduler.schedule(now_s)
                 if on_plan is not None:
                     on_plan(plan)
             case Committed(result, now_s):
-                commit = scheduler.commit(result, now_s)
+                commit = scheduler.update_from_output(result, now_s)
                 if on_commit is not None:
                     on_commit(commit)
                 scheduler.take_cache_changes()  # already published by the engine that was recorded

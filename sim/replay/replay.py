@@ -1,7 +1,7 @@
 """A trace through the real scheduler, or several of them with a router, on one virtual clock.
 
     arrivals -> router -> inbox of a replica, until its step ends
-             -> scheduler.plan(now) -> executor.run -> now += duration -> scheduler.commit
+             -> `Scheduler.schedule` -> executor.run -> now += duration -> `update_from_output`
 
 Each replica has a scheduler, an executor and a pool of its own, and its steps have their own
 durations. Events at the same time have this order: steps end (by replica), requests arrive and are

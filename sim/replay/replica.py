@@ -61,7 +61,7 @@ class ReplayedEngine:
 
     def begin(self, now_s: float) -> float | None:
         """Begin a step. Return the time at which it will end, or None if no request can run."""
-        plan = self.scheduler.plan(now_s)
+        plan = self.scheduler.schedule(now_s)
         if plan is None:
             return None
         if now_s > self._ended_s:
@@ -76,7 +76,7 @@ class ReplayedEngine:
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
         self.num_steps += 1
-        commit = self.scheduler.commit(result, now_s)
+        commit = self.scheduler.update_from_output(result, now_s)
         for observer in self._observers:
             observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
         return EndedStep(started_s, now_s, plan, commit)

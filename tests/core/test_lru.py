@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.scheduler.lru import ReleaseOrder
+from cbatch.core.scheduler.block_pool import ReleaseOrder
 
 NUM_BLOCKS = 5  # few, so that the queue of twice as many entries soon wraps
 HAPPENED: Counter[str] = Counter()

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import ShadowEvidence
+from cbatch.core.scheduler.update_from_output import CommittedStep
 from cbatch.core.speculation.adaptive_policy import IDLE_STEPS, AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits, Shadow
@@ -189,11 +189,11 @@ def test_evidence_of_rows_that_left_is_dropped():
     world.step()
     scheduler, policy, slots = world.scheduler, world.scheduler.state.policy, np.arange(3)
     before = policy.estimated_acceptance(slots)
-    plan = scheduler.plan(0.0)
+    plan = scheduler.schedule(0.0)
     assert scheduler.cancel("b", 0.0)
     columns = np.arange(3, dtype=np.int32), np.full(3, 40, np.int32), np.full(3, 40, np.int32)
     result = structs.replace(world.executor.run(plan), shadow=ShadowEvidence(*columns))
-    scheduler.commit(result, 0.0)
+    scheduler.update_from_output(result, 0.0)
     after = policy.estimated_acceptance(slots)
     assert [b > 0.9 for b in after] == [True, False, True] and max(before) < 0.9
 

@@ -34,10 +34,10 @@ def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead, max_tokens):
     ended = []
     while scheduler.has_work:
         for _ in range(2):
-            if (plan := scheduler.plan(0.0)) is not None:
+            if (plan := scheduler.schedule(0.0)) is not None:
                 executor.submit(plan)
         while scheduler.num_in_flight:
-            ended += scheduler.commit(executor.wait(), 0.0).finished
+            ended += scheduler.update_from_output(executor.wait(), 0.0).finished
             scheduler.check()
     assert [end.output.tolist() for end in ended] == [world.reference("a")[0]]
 
@@ -109,8 +109,8 @@ def test_commit_itself_cuts_at_a_stop_id_but_not_before_min_tokens(min_tokens, k
     scheduler.add(make_request("a", 6, max_tokens=9, min_tokens=min_tokens), 0.0)
 
     def emit(*tokens):
-        plan = scheduler.plan(0.0)
-        return scheduler.commit(
+        plan = scheduler.schedule(0.0)
+        return scheduler.update_from_output(
             StepResult(
                 step_id=plan.step_id,
                 generations=plan.generations,

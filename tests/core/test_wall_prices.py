@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.scheduler.committed_step import CommittedStep
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.update_from_output import CommittedStep
 from cbatch.engine.loop import StepLoop
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor

@@ -70,7 +70,7 @@ def test_requests_that_can_neither_run_nor_end_are_an_error(
 ) -> None:
     core = make_engine().core
     core.add(make_request("a", [5, 6, 7]))
-    monkeypatch.setattr(core.scheduler, "plan", lambda now_s: None)
+    monkeypatch.setattr(core.scheduler, "schedule", lambda now_s: None)
     core.reject("b", ValueError("bad"))
     assert len(core.step().endings) == 1, "what has ended comes first"
     with pytest.raises(RuntimeError, match="cannot plan"):

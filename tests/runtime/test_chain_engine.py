@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from cbatch.core.request.request import Request
-from cbatch.core.scheduler.committer import Committer
+from cbatch.core.scheduler import update_from_output
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.drafting.chain import ChainDrafter
@@ -133,13 +133,13 @@ def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch
 def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(monkeypatch):
     """The same run, ignoring the executor's report of the draft's KV: the model's next drafts are
     wrong."""
-    advance = Committer._advance_draft
+    advance = update_from_output._advance_draft
 
-    def credulous(self: Committer, step: Any) -> None:
+    def credulous(table: Any, step: Any) -> None:
         step.result = structs.replace(step.result, draft_kv_lens=None)
-        advance(self, step)
+        advance(table, step)
 
-    monkeypatch.setattr(Committer, "_advance_draft", credulous)
+    monkeypatch.setattr(update_from_output, "_advance_draft", credulous)
     chained, _ = requests(GREEDY)
     arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
     with pytest.raises(AssertionError):

@@ -229,7 +229,7 @@ def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
     scheduler = Scheduler(config)
     executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=cost)
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=4), 0.0)
-    plan = scheduler.plan(0.0)
+    plan = scheduler.schedule(0.0)
     assert plan is not None
     result = executor.run(plan)
     assert executor.host_s == pytest.approx(2e-4 + 1e-4 + 5e-6 + 1e-4)

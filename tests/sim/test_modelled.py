@@ -48,7 +48,7 @@ def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult],
             for request in waiting[:5]:
                 scheduler.add(request, now_s)
             waiting = waiting[5:]
-        plan = scheduler.plan(now_s)
+        plan = scheduler.schedule(now_s)
         if plan is None:
             if not waiting:
                 break
@@ -56,7 +56,7 @@ def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult],
         plans.append(plan)
         results.append(executor.run(plan))
         now_s += results[-1].draft_s + results[-1].target_s
-        scheduler.commit(results[-1], now_s)
+        scheduler.update_from_output(results[-1], now_s)
         scheduler.check()
     assert not scheduler.has_work
     return plans, results, scheduler

@@ -63,14 +63,14 @@ def measured_from(events: list[Event]) -> dict[str, dict[str, Any]]:
                 found[request.request_id] = {"arrival_s": at_s, "times_s": [], "queue_s": None}
             case Planned(now_s):
                 assert scheduler is not None
-                plan = scheduler.plan(now_s)
+                plan = scheduler.schedule(now_s)
                 for admission in plan.deltas.new_sequences if plan else ():
                     entry = found[admission.request_id]
                     if entry["queue_s"] is None:
                         entry["queue_s"] = now_s - entry["arrival_s"]
             case Committed(result, now_s):
                 assert scheduler is not None
-                for row in scheduler.commit(result, now_s).updates():
+                for row in scheduler.update_from_output(result, now_s).updates():
                     found[row.request_id]["times_s"].append((now_s, len(row.tokens)))
             case _:
                 scheduler = Scheduler(event.config)  # type: ignore[attr-defined]

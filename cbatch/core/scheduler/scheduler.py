@@ -1,13 +1,11 @@
-"""The iteration-level scheduler: `plan`, run elsewhere, `commit`.
+"""The iteration-level scheduler: `schedule` a step, run it elsewhere, `update_from_output`.
 
-A step has, within a token budget: one token of every decoding sequence, the drafts that the
-lookahead policy chooses, chunks of prompts, and new requests. A plan may be made while one earlier
-plan is uncommitted (overlap); then the reserved blocks suffice for both.
-
-Requests are admitted in service order (see queue.py), preempted ones first. Admission needs blocks
-for all known tokens and a decode reserve. The first request that does not fit blocks the requests
-after it. A request whose next prefix block is being computed by a running sequence waits for that
-block, and lets others overtake it. A preempted sequence is recomputed; preemption.py chooses it.
+The two methods have vLLM's names; they call the functions of the same names in `schedule.py` and
+`update_from_output.py`, which are the algorithm. `schedule` returns a `StepPlan` (in vLLM
+`SchedulerOutput`). `update_from_output` commits the `StepResult` of the executor (in vLLM
+`ModelRunnerOutput`), and returns a `Commit`. A step may be scheduled while one earlier plan is
+uncommitted (overlap); then the reserved blocks suffice for both. A preempted sequence goes back to
+the queue and is recomputed.
 
 The scheduler has no clock, no randomness and no input but the calls of its methods. `log` receives
 each call as an event, and replaying the events reproduces every decision.
@@ -22,7 +20,6 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
-from cbatch.core.scheduler.committer import Committer
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import (
     Added,
@@ -36,26 +33,24 @@ from cbatch.core.scheduler.events import (
     TextFinished,
 )
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from cbatch.core.scheduler.planner import Planner
 from cbatch.core.scheduler.recorded_pool import CacheChange, RecordedBlockPool
+from cbatch.core.scheduler.schedule import schedule
 from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats, Sequence
 from cbatch.core.scheduler.state import SchedulerState
+from cbatch.core.scheduler.update_from_output import update_from_output
 
 MAX_IN_FLIGHT = 2  # plans: one that runs, and one that is made meanwhile
 
 
 class Scheduler:
-    """Plans steps and commits their results. `log` receives every input as an event."""
+    """Schedules steps and commits their results. `log` receives every input as an event."""
 
     def __init__(self, config: SchedulerConfig, log: Callable[[Event], None] | None = None) -> None:
         self.config = config
         self._state = SchedulerState(config)
-        self._planner = Planner(self._state)
-        self._committer = Committer(self._state)
         self._log = log
-        self._checked: SamplingParams | None = (
-            None  # last valid ones; choices of a request share it
-        )
+        # The last valid ones, because the choices of a request share them.
+        self._checked: SamplingParams | None = None
         if log:
             log(Configured(config))
 
@@ -98,26 +93,26 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def plan(self, now_s: float) -> StepPlan | None:
+    def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if nothing can run now. Raises `RuntimeError` if
         `MAX_IN_FLIGHT` plans are uncommitted."""
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
             self._log(Planned(now_s))
-        plan = self._planner.plan()
+        plan = schedule(self._state)
         if plan is None:
             self._state.last_commit_s = None
         return plan
 
-    def commit(self, result: StepResult, now_s: float) -> Commit:
+    def update_from_output(self, result: StepResult, now_s: float) -> Commit:
         """Apply the result of the oldest plan in flight, and return what it added. Raises
         `ValueError` for the result of another plan."""
         if self._log:
             # Log probabilities do not affect decisions, so the log has none.
             logged = structs.replace(result, logprobs=()) if result.logprobs else result
             self._log(Committed(logged, now_s))
-        commit = self._committer.commit(result, now_s)
+        commit = update_from_output(self._state, result, now_s)
         if self.config.kv_events:  # events report blocks at once, not only at the next lookup
             self._state.cache_completed_blocks()
         return commit
@@ -133,9 +128,7 @@ class Scheduler:
 
     def take_finished(self) -> tuple[Finished, ...]:
         """Return the endings that no commit has reported yet."""
-        finished = tuple(self._state.finished)
-        self._state.finished = []
-        return finished
+        return self._state.take_finished()
 
     def take_cache_changes(self) -> list[CacheChange]:
         """Return what entered and left the prefix cache since the last call, in order; nothing
@@ -164,10 +157,8 @@ class Scheduler:
     @property
     def prompt_token_s(self) -> float:
         """Return the estimated seconds per prompt token at the present load; 0 if unknown."""
-        state = self._state
-        return state.step_costs.prompt_token_s(
-            len(state.decoding), self.config.max_num_batched_tokens
-        )
+        rows, budget_tokens = len(self._state.decoding), self.config.max_num_batched_tokens
+        return self._state.step_costs.prompt_token_s(rows, budget_tokens)
 
     @property
     def remaining_prompt_tokens(self) -> int:
@@ -195,10 +186,9 @@ class Scheduler:
         message: str | None = None,
     ) -> bool:
         sequence = self._state.sequences.get(request_id)
-        if sequence is None:
-            return False
-        self._state.end(sequence, reason, keep_tokens=keep_tokens, message=message)
-        return True
+        if sequence is not None:
+            self._state.end(sequence, reason, keep_tokens=keep_tokens, message=message)
+        return sequence is not None
 
     def check(self) -> None:
         """Raise `AssertionError` if an invariant that holds between calls is violated."""

@@ -19,6 +19,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     request: Request
     rank: Rank
+    level: float  # of priority: no sequence overtakes one of a lower level
     root: Node  # of the prefix cache, by the request's salt
     stop_ids: tuple[int, ...]
     min_total_tokens: int  # a stop id at an earlier position does not end the request

@@ -1,14 +1,22 @@
-"""The slot table: the state of every running sequence as a struct of arrays, a row per slot."""
+"""The running sequences: their state as a struct of arrays, a row per slot, and views of it.
+
+`SlotTable` has the state, `DecodeBatch` selects the decoding rows, `RowTokens` says what rows
+compute in a step, `InFlightStep` is a plan whose result has not come.
+"""
 
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.sequence import Sequence
+
 _INITIAL_WIDTH_TOKENS = 256
-# As arrays, because numpy must convert a Python number in each operation.
-ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
 
 
 def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
@@ -84,3 +92,107 @@ class SlotTable:
         self.tokens = tokens
         self.flat_tokens = tokens.reshape(-1)  # a view
         self.row_start = np.arange(0, tokens.size, tokens.shape[1])  # of each slot, in the view
+
+
+class RowTokens(msgspec.Struct, frozen=True, eq=False):
+    """Number of tokens that each row computes, int32 [rows], and their sums. Never changed, so that
+    equal steps can share it."""
+
+    num_drafts: np.ndarray
+    query_lens: np.ndarray  # 1 + num_drafts, or the length of a chunk
+    catch_up: np.ndarray
+    total_drafts: int
+    total_catch_up: int = 0
+    all_draft: bool = False
+    num_chunks: int = 0  # rows that prefill
+
+    @classmethod
+    def of(cls, num_drafts: np.ndarray, catch_up: np.ndarray, total_catch_up: int) -> RowTokens:
+        """Return the tokens of decoding rows."""
+        total = int(np.add.reduce(num_drafts))
+        all_draft = bool(np.count_nonzero(num_drafts) == len(num_drafts))
+        return cls(num_drafts, num_drafts + ONE, catch_up, total, total_catch_up, all_draft)
+
+    def with_catch_up(self, catch_up: np.ndarray, total: int) -> RowTokens:
+        """Return the same with other catch-up tokens and their sum."""
+        drafts = self.num_drafts, self.query_lens, catch_up, self.total_drafts
+        return RowTokens(*drafts, total, self.all_draft)
+
+    @property
+    def plain(self) -> bool:
+        """True if every row decodes one token."""
+        return not (self.total_drafts or self.total_catch_up or self.num_chunks)
+
+
+class DraftLimits(NamedTuple):
+    """Limits of drafting that stay the same while the set of decoding rows does."""
+
+    max_tokens: RowTokens  # each row drafts as much as its request allows
+    all_catch_up: bool  # every row may plan catch-up wherever it may draft
+
+
+class DecodeBatch:
+    """Decoding rows in ascending order of slots, and what is constant while they decode.
+
+    This takes longer to compute than a plan. So `SchedulerState.decode_batch` keeps the batch of
+    all decoding rows until their set changes."""
+
+    def __init__(
+        self, table: SlotTable, owners: list[Sequence], slots: list[int], itl_target_s: float | None
+    ) -> None:
+        """`owners` are the sequences in these slots, `itl_target_s` is the shortest of theirs."""
+        count = len(slots)
+        self.index = np.array(slots, dtype=np.intp)  # an int32 index costs a conversion
+        self.slots = self.index.astype(np.int32)
+        # Selects the slots in a column of the table. numpy is several times faster with a slice.
+        adjacent = count > 0 and slots[-1] - slots[0] == count - 1
+        self.rows = slice(slots[0], slots[0] + count) if adjacent else self.index
+        self.owners, self.itl_target_s = owners, itl_target_s
+        self.generations = table.generation[self.index]
+        self.wants_logits = table.trues[:count]
+        zeros = table.zeros[:count]
+        self.plain = RowTokens(zeros, table.ones[:count], zeros, 0)  # one token per row
+        self.may_draft = bool(np.count_nonzero(table.max_lookahead[self.rows]))  # any row
+        self._limits: DraftLimits | None = None  # None: not computed yet
+        self.tokens_until_end = 0  # lower bound of each row's tokens until its `lookahead_end`
+
+    def draft_limits(self, table: SlotTable) -> DraftLimits:
+        """Return the limits, computed at the first call."""
+        if self._limits is None:
+            tokens = RowTokens.of(table.max_lookahead[self.rows].copy(), self.plain.num_drafts, 0)
+            ends_earlier = table.catch_up_end[self.rows] < table.lookahead_end[self.rows]
+            self._limits = DraftLimits(tokens, not np.count_nonzero(ends_earlier))
+        return self._limits
+
+    def may_end(self, table: SlotTable, max_emitted: int) -> bool:
+        """Return whether a row may reach its last token in the step that commits, in which each row
+        emits at most `max_emitted` tokens. Call it once a commit: it moves `tokens_until_end`, and
+        computes that again if it does not decide."""
+        if self.tokens_until_end < max_emitted:
+            until_end = table.lookahead_end[self.rows] - table.num_tokens[self.rows]
+            self.tokens_until_end = min(until_end.tolist(), default=0)
+        self.tokens_until_end -= max_emitted
+        return self.tokens_until_end < 0
+
+    def check(self, table: SlotTable, decoding: list[Sequence]) -> None:
+        """Raise `AssertionError` unless this is the batch of the `decoding` sequences."""
+        assert len(decoding) == len(self.owners), "the set of decoding rows has changed"
+        assert all(a is b for a, b in zip(decoding, self.owners, strict=True))
+        assert (self.generations == table.generation[self.index]).all()
+        until_end = table.lookahead_end[self.index] - table.num_tokens[self.index]
+        assert (until_end >= self.tokens_until_end).all(), (
+            "has fewer remaining tokens than recorded"
+        )
+
+
+class InFlightStep(msgspec.Struct, eq=False):
+    """A plan that has not been committed."""
+
+    plan: StepPlan
+    rows: slice | np.ndarray  # selects the plan's slots in a column of the table
+    owners: list[Sequence]  # by row
+    tokens: RowTokens
+    overlaps: bool  # another plan was in flight when this one was made
+    itl_target_s: float | None = None  # the shortest of its decoding rows
+    cancelled_slots: list[int] = []  # left since it was planned: their results are dropped
+    slots_to_free: list[int] = []  # those of `cancelled_slots` to free when this plan commits

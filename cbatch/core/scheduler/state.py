@@ -1,4 +1,4 @@
-"""The scheduler's state. No other file assigns slots and blocks to sequences."""
+"""The scheduler's state. No other file changes the slots and blocks of sequences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.decode_batch import DecodeBatch, InFlightStep
 from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
-from cbatch.core.scheduler.slot_table import SlotTable
+from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
@@ -26,7 +25,8 @@ NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
 
 
 class SchedulerState:
-    """Queue, slots, blocks and plans in flight. Planner and committer decide; methods apply."""
+    """Queue, slots, blocks and plans in flight. `schedule` and `update_from_output` decide; the
+    methods apply."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -42,6 +42,7 @@ class SchedulerState:
         self.decoding: list[int] = []  # slots, ascending
         self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: that has changed
         self.in_flight: list[InFlightStep] = []  # at most two, oldest first
+        self.num_plans = 0  # until now; the id of the next step
         self.pending_preemption: list[Sequence] = []
         self.last_commit_s: float | None = None  # None: the engine was idle since
         self.finished: list[Finished] = []
@@ -77,6 +78,7 @@ class SchedulerState:
         sequence = Sequence(
             request=request,
             rank=rank,
+            level=rank[0] if config.queue_policy == "priority" else 0.0,
             root=root_of(request.cache_salt),
             stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             min_total_tokens=prompt_tokens + params.min_tokens,
@@ -91,8 +93,8 @@ class SchedulerState:
         tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
         return self.pool.num_blocks_for(tokens)
 
-    def admit(self, sequence: Sequence, match: Match) -> int:
-        """Move a waiting sequence, whose cached prefix is `match`, into a slot. Return the slot."""
+    def admit(self, sequence: Sequence, match: Match) -> None:
+        """Move a waiting sequence, whose cached prefix is `match`, into a slot."""
         table, pool = self.table, self.pool
         self.waiting.remove(sequence.rank)
         slot = table.take_slot()
@@ -136,7 +138,6 @@ class SchedulerState:
         self._new_sequences.append(self._new_sequence(sequence, slot, blocks))
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefix_hit_tokens += kv_len
-        return slot
 
     def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
         """Return the message to the executor about a sequence that has just entered `slot`."""
@@ -172,23 +173,12 @@ class SchedulerState:
 
     def batch_of(self, slots: list[int]) -> DecodeBatch:
         owners, target_s = self.owners_of(slots), self.config.itl_target_s
-        targets = [owner.request.itl_target_s or target_s for owner in owners]
-        return DecodeBatch.of(
-            self.table, owners, slots, min((t for t in targets if t is not None), default=None)
-        )
+        targets_s = [owner.request.itl_target_s or target_s for owner in owners]
+        shortest_s = min((s for s in targets_s if s is not None), default=None)
+        return DecodeBatch(self.table, owners, slots, shortest_s)
 
     def owners_of(self, slots: list[int]) -> list[Sequence]:
         return cast("list[Sequence]", [self.owners[slot] for slot in slots])
-
-    def may_end(self, drafts: int) -> bool:
-        """Return whether a decoding row may reach its last token in the step that commits, which
-        planned `drafts` drafts. Called once a commit, because it updates the batch's bound."""
-        batch, max_emitted = self.cached_batch, 1 + min(drafts, self.policy.max_depth)
-        if batch is None:
-            return True
-        near_end = batch.near_end(self.table, max_emitted)
-        batch.tokens_until_end -= max_emitted
-        return near_end
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a sequence to the head of the queue, without its blocks."""
@@ -218,6 +208,11 @@ class SchedulerState:
             self.leave_slot(sequence)
         del self.sequences[sequence.request.request_id]
         self.finished.append(Finished(sequence.request.request_id, reason, message, output=output))
+
+    def take_finished(self) -> tuple[Finished, ...]:
+        """Return the endings since the last call."""
+        finished, self.finished = tuple(self.finished), []
+        return finished
 
     # ---- slots and blocks ---------------------------------------------------------------------
 
@@ -255,16 +250,8 @@ class SchedulerState:
         return self.table.blocks[slot, : self.table.capacity[slot] // self.pool.block_size]
 
     def append_blocks(self, slots: np.ndarray, counts: np.ndarray | None) -> None:
-        """Call `give_blocks`, and report the blocks in the next plan; at most once a plan."""
-        appended = self.give_blocks(slots, counts)
-        self._appended = np.empty((3, len(appended[0])), dtype=np.int32)
-        self._appended[0], self._appended[1], self._appended[2] = appended
-
-    def give_blocks(
-        self, slots: np.ndarray, counts: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Give `counts[i]` more blocks (> 0; None: one) to `slots[i]`; the caller has checked that
-        the pool has them. Return slot, index in the slot, and block of each new block."""
+        """Give `counts[i]` more blocks (> 0; None: one) to `slots[i]`, and report them in the next
+        plan. Call it at most once a plan. The caller has checked that the pool has the blocks."""
         table, size = self.table, self._block_size
         capacity = table.capacity[slots]
         rows, indices = slots, capacity // size
@@ -274,7 +261,8 @@ class SchedulerState:
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.capacity[slots] = capacity + size
-        return rows, indices, blocks
+        self._appended = np.empty((3, len(rows)), dtype=np.int32)
+        self._appended[0], self._appended[1], self._appended[2] = rows, indices, blocks
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Free the last `counts[i]` (> 0) blocks of `slots[i]`, which are reserved and unused."""

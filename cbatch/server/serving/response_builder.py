@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType, structs
 
 from cbatch.core.request.request import FinishReason
-from cbatch.core.scheduler.committer import NO_TOKEN_MESSAGE
+from cbatch.core.scheduler.update_from_output import NO_TOKEN_MESSAGE
 from cbatch.server.protocol.errors import GenerationError, UnanswerableError
 from cbatch.server.protocol.forced_tools import ToolCallPart
 from cbatch.server.protocol.logprobs import CompletionLogprobs, prompt_logprobs

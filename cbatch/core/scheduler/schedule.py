@@ -1,0 +1,400 @@
+"""The plan of a step, by `schedule` (vLLM's `Scheduler.schedule`), which reads from top to bottom.
+
+A step takes rows in this order, within `max_num_batched_tokens`:
+
+1. Decoding rows: the next token of each, then the drafts that the lookahead policy chooses. Blocks
+   are reserved for both. Where the pool is short, drafts are cut and rows are preempted
+   (preemption.py); then no request is admitted in this step.
+2. Chunks of prompts. The row with the fewest remaining tokens goes first, so that a short prompt
+   does not wait for a long one. To bound the delay, a row goes first once later prompts have
+   computed as many tokens before it as it had at admission. Under the `priority` policy no row
+   overtakes a row of higher priority.
+3. New requests, in service order (queue.py), and those that overtake every prompt before the
+   prompts. Admission needs a slot, and blocks for all known tokens and a decode reserve. The first
+   request that does not fit blocks those after it. One whose next prefix block is being computed
+   waits for that block, and lets others overtake it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
+from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, RowTokens
+from cbatch.core.scheduler.state import SchedulerState
+
+
+def schedule(state: SchedulerState) -> StepPlan | None:
+    """Return the next plan and note it as in flight, or return None if no row can run."""
+    num_preemptions = state.stats.preemptions
+    batch, tokens = _schedule_decodes(state)
+    chunks: list[Chunk] = []
+    if state.prefilling or (state.waiting and state.table.num_free):
+        may_admit = state.stats.preemptions == num_preemptions and not state.pending_preemption
+        chunks = _schedule_prompts(state, batch, tokens, may_admit=may_admit)
+    if not (len(batch.slots) or chunks):
+        return None
+    return _build_plan(state, batch, tokens, chunks)
+
+
+# ---- 1. decoding rows ---------------------------------------------------------------------------
+
+
+def _schedule_decodes(state: SchedulerState) -> tuple[DecodeBatch, RowTokens]:
+    """Return the decoding rows and their tokens, with blocks reserved for them."""
+    table, batch = state.table, state.decode_batch()
+    if state.in_flight:  # rows have at least `num_known` tokens, and need at most `max_kv_len`
+        num_known, max_kv_len = _token_bounds(state)
+        batch = _without_finishing(state, batch, num_known)
+        num_known, max_kv_len = num_known[batch.rows], max_kv_len[batch.rows]
+    else:
+        num_known = max_kv_len = table.num_tokens[batch.rows]
+    if not len(batch.slots):
+        return batch, batch.plain
+    tokens = _choose_drafts(state, batch, num_known) if batch.may_draft else batch.plain
+    if tokens.total_drafts:
+        max_kv_len = max_kv_len + tokens.num_drafts
+    if state.in_flight:  # the sum of two upper bounds may exceed the end
+        max_kv_len = np.minimum(max_kv_len, table.max_total[batch.rows])
+    if _append_blocks(state, batch, max_kv_len):
+        return batch, tokens
+    return _preempt(state, batch, tokens)
+
+
+def _token_bounds(state: SchedulerState) -> tuple[np.ndarray, np.ndarray]:
+    """Return two bounds for the time when the plans in flight are committed, int32 [slots]: the
+    fewest known tokens, and the most KV positions after one more token."""
+    table = state.table
+    num_known = table.num_tokens.copy()
+    max_kv_len = table.num_tokens - table.num_uncomputed_tokens + 1
+    for step in state.in_flight:
+        num_known[step.rows] += step.plan.wants_logits
+        max_kv_len[step.rows] += step.plan.query_lens
+    return num_known, max_kv_len
+
+
+def _without_finishing(
+    state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray
+) -> DecodeBatch:
+    """Return the batch without rows that will be preempted, and rows that reach `max_tokens` in a
+    plan in flight."""
+    continues = num_known[batch.rows] < state.table.max_total[batch.rows]
+    for sequence in state.pending_preemption:
+        continues &= batch.slots != sequence.slot
+    return batch if continues.all() else state.batch_of(batch.index[continues].tolist())
+
+
+def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> RowTokens:
+    """Return drafts and catch-up tokens per row within the token budget. Whether there are blocks
+    for them is decided later."""
+    step = DraftableRows(state, batch, num_known)
+    num_drafts = state.policy.choose(step)
+    if num_drafts is None:
+        return batch.plain
+    lag, budget = step.draft_kv_lag, step.budget_tokens
+    drafts = batch.draft_limits(state.table).max_tokens
+    if num_drafts is not drafts.num_drafts:
+        drafts = RowTokens.of(num_drafts, lag, 0)
+    total = int(np.add.reduce(lag))
+    if drafts.all_draft and drafts.total_drafts + total <= budget:
+        return drafts.with_catch_up(lag.copy(), total)
+    first = state.num_plans % step.num_rows
+    fitting, catch_up, total = fit_drafts(num_drafts, lag, budget, first)
+    if fitting is not num_drafts:
+        drafts = RowTokens.of(fitting, lag, 0)
+    return drafts.with_catch_up(catch_up, total - drafts.total_drafts)
+
+
+def _append_blocks(state: SchedulerState, batch: DecodeBatch, max_kv_len: np.ndarray) -> bool:
+    """Append blocks until each row has `max_kv_len` positions, int32 [rows]. If the pool has too
+    few blocks, do nothing and return False."""
+    capacity, size = state.table.capacity[batch.rows], state.pool.block_size
+    full = (max_kv_len > capacity).nonzero()[0]
+    if not len(full):
+        return True
+    counts, total = None, len(full)
+    if state.in_flight or state.policy.max_depth >= size:  # else each lacks one block
+        counts = (max_kv_len[full] - capacity[full] + (size - 1)) // size
+        total = int(np.add.reduce(counts))
+    if total > state.pool.num_available:
+        return False
+    state.append_blocks(batch.index[full], counts)
+    return True
+
+
+def _preempt(
+    state: SchedulerState, batch: DecodeBatch, tokens: RowTokens
+) -> tuple[DecodeBatch, RowTokens]:
+    """Preempt sequences because the pool has too few blocks, append blocks to the other rows, and
+    return these rows with their tokens."""
+    pool, max_kv_len = state.pool, _token_bounds(state)[1]
+    drafts_by_slot = dict(zip(batch.slots.tolist(), tokens.num_drafts.tolist(), strict=True))
+    candidates = [
+        _candidate(state, owner, drafts_by_slot, max_kv_len)
+        for owner in state.owners
+        if owner is not None and not owner.pending_preemption
+    ]
+    leaving = [slot for step in state.in_flight for slot in step.slots_to_free]
+    leaving += [s.slot for s in state.pending_preemption if s.slot is not None]
+    pending = sum(pool.count_unshared(state.block_row(slot)) for slot in leaving)
+    growth = decide_growth(candidates, pool.num_available, pending, pool.block_size)
+    for sequence in state.owners_of(growth.victims):
+        if _is_in_flight(state, sequence.slot):
+            sequence.pending_preemption = True
+            state.pending_preemption.append(sequence)
+        else:
+            state.preempt(sequence)
+    keep = np.array([slot in growth.granted_drafts for slot in drafts_by_slot], dtype=bool)
+    batch = state.batch_of(batch.index[keep].tolist())
+    granted = [growth.granted_drafts[slot] for slot in batch.slots.tolist()]
+    drafts, catch_up = np.array(granted, dtype=np.int32), tokens.catch_up[keep]
+    max_kv_len = np.minimum(max_kv_len[batch.rows] + drafts, state.table.max_total[batch.rows])
+    _append_blocks(state, batch, max_kv_len)
+    return batch, RowTokens.of(drafts, catch_up, int(np.add.reduce(catch_up)))
+
+
+def _candidate(
+    state: SchedulerState,
+    sequence: Sequence,
+    drafts_by_slot: dict[int, int],
+    max_kv_len: np.ndarray,
+) -> PreemptionCandidate:
+    table, slot = state.table, sequence.slot
+    assert slot is not None
+    gained = int(table.num_tokens[slot]) - sequence.tokens_at_admission
+    blocks = state.block_row(slot)
+    return PreemptionCandidate(
+        slot=slot,
+        rank=sequence.rank,
+        decodes=slot in drafts_by_slot,
+        kv_tokens=int(max_kv_len[slot]) - 1,
+        num_drafts=drafts_by_slot.get(slot, 0),
+        max_tokens=int(table.max_total[slot]),
+        blocks_held=len(blocks),
+        blocks_freed=state.pool.count_unshared(blocks),
+        in_flight=_is_in_flight(state, slot),
+        protected=sequence.preemptions > 0 and gained < state.pool.block_size,
+    )
+
+
+def _is_in_flight(state: SchedulerState, slot: int | None) -> bool:
+    return any((step.plan.slots == slot).any() for step in state.in_flight)
+
+
+# ---- 2. and 3. prompts --------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """The next `query_len` tokens of a prompt; `last` if they are its last ones."""
+
+    slot: int
+    query_len: int
+    last: bool
+
+
+class _Prompt(NamedTuple):
+    """A sequence that prefills in `slot`."""
+
+    slot: int
+    sequence: Sequence
+    remaining_tokens: int
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Return the sort key; the smallest is served first. The length of a prompt does not count
+        once later ones have overtaken it for long enough."""
+        is_due = self.sequence.overtaken_tokens >= self.sequence.tokens_at_admission
+        return self.sequence.level, 0 if is_due else self.remaining_tokens
+
+
+def _schedule_prompts(
+    state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, *, may_admit: bool
+) -> list[Chunk]:
+    """Return the chunks of a step in which the rows of `batch` decode `tokens`."""
+    running = state.owners_of(state.prefilling)
+    prompts = [_prompt_of(state, owner) for owner in running if not owner.pending_preemption]
+    prompts.sort(key=lambda prompt: prompt.order)
+    budget_tokens = _prompt_budget(state, batch, tokens, prompts)
+    chunks: list[Chunk] = []
+    if may_admit and prompts:
+        budget_tokens = _admit(state, budget_tokens, chunks, before=prompts[0])
+    for prompt in prompts:
+        if budget_tokens <= 0:
+            return chunks
+        budget_tokens = _serve(state, prompt, budget_tokens, chunks)
+    if may_admit:
+        _admit(state, budget_tokens, chunks)
+    return chunks
+
+
+def _prompt_of(state: SchedulerState, sequence: Sequence) -> _Prompt:
+    """Return the prompt, with the tokens that no committed step or plan in flight computes."""
+    slot = sequence.slot
+    assert slot is not None
+    remaining = int(state.table.num_uncomputed_tokens[slot])
+    for step in state.in_flight:  # exact, since a prefilling row drafts nothing
+        remaining -= int(step.plan.query_lens[step.plan.slots == slot].sum())
+    return _Prompt(slot, sequence, remaining)
+
+
+def _prompt_budget(
+    state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, prompts: list[_Prompt]
+) -> int:
+    """Return the most prompt tokens of the step: those that decoding rows leave of the budget, and
+    no more than the delay that these rows accept (see step_costs.py)."""
+    config, num_rows = state.config, len(batch.slots)
+    budget = config.max_num_batched_tokens - num_rows - tokens.total_drafts
+    budget -= ceil(tokens.total_catch_up * config.catch_up_price)
+    if not num_rows:
+        return budget
+    pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens)
+    context = state.table.kv_len(prompts[0].slot) if prompts else 0
+    num_tokens, target_s = num_rows + tokens.total_drafts, batch.itl_target_s
+    return min(budget, state.step_costs.chunk(num_tokens, pairs, context, target_s))
+
+
+def _serve(state: SchedulerState, prompt: _Prompt, budget_tokens: int, chunks: list[Chunk]) -> int:
+    """Append the next chunk of a prompt, count its tokens for the prompts that it overtakes, and
+    return the remaining budget."""
+    query_len = min(prompt.remaining_tokens, budget_tokens)
+    chunks.append(Chunk(prompt.slot, query_len, last=prompt.remaining_tokens <= budget_tokens))
+    earlier = state.prefilling[: state.prefilling.index(prompt.slot)]  # in order of admission
+    for sequence in state.owners_of(earlier):
+        sequence.overtaken_tokens += query_len
+    return budget_tokens - query_len
+
+
+def _admit(
+    state: SchedulerState, budget_tokens: int, chunks: list[Chunk], before: _Prompt | None = None
+) -> int:
+    """Admit waiting sequences in service order, append their chunks, and return the remaining
+    budget. With `before`, admit only sequences that overtake this prompt."""
+    pool = state.pool
+    cached = False  # the completed blocks of running sequences are in the prefix cache
+    for sequence in list(state.waiting) if budget_tokens > 0 else ():
+        if budget_tokens <= 0 or not state.table.num_free:
+            break
+        if before is not None and (sequence.level, len(sequence.tokens)) >= before.order:
+            break
+        # The last known token is always computed, because its logits are needed.
+        may_hit = state.config.enable_prefix_caching and not sequence.computes_prompt
+        max_hits = (len(sequence.tokens) - 1) // pool.block_size if may_hit else 0
+        match = pool.match(sequence.tokens, max_hits, sequence.root)
+        if may_hit and not cached and state.may_match_more(match, sequence.root):
+            cached = True
+            state.cache_completed_blocks()
+            match = pool.match(sequence.tokens, max_hits, sequence.root)
+        if match.promised:
+            continue
+        fresh = state.blocks_to_admit(sequence) - len(match.blocks)
+        if fresh + pool.count_unreferenced(match.blocks) > pool.num_available:
+            break
+        state.admit(sequence, match)
+        budget_tokens = _serve(state, _prompt_of(state, sequence), budget_tokens, chunks)
+    return budget_tokens
+
+
+# ---- the plan -----------------------------------------------------------------------------------
+
+
+def _build_plan(
+    state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
+) -> StepPlan:
+    """Return the plan of decoding rows and chunks, and note it as in flight."""
+    table = state.table
+    slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
+    rows, owners = batch.rows, batch.owners
+    if chunks:
+        prefills = [(c.slot, table.generation.item(c.slot), c.query_len, 0, 0) for c in chunks]
+        # One array for all columns: separate ones would take three times as long.
+        columns = np.empty((5, len(slots) + len(chunks)), dtype=np.int32)
+        decodes = slots, generations, tokens.query_lens, tokens.num_drafts, tokens.catch_up
+        columns[:, : len(slots)] = decodes
+        columns.T[len(slots) :] = prefills
+        slots, generations, query_lens, num_drafts, catch_up = columns
+        totals = tokens.total_drafts, tokens.total_catch_up
+        tokens = RowTokens(num_drafts, query_lens, catch_up, *totals, num_chunks=len(chunks))
+        rows = slots.astype(np.intp)
+        owners = owners + state.owners_of([chunk.slot for chunk in chunks])
+        wants_logits = table.trues[: len(slots)].copy()
+        wants_logits[-len(chunks) :] = [chunk.last for chunk in chunks]
+        for chunk in chunks:
+            if chunk.last:
+                state.start_decoding(chunk.slot)
+    plan = StepPlan(
+        step_id=state.num_plans,
+        slots=slots,
+        generations=generations,
+        query_lens=tokens.query_lens,
+        num_drafts=tokens.num_drafts,
+        catch_up=tokens.catch_up,
+        wants_logits=wants_logits,
+        deltas=state.take_deltas(),
+    )
+    state.num_plans += 1
+    step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)
+    state.in_flight.append(step)
+    return plan
+
+
+# ---- what a lookahead policy sees ---------------------------------------------------------------
+
+
+class DraftableRows:
+    """The decoding rows: `policy.PlannedRows`. Slow properties are computed when first read."""
+
+    def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
+        self._state, self._batch, self._num_known = state, batch, num_known
+        self.rows, self.num_rows = batch.rows, len(batch.slots)
+
+    @cached_property
+    def max_drafts(self) -> np.ndarray:
+        state, batch = self._state, self._batch
+        max_drafts = batch.draft_limits(state.table).max_tokens.num_drafts
+        if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
+            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
+        return max_drafts
+
+    @cached_property
+    def draft_kv_lag(self) -> np.ndarray:
+        """Known tokens of each row that its draft KV lacks, without the last one, int32 [rows]."""
+        table, rows, num_known = self._state.table, self.rows, self._num_known
+        if not self._state.has_draft_kv:
+            return table.zeros[: self.num_rows]
+        lag: np.ndarray = num_known - ONE - table.draft_kv[rows]
+        if not self._state.decode_batch().draft_limits(table).all_catch_up:
+            lag = lag * (num_known <= table.catch_up_end[rows])
+        return lag
+
+    @cached_property
+    def budget_tokens(self) -> int:
+        """Drafts and catch-up tokens of all rows, at most. While prompts wait, drafts get half of
+        the step's budget, and leave time for a chunk within the target gap between tokens."""
+        state, target_s = self._state, self._batch.itl_target_s
+        budget = state.config.max_num_batched_tokens - self.num_rows
+        has_prompts = bool(state.prefilling or state.waiting)
+        if has_prompts:
+            budget //= 2
+        if target_s is not None:
+            pairs, costs = self.context_tokens, state.step_costs
+            fitting = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
+            if has_prompts:
+                fitting -= costs.chunk(self.num_rows, pairs, 0, target_s)
+            budget = max(min(budget, fitting), 0)
+        return budget
+
+    @property
+    def context_tokens(self) -> int:
+        return int(np.add.reduce(self._num_known))
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
+        return remaining
