@@ -20,6 +20,7 @@ from triton_kernels.sampling.scan import scan_kernel
 from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+_LEAST_TILES = 64  # with fewer, the code of `laws_kernel` would spill registers
 _SPARE = 8  # kernels are compiled for the vocabulary's tiles plus 1/8 of them for listed tokens
 
 
@@ -116,7 +117,9 @@ def scan_rows(
         if batch.shaping is not None:
             grid = num_rows, values["num_tiles"] - dense
             launch(shape_kernel, grid, values, tiling.shape)
-        launch(scan_kernel, (num_rows, dense), values, tiling.scan)
+        aligned = values["vocab"] % 16 == 0  # else loads of single logits need more registers
+        options = tiling.scan if aligned else CompileOptions(tiling.scan.num_warps)
+        launch(scan_kernel, (num_rows, dense), values, options)
     return values
 
 
@@ -156,7 +159,7 @@ def kernel_arguments(
     if shaping is not None:
         overlay = Overlay.allocate(num_rows, width, device)
         overlay = overlay if listed is None else overlay._replace(logits=listed)
-    power = triton.next_power_of_2(max(num_tiles, most_tiles))
+    power = triton.next_power_of_2(max(num_tiles, most_tiles, _LEAST_TILES))
     return {
         "batch": batch._replace(shaping=None),
         "shaping": shaping,
