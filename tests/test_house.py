@@ -25,13 +25,11 @@ LAYERS = {
     ),
     "cbatch/core": ("scheduler", "speculation", "prices", "request"),
     "cbatch/runtime": (
-        "gpu",
-        "cpu",
-        "drafting",
-        "input_batch",
-        "batch kv_cache sampling",
-        "compiled",
-        "model",
+        "cpu gpu",
+        "drafting transformers_backend",
+        "input_batch layers",
+        "batch compiled kv_cache sampling",
+        "model rank_group",
     ),
     "cbatch/server": ("http", "serving", "protocol"),
     "sim": (

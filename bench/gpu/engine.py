@@ -34,7 +34,9 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.prices.startup import profile_costs
-from cbatch.runtime.gpu import Decoder, GpuExecutor, target_pass
+from cbatch.runtime.gpu import target_pass
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text.outputs import Output

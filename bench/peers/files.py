@@ -18,12 +18,12 @@ from bench.peers.processes import Worker
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.engine.model_files import PACKAGED, find_model, tokenizer_of
-from cbatch.runtime.cpu.numerics import num_weights
 from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig, RopeConfig
 from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 from cbatch.runtime.model.rope import inverse_frequencies
+from cbatch.runtime.model.shapes import num_weights
 from cbatch.text import TextTokenizer, TokenizerError
 
 DEMO = "demo"

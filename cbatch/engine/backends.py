@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
     from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.cpu.executor import TorchExecutor
-    from cbatch.runtime.cpu.head import Head
-    from cbatch.runtime.cpu.rank_group import RankGroup
     from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
     from cbatch.runtime.drafting.contract import Drafter
+    from cbatch.runtime.drafting.heads.head import Head
     from cbatch.runtime.drafting.lookup import Lookup
-    from cbatch.runtime.gpu import Decoder, GpuExecutor
+    from cbatch.runtime.gpu.decoder import Decoder
+    from cbatch.runtime.gpu.executor import GpuExecutor
     from cbatch.runtime.gpu.memory import Draft
     from cbatch.runtime.gpu.modelling import ModellingDecoder
+    from cbatch.runtime.rank_group import RankGroup
     from cbatch.runtime.sampling.structured import GrammarSource
 
     AnyModel = Model | TransformersModel | Decoder | ModellingDecoder | Head
@@ -110,7 +111,7 @@ def load_for(
     if impl == "transformers":
         return _load_modelling(device, path, dtype, numerics, random_weights_seed, ranks)
     if is_gpu(device):
-        from cbatch.runtime.gpu import load_decoder
+        from cbatch.runtime.gpu.decoder import load_decoder
 
         return load_decoder(
             path,
@@ -297,7 +298,7 @@ def _gpu_executor(
     kv_cache_dtype: str,
 ) -> GpuExecutor:
     from cbatch.engine.prices.startup import shapes_for
-    from cbatch.runtime.gpu import GpuExecutor
+    from cbatch.runtime.gpu.executor import GpuExecutor
     from cbatch.runtime.gpu.host_drafts import LookupSettings
 
     drafts = bool(config.default_chain) and config.lookahead.policy != "off"

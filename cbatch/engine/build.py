@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
     from cbatch.engine.ranks.group import Ranks
     from cbatch.runtime.cpu.executor import TorchExecutor
-    from cbatch.runtime.gpu import GpuExecutor
+    from cbatch.runtime.gpu.executor import GpuExecutor
     from cbatch.text import TextTokenizer
 
 _logger = logging.getLogger("cbatch")

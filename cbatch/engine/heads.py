@@ -13,7 +13,7 @@ from cbatch.engine.backends import is_gpu
 
 if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
-    from cbatch.runtime.cpu.head import Head
+    from cbatch.runtime.drafting.heads.head import Head
     from cbatch.text import TextTokenizer
 
 _logger = logging.getLogger("cbatch")
@@ -50,17 +50,20 @@ def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: Tria
     """Load a head in the reading of its files that predicts the target best on `texts`. With tensor
     parallelism all ranks must call it. Raises ModelError for a file that does not fit the model,
     FieldError for a head that is no better than always guessing one token."""
-    from cbatch.runtime.cpu.load_head import load_heads
-    from cbatch.runtime.cpu.self_test import best_reading
+    from cbatch.runtime.drafting.heads.loading import load_heads
+    from cbatch.runtime.drafting.heads.trial import best_reading
 
     tried: Any = target
+    heads: list[Head]
     if is_gpu(str(target.device)):
         from cbatch.runtime.gpu.heads import CLASSES
         from cbatch.runtime.gpu.one_call import OneCall
 
         tried, heads = OneCall(target), load_heads(path, target, target_path, CLASSES)
     else:
-        heads = load_heads(path, target, target_path)
+        from cbatch.runtime.cpu.drafters.kinds import HEADS
+
+        heads = load_heads(path, target, target_path, HEADS)
     best = best_reading(heads, tried, texts)
     summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
     summary += "drafts are the model's own choice"

@@ -56,7 +56,7 @@ def memory_for_kv_bytes(
     little memory for the buffers of a step."""
     import torch
 
-    from cbatch.runtime.cpu.numerics import memory_bytes
+    from cbatch.system.machine import memory_bytes
 
     device = torch.device(target.device)
     if device.type != "cuda":
@@ -75,7 +75,7 @@ def memory_for_kv_bytes(
 def weight_bytes(model: AnyModel) -> int:
     """Return the bytes of the matrices of one rank, as they are in memory. Norms and biases are
     negligible and not counted."""
-    from cbatch.runtime.cpu.numerics import num_weights
+    from cbatch.runtime.model.shapes import num_weights
     from cbatch.runtime.model.sharding import head_rows
 
     quantised_bytes: int | None = getattr(model, "block_bytes", None)

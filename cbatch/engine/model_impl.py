@@ -10,10 +10,10 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.unsupported import refuse_model_files
 from cbatch.engine.model_files import gguf_of
 from cbatch.engine.options import EngineOptions
-from cbatch.runtime.cpu.transformers_backend.support import refuse_unsupported
 from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf
+from cbatch.runtime.transformers_backend.support import refuse_unsupported
 
 # "compiled": our own code, for a family that it supports only with compiled kernels on a CPU.
 Impl = Literal["own", "compiled", "transformers"]

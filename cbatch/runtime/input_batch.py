@@ -10,8 +10,10 @@ from cbatch.core.request.noise import split_seed
 from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling.filters import Filters
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.logprobs import LogprobRequests
+from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from cbatch.runtime.sampling.structured import GrammarSource
 
 
@@ -140,6 +142,21 @@ class InputBatch:
             self.block_rows(slots, int(np.maximum.reduce(contexts))),
             torch.from_numpy(index),
         )
+
+    def filters(self, slots: NDArray[np.integer]) -> Filters:
+        """Return the filters of `slots`, in that order."""
+        top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
+        return Filters(
+            torch.from_numpy(self.temperature[slots]),
+            torch.from_numpy(top_k) if np.count_nonzero(top_k < self.vocab_size) else None,
+            torch.from_numpy(top_p) if np.count_nonzero(top_p <= 1) else None,
+            torch.from_numpy(min_p) if np.count_nonzero(min_p) else None,
+        )
+
+    def noise_rows(self, slots: NDArray[np.integer], positions: I64) -> NoiseRows:
+        """Return the noise coordinates of the tokens at `positions` in `slots`."""
+        where = self.keys[slots], self.choice[slots], positions
+        return NoiseRows(*map(torch.from_numpy, where))
 
 
 def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:

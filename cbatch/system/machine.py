@@ -18,7 +18,7 @@ def describe_machine() -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
         "system": platform.platform(terse=True),
     }
 
@@ -45,9 +45,9 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_gib() -> float | None:
+def memory_bytes() -> int:
+    """Return the machine's memory in bytes. Free memory would differ at every start."""
     try:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
-    return round(total_bytes / 2**30, 1)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # not a POSIX system
+        return 4 * 2**30

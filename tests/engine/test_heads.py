@@ -19,11 +19,12 @@ from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
 from cbatch.engine.model_files import chat_template_of, tokenizer_of
-from cbatch.runtime.cpu import self_test
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
-from cbatch.runtime.cpu.load_head import load_heads
-from cbatch.runtime.cpu.self_test import best_reading
+from cbatch.runtime.cpu.drafters.kinds import HEADS
+from cbatch.runtime.drafting.heads import trial as self_test
+from cbatch.runtime.drafting.heads.loading import load_heads
+from cbatch.runtime.drafting.heads.trial import best_reading
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -125,8 +126,8 @@ def test_a_head_of_a_model_in_blocks_is_rounded_to_blocks(tmp_path):
     path.write_bytes(gguf_bytes(values, tensors))
     plain, blocks = load_model(TARGET), load_model(path)
     whole, rounded = (
-        load_heads(demo_head(), plain, TARGET)[0],
-        load_heads(demo_head(), blocks, path)[0],
+        load_heads(demo_head(), plain, TARGET, HEADS)[0],
+        load_heads(demo_head(), blocks, path, HEADS)[0],
     )
     assert 0.5 < rounded.block_bytes / whole.block_bytes < 0.56
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:60]

@@ -16,8 +16,8 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.backends import kv_dtype_of
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.late import GROUPS
 from tests.gpu_proofs.driver import Launches

@@ -3,7 +3,7 @@ processors."""
 
 import torch
 
-from cbatch.runtime.cpu.self_test import _kv, _whole
+from cbatch.runtime.drafting.heads.trial import _kv, _whole
 from tests.runtime.pairs import tiny_model
 
 if __name__ == "__main__":

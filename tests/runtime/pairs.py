@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.model.config import ModelConfig, RopeConfig
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.weight_files import WeightSource
 
 VOCAB = 64

@@ -16,9 +16,9 @@ from cbatch.runtime.compiled import product as product_module
 from cbatch.runtime.cpu import compiled_pass as decoder_module
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_row_invariance
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.weight_files import Safetensors
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.hf_models import paged, run_all, tokens_of

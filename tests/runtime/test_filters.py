@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.cpu import filters as filters_module
-from cbatch.runtime.cpu.filters import Filters, filtered_probs, greedy_drafts, greedy_tokens
+from cbatch.runtime.cpu import greedy
+from cbatch.runtime.cpu.greedy import greedy_drafts, greedy_tokens
+from cbatch.runtime.sampling.filters import Filters, filtered_probs
 from tests.runtime.marks import has_compiler
 from tests.runtime.reference import slow_filter
 
@@ -85,7 +86,7 @@ def test_unfiltered_row_keeps_its_tail_among_filtered_ones():
 @pytest.fixture(params=["compiled", "numpy"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(filters_module, "library", lambda: None)
+        monkeypatch.setattr(greedy, "library", lambda: None)
     elif not has_compiler():
         pytest.skip("no C compiler, or not Linux")
 

@@ -32,9 +32,10 @@ from cbatch.engine.backends import (
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.buckets import bucket, ladder
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from tests.runtime import engines

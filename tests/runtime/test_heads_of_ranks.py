@@ -19,15 +19,15 @@ from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
-from cbatch.runtime.cpu.drafters.kinds import drafter_of
+from cbatch.runtime.cpu.drafters.kinds import HEADS, drafter_of
 from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.head import Head
-from cbatch.runtime.cpu.load_head import load_heads
-from cbatch.runtime.cpu.numerics import Numerics
-from cbatch.runtime.cpu.rank_group import RankGroup
+from cbatch.runtime.drafting.heads.head import Head
+from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.model.checkpoint import Checkpoint
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.sharding import ShardedWeights, shard_config
+from cbatch.runtime.rank_group import RankGroup
 from tests.runtime import made_heads
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.marks import needs_compiler
@@ -71,7 +71,7 @@ def serve(
     target = share(ranks)
     draft: Head | None = None
     if head is not None:
-        (draft, *_) = load_heads(head, target, "the target")
+        (draft, *_) = load_heads(head, target, "the target", HEADS)
     sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8} | settings
     sizes = {name: sizes[name] for name in ("num_blocks", "block_size", "max_num_seqs")}
     drafter = None if draft is None else drafter_of(draft)
@@ -85,7 +85,7 @@ def serve(
 def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide the target's files, from which heads read borrowed tensors."""
     monkeypatch.setattr(
-        "cbatch.runtime.cpu.load_head.open_checkpoint",
+        "cbatch.runtime.drafting.heads.loading.open_checkpoint",
         lambda path: Checkpoint(tiny_config(), NoisyWeights(1), torch.float32),
     )
 
@@ -133,7 +133,7 @@ def test_drafts_are_those_with_a_whole_model(make: Callable[..., Any], tmp_path:
     requests = [make_request(f"r{i}", p, max_tokens=24) for i, p in enumerate(prompts(8))]
     (mine, _) = by_ranks(2, partial(serve, requests=requests, head=head, k=3))
     target = tiny_model()
-    draft = load_heads(head, target, "the target")[0]
+    draft = load_heads(head, target, "the target", HEADS)[0]
     drafter = drafter_of(draft)
     executor = Counting(target, drafter=drafter, num_blocks=256, block_size=4, max_num_seqs=8)
     given: Any = {"executor": executor, "drafting": drafter, "lookahead": "fixed:3"}

@@ -20,6 +20,7 @@ from cbatch.runtime.cpu.numerics import resolve_numerics
 from cbatch.runtime.cpu.products import Kind, packing_available
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
+from cbatch.runtime.model.shapes import weight_shapes
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 from tests.runtime.marks import needs_compiler
 
@@ -124,7 +125,7 @@ def test_the_probe_says_yes(tmp_path: Path) -> None:
     kernels = f"; kernels: {build_name()}" if computes == "compiled" else ""
     line = f"row_invariant: yes (numerics=invariant; products: {computes}{kernels})"
     assert report.row_invariant and str(report) == line
-    assert set(report.shapes) == set(numerics.weight_shapes(model.config))
+    assert set(report.shapes) == set(weight_shapes(model.config))
 
 
 class _Fickle(Linear):
@@ -199,7 +200,7 @@ def test_auto_is_invariant_where_every_product_is(
 ) -> None:
     build(tmp_path, "llama")
     config = load_config(tmp_path)
-    invariant = dict.fromkeys(numerics.weight_shapes(config), True)
+    invariant = dict.fromkeys(weight_shapes(config), True)
 
     def plan(shape: tuple[int, int], *where: object, **settings: object) -> ProductPlan:
         return ProductPlan(Kind.NATIVE, NO_PADDING, invariant[shape])

@@ -18,9 +18,9 @@ from cbatch.runtime.kv_cache import KVCache
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 
 from cbatch.engine.ranks.executor import RankedExecutor
-from cbatch.runtime.cpu.rank_group import RankGroup, join
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
+from cbatch.runtime.rank_group import RankGroup, join
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.test_transformers_backend import SIZES, assert_greedy, sequences
 from tests.runtime.tiny_architectures import EVERY, make_tiny, tiny_config

@@ -22,10 +22,11 @@ from cbatch.runtime.model.config import ModelError
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 
-from cbatch.runtime.cpu.transformers_backend import attention
+from cbatch.runtime.cpu.transformers_backend.attention import CpuStep
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
-from cbatch.runtime.cpu.transformers_backend.step import LAYER
 from cbatch.runtime.gpu.modelling import load_modelling_decoder
+from cbatch.runtime.transformers_backend import attention
+from cbatch.runtime.transformers_backend.step import LAYER
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.tiny_architectures import EVERY, SEVERAL, make_tiny, tiny_config
 
@@ -162,14 +163,14 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ModelError, match="MistralForCausalLM computes other logits with our attention"
         ):
             load_transformers_model(tmp_path)
-    computed = attention.compute
+    computed = CpuStep.compute
 
-    def leaking(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = computed(layer, q, k, v)
+    def leaking(step: CpuStep, *given: Any) -> torch.Tensor:
+        out = computed(step, *given)
         return out + 0.1 * out.mean(0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "compute", leaking)
+        patch.setattr(CpuStep, "compute", leaking)
         with pytest.raises(
             ModelError, match="computes other logits for rows in a batch than for each"
         ):

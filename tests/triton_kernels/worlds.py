@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.filters import Filters, filtered_probs
+from cbatch.runtime.sampling.filters import Filters, filtered_probs
 
 
 class World:

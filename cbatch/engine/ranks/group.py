@@ -23,7 +23,7 @@ from cbatch.engine.options import EngineOptions
 from cbatch.engine.ranks.messages import READY, Message, RankFiles, Start
 
 if TYPE_CHECKING:
-    from cbatch.runtime.cpu.rank_group import RankGroup
+    from cbatch.runtime.rank_group import RankGroup
 
 _NOTICE_S = 2.0  # wait for the exit status of a process whose connection broke
 _LEAVE_S = 5.0  # time for a rank to end by itself before it is killed
@@ -118,7 +118,7 @@ class Ranks:
         threading.Thread(target=self._health.watch, args=args, name=name, daemon=True).start()
 
     def _join(self) -> RankGroup:
-        from cbatch.runtime.cpu.rank_group import join
+        from cbatch.runtime.rank_group import join
 
         return join(0, self.size, self._folder)
 

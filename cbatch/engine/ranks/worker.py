@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cbatch.engine.backends import AnyModel
     from cbatch.runtime.cpu.decoder import Model
     from cbatch.runtime.cpu.executor import TorchExecutor
-    from cbatch.runtime.cpu.rank_group import RankGroup
+    from cbatch.runtime.rank_group import RankGroup
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def _end_with_rank_0() -> None:
 def _serve(connection: Connection[Any, Any]) -> None:
     import torch
 
-    from cbatch.runtime.cpu.rank_group import join
+    from cbatch.runtime.rank_group import join
 
     start: Start = connection.recv()
     logging.getLogger("cbatch").setLevel(logging.ERROR)  # rank 0 logs the rest

@@ -23,9 +23,9 @@ from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:
-    from cbatch.runtime.cpu.layers import Layer
     from cbatch.runtime.cpu.linear import Linear
-    from cbatch.runtime.cpu.rank_group import RankGroup
+    from cbatch.runtime.layers import Layer
+    from cbatch.runtime.rank_group import RankGroup
 
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is faster than several
@@ -100,7 +100,7 @@ class CompiledDecoder:
         cls,
         config: ModelConfig,
         embedding: Tensor | CompiledProduct,
-        layers: Sequence[Layer],
+        layers: Sequence[Layer[Linear]],
         head: Linear,
         ranks: RankGroup | None = None,
     ) -> CompiledDecoder | None:
@@ -114,7 +114,7 @@ class CompiledDecoder:
         self,
         config: ModelConfig,
         embedding: Tensor | CompiledProduct,
-        layers: Sequence[Layer],
+        layers: Sequence[Layer[Linear]],
         head: Linear,
         reading: StateReading | None = None,
         ranks: RankGroup | None = None,
@@ -307,7 +307,7 @@ def _ints(array: NDArray[np.integer]) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _layer(layer: Layer, config: ModelConfig) -> _Layer:
+def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
     down = LinearStruct() if layer.down is None else _struct(layer.down)
     weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
     addresses = [None if weight is None else weight.data_ptr() for weight in weights]

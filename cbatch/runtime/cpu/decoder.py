@@ -17,16 +17,18 @@ from cbatch.runtime.cpu.attention.group import HeadShape
 from cbatch.runtime.cpu.attention.groups import StepBuffers
 from cbatch.runtime.cpu.attention.layout import AttentionPlanner, StepLayout
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
-from cbatch.runtime.cpu.layers import Layer, LayerBuilder
+from cbatch.runtime.cpu.layers import CpuLayerBuilder
 from cbatch.runtime.cpu.linear import Linear, RowPadding
-from cbatch.runtime.cpu.numerics import Numerics, resolve_numerics
-from cbatch.runtime.cpu.rank_group import RankGroup
+from cbatch.runtime.cpu.numerics import resolve_numerics
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.layers import Layer
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
 from cbatch.runtime.model.rope import RotaryTable
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
+from cbatch.runtime.rank_group import RankGroup
 
 # Elementwise kernels compute the end of a thread's share differently (scalar, not vector code). Up
 # to this number of elements, a call has one share, whose layout is fixed.
@@ -82,7 +84,7 @@ class Model:
         self._planner = AttentionPlanner(config)
         with torch.inference_mode():
             logits = None if ranks is None else head_rows(config, ranks.size)
-            builder = LayerBuilder(config, source, dtype, self.device, numerics, logits)
+            builder = CpuLayerBuilder(config, source, dtype, self.device, numerics, logits)
             self.embedding, self.layers, self.head = builder.build()
             self.final_norm = builder.final_norm()
             self._rotary = RotaryTable(
@@ -240,7 +242,7 @@ class Model:
             )
         return last_position
 
-    def _project(self, layer: Layer, buffers: _Buffers, rotary: Tensor) -> None:
+    def _project(self, layer: Layer[Linear], buffers: _Buffers, rotary: Tensor) -> None:
         """Compute rotated queries and keys, and values, of all rows in the step's buffer."""
         padded = buffers.padded
         fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
@@ -256,7 +258,9 @@ class Model:
             part = slice(at, at + step)
             torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
 
-    def _finish_layer(self, layer: Layer, residual: Tensor, x: Tensor, heads_out: Tensor) -> None:
+    def _finish_layer(
+        self, layer: Layer[Linear], residual: Tensor, x: Tensor, heads_out: Tensor
+    ) -> None:
         """Apply output projection and MLP. `x` is the view of `residual` without its gap."""
         rows = residual.shape[0]
         x.add_(self._summed(layer.out.product(heads_out, rows)))

@@ -1,9 +1,9 @@
-"""Decoder layers, fused from the tensors of a checkpoint."""
+"""Decoder layers with the products of a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,116 +12,34 @@ from torch import Tensor
 from cbatch.runtime.compiled import MOST_LANES, Blocks, CompiledProduct, Run, compiles_blocks
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.cpu.products import Kind
-from cbatch.runtime.model.config import Experts, ModelConfig
+from cbatch.runtime.layers import LayerBuilder
+from cbatch.runtime.model.config import Experts
 from cbatch.runtime.model.rope import interleave_halves
-from cbatch.runtime.model.weight_files import WeightSource
 
 
-@dataclass
-class Layer:
-    """One decoder layer.
+class CpuLayerBuilder(LayerBuilder[Linear]):
+    """Builds the layers of a CPU. Where our kernels would compute products of the widened weights,
+    quantised tensors are multiplied with as stored."""
 
-    `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
-    heads are normed together. Weights of norms are fp32, times sqrt(n). With `experts`, `gate_up`
-    is their router, and `router_norm` the norm before both.
-    """
+    @cached_property
+    def _takes_blocks(self) -> bool:
+        return self._plan(1, 1).kind is Kind.COMPILED
 
-    window: int | None
-    qkv: Linear
-    qk_weight: Tensor | None
-    out: Linear
-    gate_up: Linear
-    down: Linear | None
-    after_attention: Tensor | None = None
-    after_forward: Tensor | None = None
-    sinks: Tensor | None = None
-    experts: CompiledExperts | None = None
-    router_norm: Tensor | None = None
-
-    def products(self) -> tuple[Linear, ...]:
-        linears = self.qkv, self.out, self.gate_up
-        return linears if self.down is None else (*linears, self.down)
-
-
-class LayerBuilder:
-    """Fuses the tensors of a checkpoint into layers."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        numerics: Numerics,
-        num_logits: int | None = None,
-    ) -> None:
-        """Set up. `num_logits` is the number of rows of the LM head, if not the vocabulary."""
-        self._num_logits = num_logits or config.vocab_size
-        self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.numerics = numerics
-        # Blocks are used as stored where our kernels would compute products of the widened weights.
-        self._takes_blocks = device.type == "cpu" and self._plan(1, 1).kind is Kind.COMPILED
-
-    def build(self) -> tuple[Tensor | CompiledProduct, list[Layer], Linear]:
-        """Return embedding, layers and LM head. A quantised embedding is a product: the same one as
-        the LM head's, if these are tied."""
-        c, name = self.config, "model.embed_tokens.weight"
-        layers = [self._layer(i) for i in range(c.num_layers)]
-        norm, shape = self._norm("model.norm"), (c.vocab_size, c.hidden_size)
-        if c.arithmetic.logit_scale != 1.0:
-            norm = norm * c.arithmetic.logit_scale
-        bias = self._get("lm_head.bias", c.vocab_size) if c.arithmetic.head_bias else None
-        blocks = self._blocks([name])
+    def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, Linear | None]:
+        """Return embedding and tied LM head. A quantised embedding is a product, and if it is tied
+        also the LM head's."""
+        blocks, tied = self._blocks([name]), self.config.tie_embeddings
         if blocks is None:
-            embedding = self._get(name, *shape)
-            if c.tie_embeddings:
-                bias = self._shifted(embedding, bias, "model.norm")
-                return embedding, layers, self._linear(embedding, bias, norm)
-        else:
-            packed = CompiledProduct.of_blocks(
-                _stacked(blocks), None, norm if c.tie_embeddings else None
-            )
-            if c.tie_embeddings:
-                return packed, layers, Linear.of(packed)
-        shape = self._num_logits, c.hidden_size
-        head = self._below(["lm_head.weight"], shape, bias, norm, "model.norm")
-        return (embedding if blocks is None else packed), layers, head
-
-    def final_norm(self) -> Tensor:
-        """Return the weight of the norm before the LM head, fp32, for heads that apply it, too."""
-        return self._norm_weight("model.norm")
+            return super()._embedding(name, bias, norm)
+        packed = CompiledProduct.of_blocks(_stacked(blocks), None, norm if tied else None)
+        return packed, Linear.of(packed) if tied else None
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         """Return tensors as stored, or None unless our kernels take all of them."""
         stored = [self.source.blocks(name) for name in names] if self._takes_blocks else []
         blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
-
-    def _below(
-        self,
-        names: list[str],
-        shape: tuple[int, int],
-        bias: Tensor | None,
-        in_scale: Tensor | None,
-        norm: str | None = None,
-    ) -> Linear:
-        """Return one product of several tensors of one shape, stacked by rows. `norm` names the
-        norm before it."""
-        stored = self._as_stored(names, bias, in_scale)
-        if stored is not None:
-            return stored
-        weights = [self._get(name, *shape) for name in names]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._linear(weight, self._shifted(weight, bias, norm), in_scale)
-
-    def _shifted(self, weight: Tensor, bias: Tensor | None, norm: str | None) -> Tensor | None:
-        """Return the bias, plus the norm's bias times the weight."""
-        if norm is None or not self.config.arithmetic.norm_bias:
-            return bias
-        shift = weight.float() @ self._get(f"{norm}.bias", weight.shape[1]).float()
-        return shift if bias is None else shift + bias.float()
 
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
@@ -140,58 +58,6 @@ class LayerBuilder:
         invariant = self.numerics.mode == "invariant" or not self.config.plain
         may_pack = self.numerics.may_pack
         return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
-
-    def _get(self, name: str, *shape: int) -> Tensor:
-        return self.source.get(name, shape).to(self.device, self.dtype)
-
-    def _norm(self, module: str) -> Tensor:
-        """Return the weight of a norm times sqrt(n), fp32 (see `_normed` of decoder.py)."""
-        return self._norm_weight(module) * self.config.hidden_size**0.5
-
-    def _norm_weight(self, module: str) -> Tensor:
-        size, a = self.config.hidden_size, self.config.arithmetic
-        weight = self._get(f"{module}.weight", size).float() if a.norm_weights else torch.ones(size)
-        return weight + a.norm_offset if a.norm_offset else weight
-
-    def _layer(self, index: int) -> Layer:
-        c, a, name = self.config, self.config.arithmetic, f"model.layers.{index}"
-        attention, width = f"{name}.self_attn", c.num_heads * c.head_dim
-        names = [norm and f"{name}.{norm}" for norm in a.norms]
-        norms = [None if norm is None else self._norm(norm) for norm in names]
-        sinks = self._get(f"{attention}.sinks", c.num_heads).float() if a.sinks else None
-        out_bias = None
-        if c.attention_out_bias:
-            out_bias = self._get(f"{attention}.o_proj.bias", c.hidden_size)
-        qkv = self._qkv(attention, norms[0], names[0])
-        out = self._below([f"{attention}.o_proj.weight"], (c.hidden_size, width), out_bias, None)
-        if a.experts is not None and index not in a.experts.dense_layers:
-            second = self._mix(f"{name}.mlp", a.experts, norms[2])
-        else:
-            second = self._feed_forward(f"{name}.mlp", norms[2], names[2])
-        return Layer(
-            window=c.sliding_window[index],
-            qkv=qkv,
-            qk_weight=self._qk_weight(attention) if c.qk_norm else None,
-            out=out,
-            after_attention=norms[1],
-            after_forward=norms[3],
-            sinks=sinks,
-            **second,
-        )
-
-    def _feed_forward(self, mlp: str, in_scale: Tensor | None, norm: str | None) -> dict[str, Any]:
-        """Return the fields of a layer for its feed-forward; `norm` names the norm before it."""
-        c = self.config
-        hidden, inner = c.hidden_size, c.intermediate_size
-        halves = [f"{mlp}.{half}" for half in ("gate_proj", "up_proj")[1 - c.arithmetic.gated :]]
-        bias = down_bias = None
-        if c.mlp_bias:
-            bias = torch.cat([self._get(f"{half}.bias", inner) for half in halves])
-            down_bias = self._get(f"{mlp}.down_proj.bias", hidden)
-        weights = [f"{half}.weight" for half in halves]
-        gate_up = self._below(weights, (inner, hidden), bias, in_scale, norm)
-        down = self._below([f"{mlp}.down_proj.weight"], (hidden, inner), down_bias, None)
-        return {"gate_up": gate_up, "down": down}
 
     def _mix(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
         """Return the fields of a layer for its experts, with their router in fp32."""
@@ -226,14 +92,11 @@ class LayerBuilder:
         }
 
     def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Linear:
-        """Return the QKV product, rows [kv_heads, group + 2, head_dim] (see `HeadShape`). `name` is
-        that of the norm before it."""
         c = self.config
-        bias = self._fuse(attention, "bias") if c.attention_bias else None
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
         if blocks is None or c.head_dim % MOST_LANES:
-            weight = self._fuse(attention, "weight", c.hidden_size)
-            return self._linear(weight, self._shifted(weight, bias, name), norm)
+            return super()._qkv(attention, norm, name)
+        bias = self._fuse(attention, "bias") if c.attention_bias else None
         dim, pitch, at = c.head_dim, (c.group_size + 2) * c.head_dim, 0
         parts = []
         for letter, part in zip("qkv", blocks, strict=True):
@@ -244,37 +107,6 @@ class LayerBuilder:
             parts.append((part, Run(run, pitch, at)))
             at += run
         return Linear.of(CompiledProduct.of_blocks(parts, bias, norm))
-
-    def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:
-        return self._heads(attention, "qkv", kind, *columns)
-
-    def _heads(self, attention: str, letters: str, kind: str, *columns: int) -> Tensor:
-        """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
-        c = self.config
-        parts = []
-        for letter in letters:
-            heads = c.num_heads if letter == "q" else c.num_kv_heads
-            part = self._get(f"{attention}.{letter}_proj.{kind}", heads * c.head_dim, *columns)
-            if letter != "v":
-                part = interleave_halves(part, c.rope, c.head_dim)
-            parts.append(part.view(c.num_kv_heads, -1, c.head_dim, *columns))
-        return torch.cat(parts, dim=1).flatten(0, 2)
-
-    def _qk_weight(self, attention: str) -> Tensor:
-        c, offset = self.config, self.config.arithmetic.norm_offset
-        whole = c.num_kv_heads if c.arithmetic.whole_qk_norm else 0
-        heads = {"q": whole * c.group_size or 1, "k": whole or 1}
-        q, k = (
-            interleave_halves(
-                self._get(f"{attention}.{n}_norm.weight", count * c.head_dim), c.rope, c.head_dim
-            ).float()
-            + offset
-            for n, count in heads.items()
-        )
-        if not whole:
-            return torch.stack([q] * c.group_size + [k])
-        weights = q.view(whole, -1, c.head_dim), k.view(whole, 1, c.head_dim)
-        return torch.cat(weights, dim=1).contiguous()
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, Run]]:

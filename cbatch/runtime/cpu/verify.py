@@ -14,16 +14,11 @@ from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import RowStatus
-from cbatch.runtime.cpu.filters import (
-    filtered_logits,
-    filtered_probs,
-    filters_of,
-    greedy_tokens,
-    noise_rows,
-)
+from cbatch.runtime.cpu.greedy import greedy_tokens
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.block_verification import block_verify
+from cbatch.runtime.sampling.filters import filtered_logits, filtered_probs
 from cbatch.runtime.sampling.logprobs import LogprobRequest, describe
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
@@ -172,7 +167,7 @@ def _describe(
     else:
         slots = rows.slots[row : row + 1].repeat(count)
         shaped = logits[logprob_row.start : logprob_row.start + count]
-        x = filtered_logits(shaped, filters_of(table, slots))
+        x = filtered_logits(shaped, table.filters(slots))
     slot, known = int(rows.slots[row]), int(rows.known[row])
     return describe(slot, known, x, tokens[row, :count].copy(), logprob_row.request.num_top)
 
@@ -214,11 +209,11 @@ def _sampled(
         own = rows.drafts[at]
         draft_tokens = own[iota(own.shape[1]) < lens[:, None] - 1]
     return _Sampled(
-        filtered_probs(logits, filters_of(table, slots.repeat(lens))),
+        filtered_probs(logits, table.filters(slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
         drafted_probs(rows, at, table),
         torch.from_numpy(lens - 1),
-        noise_rows(table, slots, rows.known[at]),
+        table.noise_rows(slots, rows.known[at]),
     )
 
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cbatch.runtime.cpu.layers import Layer, LayerBuilder
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.layers import Layer, LayerBuilder
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.layers.activation import silu_mul
 from triton_kernels.layers.kv_write import kv_write
@@ -71,7 +71,7 @@ class QuantisedDense(NamedTuple):
         quantised(x, self.packed, self.bias, out)
 
 
-class ProductBuilder(LayerBuilder):
+class ProductBuilder(LayerBuilder[Any]):
     """Builds the layers of a GPU. Norm weights stay apart from the linear layers, and only weights
     that are quantised in the file are packed."""
 
@@ -175,7 +175,7 @@ class Decoder:
         self.numerics = numerics
         self.hidden_layers: tuple[int, ...] = ()
         builder = ProductBuilder(config, source, dtype, device, Numerics(numerics, False))
-        self.layers: list[Layer]
+        self.layers: list[Layer[Any]]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
             self.block_bytes = self._block_bytes()
@@ -274,7 +274,7 @@ class Decoder:
 
 def project(
     c: ModelConfig,
-    layer: Layer,
+    layer: Layer[Any],
     index: int,
     normed: Tensor,
     flat: Flat,
@@ -304,7 +304,7 @@ def project(
 
 def finish(
     c: ModelConfig,
-    layer: Layer,
+    layer: Layer[Any],
     index: int,
     fused: Tensor,
     attention: PagedAttention,

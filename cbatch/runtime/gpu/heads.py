@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.cpu.drafters.eagle_head import EagleTensors, eagle_vocabulary
-from cbatch.runtime.cpu.drafters.medusa_head import MedusaTensors, medusa_vocabulary
-from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.drafting.heads.eagle import EagleTensors, eagle_vocabulary
+from cbatch.runtime.drafting.heads.head import Head
+from cbatch.runtime.drafting.heads.medusa import MedusaTensors, medusa_vocabulary
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import (
     Decoder,
@@ -33,11 +33,11 @@ from triton_kernels.layers.norm import rms_norm
 FIRST_KEY = 1  # before position 0 there is no state that a head could read
 
 
-class _EagleProducts(ProductBuilder, EagleTensors):
+class _EagleProducts(ProductBuilder, EagleTensors[Any]):
     pass
 
 
-class _MedusaProducts(ProductBuilder, MedusaTensors):
+class _MedusaProducts(ProductBuilder, MedusaTensors[Any]):
     pass
 
 

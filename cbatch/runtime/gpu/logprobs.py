@@ -17,11 +17,11 @@ from torch import Tensor
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.runtime.cpu.filters import Filters, filtered_logits
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.sampling.filters import Filters, filtered_logits
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
 from cbatch.runtime.sampling.logprobs import LogprobRequest, LogprobRequests, describe, pack, unpack
 from cbatch.runtime.sampling.structured import GrammarSource

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.cpu.transformers_backend import attention as interface
-from cbatch.runtime.cpu.transformers_backend.config import bridge, changes_angles
-from cbatch.runtime.cpu.transformers_backend.loading import load_net
-from cbatch.runtime.cpu.transformers_backend.self_test import compare, reference_of
-from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer, Pass
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import Flat, Hidden
 from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.transformers_backend import attention as interface
+from cbatch.runtime.transformers_backend.config import bridge, changes_angles
+from cbatch.runtime.transformers_backend.loading import load_net
+from cbatch.runtime.transformers_backend.self_test import compare, reference_of
+from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 from triton_kernels.layers.kv_write import kv_write
 
 _PAGE_TOKENS = 16  # page size of the self test after loading
@@ -112,11 +112,11 @@ class ModellingDecoder:
         self, flat: Flat, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
     ) -> None:
         """Compute all layers over `flat`; fills `hidden.last`."""
-        self._pass.elsewhere = _Step(attention, flat, cos_sin)
+        self._pass.step = _Step(attention, flat, cos_sin)
         try:
             states = self._body.states(flat.tokens.long(), flat.positions.long())
         finally:
-            self._pass.elsewhere = None
+            self._pass.step = None
         hidden.last[: len(flat.tokens)].copy_(states)
 
     @torch.inference_mode()

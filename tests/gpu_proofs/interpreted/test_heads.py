@@ -16,8 +16,8 @@ from torch import Tensor
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.heads import trial_texts
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.gpu.head_pass import DeviceStates
+from cbatch.runtime.model.shapes import Numerics
 from tests.gpu_proofs.interpreted.references import use_noted_references
 from tests.gpu_proofs.interpreted.stream import HostReads, Stream, standing_in
 from tests.gpu_proofs.interpreted.test_stream import Captures, replayed

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from cbatch.core.scheduler.plan import StepResult
-from cbatch.runtime.gpu import GpuExecutor, masking
 from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import masking
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.device import CudaDevice, _Event
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
 from tests.gpu_proofs.interpreted.references import use_noted_references
 from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, standing_in

@@ -16,8 +16,9 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.drafters.kinds import HEADS
 from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
-from cbatch.runtime.cpu.load_head import load_heads
+from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
@@ -47,7 +48,7 @@ def train(*words: str) -> int:
 def test_what_is_trained_is_what_is_served():
     """Two drafts in a row: training's, for all positions at once, and those of a served head."""
     target = load_model(TARGET, dtype="float32")
-    head = load_heads(demo_head(), target, TARGET)[0]
+    head = load_heads(demo_head(), target, TARGET, HEADS)[0]
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
     target.keep_hidden(LAYERS[:3])
     hidden = target.room_for_hidden(len(tokens))
@@ -155,7 +156,7 @@ def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(told["by_depth"]) == 2
     target = load_model(TARGET)
-    head = load_heads(tmp_path / "head", target, TARGET)[0]
+    head = load_heads(tmp_path / "head", target, TARGET, HEADS)[0]
     assert head.head.hidden_layers == LAYERS[:3] and head.head.fc_norm
     assert head.vocabulary is not None and len(head.vocabulary) == 512
     assert "EAGLE-3 head" in (tmp_path / "head" / "README.md").read_text()
@@ -213,7 +214,7 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     assert train(str(TARGET), *args, "--depth", "2", "--draft-vocab", "512") == 0
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["by_depth"]) == 2
     target = load_model(TARGET, dtype="float32")
-    head = load_heads(out, target, TARGET)[0]
+    head = load_heads(out, target, TARGET, HEADS)[0]
     assert isinstance(head, MedusaHead) and head.head.hidden_layers == LAYERS[3:]
     tensors = load_file(out / "model.safetensors")
     ids, rows = tensors.pop("token_map"), tensors.pop("lm_head.weight")
@@ -227,7 +228,7 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     save_medusa(whole, tmp_path / "whole", with_head=True)
     stored = load_file(tmp_path / "whole" / "model.safetensors")
     assert stored.keys() == {*tensors, "lm_head.weight"}
-    assert load_heads(tmp_path / "whole", target, TARGET)[0].vocabulary is None
+    assert load_heads(tmp_path / "whole", target, TARGET, HEADS)[0].vocabulary is None
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
     target.keep_hidden(LAYERS[3:])
     hidden = target.room_for_hidden(len(tokens))

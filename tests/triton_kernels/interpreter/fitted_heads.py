@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.core.request.request import Request
-from cbatch.runtime.cpu import load_head
-from cbatch.runtime.cpu.self_test import _kv, _read, _whole
+from cbatch.runtime.cpu.drafters.kinds import HEADS
+from cbatch.runtime.drafting.heads.trial import _kv, _read, _whole
 from cbatch.runtime.gpu import heads
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -29,7 +29,7 @@ class HeadPair:
         config = read_head(folder, target.config)[0]
         if rows is None:
             rows = NoisyWeights(1).get("lm_head.weight", (VOCAB, made_heads.HIDDEN))
-        self.model: Any = load_head.CLASSES[config.kind](config, weights, target.model, rows)
+        self.model: Any = HEADS[config.kind](config, weights, target.model, rows)
         self.decoder: Any = heads.CLASSES[config.kind](config, weights, target.decoder, rows)
         self.config = self.model.config
 

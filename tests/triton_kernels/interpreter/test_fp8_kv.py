@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch.runtime.gpu import Decoder, GpuExecutor
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.engines import make_request
 from tests.runtime.pairs import NoisyWeights, tiny_config

@@ -13,12 +13,12 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from cbatch.core.request.request import Request
-from cbatch.runtime.gpu import GpuExecutor
 from cbatch.runtime.gpu import device as device_module
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.draft_pass import DraftPasses
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.slots import HostSlots
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter.light import (

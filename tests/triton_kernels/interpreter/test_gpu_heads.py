@@ -20,10 +20,10 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.cpu.self_test import best_reading
-from cbatch.runtime.gpu import GpuExecutor
+from cbatch.runtime.drafting.heads.trial import best_reading
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.kv_cache import KVCache

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch.core.request.errors import FieldError
 from cbatch.engine import memory as engine_memory
 from cbatch.engine.options import EngineOptions
-from cbatch.runtime.gpu import GpuExecutor, memory
+from cbatch.runtime.gpu import memory
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import Deciding

@@ -12,11 +12,12 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.attention import Tuning
+from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.gpu.executor import GpuExecutor
 from tests.runtime.engines import admission
 from tests.runtime.pairs import NoisyWeights, tiny_config
 from triton_kernels.attention import Tile

@@ -7,8 +7,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from cbatch.runtime.gpu import Decoder
-from cbatch.runtime.gpu.decoder import QuantisedDense
+from cbatch.runtime.gpu.decoder import Decoder, QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.pairs import NoisyWeights, tiny_config

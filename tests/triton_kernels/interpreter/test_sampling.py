@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbatch.runtime.cpu.filters import Filters, filtered_probs
+from cbatch.runtime.sampling.filters import Filters, filtered_probs
 from cbatch.runtime.sampling.logits_processors import processors_of
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from tests.triton_kernels.interpreter.batches import SMALL, Asked, kept_by, random_batch

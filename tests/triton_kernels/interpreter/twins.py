@@ -22,15 +22,16 @@ from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.drafters.kinds import drafter_of
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
-from cbatch.runtime.gpu import Decoder, GpuExecutor
 from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.sampling.structured import GrammarSource
 from tests.runtime.engines import parse_lookahead
 from tests.runtime.pairs import NoisyWeights, tiny_config

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.filters import filtered_probs, filters_of, greedy_drafts, noise_rows
+from cbatch.runtime.cpu.greedy import greedy_drafts
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling.filters import filtered_probs
 from cbatch.runtime.sampling.rejection_sampler import draw
 from triton_kernels.noise import host as noise
 
@@ -199,11 +200,11 @@ class Drafting:
         slots, positions = self.rows.slots[rows], self.rows.num_tokens[rows] + depth
         if len(at) < len(active):
             logits = logits[torch.from_numpy(at)]
-        q = filtered_probs(logits, filters_of(self.table, slots))
+        q = filtered_probs(logits, self.table.filters(slots))
         ids = self.vocabulary if q.shape[1] == self._num_reduced else None
         if ids is None:
             q = self._widened(q, 0.0)
-        where = noise_rows(self.table, slots, positions)
+        where = self.table.noise_rows(slots, positions)
         coupled = self.table.coupled[slots]
         purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
         purposes += noise.DEPTH_STEP * depth * self.table.in_blocks[slots]

@@ -11,10 +11,13 @@ from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
 from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
-from cbatch.runtime.cpu.head import Head
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
 from cbatch.runtime.drafting.contract import ModelDrafter
+from cbatch.runtime.drafting.heads.head import Head
 
+# The class of each kind of head.
+HEADS: dict[str, Callable[..., Head]]
+HEADS = {"eagle3": EagleHead, "eagle": EagleHead, "medusa": MedusaHead}
 _KINDS: dict[type, Callable[[Any], ModelDrafter]] = {
     Model: DraftModel,
     TransformersModel: DraftModel,

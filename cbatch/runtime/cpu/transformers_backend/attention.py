@@ -1,12 +1,12 @@
-"""The attention function that transformers calls, and the choice of what computes it."""
+"""Attention of transformers' models on a CPU: by our kernels, or by torch."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.compiled.layer_attention import (
@@ -15,134 +15,46 @@ from cbatch.runtime.compiled.layer_attention import (
     LayerAttention,
     LayerShape,
 )
-from cbatch.runtime.cpu.transformers_backend import torch_attention
-from cbatch.runtime.cpu.transformers_backend.step import LAYER, AttentionLayer, Pass
+from cbatch.runtime.cpu.transformers_backend.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.config import KVShape, ModelError
-
-NAME = "cbatch"  # the name of our implementation in transformers
-# Arguments that modelling code passes on and that do not affect attention.
-_NEUTRAL = {
-    *("cache", "cache_position", "is_causal", "layer_idx", "logits_to_keep", "output_attentions"),
-    *("output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"),
-    *("position_ids", "return_dict", "use_cache"),
-}
+from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 
 
-def register() -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+class CpuStep(NamedTuple):
+    """The attention of a step."""
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    step: AttentionStep | TorchStep
+    kv: KVCache
 
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attend for a flat batch: query [1, H, T, Dk], key and value [1, Hkv, T, ...] -> [1, T, H,
-    Dv]."""
-    layer: AttentionLayer | None = getattr(module, LAYER, None)
-    if layer is None or layer.owner.registered is not None:
-        return _enter(module, query, key, value, attention_mask, options), None
-    step = layer.owner
-    out = compute(layer, query[0], key[0], value[0])
-    if step.progress is not None:
-        step.progress[0] += 1
-    return out[None].to(query.dtype), None
+    def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend, as `LayerStep.compute`."""
+        if isinstance(self.step, AttentionStep):
+            return self.step.attend(layer.prepared, self.kv.block_rows[layer.index], q, k, v)
+        return attend(layer, self.step, self.kv, q, k, v)
 
 
-def compute(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Write K [Hkv, T, Dk] and V, then return [T, H, Dv] for queries [H, T, Dk]."""
-    if layer.owner.elsewhere is not None:
-        return layer.owner.elsewhere.compute(layer, q, k, v)
-    kv, step = layer.owner.kv, layer.owner.step
-    assert kv is not None
-    if isinstance(step, AttentionStep):
-        return step.attend(layer.prepared, kv.block_rows[layer.index], q, k, v)
-    return torch_attention.attend(layer, step, kv, q, k, v)
+class CpuAttention:
+    """Attention of one model, whose layers are known."""
 
+    def __init__(self, layers: list[AttentionLayer]) -> None:
+        """Prepare our kernels if they can be compiled and support all layers."""
+        self._kernels: CompiledAttention | None = None
+        try:
+            for layer in layers:
+                shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap
+                layer.prepared = LayerAttention(LayerShape(*shape, layer.sinks))
+            self._kernels = CompiledAttention()
+        except ValueError:
+            pass
 
-def begin(step: Pass, batch: RaggedBatch, kv: KVCache) -> AbstractContextManager[object]:
-    """Prepare what the layers of a pass over `batch` share; the pass runs inside the context.
-    Raises IndexError if block tables do not hold the context."""
-    step.kv = kv
-    lens, tables = (batch.query_lens, batch.context_lens), batch.block_tables
-    compiled = step.compiled
-    if compiled is not None and kv.block_rows[0].dtype in (torch.float32, torch.bfloat16):
-        blocks = kv.num_blocks + 1
-        step.step = compiled.step(*lens, tables, num_blocks=blocks, block_size=kv.block_size)
-        return step.step
-    step.step = torch_attention.plan_step(*lens, tables, kv.block_size)
-    return nullcontext()
-
-
-def prepare(step: Pass) -> None:
-    """Choose our kernels if they can be compiled and support all layers; the layers must be
-    known."""
-    try:
-        for layer in step.layers:
-            shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap, layer.sinks
-            layer.prepared = LayerAttention(LayerShape(*shape))
-        step.compiled = CompiledAttention()
-    except ValueError:
-        step.compiled = None
-
-
-_entering: list[Pass] = []
-
-
-class entering:
-    """A context in which a pass registers its attention layers with `step`."""
-
-    def __init__(self, step: Pass) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._step.registered = []
-        _entering.append(self._step)
-
-    def __exit__(self, *_: object) -> None:
-        _entering.remove(self._step)
-        self._step.registered = None
-
-
-def _enter(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Register a layer and return zeros. Raises ModelError for options that our attention does not
-    have."""
-    (step,) = _entering
-    assert step.registered is not None
-    name = type(module).__name__
-    if any(module is other for other in step.registered):
-        raise ModelError(f"{name}: one attention module serves two layers")
-    if mask is not None:
-        raise ModelError(f"{name}: passes its own attention mask")
-    known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-    for field, given in options.items():
-        if field not in known | _NEUTRAL and given is not None:
-            raise ModelError(f"{name}: needs {field} of attention, which is not supported")
-    scale, sinks = options.get("scaling"), options.get("s_aux")
-    layer = AttentionLayer(
-        index=len(step.layers),
-        owner=step,
-        heads=query.shape[1],
-        kv=KVShape(key.shape[1], key.shape[3], value.shape[3]),
-        scale=float(query.shape[3] ** -0.5 if scale is None else scale),
-        window=options.get("sliding_window") or None,
-        softcap=options.get("softcap") or None,
-        sinks=None if sinks is None else sinks.detach().float().reshape(-1).contiguous(),
-    )
-    step.layers.append(layer)
-    step.registered.append(module)
-    object.__setattr__(module, LAYER, layer)
-    return torch.zeros(*query.shape[:1], query.shape[2], query.shape[1], value.shape[3]).to(query)
+    def begin(self, owner: Pass, batch: RaggedBatch, kv: KVCache) -> AbstractContextManager[object]:
+        """Prepare what the layers of a pass over `batch` share; the pass runs inside the context.
+        Raises IndexError if block tables do not hold the context."""
+        lens, tables = (batch.query_lens, batch.context_lens), batch.block_tables
+        if self._kernels is None or kv.block_rows[0].dtype not in (torch.float32, torch.bfloat16):
+            owner.step = CpuStep(plan_step(*lens, tables, kv.block_size), kv)
+            return nullcontext()
+        blocks, size = kv.num_blocks + 1, kv.block_size
+        step = self._kernels.step(*lens, tables, num_blocks=blocks, block_size=size)
+        owner.step = CpuStep(step, kv)
+        return step

@@ -15,15 +15,17 @@ from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.compiled.threads import torch_alone
 from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.cpu.numerics import Numerics
-from cbatch.runtime.cpu.rank_group import RankGroup
-from cbatch.runtime.cpu.transformers_backend import attention, experts
-from cbatch.runtime.cpu.transformers_backend.config import bridge
+from cbatch.runtime.cpu.transformers_backend import experts
+from cbatch.runtime.cpu.transformers_backend.attention import CpuAttention
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.sharing import Shares
-from cbatch.runtime.cpu.transformers_backend.step import Pass
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.shapes import Numerics
+from cbatch.runtime.rank_group import RankGroup
+from cbatch.runtime.transformers_backend import attention
+from cbatch.runtime.transformers_backend.config import bridge
+from cbatch.runtime.transformers_backend.step import Pass
 
 
 class TransformersModel:
@@ -66,7 +68,7 @@ class TransformersModel:
             net.set_experts_implementation(experts.NAME)
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
         layers, vocab_size = self._probe()
-        attention.prepare(self._pass)
+        self._attention = CpuAttention(layers)
         self.config = bridge(net.config, path, layers, vocab_size)
 
     @property
@@ -118,7 +120,7 @@ class TransformersModel:
                 f"context_lens: {last} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        with torch.inference_mode(), torch_alone(), attention.begin(self._pass, batch, kv):
+        with torch.inference_mode(), torch_alone(), self._attention.begin(self._pass, batch, kv):
             return self._run(batch.tokens, batch.positions, batch.logits_index)
 
     def _run(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:

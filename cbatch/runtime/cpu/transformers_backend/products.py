@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cbatch.runtime.cpu.linear import Linear, make_plan
-from cbatch.runtime.cpu.numerics import Numerics
+from cbatch.runtime.model.shapes import Numerics
 
 
 class Product(nn.Module):

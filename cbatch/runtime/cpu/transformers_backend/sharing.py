@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.cpu.rank_group import RankGroup
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.sharding import FIELD, columns_per_rank
+from cbatch.runtime.rank_group import RankGroup
 
 _ROWS, _GATHERED = "colwise", "colwise_gather_output"
 _COLUMNS, _CUT = "rowwise", "rowwise_split_input"

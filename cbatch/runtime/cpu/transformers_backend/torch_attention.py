@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import KVShape
+from cbatch.runtime.transformers_backend.step import AttentionLayer
 
 
 class TorchStep(NamedTuple):

@@ -5,15 +5,14 @@ readings of an ambiguous config, and finds heads that only guess before they are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.kv_cache import KVCache
 
 _BLOCK_TOKENS = 16
@@ -49,8 +48,9 @@ class Tested(NamedTuple):
 
 
 @torch.inference_mode()
-def best_reading(heads: Sequence[Head], target: Model, texts: Sequence[Sequence[int]]) -> Tested:
-    """Return the first (likeliest) reading, or another that `beats` it. `texts` are token ids."""
+def best_reading(heads: Sequence[Head], target: Any, texts: Sequence[Sequence[int]]) -> Tested:
+    """Return the first (likeliest) reading, or another that `beats` it. `texts` are token ids.
+    `target` is a `Model` on a CPU, a `OneCall` on a GPU."""
     kept = target.hidden_layers
     try:
         tested = [_test(head, target, texts) for head in heads]
@@ -63,7 +63,7 @@ def best_reading(heads: Sequence[Head], target: Model, texts: Sequence[Sequence[
     return best
 
 
-def _test(head: Head, target: Model, texts: Sequence[Sequence[int]]) -> Tested:
+def _test(head: Head, target: Any, texts: Sequence[Sequence[int]]) -> Tested:
     hits, choices = [], []
     for tokens in texts:
         ids = torch.tensor(tokens, dtype=torch.int64)
@@ -76,7 +76,7 @@ def _test(head: Head, target: Model, texts: Sequence[Sequence[int]]) -> Tested:
     return Tested(head, hit, chance)
 
 
-def _read(target: Model, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
+def _read(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's greedy token after each position, and its hidden states there."""
     target.keep_hidden(layers)
     hidden = target.room_for_hidden(len(ids))
@@ -85,7 +85,7 @@ def _read(target: Model, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, 
     return logits.argmax(-1), hidden
 
 
-def _kv(model: Model | Head, tokens: int) -> KVCache:
+def _kv(model: Any, tokens: int) -> KVCache:
     blocks = -(-tokens // _BLOCK_TOKENS)
     return KVCache(model.config, blocks, _BLOCK_TOKENS, model.dtype, model.device)
 

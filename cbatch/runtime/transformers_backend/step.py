@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cbatch.runtime.compiled.layer_attention import CompiledAttention, LayerAttention
-from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import KVShape
 
 LAYER = "_cbatch_layer"  # the attribute of an attention module that holds its layer
@@ -37,11 +35,11 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prepared: LayerAttention | None = None  # the layer for our kernels
+    prepared: Any = None  # the layer for the kernels of its device, if these need one
 
 
 class LayerStep(Protocol):
-    """A step whose attention runs neither in our CPU kernels nor in torch."""
+    """The attention of a step, on the device of its model."""
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K [Hkv, T, Dk] and V, then return [T, H, Dv] for queries [H, T, Dk]."""
@@ -56,7 +54,4 @@ class Pass:
     layers: list[AttentionLayer] = field(default_factory=list)
     registered: list[nn.Module] | None = None
     progress: NDArray[np.int64] | None = None
-    kv: KVCache | None = None
-    compiled: CompiledAttention | None = None  # set if our kernels compute attention
-    step: Any = None  # the current step, in the form of the implementation in use
-    elsewhere: LayerStep | None = None  # the current step on another device
+    step: LayerStep | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cbatch.runtime.cpu.transformers_backend.step import AttentionLayer
 from cbatch.runtime.model.config import ModelConfig, ModelError, RopeConfig, eos_ids_of
+from cbatch.runtime.transformers_backend.step import AttentionLayer
 
 _CHANGING_ROPES = ("dynamic", "longrope")  # angles depend on the longest sequence of a step
 

@@ -1,25 +1,14 @@
-"""Greedy choice, and the filtered distributions of sampled rows."""
+"""The distributions of sampled rows: temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from ctypes import CDLL, c_long, c_void_p
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from cbatch.runtime.compiled.build import library
-from cbatch.runtime.input_batch import InputBatch
-from cbatch.runtime.model.arrays import I64, iota
-from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 
 # Leading tokens that are sorted: enough for usual top-k and most nuclei. More would slow every row.
 _LEADING_TOKENS = 256
-_ALONE_BELOW = 1 << 17  # number of logits below which one thread is faster than several
 
 
 class Filters(NamedTuple):
@@ -29,23 +18,6 @@ class Filters(NamedTuple):
     top_k: Tensor | None  # int64 [N]; the vocabulary size where a row has none
     top_p: Tensor | None  # fp32 [N]; infinite where a row has none
     min_p: Tensor | None  # fp32 [N]
-
-
-def filters_of(table: InputBatch, slots: NDArray[np.integer]) -> Filters:
-    """Return the filters of `slots`, in that order."""
-    top_k, top_p, min_p = table.top_k[slots], table.top_p[slots], table.min_p[slots]
-    return Filters(
-        torch.from_numpy(table.temperature[slots]),
-        torch.from_numpy(top_k) if np.count_nonzero(top_k < table.vocab_size) else None,
-        torch.from_numpy(top_p) if np.count_nonzero(top_p <= 1) else None,
-        torch.from_numpy(min_p) if np.count_nonzero(min_p) else None,
-    )
-
-
-def noise_rows(table: InputBatch, slots: NDArray[np.integer], positions: I64) -> NoiseRows:
-    """Return the noise coordinates of the tokens at `positions` in `slots`."""
-    where = table.keys[slots], table.choice[slots], positions
-    return NoiseRows(*map(torch.from_numpy, where))
 
 
 def filtered_probs(logits: Tensor, filters: Filters) -> Tensor:
@@ -138,41 +110,3 @@ def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])
     keep[:, 0] = True
     return keep
-
-
-def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """Return the most likely token of each row, ties to the lowest id, and whether all its logits
-    are finite. A row with NaN gives the id of the first. `logits` is fp32 [rows, vocab]."""
-    kernel = library()
-    if kernel is None:
-        return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
-    logits, (rows, vocab) = logits.contiguous(), logits.shape
-    tokens, finite = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
-    threads = 1 if rows * vocab < _ALONE_BELOW else torch.get_num_threads()
-    to = tokens.ctypes.data, finite.ctypes.data
-    _chooser(kernel)(logits.data_ptr(), rows, vocab, *to, threads)
-    return tokens, finite
-
-
-@functools.cache
-def _chooser(kernel: CDLL) -> Callable[..., None]:
-    choose = kernel.choose
-    choose.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p, c_long]
-    choose.restype = None
-    return choose
-
-
-def greedy_drafts(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """Return `greedy_tokens`, and whether each chosen logit is finite (NaN and +inf are chosen)."""
-    tokens, _ = greedy_tokens(logits)
-    return tokens, np.isfinite(logits.numpy()[iota(len(tokens)), tokens])
-
-
-def _all_finite(x: NDArray[np.float32]) -> NDArray[np.bool_]:
-    # One pass: a finite sum has finite terms. A sum of finite terms may overflow, so rows that fail
-    # are checked again: minimum and maximum propagate NaN and show infinities.
-    with np.errstate(over="ignore", invalid="ignore"):
-        finite = np.isfinite(np.add.reduce(x, axis=1))
-        if np.count_nonzero(finite) < len(finite):
-            finite = np.isfinite(x.min(axis=1)) & np.isfinite(x.max(axis=1))
-    return finite

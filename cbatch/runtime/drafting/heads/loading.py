@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
-from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
-from cbatch.runtime.cpu.head import Head
+from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 
-CLASSES: dict[str, Callable[..., Head]]
-CLASSES = {"eagle3": EagleHead, "eagle": EagleHead, "medusa": MedusaHead}
+H = TypeVar("H", bound=Head)
 
 
 def load_heads(
-    path: Path,
-    target: Any,
-    target_path: str | Path,
-    classes: Mapping[str, Callable[..., Head]] = CLASSES,
-) -> list[Head]:
+    path: Path, target: Any, target_path: str | Path, classes: Mapping[str, Callable[..., H]]
+) -> list[H]:
     """Return the head in a directory, once for each way to read its files, the likeliest first.
-    `target` is a `Model`, or with the `classes` of a GPU a `Decoder`. Raises ModelError naming file
-    and field or tensor."""
+    `classes` are those of the target's device, by kind of head. Raises ModelError naming file and
+    field or tensor."""
     weights = HeadWeights.of(path)
     rows = getattr(target.head, "weight", None)  # the output matrix on a GPU, unless quantised
-    if rows is None or classes is CLASSES:
+    if rows is None:
         rows = open_checkpoint(target_path).head()
     readings = read_head(path, target.config)
     return [classes[each.kind](each, weights, target, rows) for each in readings]

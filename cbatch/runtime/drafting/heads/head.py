@@ -1,4 +1,4 @@
-"""Base of draft heads (EAGLE, Medusa), which read the target's hidden states, on a CPU or a GPU."""
+"""The base of draft heads, and of what builds their layers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.compiled import Blocks, CompiledProduct, Run
-from cbatch.runtime.cpu.layers import LayerBuilder
-from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.cpu.numerics import Numerics
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.gguf_blocks import rounded_to_q8_0
+from cbatch.runtime.layers import LayerBuilder, P
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
-
-_BLOCK = 32  # columns of a Q8_0 block
+from cbatch.runtime.model.shapes import Numerics
 
 
 class Head:
@@ -50,12 +45,9 @@ class Head:
         return whole.index_copy_(1, self.vocabulary, logits)
 
 
-class HeadBuilder(LayerBuilder):
-    """Builds the linear layers of a head from its tensors, on its target's device.
-
-    If the target has block-quantised weights, a head on a CPU is rounded to Q8_0, which halves the
-    memory that a draft reads. Drafts are verified, so the head need not be exact.
-    """
+class HeadBuilder(LayerBuilder[P]):
+    """Builds the layers of a head from its tensors, on its target's device. `quantised` says
+    whether the target's weights are."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Any, numerics: str = "invariant"
@@ -63,16 +55,9 @@ class HeadBuilder(LayerBuilder):
         mode = Numerics(numerics, may_pack=False)
         super().__init__(head.layer, weights, target.dtype, target.device, mode)
         self.head, self.weights, self.names = head, weights, weights.names
-        self._rounds = target.block_bytes is not None
+        self.quantised = target.block_bytes is not None
 
     def _norm_weight(self, module: str) -> Tensor:
         """Return a norm's weight in fp32, without rounding it to the model's dtype first."""
         weight = self.source.get(f"{module}.weight", (self.config.hidden_size,))
         return weight.float().to(self.device)
-
-    def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
-        out, columns = weight.shape
-        if not self._rounds or columns % _BLOCK:
-            return super()._linear(weight, bias, in_scale)
-        blocks = Blocks("Q8_0", columns, rounded_to_q8_0(weight))
-        return Linear.of(CompiledProduct.of_blocks([(blocks, Run(out, out, 0))], bias, in_scale))

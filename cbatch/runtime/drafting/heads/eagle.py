@@ -1,0 +1,112 @@
+"""The tensors of EAGLE heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.drafting.heads.head import HeadBuilder
+from cbatch.runtime.layers import Layer, P
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_weights import HeadWeights
+
+_ATTENTION = "layers.0.self_attn"
+
+
+class EagleTensors(HeadBuilder[P]):
+    """Builder of an EAGLE head's parts."""
+
+    def layer(self) -> Layer[P]:
+        c, mlp = self.config, "layers.0.mlp"
+        hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
+        norm = self._norm("layers.0.post_attention_layernorm")
+        return Layer(
+            window=None,
+            qkv=self.projected("qkv"),
+            qk_weight=self._qk_weight(_ATTENTION) if c.qk_norm else None,
+            out=self._below([f"{_ATTENTION}.o_proj.weight"], (hidden, width), None, None),
+            gate_up=self._below(
+                [f"{mlp}.{half}_proj.weight" for half in ("gate", "up")],
+                (inner, hidden),
+                None,
+                norm,
+            ),
+            down=self._below([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
+        )
+
+    def norm(self, module: str) -> Tensor:
+        return self._norm(module)
+
+    def front(self) -> P | None:
+        """Return EAGLE-1's linear layer from (embedding, state) to one state; None for EAGLE-3."""
+        return None if self.head.kind == "eagle3" else self._fc(2 * self.config.hidden_size)
+
+    def fusing(self, target: Any) -> P | None:
+        """Return the EAGLE-3 linear layer that fuses the states of several target layers; None for
+        EAGLE-1. Raises ModelError for an EAGLE-1 head whose hidden size is not the target's."""
+        size, width = self.config.hidden_size, target.config.hidden_size
+        if self.head.kind == "eagle3":
+            return self._fc(len(self.head.hidden_layers) * width)
+        if width != size:
+            sizes = f"{size}, the target's is {width}"
+            raise ModelError(f"{self.weights.file}: hidden_size: {sizes}; use a head of this model")
+        return None
+
+    def _fc(self, reads: int) -> P:
+        size = self.config.hidden_size
+        bias = self._get("fc.bias", size) if self.head.fc_bias else None
+        return self._below(["fc.weight"], (size, reads), bias, None)
+
+    def lm_head(self, vocabulary: Tensor | None, target_head: Tensor) -> P:
+        hidden, name = self.config.hidden_size, "lm_head.weight"
+        if name in self.names or target_head.shape[1] != hidden:
+            rows = self._get(name, self.head.draft_vocab_size, hidden)
+        else:
+            rows = target_head if vocabulary is None else target_head[vocabulary]
+        norm = self._norm("norm") if self.head.kind == "eagle3" else None
+        return self._linear(rows.to(self.device, self.dtype).contiguous(), None, norm)
+
+    def embedding(self, target: Any) -> Any:
+        c = self.config
+        if target.config.hidden_size == c.hidden_size:
+            return target.embedding
+        return self._get("embed_tokens.weight", c.vocab_size, c.hidden_size)
+
+    def read_norms(self, target: Any) -> Tensor | None:
+        """Return the weight of the norm before fc: one per layer [layers, H], or one for all
+        [layers * H]. For EAGLE-1 it is the target's final norm."""
+        count, size = len(self.head.hidden_layers), target.config.hidden_size
+        if self.head.kind == "eagle":
+            return target.final_norm
+        if self.head.input_norm:
+            return self.source.get("input_norm.weight", (count * size,)).float().to(self.device)
+        if not self.head.fc_norm:
+            return None
+        norms = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
+        return torch.stack(norms).float().to(self.device)
+
+    def projected(self, letters: str) -> P:
+        """Return the attention projections `letters` ("qkv" or "kv") as one linear layer."""
+        columns = self.config.hidden_size * (2 if self.head.kind == "eagle3" else 1)
+        weight = self._heads(_ATTENTION, letters, "weight", columns)
+        bias = self._heads(_ATTENTION, letters, "bias") if self.config.attention_bias else None
+        return self._linear(weight, bias, None)
+
+
+def eagle_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:
+    """Return the target's ids of the tokens that the head can draft, from the tensor d2t, which has
+    their offsets; None: all tokens. Raises ModelError for ids that do not ascend or are out of
+    range.
+    """
+    count, vocab = head.draft_vocab_size, head.layer.vocab_size
+    if count == vocab:
+        return None
+    ids = weights.read("d2t", (count,)).long() + torch.arange(count)
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+        problem = f"tensor d2t gives ids that are not ascending within the vocabulary of {vocab}"
+        raise ModelError(f"{weights.file}: {problem}; use a head that was trained for this model")
+    return ids
