@@ -26,6 +26,7 @@ PLAIN = (
     "tests/server",
     "tests/test_prose.py",
     "tests/text",
+    "tests/triton_kernels",
     "tools",
     "triton_kernels",
 )

@@ -1,12 +1,17 @@
-"""Compiles every shipped kernel configuration for every target, no GPU needed, and reads the code.
+"""Compile every shipped kernel configuration for every target, without a GPU, and inspect the code.
 
     python -m tests.triton_kernels.compile_check [--target sm_90] [--kernel attention]
 
-Fails on register spills, on more registers or shared memory than a case allows, on code that an
-instruction cache does not hold, on products that miss wgmma, on loads that are narrow or miss the
-descriptors they should go through, on fewer tiles in flight than a pipeline has stages for, and on
-bounds of loops that Triton before 3.9 gets wrong.
-Prints a table, then one JSON line. Seconds are those of one core, 0 where Triton's cache had it.
+It reports these faults:
+
+- register spills, and more registers or shared memory than a case allows;
+- code larger than an instruction cache;
+- products without wgmma;
+- narrow loads, and loads without the descriptors that they should use;
+- fewer tiles in flight than a pipeline has stages;
+- loop bounds that Triton before 3.9 gets wrong.
+
+It prints a table, then one JSON line. Seconds are those of one core, 0 for code in Triton's cache.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = {  # and where each has its `cases`
+FAMILIES = {  # and the module with the `cases` of each
     "activation": "layers.activation",
     "attention": "attention",
     "dense": "products.dense",
@@ -55,7 +60,7 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Findings(NamedTuple):
-    """What the machine code of one case says."""
+    """Properties of the machine code of one case."""
 
     case: KernelCase
     target: str
@@ -73,26 +78,26 @@ class Findings(NamedTuple):
 
     def faults(self) -> list[str]:
         case, limits = self.case, self.case.limits[self.target]
-        found = []
+        problems = []
         if self.spill_bytes:
-            found.append(f"spills {self.spill_bytes} bytes")
+            problems.append(f"spills {self.spill_bytes} bytes")
         if self.registers > limits.registers:
-            found.append(f"{self.registers} registers, {limits.registers} allowed")
+            problems.append(f"{self.registers} registers, {limits.registers} allowed")
         if self.shared_bytes > limits.shared_bytes:
-            found.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
+            problems.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
         if self.code_bytes > MOST_CODE_BYTES:
-            found.append(f"{self.code_bytes} bytes of code")
+            problems.append(f"{self.code_bytes} bytes of code")
         if case.wgmma and self.target == "sm_90" and not self.wgmmas:
-            found.append("no wgmma")
+            problems.append("no wgmma")
         if case.tma and not self.descriptor_loads:
-            found.append("no loads through descriptors")
+            problems.append("no loads through descriptors")
         if case.buffers is not None and self.buffers < case.buffers[0]:
-            found.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
+            problems.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
         if self.lost_bounds:
-            found.append(f"{self.lost_bounds} carried values that only bound loops")
+            problems.append(f"{self.lost_bounds} carried values that only bound loops")
         if case.wide_loads and (self.narrow_loads > case.most_narrow or not self.wide_loads):
-            found.append(f"{self.narrow_loads} loads narrower than 128 bits")
-        return found
+            problems.append(f"{self.narrow_loads} loads narrower than 128 bits")
+        return problems
 
 
 def all_cases(families: Iterable[str] = FAMILIES) -> list[KernelCase]:
@@ -122,8 +127,8 @@ def check(case: KernelCase, target: str) -> Findings:
 
 
 def lost_bounds(code: str) -> int:
-    """Count the values in Triton's intermediate code that a loop carries and that nothing uses but
-    as bounds of loops inside: Triton before 3.9 takes them for the values before the loop."""
+    """Count values in Triton's intermediate code that a loop carries and that are used only as
+    bounds of inner loops. Triton before 3.9 takes them for the values before the loop."""
     lines = [re.sub(r" loc\(.*", "", line) for line in code.splitlines()]
     carried = [
         re.findall(r"(%[\w.#]+) = ", args) for args in re.findall(r"iter_args\((.*?)\)", code)
@@ -135,7 +140,8 @@ def lost_bounds(code: str) -> int:
 
 
 def _processor_seconds() -> float:
-    """Return what this process used, and those that it has waited for, such as the assembler."""
+    """Return processor seconds of this process and of its finished children, such as the
+    assembler."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -153,25 +159,25 @@ def code_bytes(compiled: Any) -> int:
 
 
 def figures_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
-    """What the machine code of a compiled kernel says, by fields of `Findings`."""
+    """Return properties of the machine code of a compiled kernel, by fields of `Findings`."""
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
     return {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
 
 
 def resources_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
-    """Of `figures_of` what a program takes of the device, without a look at its code."""
+    """Return the fields of `figures_of` about device resources, without inspecting the code."""
     read = _nvidia_resources if gpu.backend == "cuda" else _read_amd
-    found = {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
-    return {name: found[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+    figures = {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
+    return {name: figures[name] for name in ("registers", "spill_bytes", "shared_bytes")}
 
 
-def _buffers(code: str, wanted: tuple[int, int, int] | None) -> int:
-    """How many tiles of the wanted shape are held at once; 0 if none is wanted."""
-    if wanted is None:
+def _buffers(code: str, shape: tuple[int, int, int] | None) -> int:
+    """Return how many tiles of the given shape exist at once; 0 for no shape."""
+    if shape is None:
         return 0
-    _, rows, columns = wanted
-    held = re.findall(rf"memdesc<(\d+)x{rows}x{columns}x", code)
-    return max((int(count) for count in held), default=0)
+    _, rows, columns = shape
+    counts = re.findall(rf"memdesc<(\d+)x{rows}x{columns}x", code)
+    return max((int(count) for count in counts), default=0)
 
 
 def _source(case: KernelCase) -> ASTSource:
@@ -189,7 +195,7 @@ def _source(case: KernelCase) -> ASTSource:
 
 
 def _known(kind: Any) -> Any:
-    """Triton's type of an argument, or of each in a tuple; what is None is a constant."""
+    """Return Triton's type of an argument, or of each in a tuple; None is a constant."""
     if isinstance(kind, tuple):
         return type(kind)(*map(_known, kind))
     return "constexpr" if kind is None else kind
@@ -197,8 +203,8 @@ def _known(kind: Any) -> Any:
 
 def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
     if isinstance(kind, tuple):
-        for at, each in enumerate(kind):
-            yield from _leaves(each, (*path, at))
+        for at, element in enumerate(kind):
+            yield from _leaves(element, (*path, at))
     else:
         yield path, kind
 
@@ -215,7 +221,7 @@ def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
         "wgmmas": len(re.findall(r"\b[HQI]GMMA\b", code)),
         "descriptor_loads": descriptor_loads,
         "wide_loads": loads[128] + descriptor_loads,
-        # 32 bits at a time through registers are indices; data come in pairs of 16 bits at worst.
+        # Loads of 32 bits through registers are indices; data come in pairs of 16 bits at worst.
         "narrow_loads": loads[8] + loads[16] + loads[64] + loads["async 32"] + loads["async 64"],
     }
 
@@ -225,17 +231,18 @@ def _nvidia_resources(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _run(_TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
-        found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
-        if found is None:
+        match = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
+        if match is None:
             raise RuntimeError(f"cuobjdump: no resource usage in {usage!r}")
-        registers, *local = map(int, found.groups())
-        # What was spilled lies in local memory.
+        registers, *local = map(int, match.groups())
+        # Spilled values are in local memory.
         spilled = _ptxas_spills(compiled, gpu, Path(folder)) if any(local) else 0
     return {"registers": registers, "spill_bytes": spilled}
 
 
 def _load_bits(opcode: str) -> int | str:
-    """Width of an LDG (through registers) or an LDGSTS (asynchronous, to shared memory)."""
+    """Return the width of an LDG (through registers) or an LDGSTS (asynchronous, to shared
+    memory)."""
     if ".128" in opcode:
         return 128
     bits = 64 if ".64" in opcode else 32
@@ -246,7 +253,7 @@ def _load_bits(opcode: str) -> int | str:
 
 
 def _ptxas_spills(compiled: Any, gpu: GPUTarget, folder: Path) -> int:
-    """Bytes of spill stores and loads, by the very assembler that triton uses."""
+    """Return bytes of spill stores and loads, as reported by the assembler that triton uses."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     ptx = folder / "kernel.ptx"
@@ -263,10 +270,10 @@ def _read_amd(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
     code = compiled.asm["amdgcn"]
 
     def figure(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", code)
-        if found is None:
+        match = re.search(rf"\.{name}:\s+(\d+)", code)
+        if match is None:
             raise RuntimeError(f"amdgcn: no {name} for {gpu.arch}")
-        return int(found[1])
+        return int(match[1])
 
     def loads(kind: str) -> int:
         return len(re.findall(rf"\b(?:global|buffer)_load_(?:{kind})\b", code))

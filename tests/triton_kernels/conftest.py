@@ -1,4 +1,5 @@
-"""Small tensors: one thread is the fastest, and a busy machine then cannot stall a barrier."""
+"""Fixtures for small tensors: one thread is the fastest, and a busy machine then cannot stall a
+barrier."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Speculative decoding in a toy world, with the real noise and the real verification.
 
-`Decoder` and `Policy` are the right way to do it; broken variants override one method.
+`Decoder` and `Policy` are correct; broken variants override one method.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed
 
 
 class Mode(NamedTuple):
-    """A way to verify: the noise that drafts are drawn with, the verdict, and of rules that go by
-    token the chance [states, vocab] that a token is drafted and accepted. `depth_step` is what
-    a draft's depth adds to the purpose of its noise."""
+    """A way to verify: the noise of drafts, the verdict, and for token rules the chance [states,
+    vocab] that a token is drafted and accepted.
+
+    `depth_step` is what a draft's depth adds to the purpose of its noise.
+    """
 
     draft_purpose: int
     verify: Callable[[Tensor, Tensor, Tensor | None, Tensor, NoiseRows], Verdict]
@@ -39,12 +41,13 @@ class Mode(NamedTuple):
     depth_step: int = 0
 
     def purposes(self, depths: Tensor) -> Tensor:
-        """Of the noise of drafts at these depths."""
+        """Return the purposes of the noise of drafts at these depths."""
         return self.draft_purpose + self.depth_step * depths
 
 
 def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Chance that one race picks token i under p and under q: 1 / sum_j max(p_j/p_i, q_j/q_i)."""
+    """Return the chance that one race picks token i under p and under q: 1 / sum_j max(p_j/p_i,
+    q_j/q_i)."""
     both = (p > 0) & (q > 0)
     a, b = np.where(both, p, 1.0), np.where(both, q, 1.0)
     ratios = np.maximum(p[..., None, :] / a[..., None], q[..., None, :] / b[..., None])
@@ -61,7 +64,7 @@ MODES = {
 
 
 class Step(NamedTuple):
-    """What one step did for B sequences; `states[:, j]` lies behind j drafts."""
+    """One step of B sequences; `states[:, j]` is the state after j drafts."""
 
     at: Tensor  # int64 [B]: the sequences
     rows: NoiseRows
@@ -72,7 +75,7 @@ class Step(NamedTuple):
 
 
 class Policy:
-    """Chooses k. This one: constant for a sequence, ragged in a batch."""
+    """A policy for k: constant for a sequence, ragged in a batch."""
 
     def begin(self, count: int, world: World) -> None:
         self.count, self.world = count, world
@@ -81,11 +84,12 @@ class Policy:
         return at % (DEEPEST + 1)
 
     def trim(self, k: Tensor, drafts: Tensor, draft_probs: Tensor) -> Tensor:
-        """k once the drafts are known; `draft_probs` [B, DEEPEST] are their own chances."""
+        """Return k once the drafts are known; `draft_probs` [B, DEEPEST] are their probabilities
+        under q."""
         return k
 
     def observe(self, step: Step) -> None:
-        """What the step showed, before the next one."""
+        """Receive the results of a step before the next one."""
 
 
 class Fixed(Policy):
@@ -102,7 +106,7 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Decodes many independent sequences of a world, each with a key of its own."""
+    """A decoder of many independent sequences of a world, each with its own key."""
 
     def __init__(
         self, world: World, mode: str, policy: Policy | None = None, *, shuffle: bool = False
@@ -112,20 +116,20 @@ class Decoder:
         self.shuffle = np.random.default_rng(5) if shuffle else None
 
     def noise_rows(self, at: Tensor, positions: Tensor) -> NoiseRows:
-        """Keys by sequence, whichever rows of the batch they are."""
+        """Return noise rows with keys by sequence, independent of batch rows."""
         keys = torch.stack((at, torch.full_like(at, self.seed)), dim=1)
         return NoiseRows(keys, torch.zeros_like(at), positions)
 
     def target_rows(self, states: Tensor, used: Tensor) -> Tensor:
-        """p behind `states[used]`."""
+        """Return p for `states[used]`."""
         return self.world.target[states[used]]
 
     def reported(self, states: Tensor) -> Tensor | None:
-        """q behind `states`, as the verification is told."""
+        """Return q for `states`, as reported to the verification."""
         return self.world.draft[states]
 
     def resume(self, step: Step) -> Tensor:
-        """The state that the next step begins in."""
+        """Return the state in which the next step begins."""
         kept = step.states.gather(1, step.verdict.num_accepted[:, None]).squeeze(1)
         return self.world.after(kept, step.verdict.next_tokens)
 
@@ -152,7 +156,7 @@ class Decoder:
         return Step(at, rows, k, grid, tokens, verdict)
 
     def run(self, count: int, length: int, seed: int = 1) -> Decoded:
-        """The first `length` tokens of `count` sequences, and every step."""
+        """Return the first `length` tokens of `count` sequences, and every step."""
         self.seed = seed
         self.policy.begin(count, self.world)
         out = torch.zeros((count, length + DEEPEST), dtype=torch.int64)
@@ -177,7 +181,7 @@ class Decoder:
 
 
 def joint_z(tokens: np.ndarray, world: World) -> float:
-    """Chi-square of whole sequences [count, length] against the target's joint law."""
+    """Return z of whole sequences [count, length] against the target's joint law, by chi-square."""
     length = tokens.shape[1]
     cells = tokens @ world.vocab ** np.arange(length)[::-1]
     counts = np.bincount(cells, minlength=world.vocab**length)
@@ -185,18 +189,18 @@ def joint_z(tokens: np.ndarray, world: World) -> float:
 
 
 def alive(world: World, mode: str, depth: int = DEEPEST) -> np.ndarray:
-    """P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64."""
+    """Return P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64."""
     overlap = MODES[mode].overlap
     if overlap is not None:
         return survival(world, overlap(exact(world.target), exact(world.draft)), depth)
     p, q = exact(world.target), exact(world.draft)
     states, chance, ratio = torch.tensor([0]), np.ones(1), np.ones(1)
-    found = [1.0]
+    chances = [1.0]
     for _ in range(depth):  # every prefix: E[c_j], c_j = min(1, c_{j-1} p / q)
         drawn = q[states] > 0
         ratio = ratio[:, None] * np.divide(p[states], q[states], out=0 * p[states], where=drawn)
         ratio = np.minimum(ratio, 1).ravel()
         chance = (chance[:, None] * q[states]).ravel()
         states = world.after(states[:, None], torch.arange(world.vocab)).ravel()
-        found.append(float(chance @ ratio))
-    return np.array(found)
+        chances.append(float(chance @ ratio))
+    return np.array(chances)

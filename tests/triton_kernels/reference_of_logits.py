@@ -1,4 +1,4 @@
-"""Verification from a target's logits in plain torch: what the kernel is compared with."""
+"""Verification from a target's logits in plain torch, the reference of the kernel."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from triton_kernels.sampling.inputs import (
 def verify_reference(
     batch: LogitsBatch, proposals: Proposals | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`triton_kernels.verification.kernel.verify_logits` by way of
-    `cbatch.runtime.sampling.rejection_sampler`: number of accepted drafts, next token, and whether
-    every logit was finite, int64 [B] each. No padding, and drafts lie one after the other."""
+    """Verify as `triton_kernels.verification.kernel.verify_logits`, by
+    `cbatch.runtime.sampling.rejection_sampler`.
+
+    Returns the number of accepted drafts, the next token, and whether every logit was finite, int64
+    [B] each. There is no padding, and drafts are contiguous.
+    """
     logits, rows, requests, where, drafts, shaping = batch
     x = shaped_logits(logits, rows, drafts, shaping)
     p, q = normalised(weights_of(x, rows, requests)), None
@@ -69,25 +72,26 @@ def _proposed_logits(batch: LogitsBatch, proposals: Proposals, rows: Rows) -> Te
 
 
 def _verdict(
-    mode: int, batch: LogitsBatch, p: Tensor, q: Tensor | None, asked: Tensor
+    mode: int, batch: LogitsBatch, p: Tensor, q: Tensor | None, chosen: Tensor
 ) -> verify.Verdict:
-    """Of the requests `asked`, bool [B]; a greedy law is one-hot, and coupled like any other."""
+    """Return the verdict for the requests `chosen`, bool [B]. A greedy law is one-hot, and coupled
+    like any other."""
     counts = batch.drafts.counts.long()
-    drafted = asked[torch.repeat_interleave(counts)]
+    drafted = chosen[torch.repeat_interleave(counts)]
     tokens = batch.drafts.tokens.long()[drafted]
-    p, where = p[asked[batch.rows.requests.long()]], batch.noise
-    rows = verify.NoiseRows(where.keys[asked], where.choices[asked], where.positions[asked])
-    if not asked.any():
-        return verify.Verdict(counts[asked], counts[asked])
+    p, where = p[chosen[batch.rows.requests.long()]], batch.noise
+    rows = verify.NoiseRows(where.keys[chosen], where.choices[chosen], where.positions[chosen])
+    if not chosen.any():
+        return verify.Verdict(counts[chosen], counts[chosen])
     if mode in (GREEDY, COUPLED):
-        return verify.coupled_verify(p, tokens, counts[asked], rows)
-    given = p, tokens, None if q is None else q[drafted], counts[asked], rows
+        return verify.coupled_verify(p, tokens, counts[chosen], rows)
+    given = p, tokens, None if q is None else q[drafted], counts[chosen], rows
     if mode == REJECTION:
         return verify.rejection_verify(*given)
     return verify.Verdict(*block_verify(*given)[:2])
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """fp32 [N, V] probabilities."""
+    """Return probabilities, fp32 [N, V]."""
     mass = weights.sum(dim=-1, keepdim=True)
     return weights / torch.where(mass > 0, mass, 1.0)

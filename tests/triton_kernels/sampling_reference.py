@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, in plain torch: sorts, loops over rows, and probabilities."""
+"""The sampling kernels in plain torch: sorts, loops over rows, and probabilities."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triton_kernels.sampling.inputs import (
 def shaped_logits(
     logits: Tensor, rows: Rows, drafts: DraftTokens, shaping: LogitsShaping | None
 ) -> Tensor:
-    """fp32 [N, V], minus infinity where forbidden."""
+    """Return shaped logits, fp32 [N, V], minus infinity where forbidden."""
     x = logits.float().clone()
     x[~x.isfinite()] = -torch.inf
     if shaping is not None:
@@ -53,7 +53,7 @@ def _shape(x: Tensor, b: int, depth: int, drafted: Tensor, s: LogitsShaping) -> 
 
 
 def weights_of(x: Tensor, rows: Rows, requests: Requests) -> Tensor:
-    """What filters keep of exp((x - max) / temperature), fp32 [N, V], not normalised."""
+    """Return the filtered weights exp((x - max) / temperature), fp32 [N, V], not normalised."""
     inverse = (1.0 / requests.temperatures).clamp(max=torch.finfo(torch.float32).max)
     of = rows.requests.long()
     maxima = x.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
@@ -87,7 +87,8 @@ def sample_reference(
 
 
 def exponentials(rows: Rows, requests: Requests, where: Noise, purpose: int, vocab: int) -> Tensor:
-    """fp32 [N, V]: COUPLED noise where a request is coupled, else that of `purpose`."""
+    """Return exponential noise, fp32 [N, V]: COUPLED noise for coupled requests, else that of
+    `purpose`."""
     of = rows.requests.long()
     modes = requests.modes[of]
     purposes = torch.where(modes == COUPLED, noise.COUPLED, purpose)

@@ -1,4 +1,4 @@
-"""What is listed and compiled by other processes is what a launch asks the cache for."""
+"""Kernels compiled ahead by other processes are those that a launch looks up in the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
 
 
 def launch() -> None:
-    """Named tuples of tensors, and none; numbers of every kind."""
+    """Launch kernels with named tuples of tensors, None, and numbers of every kind."""
     x, weight = torch.zeros(5, 48, device=META), torch.zeros(48, device=META)
     rms_norm(x.bfloat16(), weight, 1e-5)
     rms_norm(x.bfloat16(), weight, 1e-5, x)
@@ -35,7 +35,7 @@ def launch() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of Triton, on a machine with an H100 as far as launches can tell."""
+    """Use an empty Triton cache, and let launches see an H100."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
     return tmp_path
@@ -44,11 +44,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_launches_find_in_the_cache_what_was_compiled_ahead(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ahead.listed() as found:
+    with ahead.listed() as kernels:
         launch()
         launch()
-    assert len(found) == 3
-    ahead.compile_all(found, processes=2)
+    assert len(kernels) == 3
+    ahead.compile_all(kernels, processes=2)
     compiled = sorted(cache.iterdir())
     assert len(compiled) > 3
 
@@ -56,7 +56,7 @@ def test_launches_find_in_the_cache_what_was_compiled_ahead(
         raise AssertionError("a process was started for kernels that are there")
 
     monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=start))
-    ahead.compile_all(found)
+    ahead.compile_all(kernels)
     run = JITFunction.run
     monkeypatch.setattr(
         JITFunction, "run", lambda self, *args, **more: run(self, *args, **more | {"warmup": True})
@@ -68,11 +68,14 @@ def test_launches_find_in_the_cache_what_was_compiled_ahead(
 def test_a_kernel_that_does_not_compile_is_left_to_its_launch(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ahead.listed() as found:
+    with ahead.listed() as kernels:
         launch()
-    (name, each), *_ = found.items()
-    ahead.compile_all({name: each._replace(options=each.options | {"num_warps": 3})}, processes=1)
-    assert f"not every kernel could be compiled ahead of: {each.name}\n" in caplog.text
+    (name, specialisation), *_ = kernels.items()
+    ahead.compile_all(
+        {name: specialisation._replace(options=specialisation.options | {"num_warps": 3})},
+        processes=1,
+    )
+    assert f"not every kernel could be compiled ahead of: {specialisation.name}\n" in caplog.text
 
 
 def test_a_process_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:

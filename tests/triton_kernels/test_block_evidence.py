@@ -1,4 +1,4 @@
-"""What blocks tell the estimator of acceptance: survival of j drafts, whatever k was.
+"""Evidence of block verification for the estimator of acceptance: survival of j drafts, for any k.
 
 |z| < 5 fails by chance in 6 of 10 million tests; seeds are fixed.
 """
@@ -34,7 +34,7 @@ def block_evidence(step: Step, world: World) -> Tensor:
 
 
 def gap(count: Tensor, total: Tensor) -> tuple[float, float]:
-    """z of the mean of count less sum, and the ratio of their variances."""
+    """Return z of the mean of count less sum, and the ratio of their variances."""
     count, total = count.double(), total.double()
     difference = count - total
     z = difference.mean() / (difference.std() / len(count) ** 0.5)
@@ -52,7 +52,7 @@ def test_the_mean_is_that_of_the_count_and_the_spread_less(policy: type[Policy],
 
 
 def test_overlaps_of_single_positions_are_too_little() -> None:
-    """The sum of 1 - TV, which is right where drafts are judged one by one."""
+    """The sum of 1 - TV is right only where drafts are judged one by one."""
     world = chain_world()
     step = Decoder(world, "block", Fixed(DEEPEST)).run(COUNT, 1).steps[0]
     assert gap(step.verdict.num_accepted, evidence_of(step, world))[0] > CAUGHT
@@ -68,10 +68,10 @@ def test_certain_drafts_tell_the_same_with_a_one_hot_q_and_without() -> None:
     alone = block_verify(*batch._replace(draft_probs=None))  # type: ignore[arg-type]
     drawn = batch.verify("block")
     even = torch.arange(300) % 2 == 0
-    for found, without in zip(beside, alone, strict=True):
-        assert torch.equal(found[even], without[even])
-    for found, with_q in zip(beside, drawn, strict=False):
-        assert torch.equal(found[~even], with_q[~even])
+    for actual, without in zip(beside, alone, strict=True):
+        assert torch.equal(actual[even], without[even])
+    for actual, with_q in zip(beside, drawn, strict=False):
+        assert torch.equal(actual[~even], with_q[~even])
     assert (alone.num_accepted[even] > 0).any() and (alone.expected_accepted <= 5).all()
 
 
@@ -82,9 +82,9 @@ TO_SIX = LookaheadConfig(policy="adaptive", k=6)
 ROWS = 3000
 
 
-def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, Fleet]:
-    """N and D of rows that drafted k in every step, and the fleet's correction by depth, where
-    j drafts survive with probability `survival[j]`."""
+def estimated(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, Fleet]:
+    """Return N and D of rows that drafted k in every step, and the fleet's correction by depth. j
+    drafts survive with probability `survival[j]`."""
     rng, rows = np.random.default_rng(k), ROWS
     estimate = np.repeat([[4.2], [6.0]], rows, axis=1)
     drafted, depths = np.full(rows, k, np.int32), Fleet(TO_SIX)
@@ -96,13 +96,16 @@ def told(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, Fl
 
 
 @pytest.mark.parametrize(("k", "off"), [(2, 0.05), (4, 0.09), (6, 0.12)])
-def test_what_the_estimator_says_of_survival(k: int, off: float) -> None:
+def test_estimated_survival_of_blocks(k: int, off: float) -> None:
     """N / D is accepted over tried, to 0.005. Later drafts of a block are accepted more often than
-    the first (0.46, 0.55, 0.68, 0.77 in this world), so survival from N / D alone, as `ema` has it,
-    is wrong by up to 0.11. The correction by depth, as `adaptive` has it, is of the depths among
-    each other: the first one's error, of up to 0.1, stays."""
+    the first (0.46, 0.55, 0.68, 0.77 in this world).
+
+    Survival from N / D alone, as in `ema`, is therefore wrong by up to 0.11. The correction by
+    depth, as in `adaptive`, relates depths to each other: the first one's error, of up to 0.1,
+    remains.
+    """
     law = alive(chain_world(), "block", 6)
-    estimate, depths = told(law, k)
+    estimate, depths = estimated(law, k)
     accepted, trials = estimate
     pooled = law[1 : k + 1].sum() / law[:k].sum()
     assert float((accepted / trials).mean()) == pytest.approx(pooled, abs=0.005)

@@ -39,7 +39,7 @@ CAUGHT = 2 * Z_BOUND
 
 
 class Blocks(NamedTuple):
-    """Every draft of some lengths, in one ragged batch, and the states behind their prefixes."""
+    """Every draft of some lengths in one ragged batch, and the states after their prefixes."""
 
     drafts: list[tuple[int, ...]]
     states: list[list[Tensor]]
@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
 
 
 def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
-    """Chance that the coin behind each draft says so, as implemented."""
+    """Return the implemented chance that the coin of each draft passes."""
     passed: list[Tensor] = []
     coins = block.accepting_coins
 
@@ -90,8 +90,8 @@ def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
 
 
 def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
-    """Law of the token behind the first j drafts of each, if so many are accepted, j = 0..DEEPEST:
-    [DEEPEST + 1, drafts, vocab]."""
+    """Return the law of the token after the first j drafts of each, given that j are accepted, j =
+    0..DEEPEST: [DEEPEST + 1, drafts, vocab]."""
     seen: list[Tensor] = []
 
     def capture(weights: Tensor, *_: object) -> Tensor:
@@ -105,21 +105,21 @@ def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
                 block, "accepting_coins", lambda *given, j=accepted: given[-1].depth == j - 1
             )
             blocks.verify(certain)
-    weights = torch.stack(seen).double().numpy()  # behind a draft that p forbids there are none
+    weights = torch.stack(seen).double().numpy()  # zero after a draft that p forbids
     mass = weights.sum(axis=-1, keepdims=True)
     laws: np.ndarray = weights / np.where(mass > 0, mass, 1.0)
     return laws
 
 
 def accepted_law(coins: np.ndarray) -> np.ndarray:
-    """Of the last coin that says so: P(0), .., P(k)."""
+    """Return the law of the last coin that passes: P(0), .., P(k)."""
     fails = np.append(np.cumprod(1 - coins[::-1])[::-1], 1.0)
     return np.append(1.0, coins) * fails
 
 
 def step_law(world: World, certain: bool, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Law of the first `LENGTH` tokens when a step drafts k and plain decoding goes on, and the
-    survival of 1..k drafts."""
+    """Return the law of the first `LENGTH` tokens when a step drafts k and plain decoding follows,
+    and the survival of 1..k drafts."""
     blocks = Blocks.of(world, list(itertools.product(range(world.vocab), repeat=k)))
     coins, following = coin_chances(blocks, certain), next_laws(blocks, certain)
     law, survival = np.zeros((world.vocab,) * LENGTH), np.zeros(k)
@@ -141,7 +141,7 @@ def step_law(world: World, certain: bool, k: int) -> tuple[np.ndarray, np.ndarra
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_draft_and_branch_sum_to_the_joint_law(kind: str) -> None:
-    """And i drafts survive as often as the paper says, whatever k >= i is: E[c_i]."""
+    """i drafts survive as often as the paper says, for any k >= i: E[c_i]."""
     world = make_world(kind)
     for k in range(1, LENGTH):
         law, survival = step_law(world, kind == "certain", k)
@@ -153,7 +153,7 @@ def test_every_draft_and_branch_sum_to_the_joint_law(kind: str) -> None:
 
 
 def run_of_coins(num_drafts: Tensor, passes: Tensor, drafts: block.DraftPositions) -> Tensor:
-    """Stops at the first coin that fails."""
+    """Broken: accept up to the first coin that fails."""
     grid = torch.zeros(len(num_drafts), int(num_drafts.max()), dtype=torch.bool)
     grid[drafts.row, drafts.depth] = passes
     return grid.cumprod(dim=1).bool()[drafts.row, drafts.depth]
@@ -162,19 +162,19 @@ def run_of_coins(num_drafts: Tensor, passes: Tensor, drafts: block.DraftPosition
 def first_failure(
     weights: Tensor, q: Tensor, c: Tensor, m: Tensor, k: Tensor, *rest: object
 ) -> Tensor:
-    """Broken: what stands must be an unbroken run."""
+    """Broken: accepted drafts must be an unbroken run of coins."""
     return run_of_coins(k, COINS(weights, q, c, m, k, *rest), rest[-1])  # type: ignore[arg-type]
 
 
 def joint_ratio_coins(
     weights: Tensor, q: Tensor, c: Tensor, m: Tensor, k: Tensor, *rest: object
 ) -> Tensor:
-    """Broken: every coin has the chance c_i, as the last one has."""
+    """Broken: every coin has the chance c_i of the last one."""
     return COINS(weights, q, c, torch.full_like(m, torch.nan), k, *rest)  # type: ignore[arg-type]
 
 
 def token_residual(p: Tensor, *rest: object) -> Tensor:
-    """Broken: what replaces is max(0, p - q), without the joint ratio."""
+    """Broken: the replacement's law is max(0, p - q), without the joint ratio."""
     return RESIDUAL(p / p.sum(dim=1, keepdim=True), *rest)  # type: ignore[arg-type]
 
 
@@ -183,8 +183,8 @@ COINS, RESIDUAL = block.accepting_coins, verify.residual_of
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
-    """The law behind `depth` drafts is not a number: what comes there is as frequent as ever, E[c],
-    and nothing goes beyond."""
+    """The law after `depth` drafts is NaN. Drafts up to there survive as often as otherwise, E[c],
+    and none after."""
     world = make_world("dense")
     blocks = Blocks.of(world, list(itertools.product(range(VOCAB), repeat=DEEPEST)))
     blocks.p.view(-1, DEEPEST + 1, VOCAB)[:, depth:] = torch.nan
@@ -207,14 +207,14 @@ def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
 def test_broken_rules_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
-    """Where the law is right it is so to 3e-6."""
+    """Right laws are right to 3e-6."""
     world = make_world("dense")
     monkeypatch.setattr(module, name, broken)
     assert np.abs(step_law(world, False, DEEPEST)[0] - joint(world, LENGTH)).max() > 3e-4
 
 
 def test_the_example_of_the_paper() -> None:
-    """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 are accepted, where by token it is 10/9."""
+    """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 are accepted, by token only 10/9."""
     laws = torch.tensor([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])
     world = World(laws[:1].repeat(2, 1), laws[1:].repeat(2, 1))
     blocks = Blocks.of(world, list(itertools.product(range(2), repeat=2)))
@@ -234,7 +234,7 @@ PAIRS = list(itertools.product(TOKENS, repeat=2))
 
 
 def judged(drafts: tuple[int, int]) -> tuple[list[Fraction], list[Fraction]]:
-    """c_0, c_1, c_2 and the chances of both coins; p and q know no context."""
+    """Return c_0, c_1, c_2 and the chances of both coins; p and q do not depend on the context."""
     c = [ONE]
     for x in drafts:
         c.append(min(ONE, c[-1] * P[x] / Q[x]))
@@ -250,7 +250,7 @@ def residual(c: Fraction) -> list[Fraction]:
 def outcomes(
     drafts: tuple[int, int], coins: list[Fraction]
 ) -> Iterator[tuple[int, tuple[int, ...], Fraction]]:
-    """How many are accepted, the tokens emitted, and their chance."""
+    """Yield the number of accepted drafts, the emitted tokens, and their chance."""
     c, _ = judged(drafts)
     stops = [(1 - coins[0]) * (1 - coins[1]), coins[0] * (1 - coins[1]), coins[1]]
     for accepted, chance in enumerate(stops):
@@ -260,9 +260,12 @@ def outcomes(
 
 
 def two_steps(*, drafts_again: bool, coins_again: bool) -> dict[tuple[int, int], Fraction]:
-    """Law of the first two tokens. After a step that accepts nothing the next one begins where the
-    second draft was: `drafts_again`, it drafts that token again; `coins_again`, its first coin is
-    the one that has just failed there, so uniform above the chance that it failed."""
+    """Return the law of the first two tokens. After a step that accepts nothing the next one begins
+    at the position of the second draft.
+
+    With `drafts_again` it drafts that token again. With `coins_again` its first coin is the one
+    that has just failed there, so uniform above the chance that it failed.
+    """
     law = dict.fromkeys(PAIRS, 0 * ONE)
     for first in PAIRS:
         h = judged(first)[1]
@@ -293,7 +296,7 @@ def test_two_steps_with_noise_of_their_own_have_the_law_to_the_fraction() -> Non
     ("drafts_again", "coins_again"), [(True, False), (False, True), (True, True)]
 )
 def test_two_steps_that_share_noise_have_not(drafts_again: bool, coins_again: bool) -> None:
-    """Neither drafts nor coins may be used again: a single coin a block is not enough."""
+    """Neither drafts nor coins may be used again: one coin for a block is not enough."""
     law = two_steps(drafts_again=drafts_again, coins_again=coins_again)
     assert sum(law.values()) == 1
     assert max(abs(law[a, b] - P[a] * P[b]) for a, b in law) > Fraction(1, 1000)

@@ -1,8 +1,8 @@
-"""Ways to get speculation subtly wrong, each caught by the joint law of three tokens.
+"""Subtly wrong variants of speculation, each caught by the joint law of three tokens.
 
 Caught means z > 10 for a sample whose right version stays within 5 (each by chance in fewer than 6
-of 10 million; seeds are fixed). What the coupled mode cannot get wrong, because no draft
-probability enters, is shown to leave its tokens as they were.
+of 10 million; seeds are fixed). Where coupled mode cannot be wrong, because no draft probability
+enters, its tokens are shown to be unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_rollback_that_keeps_the_rejected_token_is_caught(mode: str) -> None:
 
 
 class _StalePenalties(Decoder):
-    """Penalties, min_tokens and bans see the prefix as it was before the drafts."""
+    """Broken: penalties, min_tokens and bans see the prefix as it was before the drafts."""
 
     def target_rows(self, states: Tensor, used: Tensor) -> Tensor:
         history = states[:, :1].expand_as(states)[used]
@@ -83,7 +83,7 @@ def test_penalties_without_the_draft_prefix_are_caught(mode: str) -> None:
 
 
 class _UnfilteredQ(Decoder):
-    """Drafts come from the filtered law; the law reported is the one before the filters."""
+    """Broken: drafts come from the filtered law; the law reported is the one before the filters."""
 
     def reported(self, states: Tensor) -> Tensor:
         return self.world.unfiltered_draft[states]
@@ -112,7 +112,7 @@ def test_wrong_q_is_caught() -> None:
 
 
 class _Certain(Decoder):
-    """Drafts are said to have been chosen with certainty, though they were drawn from q."""
+    """Broken: drafts are reported as chosen with certainty, though they were drawn from q."""
 
     def reported(self, states: Tensor) -> None:
         return None
@@ -133,7 +133,8 @@ def test_drafts_declared_certain_keep_the_law_and_accept_less() -> None:
 
 
 class _DropsUnlikely(Policy):
-    """Verifies no draft from the first one on that the draft model itself found unlikely."""
+    """Broken: it verifies no draft from the first one that the draft model itself found
+    unlikely."""
 
     def choose(self, at: Tensor) -> Tensor:
         return torch.full_like(at, DEEPEST)
@@ -167,14 +168,14 @@ def test_residual_drawn_with_the_accept_noise_is_caught(monkeypatch: pytest.Monk
 
 
 def test_replacement_drawn_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of norm(max(0, p - q))."""
+    """The right law is norm(max(0, p - q))."""
     monkeypatch.setattr(verify, "residual_of", lambda p, q, rejected: p)
     world = world_of("chain")
     assert joint_z(Decoder(world, "rejection", DEEP).run(COUNT, 3).tokens, world) > CAUGHT
 
 
 def test_a_coupled_draft_with_noise_of_its_own_is_caught() -> None:
-    """The law stands, the point of coupling is lost: acceptance falls below the guarantee."""
+    """The law is right, but the point of coupling is lost: acceptance falls below the guarantee."""
     world = world_of("chain")
     shared = Decoder(world, "coupled", DEEP).run(COUNT, 3)
     apart = Decoder(world, "coupled", DEEP)
@@ -186,7 +187,7 @@ def test_a_coupled_draft_with_noise_of_its_own_is_caught() -> None:
 
 
 def forbidden_tokens_accepted() -> int:
-    """How many drafts with p = 0 pass at the smallest draw, however small their q."""
+    """Count drafts with p = 0 that pass at the smallest draw, however small their q."""
     q = torch.tensor([[1e-38, 1.0], [0.5, 0.5], [1e-20, 1.0]])
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]]).repeat(3, 1)
     ones, zeros = torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
@@ -216,7 +217,7 @@ def test_u_at_most_p_over_q_at_p_of_zero_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def z_without_residual_mass() -> float:
-    """z of the replacements of drafts that round-off rejected though p equals q."""
+    """Return z of the replacements of drafts that round-off rejected though p equals q."""
     zeros = torch.zeros(4000, dtype=torch.int64)
     ones = torch.ones(4000, dtype=torch.int64)
     p = torch.tensor([[0.25, 0.75]]).repeat(8000, 1)

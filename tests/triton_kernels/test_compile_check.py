@@ -48,7 +48,7 @@ def product(rows: int = 64, num_warps: int = 4) -> KernelCase:
 
 @functools.cache
 def small_product() -> Findings:
-    """What is found in its code, under limits that it keeps."""
+    """Return the findings about its code, under limits that it keeps."""
     return check(product(), "sm_90")
 
 
@@ -79,8 +79,8 @@ def test_a_sum_too_large_for_its_threads_spills() -> None:
 
 
 def test_loads_through_pointers_are_none_through_descriptors() -> None:
-    found = small_product()._replace(case=product()._replace(tma=True))
-    assert found.faults() == ["no loads through descriptors"]
+    findings = small_product()._replace(case=product()._replace(tma=True))
+    assert findings.faults() == ["no loads through descriptors"]
 
 
 def test_a_shorter_pipeline_is_seen() -> None:
@@ -117,8 +117,8 @@ def test_a_carried_value_that_only_bounds_a_loop_is_a_fault(used: bool) -> None:
 
 
 def test_code_beyond_an_instruction_cache_is_a_fault() -> None:
-    found = small_product()._replace(code_bytes=129 << 10)
-    assert found.faults() == ["132096 bytes of code"]
+    findings = small_product()._replace(code_bytes=129 << 10)
+    assert findings.faults() == ["132096 bytes of code"]
 
 
 def test_limits_hold() -> None:
@@ -141,4 +141,5 @@ def test_the_command_ends_with_one_line_of_json(
     assert list(kernel)[5:] == ["shared_bytes", "code_bytes", "seconds"]
     assert 0 < kernel["code_bytes"] < 16 << 10
     assert kernel["name"] == "product"
-    assert kernel["target"] == "sm_90"  # the others have no limits: not shipped there
+    # Other targets have no limits: the case is not shipped there.
+    assert kernel["target"] == "sm_90"

@@ -1,4 +1,4 @@
-"""What the verification could be expected to accept: exact, unbiased, and steadier than a count.
+"""The expected number of accepted drafts is exact, unbiased, and varies less than the count.
 
 |z| < 5 fails by chance in 6 of 10 million tests; seeds are fixed.
 """
@@ -45,29 +45,30 @@ def test_it_is_the_sum_up_to_and_including_the_first_rejection(certain: bool) ->
     batch = make_batch("rejection", 60, seed=8)
     if certain:
         batch = batch._replace(draft_probs=one_hot(batch))
-    found = expected(batch, batch.draft_probs).tolist()
+    sums = expected(batch, batch.draft_probs).tolist()
     slow = [slowly(batch, row, certain=certain) for row in range(60)]
-    assert found == pytest.approx(slow, abs=1e-6)
+    assert sums == pytest.approx(slow, abs=1e-6)
     verdict = batch.verify("rejection")
     k, accepted = batch.num_drafts, verdict.num_accepted
     assert (k == 0).any() and (accepted == k).any() and (accepted < k - 1).any()
-    if certain:  # one hot beside others, or all of the step without a q: the same number
-        assert expected(batch, None).tolist() == found
+    if certain:  # one-hot rows among others, or a step without any q, give the same number
+        assert expected(batch, None).tolist() == sums
 
 
 def test_it_is_never_more_than_was_tried() -> None:
-    """Where p and q agree, round-off must not pass for a draft."""
+    """Where p and q agree, round-off must not count as a draft."""
     batch = make_batch("rejection", 200, seed=9)
     depth = batch.each()[1]
     row = torch.repeat_interleave(batch.num_drafts + 1)
     same = batch._replace(draft_probs=batch.target[depth < batch.num_drafts[row]])
-    found = expected(same, same.draft_probs)
+    sums = expected(same, same.draft_probs)
     tried = torch.minimum(same.verify("rejection").num_accepted + 1, same.num_drafts)
-    assert (found <= tried).all() and (found > tried - 1e-5).all()
+    assert (sums <= tried).all() and (sums > tried - 1e-5).all()
 
 
 def gap_z(steps_of: Policy, world: World, *, leak: bool) -> tuple[float, float]:
-    """z of the mean of count less sum over independent first steps, and the ratio of variances."""
+    """Return z of the mean of count less sum over independent first steps, and the ratio of
+    variances."""
     first = Decoder(world, "rejection", steps_of).run(COUNT, 1).steps[0]
     count = first.verdict.num_accepted.double()
     total = evidence_of(first, world, leak=leak).double()

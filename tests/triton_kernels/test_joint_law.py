@@ -1,4 +1,4 @@
-"""T1, T2, T3, T5: laws of what is emitted and accepted, with the real noise, in all modes.
+"""T1, T2, T3, T5: laws of emitted and accepted tokens, with the real noise, in all modes.
 
 The false-alarm rate of a bound |z| < 5 is 6 in 10 million; seeds are fixed. `chain` worlds have
 plain laws, `shaped` ones penalties, bias, bans, min_tokens and every filter, with the draft prefix.
@@ -39,7 +39,7 @@ def world_of(kind: str) -> World:
 
 @functools.cache
 def decoded(kind: str, mode: str) -> Decoded:
-    """Three tokens of `COUNT` sequences; sequence i always drafts i % 4."""
+    """Return three tokens of `COUNT` sequences; sequence i always drafts i % 4."""
     return Decoder(world_of(kind), mode).run(COUNT, 3)
 
 
@@ -47,8 +47,8 @@ def decoded(kind: str, mode: str) -> Decoded:
 
 
 def single_position_check(mode: str, count: int) -> tuple[float, float, float]:
-    """z of the first token over 32 cells, TV over its mean by chance alone, and the z that the
-    same sample has against a law that is 2 % away."""
+    """Return z of the first token over 32 cells, and TV over its mean by chance alone. Return z of
+    the same sample against a law that is 2 % away, too."""
     world = chain_world(vocab=32, seed=2)
     tokens = Decoder(world, mode).run(count, 1).tokens[:, 0]
     counts = np.bincount(tokens, minlength=32)
@@ -81,7 +81,7 @@ def test_t1_one_token_of_32_in_a_million(mode: str) -> None:
 @ALL
 @WORLDS
 def test_t2_joint_law_of_three_tokens(kind: str, mode: str) -> None:
-    """For each k, and of the whole ragged batch."""
+    """The law is right for each k, and for the whole ragged batch."""
     world, run = world_of(kind), decoded(kind, mode)
     assert abs(joint_z(run.tokens, world)) < Z_BOUND
     for k in range(DEEPEST + 1):
@@ -93,7 +93,8 @@ def test_t2_joint_law_of_three_tokens(kind: str, mode: str) -> None:
 
 @ALL
 def test_t2_a_law_that_is_not_the_worlds_is_noticed(mode: str) -> None:
-    """The power of the test above: the draft's law, and one token's 3 % moved."""
+    """Power of the test above: the draft's law, and a law with 3 % of one token moved, are
+    noticed."""
     world, tokens = world_of("chain"), decoded("chain", mode).tokens
     moved = world.target.clone()
     moved[:, 0] += 0.03
@@ -104,7 +105,8 @@ def test_t2_a_law_that_is_not_the_worlds_is_noticed(mode: str) -> None:
 @ALL
 @WORLDS
 def test_t2_tokens_do_not_depend_on_the_batch(kind: str, mode: str) -> None:
-    """Rows shuffled in every step, and half of the sequences alone: the same tokens."""
+    """Tokens are the same with rows shuffled in every step, and with half of the sequences
+    alone."""
     count = 2000
     tokens = decoded(kind, mode).tokens[:count]
     world = world_of(kind)
@@ -116,7 +118,7 @@ def test_t2_tokens_do_not_depend_on_the_batch(kind: str, mode: str) -> None:
 
 
 class _KeyedByRow(Decoder):
-    """Noise by place in the batch."""
+    """Broken: noise by place in the batch."""
 
     def noise_rows(self, at: torch.Tensor, positions: torch.Tensor) -> NoiseRows:
         return super().noise_rows(torch.arange(len(at)), positions)
@@ -124,7 +126,7 @@ class _KeyedByRow(Decoder):
 
 @ALL
 def test_noise_keyed_by_batch_row_is_caught(mode: str) -> None:
-    """Broken variant: the check above must fail for it, though each token's law is right."""
+    """The check above must fail for this broken variant, though each token's law is right."""
     run = _KeyedByRow(world_of("chain"), mode, shuffle=True).run(2000, 3)
     assert not np.array_equal(run.tokens, decoded("chain", mode).tokens[:2000])
     assert abs(joint_z(run.tokens[:, :1], world_of("chain"))) < Z_BOUND
@@ -132,7 +134,8 @@ def test_noise_keyed_by_batch_row_is_caught(mode: str) -> None:
 
 @WORLDS
 def test_coupled_tokens_do_not_depend_on_k(kind: str) -> None:
-    """Off, every fixed k and ragged k: token for token the same, acceptance and rejection seen."""
+    """Tokens are the same without drafts, with every fixed k and with ragged k; acceptance and
+    rejection occur."""
     world, count = world_of(kind), 4000
     plain = Decoder(world, "coupled", Fixed(0)).run(count, 3).tokens
     assert np.array_equal(plain, decoded(kind, "coupled").tokens[:count])
@@ -149,21 +152,22 @@ def test_coupled_tokens_do_not_depend_on_k(kind: str) -> None:
 
 
 def acceptance_z(run: Decoded, law: np.ndarray) -> list[float]:
-    """z of the accepted drafts at each depth, among the first drafts that reached it."""
+    """Return z of the accepted drafts at each depth, among the first drafts that reached it."""
     k, accepted = run.steps[0].num_drafts.numpy(), run.steps[0].verdict.num_accepted.numpy()
-    found = []
+    z = []
     for depth in range(DEEPEST):
         tried = (k > depth) & (accepted >= depth)
         chance = law[depth + 1] / law[depth]
         expected, spread = tried.sum() * chance, tried.sum() * chance * (1 - chance)
-        found.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
-    return found
+        z.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
+    return z
 
 
 @ALL
 @WORLDS
 def test_t3_acceptance_law(kind: str, mode: str) -> None:
-    """Accepts at each depth are binomial with the exact chance, and so is their histogram."""
+    """Accepted drafts at each depth are binomial with the exact chance, and so is their
+    histogram."""
     run, world = decoded(kind, mode), world_of(kind)
     law = alive(world, mode)
     assert max(abs(z) for z in acceptance_z(run, law)) < Z_BOUND
@@ -174,7 +178,8 @@ def test_t3_acceptance_law(kind: str, mode: str) -> None:
 
 
 def test_t3_notices_the_other_modes_acceptance() -> None:
-    """Five points of acceptance apart, in the shaped world: a fifth of the sample tells them."""
+    """Five points of acceptance apart, in the shaped world, are noticed in a fifth of the
+    sample."""
     world = world_of("shaped")
     other = alive(world, "coupled")
     deep = Decoder(world, "rejection", Fixed(DEEPEST)).run(COUNT // 5, 1)
@@ -183,7 +188,7 @@ def test_t3_notices_the_other_modes_acceptance() -> None:
 
 def test_coupled_acceptance_against_theory() -> None:
     """Daliri, Musco, Suresh 2024: (1 - TV) / (1 + TV) <= Pr[match] <= 1 - TV, over pairs of laws
-    from nearly equal to nearly disjoint; and the measured chance is the exact one."""
+    from nearly equal to nearly disjoint. The measured chance is the exact one."""
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(24, 12)) * 2
     spread = np.geomspace(0.05, 4, 24)[:, None]
@@ -214,11 +219,11 @@ def test_coupled_acceptance_against_theory() -> None:
 # --- T5: the p-values themselves ------------------------------------------------------------------
 
 GROUPS, GROUP = 200, 300
-KS_BOUND = 1.95  # sqrt(n) * D of Kolmogorov and Smirnov: beyond it by chance 1 in 1000
+KS_BOUND = 1.95  # sqrt(n) * D of Kolmogorov and Smirnov: larger by chance in 1 of 1000
 
 
 def ks_of_groups(tokens: np.ndarray, world: World) -> float:
-    """sqrt(n) * D of the p-values of `GROUPS` groups of sequences against uniform."""
+    """Return sqrt(n) * D of the p-values of `GROUPS` groups of sequences against uniform."""
     z = np.array([joint_z(group, world) for group in tokens.reshape(GROUPS, GROUP, -1)])
     p = np.sort([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
     steps = np.arange(GROUPS + 1) / GROUPS
@@ -227,14 +232,14 @@ def ks_of_groups(tokens: np.ndarray, world: World) -> float:
 
 @ALL
 def test_t5_p_values_are_uniform(mode: str) -> None:
-    """Neither too wide nor too good."""
+    """Their spread is neither too wide nor too narrow."""
     world = world_of("chain")
     tokens = Decoder(world, mode).run(GROUPS * GROUP, 2, seed=3).tokens
     assert ks_of_groups(tokens, world) < KS_BOUND
 
 
 class _FewKeys(Decoder):
-    """Noise that is used again."""
+    """Broken: noise that is used again."""
 
     def noise_rows(self, at: torch.Tensor, positions: torch.Tensor) -> NoiseRows:
         return super().noise_rows(at % GROUP, positions)

@@ -1,5 +1,5 @@
-"""All kernels of a start, as an H100 gets them: how many they are, and how much code each is. What
-they take to compile is in the table of `python -m tests.triton_kernels.compile_check`."""
+"""All kernels of a start on an H100: their number, and the code size of each. The table of `python
+-m tests.triton_kernels.compile_check` has their compile times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def size(name: str) -> Size:
 
 
 def launched(name: str) -> list[Specialisation]:
-    """Whatever an executor compiles before it serves: every kind of step there is."""
+    """Return all kernels that an executor compiles before it serves, for every kind of step."""
     with recording(TARGETS["sm_90"]) as launches:
         Run(size(name), "sm_90", launches).capture()
     return [each for _, each in launches.found.values()]
@@ -36,26 +36,31 @@ def launched(name: str) -> list[Specialisation]:
 _built: dict[str, int] = {}
 
 
-def built(each: Specialisation) -> int:
-    """Bytes of code; what two shapes have in common is compiled once."""
-    if each.key not in _built:
-        source = ASTSource(each.kernel, each.signature, each.constexprs, each.attributes)
-        compiled = triton.compile(source, target=TARGETS["sm_90"], options=each.options)
-        _built[each.key] = code_bytes(compiled)
-    return _built[each.key]
+def built(specialisation: Specialisation) -> int:
+    """Return bytes of code; code that two shapes share is compiled once."""
+    if specialisation.key not in _built:
+        source = ASTSource(
+            specialisation.kernel,
+            specialisation.signature,
+            specialisation.constexprs,
+            specialisation.attributes,
+        )
+        compiled = triton.compile(source, target=TARGETS["sm_90"], options=specialisation.options)
+        _built[specialisation.key] = code_bytes(compiled)
+    return _built[specialisation.key]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["8B with a draft", "8B with lookups", "8B", "demo pair"])
 def test_a_start_has_few_kernels_and_none_is_large(name: str) -> None:
-    found = launched(name)
-    assert 10 < len(found) <= MOST_KERNELS
-    large = {each.name: built(each) for each in found if built(each) > MOST_CODE_BYTES}
+    kernels = launched(name)
+    assert 10 < len(kernels) <= MOST_KERNELS
+    large = {each.name: built(each) for each in kernels if built(each) > MOST_CODE_BYTES}
     assert large == {}
 
 
 def test_one_specialisation_of_each_kernel_that_samples() -> None:
-    """Whatever a step asks for: shaped, filtered, drawn, in blocks, of one row or of many."""
+    """Steps that are shaped, filtered, drawn, in blocks, of one row or of many use the same one."""
     names = [each.name for each in launched("8B with a draft")]
     for kernel in ("shape", "scan", "laws", "decide", "residual", "coins", "finish"):
         assert names.count(f"{kernel}_kernel") == 1

@@ -1,4 +1,4 @@
-"""The noise in machine code: no multiply-add is fused, for each operation rounds by itself."""
+"""The noise in machine code has no fused multiply-add: each operation rounds by itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""T4: policies choose k from what is decided, never from noise that is still to decide a token.
+"""T4: policies choose k from decided tokens, never from noise that is still to decide a token.
 
-In rejection mode a token's noise may have been looked at in the step before, beyond the first
-rejection; a k that depends on it anticipates a draft, and the joint law over two steps shows it.
+In rejection mode a step may already have read a token's noise, beyond its first rejection. A k that
+depends on it anticipates a draft, and the joint law over two steps shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CAUGHT = 2 * Z_BOUND
 
 
 class Shipped(Policy):
-    """The policy that the scheduler has, with caps that differ from row to row."""
+    """The scheduler's own policy, with caps that differ between rows."""
 
     def __init__(self, policy: str) -> None:
         self.config = LookaheadConfig(
@@ -53,8 +53,8 @@ class Shipped(Policy):
 
 
 class Adaptive(Policy):
-    """The joint decision, where a row's k also depends on what the others accepted, fed with the
-    evidence that the estimator allows: 1 - TV up to and including the first rejection."""
+    """The joint decision, in which a row's k also depends on acceptance in the others. Its evidence
+    is what the estimator allows: 1 - TV up to and including the first rejection."""
 
     config = LookaheadConfig(policy="adaptive", k=DEEPEST, decay=0.7)
 
@@ -80,8 +80,8 @@ class Adaptive(Policy):
 
 
 def evidence_of(step: Step, world: World, *, leak: bool = False) -> Tensor:
-    """What the verification reports of a step, fp32 [B]; with a `leak` as if nothing had been
-    rejected, so that positions after the first rejection count."""
+    """Return the verification's evidence of a step, fp32 [B]. With a `leak` it counts positions
+    after the first rejection, too."""
     k, depth = step.num_drafts[:, None], torch.arange(DEEPEST + 1)
     drafted = depth[:-1] < k
     return expected_accepted(
@@ -94,13 +94,13 @@ def evidence_of(step: Step, world: World, *, leak: bool = False) -> Tensor:
 
 
 def overlap_by_state(world: World) -> Tensor:
-    """1 - TV(p, q) behind each state."""
+    """Return 1 - TV(p, q) by state."""
     overlap = np.minimum(exact(world.target), exact(world.draft)).sum(axis=1)
     return torch.from_numpy(overlap)
 
 
 class FollowsAccepts(Policy):
-    """Adversarial but fair: drafts 3 after a step that accepted and ended in an even token."""
+    """Adversarial but fair: it drafts 3 after a step that accepted and ended in an even token."""
 
     def begin(self, count: int, world: World) -> None:
         self.k = torch.full((count,), 2)
@@ -114,7 +114,8 @@ class FollowsAccepts(Policy):
 
 
 class ReadsEvidence(Policy):
-    """Drafts 3 at first; then 2, or none if the position `beyond` the first rejection looked bad.
+    """It drafts 3 at first; then 2, or none if the position `beyond` the first rejection looked
+    bad.
 
     `beyond` = 0 is the rejected position itself, whose noise is spent. `signal` is the accept coin
     of that position, or the overlap 1 - TV there.
@@ -150,8 +151,8 @@ class ReadsEvidence(Policy):
 
 
 class FollowsField(Policy):
-    """Drafts 3 at first; then 2 or none by the digits of `StepResult.expected_accepted`: whatever
-    that knows, k knows."""
+    """It drafts 3 at first; then 2 or none by the digits of `StepResult.expected_accepted`: k knows
+    all that the field knows."""
 
     def __init__(self, *, leak: bool) -> None:
         self.leak = leak
@@ -170,7 +171,7 @@ class FollowsField(Policy):
 
 
 class DropsUnlikely(Policy):
-    """Known bad: looks at the drafts of the very step."""
+    """Broken: it looks at the drafts of the same step."""
 
     def trim(self, k: Tensor, drafts: Tensor, draft_probs: Tensor) -> Tensor:
         return torch.where(draft_probs[:, 0] < 0.3, 0, k)
@@ -193,14 +194,14 @@ UNFAIR = AFTER | {"own low probability": DropsUnlikely}
 
 
 def lookaheads(policy: Policy, world: World, until: int) -> tuple[list[Tensor], Tensor, list[Step]]:
-    """k of each sequence in steps 0..until, and the position where step `until` begins."""
+    """Return k of each sequence in steps 0..until, and the position where step `until` begins."""
     steps = Decoder(world, "rejection", policy).run(200, until * (DEEPEST + 1) + 1).steps
     return [s.num_drafts for s in steps[: until + 1]], steps[until].rows.positions, steps
 
 
 def anticipates(make: object, until: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether any k up to step `until` changes when all noise is drawn afresh from the position on
-    where that step begins: noise that decides what it drafts and what it emits."""
+    """Return True if any k up to step `until` changes when all noise from the beginning of that
+    step on is drawn again. That noise decides its drafts and tokens."""
     world = chain_world()
     before, cut, steps = lookaheads(make(), world, until)  # type: ignore[operator]
     original = noise._blocks
@@ -241,8 +242,8 @@ def test_fair_policies_keep_the_joint_law(name: str, kind: str, mode: str) -> No
 
 @pytest.mark.parametrize("name", AFTER)
 def test_post_rejection_evidence_fed_to_k_is_caught(name: str) -> None:
-    """The joint law over two steps fails in rejection mode; in coupled mode nothing moves. Blocks
-    look at all noise but use none of it again: k may follow anything."""
+    """The joint law over two steps fails in rejection mode; in coupled mode no token changes.
+    Blocks read all noise but use none of it again: k may depend on anything."""
     world, policy = chain_world(), AFTER[name]()
     rejection = Decoder(world, "rejection", policy).run(COUNT, 3)
     assert policy.switched > 0.05 * COUNT

@@ -1,4 +1,4 @@
-"""The static table of attention tiles: what it holds, and what is chosen from it."""
+"""The static table of attention tiles: its contents, and the choice from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_descriptors_serve_long_pages_of_new_devices() -> None:
 
 
 def test_rows_choose_among_tiles() -> None:
-    """As few as hold the rows that are asked for; without a wish, and beyond, the most."""
+    """The smallest tile that holds the requested rows is chosen; without a request, and beyond all
+    tiles, the largest."""
     sizes = [
         tile_for(LLAMA_8B, torch.bfloat16, 64, arch="sm_90", rows=rows).rows
         for rows in (4, 16, 17, 1000, None)

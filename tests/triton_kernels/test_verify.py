@@ -1,4 +1,4 @@
-"""Batched verification against a loop over the noise specification, and at its edges."""
+"""Batched verification compared with a loop over the noise specification, and its edge cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ALL = pytest.mark.parametrize("mode", list(MODES))
 
 
 class Batch(NamedTuple):
-    """Rows at scattered positions, ragged k in 0..5, laws with zeros, drafts as the mode wants."""
+    """Rows at scattered positions, ragged k in 0..5, laws with zeros, and drafts as the mode needs
+    them."""
 
     target: Tensor
     drafts: Tensor
@@ -49,7 +50,7 @@ class Batch(NamedTuple):
         )
 
     def each(self) -> tuple[Tensor, Tensor, NoiseRows]:
-        """Row and depth of every row of `target`, and its own noise."""
+        """Return row, depth and noise of every row of `target`."""
         row = torch.repeat_interleave(self.num_drafts + 1)
         starts = (self.num_drafts + 1).cumsum(0) - self.num_drafts - 1
         depth = torch.arange(len(row)) - starts[row]
@@ -70,14 +71,14 @@ def make_batch(mode: str, count: int, seed: int) -> Batch:
     other = logits + rng.normal(size=logits.shape) * 0.7
     target, draft = (torch.from_numpy(x).to(torch.float32).softmax(-1) for x in (logits, other))
     empty = torch.zeros(0, dtype=torch.int64)
-    row, depth, each = Batch(target, empty, draft, num_drafts, rows).each()
+    row, depth, noise_of_each = Batch(target, empty, draft, num_drafts, rows).each()
     drafted = depth < num_drafts[row]
-    drafts = draw(draft, each, MODES[mode].purposes(depth))[drafted]
+    drafts = draw(draft, noise_of_each, MODES[mode].purposes(depth))[drafted]
     return Batch(target, drafts, draft[drafted], num_drafts, rows)
 
 
 def race(law: np.ndarray, one: Batch, depth: int, purpose: Purpose) -> int:
-    """A draw by the specification."""
+    """Draw by the specification."""
     key, choice, position = (field[0].numpy() for field in one.rows)
     words = specification.token_words(key, position + depth, choice, purpose, VOCAB)
     return int((law / specification.exponential(words[0])).argmax())
@@ -103,7 +104,7 @@ def slow_rejection(one: Batch) -> tuple[int, int]:
 
 
 def slow_block(one: Batch) -> tuple[int, int]:
-    """Algorithm 2 as it is written, in float64: with joint ratios c and residual masses."""
+    """Verify by Algorithm 2 as written, in float64: with joint ratios c and residual masses."""
     key, choice, position = (field[0].numpy() for field in one.rows)
     k = len(one.drafts)
     p, q = one.target.double().numpy(), one.draft_probs.double().numpy()
@@ -130,8 +131,8 @@ def test_every_row_is_what_the_definition_says(mode: str) -> None:
     slow = {"rejection": slow_rejection, "block": slow_block, "coupled": slow_coupled}[mode]
     batch = make_batch(mode, 300, seed=0)
     verdict = batch.verify(mode)
-    found = zip(*torch.stack(verdict).tolist(), strict=True)
-    for i, pair in enumerate(found):
+    verdicts = zip(*torch.stack(verdict).tolist(), strict=True)
+    for i, pair in enumerate(verdicts):
         assert pair == slow(batch.row(i))
     accepted, k = verdict.num_accepted, batch.num_drafts
     assert ((accepted == k) & (k > 1)).any() and (k == 0).any()
@@ -155,7 +156,7 @@ def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.num_accepted.tolist() == [1] and verdict.next_tokens.tolist() == [0]
 
 
-def test_a_sparse_law_draws_what_the_dense_way_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_draw_equals_the_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the noise of possible tokens is computed; the winner is the same."""
     rng = np.random.default_rng(8)
     p = torch.from_numpy(rng.random((300, 512)).astype(np.float32))
@@ -173,7 +174,7 @@ def test_a_sparse_law_draws_what_the_dense_way_would(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_nan_alone_draw_some_token() -> None:
-    """Whoever asked marks them as broken; a draw must not fail the step."""
+    """The caller marks them as broken; a draw must not fail the step."""
     broken, k = torch.full((4, 512), torch.nan), torch.ones(2, dtype=torch.int64)
     verdict = coupled_verify(broken, k, k, rows_for(2))
     for tokens in (draw(broken, rows_for(4), noise.DRAFT), verdict.next_tokens):

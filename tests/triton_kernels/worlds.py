@@ -1,7 +1,7 @@
-"""Toy worlds: the law of target and draft behind every prefix, and exact laws over sequences.
+"""Toy worlds: the law of target and draft after every prefix, and exact laws over sequences.
 
-A world numbers its states, one for each prefix that it tells apart. A *chain* knows the last token
-only; a *shaped* world remembers everything since its prompt, because penalties do.
+A world numbers its states, one for each prefix that it distinguishes. A *chain* depends on the last
+token only; a *shaped* world on everything since its prompt, because penalties do.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from cbatch.runtime.sampling.filters import Filters, filtered_probs
 
 
 class World:
-    """`target` and `draft` fp32 [states, vocab]; the empty prefix is state 0."""
+    """A world with `target` and `draft` fp32 [states, vocab]; the empty prefix is state 0."""
 
     def __init__(self, target: Tensor, draft: Tensor, *, remembers: bool = False) -> None:
         self.target, self.draft, self.remembers = target, draft, remembers
         self.vocab = target.shape[1]
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """The states behind `tokens`, broadcast against the states before them."""
+        """Return the states after `tokens`, broadcast against the states before them."""
         states, tokens = torch.broadcast_tensors(states, tokens)
         return states * self.vocab + 1 + tokens if self.remembers else tokens
 
 
 def random_laws(rng: np.random.Generator, contexts: int, vocab: int, kind: str) -> Tensor:
-    """fp32 [contexts, vocab] distributions; `zeros` and `one_hot` ones have zeros."""
+    """Return distributions, fp32 [contexts, vocab]; `zeros` and `one_hot` ones have zeros."""
     logits = rng.normal(size=(contexts, vocab)) * 1.5
     if kind == "zeros":
         logits[rng.random(logits.shape) < 0.4] = -np.inf
@@ -40,7 +40,7 @@ def random_laws(rng: np.random.Generator, contexts: int, vocab: int, kind: str) 
 
 
 def chain_world(vocab: int = 5, seed: int = 17) -> World:
-    """A first-order chain whose draft is 0.4 of the target and 0.6 of something else."""
+    """Return a first-order chain whose draft is 0.4 of the target and 0.6 of another law."""
     rng = np.random.default_rng(seed)
     target, other = (random_laws(rng, vocab, vocab, "dense") for _ in range(2))
     return World(target, 0.4 * target + 0.6 * other)
@@ -50,7 +50,7 @@ class Shaping(NamedTuple):
     """Sampling parameters of a shaped world, in the order in which they act."""
 
     banned: int = 5
-    stop_id: int = 0  # banned too before `min_tokens`
+    stop_id: int = 0  # also banned before `min_tokens`
     min_tokens: int = 1
     biased: tuple[int, float] = (2, 0.8)
     repetition: float = 1.4  # over prompt and output
@@ -63,7 +63,7 @@ class Shaping(NamedTuple):
 
 
 class ShapedWorld(World):
-    """First-order logits, shaped by all that went before: every prefix has laws of its own.
+    """First-order logits, shaped by all tokens before: every prefix has laws of its own.
 
     `unfiltered_draft` is the draft's law without temperature, top-k, top-p and min-p.
     """
@@ -91,7 +91,8 @@ class ShapedWorld(World):
         )
 
     def laws(self, logits: Tensor, states: Tensor, history: Tensor) -> Tensor:
-        """Laws behind `states` when penalties see the prefixes `history` (rightly: the same)."""
+        """Return the laws at `states` when penalties see the prefixes `history` (correctly: the
+        same)."""
         shaping, shaped = self.shaping, self._shaped(logits, states, history)
 
         def all_rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,14 +121,14 @@ class ShapedWorld(World):
 
 
 def exact(laws: Tensor) -> np.ndarray:
-    """Laws in float64, normalised."""
+    """Return laws in float64, normalised."""
     wide = laws.double().numpy()
     normal: np.ndarray = wide / wide.sum(axis=-1, keepdims=True)
     return normal
 
 
 def joint(world: World, length: int, state: int = 0) -> np.ndarray:
-    """Law of the next `length` tokens under the target: float64 [vocab] * length."""
+    """Return the law of the next `length` tokens under the target: float64 [vocab] * length."""
     target = exact(world.target)
     law, states = np.ones(1), torch.tensor([state])
     for _ in range(length):
@@ -137,7 +138,7 @@ def joint(world: World, length: int, state: int = 0) -> np.ndarray:
 
 
 def survival(world: World, overlap: np.ndarray, depth: int) -> np.ndarray:
-    """P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64.
+    """Return P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64.
 
     `overlap` float64 [states, vocab]: chance that a token is drafted *and* accepted.
     """

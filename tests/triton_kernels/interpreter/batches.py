@@ -1,4 +1,4 @@
-"""Random ragged batches for the sampling kernels, made from what requests ask for."""
+"""Random ragged batches for the sampling kernels, made from request parameters."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from triton_kernels.sampling.inputs import (
 )
 from triton_kernels.sampling.launch import Tiling
 
-SMALL = Tiling(pieces=4, piece=32, chunk=4, list_tokens=128)  # one tile of a row, in most tests
+SMALL = Tiling(pieces=4, piece=32, chunk=4, list_tokens=128)  # a row has one tile, in most tests
 MOST_DRAFTS = 5
 
 
-class Asked(NamedTuple):
-    """One request: its parameters, and the tokens it knows."""
+class RequestSpec(NamedTuple):
+    """One request: its parameters, and its known tokens."""
 
     params: SamplingParams
     prompt: list[int]
@@ -51,8 +51,10 @@ class Asked(NamedTuple):
         return COUPLED if self.params.coupled else REJECTION
 
 
-def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shaped: bool) -> Asked:
-    """Each parameter in about half of the requests, so that all combinations occur."""
+def random_request(
+    rng: np.random.Generator, vocab: int, *, filters: bool, shaped: bool
+) -> RequestSpec:
+    """Return a request; about half of them have each parameter, so that all combinations occur."""
 
     def maybe(value: object, otherwise: object) -> object:
         return value if rng.random() < 0.5 else otherwise
@@ -80,27 +82,27 @@ def random_request(rng: np.random.Generator, vocab: int, *, filters: bool, shape
         fields["banned_token_ids"] = maybe(ids(5), ())
         fields["min_tokens"] = maybe(len(output) + 2, 0)
     params = SamplingParams(**fields)  # type: ignore[arg-type]
-    return Asked(params, rng.integers(0, vocab, 6).tolist(), output, list(ids(2)))
+    return RequestSpec(params, rng.integers(0, vocab, 6).tolist(), output, list(ids(2)))
 
 
-def shaping_of(asked: list[Asked], vocab: int) -> LogitsShaping:
-    """The device state of `asked`, as an executor keeps it."""
-    entries = [_entries(each, vocab) for each in asked]
+def shaping_of(specs: list[RequestSpec], vocab: int) -> LogitsShaping:
+    """Return the device state of `specs`, as an executor keeps it."""
+    entries = [_entries(each, vocab) for each in specs]
     width = max(len(e) for e in entries) + MOST_DRAFTS
-    listed, counts, marks = (torch.zeros(len(asked), width, dtype=torch.int32) for _ in range(3))
-    bias = torch.zeros(len(asked), width)
-    plain = np.zeros((len(asked), -(-vocab // 32) * 32), dtype=bool)
-    for b, each in enumerate(entries):
-        allowed = asked[b].params.allowed_token_ids
+    listed, counts, marks = (torch.zeros(len(specs), width, dtype=torch.int32) for _ in range(3))
+    bias = torch.zeros(len(specs), width)
+    plain = np.zeros((len(specs), -(-vocab // 32) * 32), dtype=bool)
+    for b, entry in enumerate(entries):
+        allowed = specs[b].params.allowed_token_ids
         plain[b, list(allowed) if allowed is not None else slice(vocab)] = True
-        plain[b, list(each)] = False
-        for place, (token, (count, mark, add)) in enumerate(each.items()):
+        plain[b, list(entry)] = False
+        for place, (token, (count, mark, add)) in enumerate(entry.items()):
             listed[b, place], counts[b, place], marks[b, place] = token, count, mark
             bias[b, place] = add
-    params = [each.params for each in asked]
+    params = [each.params for each in specs]
     bits = np.packbits(plain, axis=1, bitorder="little").view(np.int32)
     triples = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-    left = [each.params.min_tokens - len(each.output) for each in asked]
+    left = [each.params.min_tokens - len(each.output) for each in specs]
     return LogitsShaping(
         torch.from_numpy(bits),
         listed,
@@ -113,34 +115,34 @@ def shaping_of(asked: list[Asked], vocab: int) -> LogitsShaping:
     )
 
 
-def _entries(asked: Asked, vocab: int) -> dict[int, tuple[int, int, float]]:
-    """token -> times in the output, marks, bias."""
-    p = asked.params
-    found: set[int] = {*p.logit_bias, *asked.output, *p.banned_token_ids}
+def _entries(spec: RequestSpec, vocab: int) -> dict[int, tuple[int, int, float]]:
+    """Return, by token, its count in the output, marks and bias."""
+    p = spec.params
+    tokens: set[int] = {*p.logit_bias, *spec.output, *p.banned_token_ids}
     if p.repetition_penalty != 1:
-        found |= set(asked.prompt)
+        tokens |= set(spec.prompt)
     if p.min_tokens:
-        found |= set(asked.stop_ids)
+        tokens |= set(spec.stop_ids)
     entries = {}
-    for token in found:
-        marks = IN_PROMPT * (p.repetition_penalty != 1 and token in asked.prompt)
-        marks |= IS_STOP * (token in asked.stop_ids)
+    for token in tokens:
+        marks = IN_PROMPT * (p.repetition_penalty != 1 and token in spec.prompt)
+        marks |= IS_STOP * (token in spec.stop_ids)
         banned = token in p.banned_token_ids or (
             p.allowed_token_ids is not None and token not in p.allowed_token_ids
         )
         add = -np.inf if banned else p.logit_bias.get(token, 0.0)
-        entries[token] = (asked.output.count(token), marks, add)
+        entries[token] = (spec.output.count(token), marks, add)
     return entries
 
 
-def requests_of(asked: list[Asked], vocab: int) -> Requests:
-    params = [each.params for each in asked]
+def requests_of(specs: list[RequestSpec], vocab: int) -> Requests:
+    params = [each.params for each in specs]
 
     def floats(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
 
     return Requests(
-        torch.tensor([each.mode for each in asked], dtype=torch.int32),
+        torch.tensor([each.mode for each in specs], dtype=torch.int32),
         floats([1.0 if p.greedy else p.temperature for p in params]),
         torch.tensor([vocab if p.top_k is None else p.top_k for p in params], dtype=torch.int32),
         floats([p.top_p if p.top_p < 1 else np.inf for p in params]),
@@ -165,10 +167,10 @@ def random_batch(
     shaped: bool = True,
     most_drafts: int = MOST_DRAFTS,
     dtype: torch.dtype = torch.float32,
-) -> tuple[LogitsBatch, list[Asked]]:
-    """`count` requests of ragged k in 0..most_drafts. Logits have ties, and so have filters' edges.
-    Drafts are likely tokens."""
-    asked = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
+) -> tuple[LogitsBatch, list[RequestSpec]]:
+    """Return `count` requests with ragged k in 0..most_drafts. Logits have ties, and so have the
+    edges of filters. Drafts are likely tokens."""
+    specs = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
     num_drafts = torch.from_numpy(rng.integers(0, most_drafts + 1, count))
     rows, starts = rows_of(num_drafts, int((num_drafts + 1).sum()))
     values = np.round(rng.normal(size=(len(rows.depths), vocab)) * 2, 1)
@@ -181,14 +183,17 @@ def random_batch(
     drafts = DraftTokens(
         tokens[drafted].to(torch.int32), draft_starts.to(torch.int32), num_drafts.to(torch.int32)
     )
-    shaping = shaping_of(asked, vocab) if shaped else None
+    shaping = shaping_of(specs, vocab) if shaped else None
     where = noise_of(rng, count)
-    return LogitsBatch(logits, rows, requests_of(asked, vocab), where, drafts, shaping), asked
+    return LogitsBatch(logits, rows, requests_of(specs, vocab), where, drafts, shaping), specs
 
 
 def proposals_for(rng: np.random.Generator, batch: LogitsBatch) -> tuple[LogitsBatch, Proposals]:
-    """`batch` with drafts really drawn from the proposals: near the target, filtered and shaped as
-    requests ask, one after the other; every fourth request's are certain."""
+    """Replace the drafts of `batch` by ones drawn from proposals; return both.
+
+    Proposals are near the target, filtered and shaped by the requests' parameters, one after the
+    other. Drafts of every fourth request are certain.
+    """
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
     rows = Rows(batch.rows.requests[drafted], batch.rows.depths[drafted])
     near = torch.from_numpy(rng.normal(size=(len(rows.depths), batch.logits.shape[1])) * 0.7)
@@ -207,7 +212,7 @@ def proposals_for(rng: np.random.Generator, batch: LogitsBatch) -> tuple[LogitsB
 
 
 def proposals_of(batch: LogitsBatch, logits: Tensor, rows: Rows, certain: Tensor) -> Proposals:
-    """With the laws of the reference."""
+    """Return proposals with the laws of the reference."""
     x = shaped_logits(logits, rows, batch.drafts, batch.shaping)
     weights = weights_of(x, rows, batch.requests)
     maxima, masses = x.amax(dim=-1), weights.sum(dim=-1)
@@ -223,14 +228,14 @@ def proposals_of(batch: LogitsBatch, logits: Tensor, rows: Rows, certain: Tensor
 
 
 def codes_of(x: Tensor, maxima: Tensor, rows: Rows, requests: Requests) -> Tensor:
-    """int64 [N, V], see `triton_kernels.sampling.order`."""
+    """Return codes, int64 [N, V]; see `triton_kernels.sampling.order`."""
     inverse = (1.0 / requests.temperatures)[rows.requests.long()]
     y = (maxima[:, None] - x) * inverse[:, None]
     return (y.view(torch.int32).long() << 32) | torch.arange(x.shape[1])
 
 
 def overlaid(batch: LogitsBatch, logits: Tensor, rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits with marks, and those of the listed tokens, as a draw leaves them."""
+    """Return logits with marks, and those of the listed tokens, as after a draw."""
     shaping, drafts = batch.shaping, batch.drafts
     assert shaping is not None
     lowest = torch.finfo(logits.dtype).min
@@ -254,7 +259,8 @@ def overlaid(batch: LogitsBatch, logits: Tensor, rows: Rows, x: Tensor) -> tuple
 
 
 def kept_by(laws: Laws, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """y of shaped logits `x`, and what the cuts of `laws` keep, bool; both [N, V]."""
+    """Return y of shaped logits `x`, and the tokens kept by the cuts of `laws` (bool); both [N,
+    V]."""
     codes = codes_of(x, x.amax(dim=-1), batch.rows, batch.requests)
     kept = (codes < laws.cuts[:, None]) & (x > -torch.inf)
     return (codes >> 32).int().view(torch.float32), kept

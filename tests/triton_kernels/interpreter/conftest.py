@@ -1,12 +1,12 @@
-"""Tests that run kernels: in Triton's interpreter, or compiled on a device.
+"""Run kernels in Triton's interpreter, or compiled on a device.
 
-Whether a kernel is interpreted is settled when triton is imported, for the whole process, and the
+Whether a kernel is interpreted is decided for the whole process when triton is imported, and the
 rest of the suite needs it compiled. So this folder runs in processes of its own:
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_kernels/interpreter
     python -m pytest tests/triton_kernels --device cuda
 
-On a device those tests run that take the fixture `device` and patch nothing.
+On a device only those tests run that take the fixture `device` and patch nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 class OnDevice(TorchFunctionMode):
-    """Creates tensors on the device. Values are drawn on the host, so that they equal those of an
-    interpreted run; conversions to numpy copy to the host."""
+    """A mode that creates tensors on the device. Values are drawn on the host, so that they equal
+    those of an interpreted run; conversions to numpy copy to the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     if chosen.type == "cpu":
         yield chosen
         return
-    real = torch.from_numpy  # which no mode sees
+    real = torch.from_numpy  # no mode intercepts this one
     with OnDevice(chosen), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "from_numpy", lambda array: real(array).to(chosen))
         yield chosen
@@ -70,7 +70,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(scope="module")
 def unchecked_sums() -> Iterator[None]:
-    """Sums are not checked for overflow, which takes a third of an interpreted test."""
+    """Skip overflow checks of sums, which take a third of the time of an interpreted test."""
     with pytest.MonkeyPatch.context() as patch:
         without_overflow_checks(patch)
         yield

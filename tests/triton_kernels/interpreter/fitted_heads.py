@@ -1,4 +1,4 @@
-"""Heads for both executors, fitted to what a tiny target says, so that drafts are accepted."""
+"""Heads for both executors, fitted to the output of a tiny target so that drafts are accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.triton_kernels.interpreter.twins import Pair
 
 
 class HeadPair:
-    """A head for either executor, from one folder. `rows` stand in for the target's own head."""
+    """A head for either executor, from one folder. `rows` replace the target's own head."""
 
     def __init__(self, folder: Path, target: Pair, rows: Tensor | None = None) -> None:
         weights = HeadWeights.of(folder)
@@ -35,73 +35,74 @@ class HeadPair:
 
 
 def eagle3(
-    folder: Path, target: Pair, asked: list[Request] | list[list[int]], **flags: bool
+    folder: Path, target: Pair, texts: list[Request] | list[list[int]], **flags: bool
 ) -> HeadPair:
-    """It drafts some ids alone."""
+    """Fit an EAGLE-3 head that drafts only some ids."""
     tensors = made_heads.eagle3_tensors(drafts=VOCAB)
     config = made_heads.eagle3_config(draft_vocab_size=VOCAB, **flags)
     whole = HeadPair(made_heads.write_head(folder, config, tensors), target)
     norm = None if flags.get("norm_output") else tensors["norm.weight"]
-    rows = _fit(_behind_tokens(whole, target, asked, norm))[made_heads.draft_ids()]
+    rows = _fit(_examples_after(whole, target, texts, norm))[made_heads.draft_ids()]
     tensors = made_heads.eagle3_tensors() | {"lm_head.weight": rows}
     folder = made_heads.write_head(folder, made_heads.eagle3_config(**flags), tensors)
     return HeadPair(folder, target)
 
 
-def eagle1(folder: Path, target: Pair, asked: list[Request] | list[list[int]]) -> HeadPair:
+def eagle1(folder: Path, target: Pair, texts: list[Request] | list[list[int]]) -> HeadPair:
     made_heads.write_head(folder, made_heads.llama_fields(), made_heads.eagle1_tensors())
-    rows = _fit(_behind_tokens(HeadPair(folder, target), target, asked, None))
+    rows = _fit(_examples_after(HeadPair(folder, target), target, texts, None))
     return HeadPair(folder, target, rows)
 
 
-def medusa(folder: Path, target: Pair, asked: list[Request] | list[list[int]]) -> HeadPair:
+def medusa(folder: Path, target: Pair, texts: list[Request] | list[list[int]]) -> HeadPair:
     tensors, config = made_heads.medusa_tensors(), made_heads.medusa_config()
     head = HeadPair(made_heads.write_head(folder, config, tensors), target).model
     for i in range(head.head.num_heads):
-        found = []
-        for text in _texts(target, asked):
+        examples = []
+        for text in _texts(target, texts):
             chosen, states = _of_target(head, target, text)
-            found.append((head._refine(i, states)[: len(text) - 1 - i], chosen[1 + i :]))
-        tensors[f"{i}.1.weight"] = _fit(found)
+            examples.append((head._refine(i, states)[: len(text) - 1 - i], chosen[1 + i :]))
+        tensors[f"{i}.1.weight"] = _fit(examples)
     return HeadPair(made_heads.write_head(folder, config, tensors), target)
 
 
-def _texts(target: Pair, asked: list[Request] | list[list[int]]) -> list[list[int]]:
-    """Texts as they are; of requests their prompts and answers."""
-    requests = [each for each in asked if isinstance(each, Request)]
+def _texts(target: Pair, sources: list[Request] | list[list[int]]) -> list[list[int]]:
+    """Return texts unchanged, and requests as prompts with their outputs."""
+    requests = [each for each in sources if isinstance(each, Request)]
     outputs = run_engine(requests, target.model).outputs if requests else {}
-    texts = [each for each in asked if not isinstance(each, Request)]
+    texts = [each for each in sources if not isinstance(each, Request)]
     return texts + [[*map(int, r.prompt), *outputs[r.request_id]] for r in requests]
 
 
 def _of_target(head: Any, target: Pair, text: list[int]) -> tuple[Tensor, Tensor]:
-    """What the target would say behind each token, and what a head reads there."""
+    """Return the target's choice after each token, and the states that a head reads there."""
     chosen, hidden = _read(target.model, head.head.hidden_layers, torch.tensor(text))
     target.model.keep_hidden(())
     return chosen, head.fuse(hidden)
 
 
-def _behind_tokens(
+def _examples_after(
     pair: HeadPair,
     target: Pair,
-    asked: list[Request] | list[list[int]],
+    texts: list[Request] | list[list[int]],
     norm: Tensor | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """What an EAGLE head makes of each token, and what the target says behind it."""
-    found, head = [], pair.model
-    for text in _texts(target, asked):
+    """Return an EAGLE head's output for each token, and the target's choice after it."""
+    examples, head = [], pair.model
+    for text in _texts(target, texts):
         ids = torch.tensor(text)
         chosen, states = _of_target(head, target, text)
         made = head.choices(_whole(ids), _kv(head, len(ids)), states.roll(1, 0))[1]
         if norm is not None:
             made = F.rms_norm(made, (made_heads.HIDDEN,), norm, made_heads.EPS)
-        found.append((made[1:], chosen[1:]))
-    return found
+        examples.append((made[1:], chosen[1:]))
+    return examples
 
 
 def _fit(examples: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Rows [vocab, hidden] of a head that says what is behind these states, by least squares."""
+    """Return rows [vocab, hidden] of a head that predicts the tokens after these states, by least
+    squares."""
     x, ids = (torch.cat(each) for each in zip(*examples, strict=True))
-    wanted = F.one_hot(ids, VOCAB).float() - 1 / VOCAB
+    targets = F.one_hot(ids, VOCAB).float() - 1 / VOCAB
     gram = x.T @ x + 1e-2 * torch.eye(x.shape[1])
-    return torch.linalg.solve(gram, x.T @ wanted).T.contiguous() * 20
+    return torch.linalg.solve(gram, x.T @ targets).T.contiguous() * 20

@@ -1,5 +1,5 @@
-"""The kernels of a decoder replaced by their references, which are compared with them elsewhere:
-what is left of a step in the interpreter is its bookkeeping, and the verdict."""
+"""Replace the kernels of a decoder by their references, with which other tests compare them. Only
+the bookkeeping of a step, and its verdict, then remain to be interpreted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from triton_kernels.verification.kernel import VerifyOutput
 
 
 def without_overflow_checks(patch: pytest.MonkeyPatch) -> None:
-    """Asserting after each sum that it has not overflowed takes a third of the time."""
+    """Skip overflow checks after each sum, which take a third of the time."""
     options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     patch.setattr(interpreter_builder, "options", options)
 
@@ -68,12 +68,12 @@ def use_references(patch: pytest.MonkeyPatch) -> None:
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         shape: Any = {"scale": scale, "soft_cap": soft_cap, "window": work.window}
         shape["first_key"] = first_key
-        found = attention_reference(
+        result = attention_reference(
             q, k_pages, v_pages, tables, starts, contexts, **shape, **scales
         )
         for start, stop in itertools.pairwise(starts.tolist()):
             if work.queries[0] <= stop - start <= work.queries[1]:
-                out[start:stop] = found[start:stop].view(stop - start, -1)
+                out[start:stop] = result[start:stop].view(stop - start, -1)
 
     patch.setattr(attend, "plan", plan)
     patch.setattr(attend, "attention", attention)
@@ -95,7 +95,7 @@ def _launched(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_reference_verdicts(patch: pytest.MonkeyPatch) -> None:
-    """The same for the kernels that draw and verify."""
+    """Replace the kernels that draw and verify, too."""
     patch.setattr(drafting, "draw", _draw)
     patch.setattr(verifying, "verify_logits", _verify)
 
@@ -122,10 +122,15 @@ def _draw(
 def _verify(
     batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, filtered: bool, blocks: bool
 ) -> VerifyOutput:
-    """`verify_reference` knows neither slots without logits nor rows of padding."""
-    modes, asked = batch.requests.modes, batch.requests
+    """Verify by the reference; `verify_reference` does not support slots without logits or padding
+    rows."""
+    modes, requests = batch.requests.modes, batch.requests
     assert blocks >= bool(((modes == BLOCK) & (batch.drafts.counts > 0)).any())
-    filters = (asked.top_k < batch.logits.shape[1]) | (asked.top_p < torch.inf) | (asked.min_p > 0)
+    filters = (
+        (requests.top_k < batch.logits.shape[1])
+        | (requests.top_p < torch.inf)
+        | (requests.min_p > 0)
+    )
     assert filtered >= bool((filters & (modes != GREEDY)).any())
     deciding = torch.unique(batch.rows.requests[: _num_rows(batch)]).long()
     decision = VerifyOutput(*(torch.zeros(len(starts), dtype=torch.int32) for _ in range(3)))
@@ -157,7 +162,7 @@ def _verify(
     )
     drawn = None
     if proposals is not None:
-        # What was looked up lies behind what was drawn, and was drawn from nothing.
+        # Drafts by lookups come after drawn ones, and were drawn from nothing.
         where = where.clamp(max=len(proposals.logits) - 1)
         drawn = Proposals(
             proposals.logits[where],
@@ -171,5 +176,5 @@ def _verify(
 
 
 def _num_rows(batch: LogitsBatch) -> int:
-    """Rows of padding belong to the last request."""
+    """Count rows without padding, which belongs to the last request."""
     return int((batch.rows.requests < len(batch.requests.modes) - 1).sum())

@@ -1,5 +1,5 @@
-"""Types of Triton's language that are computed once: the interpreter makes each of them again for
-every operation, which takes a third of its time."""
+"""Cached types of Triton's language: the interpreter creates each of them again for every
+operation, which takes a third of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged steps over a paged pool of scattered pages, everything outside poisoned."""
+"""Ragged steps over a paged pool of scattered pages; all other memory is poisoned."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ TILES = {
 
 
 class Step(NamedTuple):
-    """`queries` (query_len, context_len) of each sequence; its pages lie scattered in the pool.
+    """A step with `queries` (query_len, context_len) of each sequence; its pages are scattered in
+    the pool.
 
-    Whatever is not a key of a sequence is NaN: the tails of pages, and pages of no one. Entries of
-    block tables that must not be read lead to such a page.
+    Memory that is no key of a sequence is NaN: the tails of pages, and unused pages. Entries of
+    block tables that must not be read point to such a page.
     """
 
     heads: Heads
@@ -56,7 +57,7 @@ class Step(NamedTuple):
         num_pages = sum(counts) + 3
         order = torch.randperm(num_pages, generator=gen).tolist()
         nobody = order.pop()
-        # K and V of a token side by side: strides as those of a fused pool.
+        # K and V of a token are adjacent, with the strides of a fused pool.
         pool = torch.full((num_pages, page_tokens, heads.kv_heads, 2, heads.head_dim), float("nan"))
         tables = torch.full((len(queries), max(counts, default=0) + 2), nobody, dtype=torch.int32)
         for row, (_, context), count in zip(tables, queries, counts, strict=True):
@@ -68,7 +69,7 @@ class Step(NamedTuple):
         stored = pool.to(kv_dtype or dtype)
         lens = torch.tensor([0, *(query for query, _ in queries)])
         rows = int(lens.sum())
-        # Queries as they stand in a fused projection.
+        # Queries have the layout of a fused projection.
         fused = torch.randn(
             rows, heads.kv_heads, heads.group + 2, heads.head_dim, generator=gen
         ).to(dtype)
@@ -94,7 +95,7 @@ class Step(NamedTuple):
         most_partials: int = 64,
         **options: Any,
     ) -> WorkList:
-        """Planned, with memory that holds NaN until it is written."""
+        """Plan the step, with memory that is NaN until it is written."""
         tile = tile or TILES[self.q.dtype]
         partials = Partials.allocate(most_partials, self.heads, tile, "cpu")
         partials.sums.fill_(float("nan"))
@@ -115,7 +116,8 @@ class Step(NamedTuple):
     def run(
         self, work: WorkList, *, num_programs: int = 5, check: bool = True, **options: Any
     ) -> Tensor:
-        """[T, kv_heads, group, head_dim]; `check`: the work list must be ready for more."""
+        """Return attention, [T, kv_heads, group, head_dim]; `check`: the work list must be ready
+        for reuse."""
         out = torch.full((len(self.q), self.q[0].numel()), float("nan"), dtype=self.q.dtype)
         attention(
             self.q,

@@ -1,5 +1,5 @@
-"""Attention in the interpreter against the reference, over a grid of types, pages, windows and
-caps, and bit for bit against itself."""
+"""Attention in the interpreter compared with the reference, over types, pages, windows and caps;
+and bit for bit with itself."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MIXED = [(1, 70), (3, 40), (2, 32), (0, 7), (12, 45), (1, 1), (5, 5), (1, 64)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """NaN where anything is."""
-    return float((found.float() - expected).abs().max())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference; NaN if there is any NaN."""
+    return float((actual.float() - expected).abs().max())
 
 
 @pytest.mark.parametrize("page_tokens", [16, 128])
@@ -50,7 +50,7 @@ def test_shapes_of_heads(group: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 20])
 def test_window(window: int) -> None:
-    """Pages before the window belong to no one and are not read."""
+    """Pages before the window are unused and are not read."""
     step = Step.make(MIXED[:5], SMALL, seed=window)
     freed = int(step.tables[0, -1])
     expected = step.reference(window=window)
@@ -65,18 +65,19 @@ def test_window(window: int) -> None:
 @pytest.mark.parametrize("first_key", [1, 17])
 @pytest.mark.parametrize("rows", [16, 128])
 def test_keys_before_the_first(first_key: int, rows: int) -> None:
-    """Are seen by nobody: who would see no other attends to nothing."""
+    """Keys before the first are not seen by any query; a query that sees no other key attends to
+    nothing."""
     step = Step.make(MIXED, SMALL, seed=first_key)
-    found = step.run(step.work(tile=Tile(rows, 16, 4, 2)), first_key=first_key)
-    assert error(found, step.reference(first_key=first_key)) < TOLERANCE[torch.float32]
-    assert not found[int(step.starts[5])].any()
-    assert error(found, step.reference()) > 1e-2
+    actual = step.run(step.work(tile=Tile(rows, 16, 4, 2)), first_key=first_key)
+    assert error(actual, step.reference(first_key=first_key)) < TOLERANCE[torch.float32]
+    assert not actual[int(step.starts[5])].any()
+    assert error(actual, step.reference()) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("window", [None, 40])
 def test_bits_of_a_token_are_its_own(dtype: torch.dtype, window: int | None) -> None:
-    """Verified among drafts, in a chunk, or decoded alone: the same bits."""
+    """Verified among drafts, in a chunk, or decoded alone, it has the same bits."""
     step = Step.make([(9, 100), (20, 60), (1, 45)], SMALL, dtype=dtype)
     together = step.run(step.work(window=window))
     items = []
@@ -96,7 +97,8 @@ def test_bits_of_a_token_are_its_own(dtype: torch.dtype, window: int | None) -> 
 
 @pytest.mark.parametrize("most_partials, num_programs", [(1, 11), (7, 1)])
 def test_bits_do_not_depend_on_who_computes_what(most_partials: int, num_programs: int) -> None:
-    """Nor on memory for partial results: what does not fit is folded by one program."""
+    """Bits do not depend on memory for partial results either: one program folds what does not
+    fit."""
     step = Step.make(MIXED, SMALL)
     expected = step.run(step.work())
     work = step.work(most_partials=most_partials)
@@ -111,9 +113,9 @@ def test_balanced_parts(programs: int, window: int | None) -> None:
     """A step is split into about as many parts as there are programs, and no more than fit."""
     tile = Tile(32, 16, 4, 2)
     step = Step.make(MIXED, SMALL)
-    most = balanced_partials(programs, SMALL)
+    room = balanced_partials(programs, SMALL)
     work = step.work(
-        tile=tile, split_tokens=16, most_partials=most, balanced=programs, window=window
+        tile=tile, split_tokens=16, most_partials=room, balanced=programs, window=window
     )
     assert error(step.run(work), step.reference(window=window)) < TOLERANCE[torch.float32]
     parts = work.items[: int(work.num_items), kernel.PARTS.value]
@@ -121,14 +123,14 @@ def test_balanced_parts(programs: int, window: int | None) -> None:
     assert len(parts) <= max(len(MIXED), 4 * programs // 3 + len(MIXED))
 
 
-def test_balanced_parts_never_want_for_memory() -> None:
-    """Of any lengths: whatever would be split has a place for its partial results."""
+def test_balanced_parts_always_have_memory() -> None:
+    """For any lengths, all parts have a place for their partial results."""
     generator = torch.Generator().manual_seed(4)
     for _ in range(30):
         count = int(torch.randint(1, 9, (), generator=generator))
         contexts = torch.randint(1, 4000, (count,), generator=generator).int()
         programs = int(torch.randint(1, 60, (), generator=generator))
-        tile, most = Tile(16, 16, 4, 2), balanced_partials(programs, SMALL)
+        tile, room = Tile(16, 16, 4, 2), balanced_partials(programs, SMALL)
         roomy, exact = (
             WorkList.allocate(
                 Partials.allocate(places, SMALL, tile, "cpu"),
@@ -139,7 +141,7 @@ def test_balanced_parts_never_want_for_memory() -> None:
                 split_tokens=64,
                 balanced=programs,
             )
-            for places in (4000, most)
+            for places in (4000, room)
         )
         for work in (roomy, exact):
             plan(torch.arange(count + 1).int(), contexts, work)
@@ -148,7 +150,7 @@ def test_balanced_parts_never_want_for_memory() -> None:
 
 
 def test_queries_of_other_lengths_are_left_to_another_list() -> None:
-    """Each list takes its own; together they are the step."""
+    """Each work list takes its own lengths; together they cover the step."""
     step = Step.make(MIXED, SMALL)
     out = torch.full((len(step.q), step.q[0].numel()), float("nan"))
     for queries in ((1, 3), (4, 50)):
@@ -177,7 +179,7 @@ def test_a_work_list_serves_every_layer() -> None:
 
 
 def test_split_points_that_move_change_bits() -> None:
-    """So the equalities above are no accident of the numbers."""
+    """This shows that the equalities above are no accident of the numbers."""
     step = Step.make([(1, 100)], SMALL)
     apart, together = (step.run(step.work(split_tokens=tokens)) for tokens in (32, 128))
     assert not torch.equal(apart, together)
@@ -201,26 +203,27 @@ POINTERS, DESCRIPTORS = (Tile(16, 32, 4, 3, 1, descriptors) for descriptors in (
 def test_window_and_cap_over_every_page(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, page_tokens: int
 ) -> None:
-    """Pages that belong to no one, tails of pages and every output hold NaN before."""
+    """Unused pages, tails of pages and every output are NaN before."""
     step = Step.make(QUERIES, HEADS, page_tokens=page_tokens, dtype=dtype, kv_dtype=kv_dtype)
     expected = step.reference(window=33, soft_cap=5.0)
     work = step.work(tile=POINTERS, split_tokens=64, window=33)
-    found = step.run(work, num_programs=3, soft_cap=5.0).float()
-    assert (found - expected).abs().max() < TYPES[dtype, kv_dtype]
+    actual = step.run(work, num_programs=3, soft_cap=5.0).float()
+    assert (actual - expected).abs().max() < TYPES[dtype, kv_dtype]
     if page_tokens % POINTERS.keys == 0:
         described = work._replace(tile=DESCRIPTORS)
         again = bounded(step).run(described, num_programs=3, soft_cap=5.0)
-        assert torch.equal(again.float(), found)
+        assert torch.equal(again.float(), actual)
 
 
 def bounded(step: Step) -> Step:
-    """The poison of the pool replaced by large numbers: descriptors read it, and must not care."""
+    """Replace the poison of the pool by large numbers: descriptors read it, and must ignore it."""
     pools = (p.float().nan_to_num(nan=200.0).to(p.dtype) for p in (step.k_pages, step.v_pages))
     return step._replace(**dict(zip(("k_pages", "v_pages"), pools, strict=True)))
 
 
 def test_descriptors_give_the_bits_of_pointers() -> None:
-    """Where a head is no power of two, a page holds several tiles, and results are combined."""
+    """The cases are heads that are no power of two, pages with several tiles, and combined
+    results."""
     step = Step.make(QUERIES, Heads(2, 3, 48), page_tokens=64)
     work = step.work(tile=POINTERS, split_tokens=32)
     expected = step.run(work)

@@ -1,4 +1,5 @@
-"""The product whose rows keep their bits: against torch, and alone, among others and elsewhere."""
+"""The product whose rows keep their bits, compared with torch; rows alone, among others and
+elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_products_are_those_of_torch(
 
 @pytest.mark.parametrize("rows, outs, columns", [(1, 70, 96), (67, 33, 200), (130, 64, 64)])
 def test_tiles_through_descriptors_give_the_same_bits(rows: int, outs: int, columns: int) -> None:
-    """Of any size, whatever program takes them: the sum over columns has one order."""
+    """Tiles of any size, by any program, give the same bits: the sum over columns has one order."""
     x, weight = operands(rows, outs, columns, torch.bfloat16)
     bias = weight[:, 0].contiguous() if rows == 67 else None
     expected = torch.empty(rows, outs, dtype=torch.bfloat16)
@@ -72,7 +73,7 @@ def test_rows_keep_their_bits() -> None:
 
 
 def test_a_sum_that_follows_the_number_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows are summed up in two halves, as a library does that splits columns."""
+    """Broken: few rows are summed in two halves, as a library does that splits columns."""
     real = module.dense
 
     def split(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values in fp8: what is stored, and that a row's bits stay its own."""
+"""Keys and values in fp8: stored values, and independence of a row's bits."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def run(
     return outputs, made[0]
 
 
-def test_values_are_held_divided_by_their_scales_and_text_does_not_follow_the_batch() -> None:
+def test_values_are_stored_divided_by_their_scales_and_text_does_not_follow_the_batch() -> None:
     plain, exact = run(None, "off", 1)
     alone, small = run(FP8, "off", 1)
     together, _ = run(FP8, "fixed:3", 3)
     assert alone == together
     assert small.kv.data.dtype == FP8 and small.kv.data.nbytes * 4 == exact.kv.data.nbytes
-    # What the first layer makes of the first prompt does not depend on what is held.
+    # The first layer's output for the first prompt does not depend on stored keys and values.
     k, v = exact.kv.data[0, 0, :, 0], exact.kv.data[0, 1, :, 0]
-    found = small.kv.data[0, 0, :, 0], small.kv.data[0, 1, :, 0]
-    for held, as_fp8, scale in zip((k, v), found, SCALES[0], strict=True):
-        assert held.abs().max() > 0
-        assert torch.equal((held / scale).to(FP8).float(), as_fp8.float())
+    stored = small.kv.data[0, 0, :, 0], small.kv.data[0, 1, :, 0]
+    for unscaled, as_fp8, scale in zip((k, v), stored, SCALES[0], strict=True):
+        assert unscaled.abs().max() > 0
+        assert torch.equal((unscaled / scale).to(FP8).float(), as_fp8.float())
 
 
 def test_blocks_in_fp8_are_zeroed() -> None:

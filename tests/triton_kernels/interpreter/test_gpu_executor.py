@@ -1,5 +1,5 @@
-"""The GPU executor gives what the CPU executor gives, step by step. The kernels of a decoder are
-mostly replaced by their references (`light`), with which they are compared elsewhere."""
+"""The GPU executor gives the results of the CPU executor, step by step. Most kernels of a decoder
+are replaced by their references (`light`), with which other tests compare them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_sampled_and_shaped_requests(depth: int) -> None:
 
 
 def test_all_kernels_together() -> None:
-    """Nothing is replaced: a window, norms of queries and keys, biases, keys in two splits."""
+    """No kernel is replaced: a window, norms of queries and keys, biases, keys in two splits."""
     more: dict[str, Any] = {"sliding_window": (None, 5), "qk_norm": True, "num_kv_heads": 1}
     biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
     requests = [
@@ -158,7 +158,7 @@ def test_all_kernels_together() -> None:
 
 @pytest.mark.usefixtures("light")
 def test_a_smaller_draft_and_a_shorter_context() -> None:
-    """The draft knows fewer tokens than the target, and no positions beyond 24."""
+    """The draft has fewer tokens than the target, and no positions beyond 24."""
     _, seen = run_twins(
         prompts(12, 20, max_tokens=9),
         Pair(),
@@ -169,7 +169,8 @@ def test_a_smaller_draft_and_a_shorter_context() -> None:
 
 
 def poisoned(draft: int, sound: int, later: int) -> list[Request]:
-    """Token 60 is for a target that breaks on it, 59 for a draft; how long the others become."""
+    """Return requests that reach token 60, which breaks the target, and 59, which breaks the draft;
+    and others of the given length."""
     return [
         make_request("target", [3, 60, 4], max_tokens=6),
         make_request("draft", [5, 59, 6], max_tokens=draft),
@@ -181,8 +182,8 @@ def poisoned(draft: int, sound: int, later: int) -> list[Request]:
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_values_that_are_not_finite(depth: int) -> None:
-    """Token 60 poisons the target, 59 the draft: the first request ends with an error, the second
-    goes on without drafts, the third is as ever; slots and blocks serve again."""
+    """Token 60 poisons the target, 59 the draft. The first request ends with an error, the second
+    continues without drafts, the third is unaffected. Slots and blocks are used again."""
     outputs, seen = run_twins(
         poisoned(6, 6, 3),
         Pair(poison=60),
@@ -200,7 +201,7 @@ def test_values_that_are_not_finite(depth: int) -> None:
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_draft_that_breaks_on_what_it_drew(depth: int) -> None:
-    """Tokens drawn before count; the KV behind them does not."""
+    """Tokens drawn before the break count; the KV after them does not."""
     requests = [
         make_request(f"r{i}", range(5 + i, 10 + i), max_tokens=7, temperature=temperature)
         for i, temperature in enumerate([0.0, 0.9, 1.2, 0.0])
@@ -251,7 +252,7 @@ def test_log_probabilities(depth: int) -> None:
 def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
     depth: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of the fourth step, the drafts of which are on the device by then."""
+    """It is raised in the middle of the fourth step, whose drafts are on the device by then."""
     real, calls = verifying.advance, Counter[str]()
 
     def fourth_fails(*arguments: Any, **more: Any) -> None:
@@ -273,7 +274,7 @@ def test_what_triton_raises_in_a_step_costs_time_and_no_tokens(
 def test_drafting_is_not_charged_with_what_the_host_prepares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that goes on by 100 s as the host works, by 7 s in each pass of the draft."""
+    """The clock advances by 100 s while the host works, and by 7 s in each pass of the draft."""
     now_s, measured = [0.0], []
 
     def goes_on(owner: type, name: str, seconds: float) -> None:
@@ -305,25 +306,25 @@ def test_drafting_is_not_charged_with_what_the_host_prepares(
 def all_accepted(
     real: Any, state: Any, layout: Any, decision: Any, *rest: Any, **more: Any
 ) -> None:
-    """Every draft counts as accepted."""
+    """Broken: every draft counts as accepted."""
     if decision is not None:
         decision = decision._replace(num_accepted=layout.num_drafted)
     real(state, layout, decision, *rest, **more)
 
 
 def nothing_counted(real: Any, *arguments: Any, shaped: bool) -> None:
-    """What was emitted is not counted for penalties."""
+    """Broken: the output is not counted for penalties."""
     real(*arguments, shaped=False)
 
 
 def noise_of_its_own(real: Any, batch: LogitsBatch, purpose: int, **more: Any) -> None:
-    """Coupled requests draft with another noise than that with which they are verified."""
+    """Broken: coupled requests draft with other noise than they are verified with."""
     modes = torch.where(batch.requests.modes == COUPLED, REJECTION, batch.requests.modes)
     real(batch._replace(requests=batch.requests._replace(modes=modes)), purpose, **more)
 
 
 def one_more_in_kv(real: Any, state: Any, layout: Any, **settings: Any) -> None:
-    """The draft's KV is believed to hold a token more."""
+    """Broken: the draft's KV is taken to have one more token."""
     real(state, layout, **settings)
     layout.next_kv.add_(1)
 

@@ -1,5 +1,5 @@
-"""Heads on the GPU executor draft what they do on the CPU, step by step; what is sampled with them
-has the law of what is sampled without."""
+"""Heads on the GPU executor draft the same as on the CPU, step by step; sampled text has the law of
+text without heads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def k_varies(patch: pytest.MonkeyPatch) -> None:
-    """By step and row; for six steps nobody drafts."""
+    """Vary k by step and row; for six steps no row drafts."""
     rng, steps = np.random.default_rng(3), {"n": 0}
 
     def choose(policy: Any, step: Any) -> np.ndarray:
@@ -90,11 +90,11 @@ def k_varies(patch: pytest.MonkeyPatch) -> None:
 )
 def test_greedy_requests_come_and_go(make: Any, depth: int, tmp_path: Path) -> None:
     """A prompt of one token has no state before it."""
-    target, asked = Pair(), prompts(23, 1, 30, 12, max_tokens=20)
+    target, requests = Pair(), prompts(23, 1, 30, 12, max_tokens=20)
     outputs, seen = run_twins(
-        asked,
+        requests,
         target,
-        make(tmp_path, target, asked),
+        make(tmp_path, target, requests),
         lookahead="fixed:3",
         depth=depth,
         arrivals=[0, 0, 1, 5],
@@ -112,12 +112,12 @@ def test_greedy_requests_come_and_go(make: Any, depth: int, tmp_path: Path) -> N
 def test_preempted_requests_resume(
     make: Any, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With steps in which nobody drafts."""
-    target, asked = Pair(), prompts(14, 13, 12, max_tokens=22)
-    head = make(tmp_path, target, asked)
+    """In some steps no row drafts."""
+    target, requests = Pair(), prompts(14, 13, 12, max_tokens=22)
+    head = make(tmp_path, target, requests)
     k_varies(monkeypatch)
     _, seen = run_twins(
-        asked,
+        requests,
         target,
         head,
         lookahead="fixed:4",
@@ -135,11 +135,11 @@ def test_preempted_requests_resume(
 def test_prefix_hits(make: Any, depth: int, tmp_path: Path) -> None:
     target, shared = Pair(), [(11 * j) % 61 for j in range(33)]
     tails: list[list[int]] = [[], [], [7], [8, 9, 10]]
-    asked = [make_request(f"r{i}", shared + tail, max_tokens=12) for i, tail in enumerate(tails)]
+    requests = [make_request(f"r{i}", shared + tail, max_tokens=12) for i, tail in enumerate(tails)]
     _, seen = run_twins(
-        asked,
+        requests,
         target,
-        make(tmp_path, target, asked),
+        make(tmp_path, target, requests),
         lookahead="fixed:3",
         depth=depth,
         arrivals=[0, 3, 5, 6],
@@ -153,11 +153,11 @@ def test_prefix_hits(make: Any, depth: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("make", [eagle3, medusa])
 def test_sampled_and_shaped_requests(make: Any, depth: int, tmp_path: Path) -> None:
-    target, asked = Pair(), sampled_requests()
+    target, requests = Pair(), sampled_requests()
     outputs, seen = run_twins(
-        asked,
+        requests,
         target,
-        make(tmp_path, target, asked),
+        make(tmp_path, target, requests),
         lookahead="fixed:3",
         depth=depth,
         max_num_batched_tokens=48,
@@ -172,14 +172,14 @@ def test_sampled_and_shaped_requests(make: Any, depth: int, tmp_path: Path) -> N
 def test_a_head_in_a_chain(make: Any, tmp_path: Path) -> None:
     target = Pair()
     chains: list[Any] = [("suffix",), None, ("ngram", "model"), ("model", "suffix"), ("model",)]
-    asked = [
+    requests = [
         make_request(f"r{i}", [1, 5, 3, 1, 5, 3, i], drafter=chain, max_tokens=16)
         for i, chain in enumerate(chains)
     ]
     _, seen = run_twins(
-        asked,
+        requests,
         target,
-        make(tmp_path, target, asked),
+        make(tmp_path, target, requests),
         lookups=settings_of("suffix", "model"),
         lookahead="fixed:3",
     )
@@ -190,11 +190,17 @@ def test_a_head_in_a_chain(make: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("make", [eagle3, medusa])
 def test_values_that_are_not_finite(make: Any, depth: int, tmp_path: Path) -> None:
-    """States of a poisoned target spread neither to slots that are used again nor to blocks."""
-    asked = poisoned(6, 6, 3)
-    head = make(tmp_path, Pair(), asked)
+    """States of a poisoned target reach neither reused slots nor blocks."""
+    requests = poisoned(6, 6, 3)
+    head = make(tmp_path, Pair(), requests)
     outputs, seen = run_twins(
-        asked, Pair(poison=60), head, lookahead="fixed:2", depth=depth, num_blocks=4, max_num_seqs=3
+        requests,
+        Pair(poison=60),
+        head,
+        lookahead="fixed:2",
+        depth=depth,
+        num_blocks=4,
+        max_num_seqs=3,
     )
     assert outputs["target"] == []
     assert [len(outputs[name]) for name in ("draft", "sound", "later")] == [6, 6, 3]
@@ -203,7 +209,7 @@ def test_values_that_are_not_finite(make: Any, depth: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("make", [eagle3, eagle1, medusa])
 def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is replaced; the head has queries of 16 numbers, as a tile multiplies them."""
+    """No kernel is replaced; the head has queries of 16 numbers, as a tile needs."""
     monkeypatch.setattr(made_heads, "DIM", 16)
     requests = [
         make_request("greedy", range(5, 19), max_tokens=6),
@@ -225,18 +231,18 @@ def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def a_position_late(patch: pytest.MonkeyPatch) -> None:
-    """Tokens are paired with the states of their own positions."""
+    """Broken: tokens are paired with the states of their own positions."""
     real = DeviceStates.read
     patch.setattr(DeviceStates, "read", lambda *given: real(*given) * 0 + given[-1])
 
 
 def never_settled(patch: pytest.MonkeyPatch) -> None:
-    """Slots keep the states of other steps."""
+    """Broken: slots keep the states of other steps."""
     patch.setattr(DeviceStates, "settle", lambda self, layout: None)
 
 
 def last_row(patch: pytest.MonkeyPatch) -> None:
-    """Slots keep the state of their last row, rejected drafts among them."""
+    """Broken: slots keep the state of their last row, which may be a rejected draft."""
     real = DeviceStates.settle
 
     def settle(self: DeviceStates, layout: Any) -> None:
@@ -249,7 +255,7 @@ def last_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """After a prefix hit a sequence goes on from what the slot's last one left."""
+    """Broken: after a prefix hit a sequence continues from the state of the slot's last one."""
 
     def before(self: DeviceStates) -> Tensor:
         return self._of_slot.masked_fill((self._state.kv_len == 0)[:, None], 0.0)
@@ -285,12 +291,12 @@ def test_heads_that_read_wrong_states_are_caught(
 ) -> None:
     target, prompt = Pair(), [(11 * j) % 61 for j in range(33)]
     texts = prompt, prompt, [5, 7]
-    asked = [make_request(f"r{i}", text, max_tokens=10) for i, text in enumerate(texts)]
+    requests = [make_request(f"r{i}", text, max_tokens=10) for i, text in enumerate(texts)]
     head = make(tmp_path, target, prompts(20, 9, max_tokens=20))
-    run_twins(asked, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
+    run_twins(requests, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
     plant(monkeypatch)
     with pytest.raises(Differs):
-        run_twins(asked, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
+        run_twins(requests, target, head, lookahead="fixed:3", arrivals=[0, 8, 4])
 
 
 PROMPT = (5, 9, 11)
@@ -306,7 +312,7 @@ class Counting(GpuExecutor):
 
 
 def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray, int]:
-    """Three tokens of each of 400 sequences, and how many drafts were accepted."""
+    """Return three tokens of each of 400 sequences, and how many drafts were accepted."""
     count, slots = 400, 50
     config = SchedulerConfig(
         num_blocks=slots,
@@ -341,7 +347,7 @@ def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray
 
 
 def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
-    """Of the second and of the third token, by every way that leads there."""
+    """Return the laws of the second and of the third token, by all ways that lead there."""
 
     def behind(texts: list[list[int]]) -> Tensor:
         model, tokens = target.model, torch.tensor(texts)
@@ -365,8 +371,8 @@ def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
 def test_sampled_text_has_the_law_of_the_target(
     make: Any, verification: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Second and third tokens: chi-square, false alarm below 1e-6 each. A head that believes that
-    its drafts were drawn evenly fails it."""
+    """Second and third tokens are tested by chi-square, false alarm below 1e-6 each. A head that
+    reports uniform q fails it."""
     target, real = Pair(), drafting.draw
     head, expected = make(tmp_path, target, prompts(12, 9, max_tokens=20)), laws(target)
 
@@ -388,9 +394,9 @@ def test_sampled_text_has_the_law_of_the_target(
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_head_is_tried_as_on_a_cpu(make: Any, tmp_path: Path) -> None:
-    target, asked = Pair(), prompts(23, 30, max_tokens=20)
-    head = make(tmp_path, target, asked)
-    texts = [list(request.prompt) for request in asked]
+    target, requests = Pair(), prompts(23, 30, max_tokens=20)
+    head = make(tmp_path, target, requests)
+    texts = [list(request.prompt) for request in requests]
     of_cpu = best_reading([head.model], target.model, texts)
     of_gpu = best_reading([head.decoder], OneCall(target.decoder), texts)  # type: ignore[arg-type]
     assert of_gpu.hits.tolist() == of_cpu.hits.tolist()

@@ -1,4 +1,4 @@
-"""What an executor allocates is what was counted before KV took the rest."""
+"""An executor allocates as many bytes as were counted before KV got the rest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ NUM_BLOCKS = 8
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of storages that operations have made since, now and at most. The interpreter's copies of
-    arguments are none of ours."""
+    """Bytes of storages that operations have made since entry, now and at most. The interpreter's
+    copies of arguments do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class LiveBytes(TorchDispatchMode):
         self._tensors: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and func._schema.name != "aten::set_":
-            storage = found.untyped_storage()
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and func._schema.name != "aten::set_":
+            storage = result.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
             known = address in self._tensors or not size
             if not known and not any(_shares(each, address) for each in (args, kwargs)):
@@ -59,8 +59,8 @@ class LiveBytes(TorchDispatchMode):
                 self._tensors[address] = 0
             if address in self._tensors:
                 self._tensors[address] += 1
-                weakref.finalize(found, self._gone, address, size)
-        return found
+                weakref.finalize(result, self._gone, address, size)
+        return result
 
     def _gone(self, address: int, size: int) -> None:
         self._tensors[address] -= 1
@@ -72,21 +72,21 @@ class LiveBytes(TorchDispatchMode):
 def _shares(arguments: Any, address: int) -> bool:
     if isinstance(arguments, Tensor):
         return arguments.untyped_storage().data_ptr() == address
-    each = arguments.values() if isinstance(arguments, dict) else arguments
-    return isinstance(each, (tuple, list)) and any(_shares(x, address) for x in each)
+    values = arguments.values() if isinstance(arguments, dict) else arguments
+    return isinstance(values, (tuple, list)) and any(_shares(x, address) for x in values)
 
 
 @pytest.fixture(autouse=True)
 def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's products have no workspaces, and nobody asks for log probabilities. Steps compute on
-    whatever lies in their memory: sums of that may overflow."""
+    """Prepare steps: a CPU's products have no workspaces, and no request wants log probabilities.
+    Steps compute on uninitialised memory, whose sums may overflow."""
     without_overflow_checks(monkeypatch)
     monkeypatch.setattr(memory, "LIBRARY_BYTES", 0)
     monkeypatch.setattr(memory, "LOGPROB_COPIES", 0)
 
 
 def head_of(kind: Any, target: Pair) -> Any:
-    """Of the usual sizes, with values that do not matter."""
+    """Return a head of usual sizes with arbitrary values."""
     reads = target.config.num_layers
     layer = structs.replace(target.config, num_layers=1, sliding_window=(None,))
     if kind == "medusa":
@@ -112,7 +112,7 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
             draft=draft,
             **{name: value for name, value in limits._asdict().items() if name != "reads"},
         )
-        held = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
+        kept = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
         logits = executor._target.most_logits
         rows = limits.max_num_seqs if drafts else 0
@@ -127,12 +127,12 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         peak = live.most - before
     counted = step_memory_bytes(target.decoder, draft, limits)
     if limits.reads:
-        held -= NUM_BLOCKS * draft.state_bytes  # is counted beside KV
-    assert held + peak <= counted < 1.6 * (held + peak), (held, peak, counted)
+        kept -= NUM_BLOCKS * draft.state_bytes  # it is counted in addition to KV
+    assert kept + peak <= counted < 1.6 * (kept + peak), (kept, peak, counted)
 
 
 def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An 8 GiB device: the default leaves room for all of a step; a step that does not fit is
+    """On an 8 GiB device the default leaves room for a whole step; a step that does not fit is
     refused by name."""
     decoder = Pair(vocab_size=4000).decoder
     free = 8 << 30

@@ -1,5 +1,5 @@
-"""Nothing that `submit` does reads from the device: it is done on tensors without data, of which
-reading one raises. Launches do nothing here."""
+"""`submit` reads nothing from the device: here tensors have no data, and reading one raises.
+Launches do nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan(admitted: tuple[NewSequence, ...], query_len: int, drafts: int, wants: 
 
 
 def run(gpu: GpuExecutor, **params: Any) -> None:
-    """A chunk, the rest of the prompt, and two steps that draft, one while another runs."""
+    """Run a chunk, the rest of the prompt, and two steps that draft, one while another runs."""
     sequence = admission(0, range(9), blocks=(0,), **{"max_tokens": 9, **params})
     steps = [((sequence,), 4, 0, False), ((), 5, 0, True), ((), 4, 3, True), ((), 3, 2, True)]
     for at, step in enumerate(steps):

@@ -1,5 +1,5 @@
-"""What the host does beside the GPU executor: drafts that are looked up, and grammars. Without a
-plan in flight every step is that of the CPU executor; with one, lookups are a step late."""
+"""The host's part of a GPU step: lookup drafts, and grammars. Without a plan in flight every step
+is that of the CPU executor; with one, lookups are a step late."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateTwins(Twins):
-    """With drafts that are a step late only what is emitted in the end is that of the CPU."""
+    """Twins whose drafts are a step late, so that only the final output equals the CPU's."""
 
     def submit(self, plan: StepPlan) -> None:
         self._notice(plan)
@@ -54,9 +54,9 @@ class LateTwins(Twins):
 
     def wait(self) -> StepResult:
         plan, _ = self._expected.popleft()
-        found = self.gpu.wait()
-        self._notice_result(plan, found)
-        return found
+        result = self.gpu.wait()
+        self._notice_result(plan, result)
+        return result
 
 
 def settings_of(*default: str) -> LookupSettings:
@@ -65,7 +65,7 @@ def settings_of(*default: str) -> LookupSettings:
 
 
 def chained(model: bool, **params: Any) -> list[Request]:
-    """By chains, and one that is drafted for by default; all repeat themselves soon."""
+    """Return requests with chains, and one with the default chain; all repeat themselves soon."""
     chains: list[Any] = [("ngram",), ("suffix",), None]
     if model:
         chains += [("ngram", "model"), ("model", "suffix"), ("model",)]
@@ -76,7 +76,7 @@ def chained(model: bool, **params: Any) -> list[Request]:
 
 
 def run_chains(requests: list[Request], **more: Any) -> tuple[dict[str, list[int]], Counter[str]]:
-    """A model drafts, too."""
+    """Run them with a draft model, too."""
     return run_twins(
         requests,
         Pair(vocab_size=VOCAB),
@@ -100,7 +100,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("model", [True, False])
-def test_drafts_that_were_looked_up_are_verified_as_on_a_cpu(model: bool) -> None:
+def test_lookup_drafts_are_verified_as_on_a_cpu(model: bool) -> None:
     chains = [("suffix",), ("model",)] if model else [("suffix",)]
     requests = [
         make_request(f"r{i} {chain}", [1, 5, 3, 1, 5, 3, 2], drafter=chain, seed=i, **params)
@@ -118,7 +118,7 @@ def test_drafts_that_were_looked_up_are_verified_as_on_a_cpu(model: bool) -> Non
 
 
 def test_late_drafts_leave_the_text_as_it_is() -> None:
-    """Text of few words repeats itself: what was guessed a step ago mostly stands."""
+    """Text of few words repeats itself: most guesses of the step before are accepted."""
     requests = chained(True, max_tokens=14)
     plain, _ = run_twins(requests, Pair(vocab_size=VOCAB), max_num_seqs=6)
     outputs, seen = run_chains(requests, depth=1, twins_kind=LateTwins)
@@ -127,7 +127,7 @@ def test_late_drafts_leave_the_text_as_it_is() -> None:
 
 
 def test_a_guess_that_was_not_checked_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was emitted since is not looked at: the drafts stand a place too early."""
+    """Broken: tokens emitted since are ignored, and drafts are one place too early."""
     real = guesses_module.take_guesses
 
     def unchecked(state: Any, layout: Any, **more: Any) -> None:
@@ -155,15 +155,15 @@ STRUCTURED: list[dict[str, Any]] = [
 
 
 def structured() -> list[Request]:
-    """Of each kind, one that comes to a dead end, and one without a grammar."""
+    """Return a request of each kind, one that reaches a dead end, and one without a grammar."""
     no_b = tuple(i for i in range(TEXTS) if "b" in VOCABULARY.decode([i]))
-    found = []
+    requests = []
     for i, params in enumerate(STRUCTURED):
         if "banned_token_ids" in params:
             params = params | {"banned_token_ids": no_b}
         settings = {"max_tokens": 7, "ignore_eos": False} | params
-        found.append(make_request(f"r{i}", VOCABULARY.encode("ab ab ab"), **settings))
-    return found
+        requests.append(make_request(f"r{i}", VOCABULARY.encode("ab ab ab"), **settings))
+    return requests
 
 
 def run_structured(drafts: bool, **more: Any) -> tuple[dict[str, list[int]], Counter[str]]:
@@ -191,7 +191,7 @@ def test_outputs_follow_their_grammars(depth: int, drafts: bool) -> None:
 
 
 def test_a_mask_of_the_step_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar is not told what the step before emitted."""
+    """Broken: the grammar does not advance by the tokens of the step before."""
     real = known_module.KnownTokens.advance
 
     def forgets(self: Any, plan: Any, tokens: Any, emitted: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_mask_forbids_what_its_bits_say(dtype: torch.dtype) -> None:
     logits = torch.randn(6, vocab, generator=generator).to(dtype)
     logits[1, 7], logits[4, 4099] = float("nan"), float("-inf")
     rows = torch.randint(-(2**31), 2**31, (5, words_of(vocab)), generator=generator).int()
-    # Slot 2 has two rows from 1 on, and no third; slot 0 one, the fourth.
+    # Slot 2 has two rows from 1 on, and no third; slot 0 has one, the fourth.
     rows[:, :2] = torch.tensor([[2, 0], [2, 1], [2, 2], [0, 0], [1, 0]])
     starts, counts = torch.tensor([4, 0, 1]).int(), torch.tensor([1, 0, 2]).int()
     expected = logits.clone()

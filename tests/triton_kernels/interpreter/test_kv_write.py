@@ -1,4 +1,5 @@
-"""Norm, RoPE and the paged write in the interpreter, against the reference and the CPU runtime."""
+"""Norm, RoPE and the paged write in the interpreter, compared with the reference and the CPU
+runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
 class Write(NamedTuple):
-    """Rows of scattered positions and slots, one of padding; a pool of NaN."""
+    """Rows at scattered positions and slots, one of padding; a pool of NaN."""
 
     fused: Tensor
     positions: Tensor
@@ -49,19 +50,19 @@ class Write(NamedTuple):
         return cls(fused.to(dtype), positions, slots, table.cos_sin(LONGEST), k_pages, v_pages)
 
     def both(self, **options: Any) -> tuple[Write, Write]:
-        """After the kernel, and after the reference."""
-        found, expected = (Write(*(field.clone() for field in self)) for _ in range(2))
-        kv_write(*found, **options)
+        """Return the buffers after the kernel, and after the reference."""
+        by_kernel, expected = (Write(*(field.clone() for field in self)) for _ in range(2))
+        kv_write(*by_kernel, **options)
         kv_write_reference(*expected, **options)
-        return found, expected
+        return by_kernel, expected
 
     def written(self) -> list[Tensor]:
         return [self.fused.float(), self.k_pages.float(), self.v_pages.float()]
 
 
-def differ(found: Write, expected: Write, tolerance: float) -> bool:
-    """Anywhere in the projection or the pool; what is poisoned in one must be in the other."""
-    pairs = zip(found.written(), expected.written(), strict=True)
+def differ(actual: Write, expected: Write, tolerance: float) -> bool:
+    """Compare projection and pool; poison must be at the same places."""
+    pairs = zip(actual.written(), expected.written(), strict=True)
     return not all(
         torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True) for a, b in pairs
     )
@@ -81,12 +82,12 @@ def test_against_the_reference(
 ) -> None:
     write = Write.make(group=group, head_dim=head_dim, dtype=dtype, page_tokens=page_tokens)
     weight = weight_of(group, head_dim) if norm else None
-    found, expected = write.both(qk_weight=weight)
-    assert not differ(found, expected, TOLERANCE[dtype])
-    assert differ(found, write, TOLERANCE[dtype])
-    assert found.k_pages.isnan().sum() == (NUM_PAGES * page_tokens - 6) * KV_HEADS * head_dim
-    assert torch.equal(found.fused[3], write.fused[3])  # padding
-    assert torch.equal(found.fused[:, :, group:], write.fused[:, :, group:])  # K and V stay
+    by_kernel, expected = write.both(qk_weight=weight)
+    assert not differ(by_kernel, expected, TOLERANCE[dtype])
+    assert differ(by_kernel, write, TOLERANCE[dtype])
+    assert by_kernel.k_pages.isnan().sum() == (NUM_PAGES * page_tokens - 6) * KV_HEADS * head_dim
+    assert torch.equal(by_kernel.fused[3], write.fused[3])  # padding
+    assert torch.equal(by_kernel.fused[:, :, group:], write.fused[:, :, group:])  # K and V stay
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
@@ -95,10 +96,10 @@ def test_against_the_reference(
 def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: int) -> None:
     write = Write.make(dtype=dtype, kv_dtype=kv_dtype, page_tokens=page_tokens)
     write.fused[0] *= 1e3
-    found, expected = write.both(k_scale=0.05, v_scale=3.0)
+    by_kernel, expected = write.both(k_scale=0.05, v_scale=3.0)
     # A last bit of fp32 may decide between two neighbours.
-    assert not differ(found, expected, 2 * torch.finfo(kv_dtype).eps)
-    stored = found.k_pages.float()
+    assert not differ(by_kernel, expected, 2 * torch.finfo(kv_dtype).eps)
+    stored = by_kernel.k_pages.float()
     assert stored[~stored.isnan()].abs().max() == torch.finfo(kv_dtype).max
 
 
@@ -111,12 +112,12 @@ def test_bits_of_a_row_are_its_own() -> None:
             positions=write.positions[row : row + 1],
             slots=write.slots[row : row + 1],
         )
-        found, _ = alone.both(qk_weight=weight_of(2, 16))
-        assert torch.equal(found.fused[0], together.fused[row])
+        by_kernel, _ = alone.both(qk_weight=weight_of(2, 16))
+        assert torch.equal(by_kernel.fused[0], together.fused[row])
         slot = int(write.slots[row])
         if slot >= 0:
             page, offset = divmod(slot, 16)
-            assert torch.equal(found.k_pages[page, offset], together.k_pages[page, offset])
+            assert torch.equal(by_kernel.k_pages[page, offset], together.k_pages[page, offset])
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

@@ -1,5 +1,5 @@
-"""What filters keep: through lists that hold it and lists that overflow, of flat rows and peaked
-ones, whatever end is guessed first."""
+"""Filters keep the same tokens through lists that fit and lists that overflow, for flat rows and
+peaked ones, whatever end is guessed first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 def drawn(batch: LogitsBatch, tiling: Tiling = SMALL) -> Laws:
-    """Draw drafts: masses are exact where drafts are weighed."""
+    """Draw drafts; masses are exact for weighed rows."""
     return launch.draw(batch, noise.DRAFT, tiling)
 
 
@@ -48,53 +48,53 @@ def batch() -> LogitsBatch:
 
 
 @pytest.fixture(scope="module")
-def found(batch: LogitsBatch) -> Laws:
+def result(batch: LogitsBatch) -> Laws:
     return drawn(batch)
 
 
-def differ(mine: Laws, theirs: Laws, batch: LogitsBatch) -> int:
+def differ(mine: Laws, other: Laws, batch: LogitsBatch) -> int:
     """Return the number of rows that differ in the token or, where weighed, in the law."""
     weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
-    rows = mine.tokens[:, 0] != theirs.tokens[:, 0]
-    rows |= weighed & ((mine.cuts != theirs.cuts) | (mine.floats != theirs.floats).any(dim=1))
+    rows = mine.tokens[:, 0] != other.tokens[:, 0]
+    rows |= weighed & ((mine.cuts != other.cuts) | (mine.floats != other.floats).any(dim=1))
     return int(rows.sum())
 
 
-def test_laws_are_those_of_the_reference(batch: LogitsBatch, found: Laws) -> None:
+def test_laws_are_those_of_the_reference(batch: LogitsBatch, result: Laws) -> None:
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
     weights = weights_of(x, batch.rows, batch.requests)
     weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
-    assert torch.equal(kept_by(found, batch, x)[1][weighed], (weights > 0)[weighed])
+    assert torch.equal(kept_by(result, batch, x)[1][weighed], (weights > 0)[weighed])
     torch.testing.assert_close(
-        found.floats[weighed, 1], weights.sum(dim=1)[weighed], rtol=1e-6, atol=0
+        result.floats[weighed, 1], weights.sum(dim=1)[weighed], rtol=1e-6, atol=0
     )
-    assert torch.equal(found.tokens[:, 0], sample_reference(*batch, noise.DRAFT))
-    of_token = weights.gather(1, found.tokens[:, :1].long()).squeeze(1) / weights.sum(dim=1)
-    torch.testing.assert_close(found.floats[weighed, 2], of_token[weighed], rtol=1e-5, atol=0)
+    assert torch.equal(result.tokens[:, 0], sample_reference(*batch, noise.DRAFT))
+    of_token = weights.gather(1, result.tokens[:, :1].long()).squeeze(1) / weights.sum(dim=1)
+    torch.testing.assert_close(result.floats[weighed, 2], of_token[weighed], rtol=1e-5, atol=0)
 
 
-def test_lists_that_overflow_change_no_bit(batch: LogitsBatch, found: Laws) -> None:
-    assert differ(drawn(batch, SHORT), found, batch) == 0
+def test_lists_that_overflow_change_no_bit(batch: LogitsBatch, result: Laws) -> None:
+    assert differ(drawn(batch, SHORT), result, batch) == 0
 
 
 @triton.jit
-def next_to_nothing(pieces, wanted, by_count, PIECE):
+def next_to_nothing(pieces, target, by_count, PIECE):
     return order.key_of(laws.tl.max(pieces[1], axis=0) * 1e-3) << 32
 
 
 @triton.jit
-def far_too_far(pieces, wanted, by_count, PIECE):
+def far_too_far(pieces, target, by_count, PIECE):
     return order.key_of(laws.tl.max(pieces[1], axis=0) * 90.0) << 32
 
 
 @pytest.mark.parametrize("tiling", [SMALL, SHORT])
 @pytest.mark.parametrize("guess", [next_to_nothing, far_too_far])
 def test_a_wrong_guess_changes_no_bit(
-    batch: LogitsBatch, found: Laws, guess: object, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch, result: Laws, guess: object, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
     monkeypatch.setattr(laws, "guess_cut", guess)
-    assert differ(drawn(few, tiling), Laws(*(field[:10] for field in found)), few) == 0
+    assert differ(drawn(few, tiling), Laws(*(field[:10] for field in result)), few) == 0
 
 
 right_choice = laws.choose
@@ -128,14 +128,14 @@ def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.c
     ],
 )
 def test_broken_laws_are_seen(
-    batch: LogitsBatch, found: Laws, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch, result: Laws, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(laws, name, broken)
-    assert differ(drawn(batch), found, batch) > 0
+    assert differ(drawn(batch), result, batch) > 0
 
 
 def test_memory_holds_poison_before_and_margins_stay(
-    batch: LogitsBatch, found: Laws, monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch, result: Laws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = []
 
@@ -147,7 +147,7 @@ def test_memory_holds_poison_before_and_margins_stay(
 
     with monkeypatch.context() as patch:
         patch.setattr(launch.torch, "empty", poisoned)
-        assert differ(drawn(batch, SHORT), found, batch) == 0
+        assert differ(drawn(batch, SHORT), result, batch) == 0
     margins = torch.cat([torch.cat((b[:MARGIN], b[-MARGIN:])).double() for b in buffers])
     assert len(buffers) > 8 and (margins.isnan() | (margins == -(1 << 30))).all()
 
@@ -165,14 +165,15 @@ def rows_with(logits: Tensor, mode: int, top_k: int, top_p: float, min_p: float)
 @pytest.mark.parametrize("tiling", [SMALL, SHORT])
 @pytest.mark.parametrize("mode", [COUPLED, REJECTION, BLOCK])
 def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
-    """The filters: half of the mass, a number of tokens, both, and tokens as likely as the best."""
-    wanted = {
+    """The filters are half of the mass, a number of tokens, both, and tokens as likely as the
+    best."""
+    kept_by_filters = {
         (200, 0.5, 0.0): 100,
         (7, torch.inf, 0.0): 7,
         (80, 0.25, 0.1): 20,
         (200, 1.5, 1.0): 200,
     }
-    for (top_k, top_p, min_p), kept in wanted.items():
+    for (top_k, top_p, min_p), kept in kept_by_filters.items():
         batch = rows_with(torch.full((2, 200), 3.0), mode, top_k, top_p, min_p)
         result = drawn(batch, tiling)
         assert (result.tokens[:, 0] < kept).all()
@@ -182,11 +183,12 @@ def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
 
 
 def test_a_flat_row_that_would_fill_the_list() -> None:
-    """The mass of so many likeliest tokens, in units of the list, would add one to their count."""
-    most = launch.TILING.list_tokens
-    result = drawn(rows_with(torch.zeros(1, most), REJECTION, most, 0.5, 0.0), launch.TILING)
-    assert result.floats[0, 1] == most // 2
-    assert result.cuts[0] == most // 2
+    """The mass of the `limit` likeliest tokens, in units of the list, would add one to their
+    count."""
+    limit = launch.TILING.list_tokens
+    result = drawn(rows_with(torch.zeros(1, limit), REJECTION, limit, 0.5, 0.0), launch.TILING)
+    assert result.floats[0, 1] == limit // 2
+    assert result.cuts[0] == limit // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

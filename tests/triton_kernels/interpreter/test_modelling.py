@@ -1,5 +1,5 @@
-"""Models of transformers' modelling code on the GPU executor: as on that of the CPU, step by step;
-and as their own eager pass has them, which is asked at every load, with our kernels."""
+"""Models of transformers' modelling code on the GPU executor equal those on the CPU's, step by
+step. They equal their own eager pass too, with our kernels, as checked at every load."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
-# Windows and soft caps; attention beside the feed-forward; other norms and positions; experts.
+# Windows and soft caps; attention parallel to the feed-forward; other norms and positions; experts.
 KINDS = ("gemma2", "cohere2", "gpt_neox", "qwen3_moe")
 
 
 class Model:
-    """As `Pair`: on the CPU, and by kernels."""
+    """A model, like `Pair`: on the CPU, and by kernels."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         make_tiny(kind, folder)
@@ -75,7 +75,7 @@ def test_steps_are_those_of_the_cpu(
 
 
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the soft cap of its scores, and with keys that went astray."""
+    """One variant lacks the soft cap of its scores, and one has wrong keys."""
     make_tiny("gemma2", tmp_path)
     run = PagedAttention.run
 
@@ -99,7 +99,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("gemma4_text", "heads of different shapes"),
     ],
 )
-def test_what_the_kernels_have_not_is_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
+def test_what_the_kernels_lack_is_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
     make_tiny(kind, tmp_path)
     with pytest.raises(ModelError, match=said):
         load_modelling_decoder(tmp_path, device="cpu")
@@ -116,7 +116,7 @@ def test_what_the_kernels_have_not_is_refused_by_name(kind: str, said: str, tmp_
 def test_code_that_reads_from_the_device_is_refused(
     waits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No graph would hold it."""
+    """A graph cannot capture it."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     own = LlamaMLP.forward

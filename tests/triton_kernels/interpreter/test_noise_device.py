@@ -1,4 +1,4 @@
-"""The noise in kernels, bit for bit that of the specification."""
+"""The noise in kernels has the bits of the specification."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def drawn() -> tuple[Tensor, np.ndarray]:
     keys[:2] = 2**32 - 1
     positions, choices = rng.integers(0, 2**31, ROWS), rng.integers(0, 9, ROWS)
     purposes = rng.integers(0, 5, ROWS)
-    found = torch.zeros(2, ROWS, 2 * BLOCK, dtype=torch.int64)
+    words = torch.zeros(2, ROWS, 2 * BLOCK, dtype=torch.int64)
     first = torch.zeros(ROWS, dtype=torch.int64)
     arguments = [torch.from_numpy(x) for x in (keys, positions, choices, purposes)]
-    draw_kernel[(2,)](*arguments, *found, first, ROWS=ROWS, BLOCK=BLOCK)
-    assert torch.equal(first, found[0, :, 0])
-    return found, specification.token_words(keys, positions, choices, purposes, 2 * BLOCK)
+    draw_kernel[(2,)](*arguments, *words, first, ROWS=ROWS, BLOCK=BLOCK)
+    assert torch.equal(first, words[0, :, 0])
+    return words, specification.token_words(keys, positions, choices, purposes, 2 * BLOCK)
 
 
 def test_words_are_those_of_the_specification() -> None:
-    found, wanted = drawn()
-    assert np.array_equal(found[0].numpy(), wanted)
-    assert np.array_equal(found[1].numpy(), wanted)
+    words, expected = drawn()
+    assert np.array_equal(words[0].numpy(), expected)
+    assert np.array_equal(words[1].numpy(), expected)
 
 
 def mapped() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -85,5 +85,5 @@ def mapped() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_uniform_and_exponential_have_the_same_bits() -> None:
     words, uniforms, exponentials = mapped()
     assert np.array_equal(uniforms, specification.uniform(words))
-    wanted = specification.exponential(words)
-    assert np.array_equal(exponentials.view(np.int32), wanted.view(np.int32))
+    expected = specification.exponential(words)
+    assert np.array_equal(exponentials.view(np.int32), expected.view(np.int32))

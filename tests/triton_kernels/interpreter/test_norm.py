@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation against their references."""
+"""RMSNorm and the gated activation compared with their references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def spaced(rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random rows that lie apart, NaN between them."""
+    """Return random rows with NaN between them."""
     generator = torch.Generator().manual_seed(seed)
     buffer = torch.full((rows, width + 3), torch.nan, dtype=dtype)
     buffer[:, :width] = torch.randn(rows, width, generator=generator).to(dtype)
@@ -30,10 +30,10 @@ def ulp(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("width", [48, 64, 1000])
 def test_norm_gives_the_reference_within_an_ulp(dtype: torch.dtype, width: int) -> None:
     x, weight = spaced(5, width, dtype, 0), spaced(1, width, dtype, 1)[0].contiguous()
-    found, wanted = rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6)
-    torch.testing.assert_close(found, wanted, rtol=ulp(dtype) * 2, atol=1e-6)
+    normed, expected = rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6)
+    torch.testing.assert_close(normed, expected, rtol=ulp(dtype) * 2, atol=1e-6)
     library = torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-6)
-    torch.testing.assert_close(found.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
+    torch.testing.assert_close(normed.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -41,21 +41,21 @@ def test_what_is_kept_of_an_addition_is_what_is_normed(dtype: torch.dtype) -> No
     x, weight = spaced(4, 96, dtype, 2), torch.ones(96, dtype=dtype)
     residual = spaced(4, 96, dtype, 3)
     twin = residual.clone()
-    found = rms_norm(x, weight, 1e-5, residual)
-    wanted = rms_norm_reference(x, weight, 1e-5, twin)
+    normed = rms_norm(x, weight, 1e-5, residual)
+    expected = rms_norm_reference(x, weight, 1e-5, twin)
     assert torch.equal(residual, twin) and not torch.equal(residual, spaced(4, 96, dtype, 3))
-    torch.testing.assert_close(found, wanted, rtol=ulp(dtype) * 2, atol=1e-6)
-    assert torch.equal(found, rms_norm(residual, weight, 1e-5))
+    torch.testing.assert_close(normed, expected, rtol=ulp(dtype) * 2, atol=1e-6)
+    assert torch.equal(normed, rms_norm(residual, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activation_gives_the_reference_within_an_ulp(dtype: torch.dtype) -> None:
     gate_up = spaced(3, 2 * 1300, dtype, 4) * 3
-    found, wanted = silu_mul(gate_up), silu_mul_reference(gate_up)
-    torch.testing.assert_close(found, wanted, rtol=ulp(dtype) * 2, atol=1e-6)
+    activated, expected = silu_mul(gate_up), silu_mul_reference(gate_up)
+    torch.testing.assert_close(activated, expected, rtol=ulp(dtype) * 2, atol=1e-6)
     gate, up = gate_up.float().chunk(2, dim=-1)
     library = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(found.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
+    torch.testing.assert_close(activated.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
 
 
 def test_rows_do_not_see_each_other() -> None:

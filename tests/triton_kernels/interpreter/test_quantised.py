@@ -1,4 +1,4 @@
-"""The product with weights of 4 and 8 bits: against torch, and in a decoder."""
+"""The product with weights of 4 and 8 bits, compared with torch, and in a decoder."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures("device", "unchecked_sums")
 
 def packed(kind: str, out: int, columns: int) -> tuple[Packed, GgufTensor]:
     tensor = stored(kind, out, columns)
-    found = pack(kind, torch.from_numpy(tensor.rows))
-    assert found is not None
-    return found, tensor
+    matrix = pack(kind, torch.from_numpy(tensor.rows))
+    assert matrix is not None
+    return matrix, tensor
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
@@ -73,18 +73,18 @@ class Widened(Stored):
         return None
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        found = super().blocks(name) if name.endswith("proj.weight") else None
-        return super().get(name, shape) if found is None else found.dequantised(torch.float32)
+        blocks = super().blocks(name) if name.endswith("proj.weight") else None
+        return super().get(name, shape) if blocks is None else blocks.dequantised(torch.float32)
 
 
 def test_a_decoder_multiplies_with_what_is_stored(device: torch.device) -> None:
     made = [Decoder(CONFIG, source(1), torch.float32, device) for source in (Stored, Widened)]
     quantised_, wide = made
     taken = 0
-    for mine, theirs in zip(quantised_.layers, wide.layers, strict=True):
-        for ours, plain in zip(mine.products(), theirs.products(), strict=True):
-            if isinstance(ours, QuantisedDense):
+    for mine, wide_layer in zip(quantised_.layers, wide.layers, strict=True):
+        for product, plain in zip(mine.products(), wide_layer.products(), strict=True):
+            if isinstance(product, QuantisedDense):
                 taken += 1
-                assert torch.equal(restored(ours.packed), plain.weight)
+                assert torch.equal(restored(product.packed), plain.weight)
     assert taken == 4 * len(wide.layers)
     assert wide.block_bytes is None and quantised_.block_bytes is not None

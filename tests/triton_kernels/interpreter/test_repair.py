@@ -1,4 +1,5 @@
-"""bf16 and fp8 in the repaired interpreter against torch, and that it was broken before."""
+"""bf16 and fp8 in the repaired interpreter compared with torch; and a check that it was broken
+before."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def copied(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def wide_values() -> torch.Tensor:
-    """Both signs, ties of every narrow type, subnormal ones, and mantissas that carry."""
+    """Return values of both signs, ties of every narrow type, subnormal ones, and mantissas that
+    carry."""
     steps = torch.arange(1024, dtype=torch.float32)
     near_one = 1 + steps / 1024
     return torch.cat([near_one, -near_one * 3, near_one * 2.0**-8, near_one * 2.0**-20])
@@ -68,7 +70,7 @@ def test_dot_has_exact_products(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *FP8])
 def test_other_arithmetic_raises(dtype: torch.dtype) -> None:
     a = torch.ones(16)
-    add_kernel[(1,)](a, torch.zeros(16), 16)  # fp32 is nobody's business
+    add_kernel[(1,)](a, torch.zeros(16), 16)  # fp32 is not affected
     with pytest.raises(Exception, match="convert to fp32 first"):
         add_kernel[(1,)](a.to(dtype), torch.zeros(16, dtype=dtype), 16)
 

@@ -1,4 +1,4 @@
-"""Tokens from logits: the kernels against their reference, and against the CPU runtime."""
+"""Tokens from logits: the kernels compared with their reference, and with the CPU runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.runtime.sampling.filters import Filters, filtered_probs
 from cbatch.runtime.sampling.logits_processors import processors_of
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
-from tests.triton_kernels.interpreter.batches import SMALL, Asked, kept_by, random_batch
+from tests.triton_kernels.interpreter.batches import SMALL, RequestSpec, kept_by, random_batch
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
@@ -22,7 +22,7 @@ from triton_kernels.sampling import launch, order, shape
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Laws, LogitsBatch
 from triton_kernels.sampling.launch import Tiling
 
-PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows of two tiles and more
+PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows have two tiles or more
 
 pytestmark = [
     pytest.mark.usefixtures("device", "unchecked_sums"),
@@ -36,7 +36,7 @@ def reference_tokens(batch: LogitsBatch) -> Tensor:
 
 
 def drawn(batch: LogitsBatch, purpose: int = noise.BONUS, tiling: Tiling = SMALL) -> Laws:
-    """Without a change of the logits."""
+    """Draw without changing the logits."""
     return launch.draw(batch._replace(logits=batch.logits.clone()), purpose, tiling)
 
 
@@ -44,14 +44,16 @@ def sample(batch: LogitsBatch, tiling: Tiling = SMALL) -> Tensor:
     return drawn(batch, tiling=tiling).tokens[:, 0]
 
 
-def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[Tensor, Tensor]:
-    """The tokens and laws of `cbatch.runtime`: processors, filters, then the draw."""
+def runtime_tokens(
+    batch: LogitsBatch, specs: list[RequestSpec], vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and laws of `cbatch.runtime`: processors, filters, then the draw."""
     of = batch.rows.requests.long()
     rows = []
     for row, b, depth in zip(batch.logits.float(), of.tolist(), batch.rows.depths, strict=True):
-        each, start = asked[b], int(batch.drafts.starts[b])
-        chain = processors_of(each.params, each.stop_ids, each.prompt, vocab)
-        for token in [*each.output, *batch.drafts.tokens[start : start + int(depth)].tolist()]:
+        spec, start = specs[b], int(batch.drafts.starts[b])
+        chain = processors_of(spec.params, spec.stop_ids, spec.prompt, vocab)
+        for token in [*spec.output, *batch.drafts.tokens[start : start + int(depth)].tolist()]:
             chain.advance(token)
         rows.append(row.clone())
         chain.shape(rows[-1])
@@ -72,57 +74,58 @@ def runtime_tokens(batch: LogitsBatch, asked: list[Asked], vocab: int) -> tuple[
 @pytest.mark.parametrize("shaped", [False, True])
 def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shaped: bool) -> None:
     rng = np.random.default_rng(3)
-    batch, asked = random_batch(rng, 24, 97, filters=False, shaped=shaped, dtype=dtype)
-    found = sample(batch)
-    assert torch.equal(found, reference_tokens(batch))
-    assert torch.equal(found, runtime_tokens(batch, asked, 97)[0])
+    batch, specs = random_batch(rng, 24, 97, filters=False, shaped=shaped, dtype=dtype)
+    tokens = sample(batch)
+    assert torch.equal(tokens, reference_tokens(batch))
+    assert torch.equal(tokens, runtime_tokens(batch, specs, 97)[0])
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[LogitsBatch, list[Asked]]:
-    """Every parameter in use; rows and lists longer than a tile."""
-    batch, asked = random_batch(np.random.default_rng(3), 30, 42)
+def everything() -> tuple[LogitsBatch, list[RequestSpec]]:
+    """Return a batch with every parameter in use; rows and lists are longer than a tile."""
+    batch, specs = random_batch(np.random.default_rng(3), 30, 42)
     assert int(batch.shaping.num_listed.max()) > PIECEMEAL.tile / 2
     modes = batch.requests.modes[batch.rows.requests.long()]
     assert all((modes == mode).sum() > 5 for mode in (GREEDY, COUPLED, REJECTION))
-    return batch, asked
+    return batch, specs
 
 
 def test_filtered_tokens_are_those_of_the_cpu_runtime(
-    everything: tuple[LogitsBatch, list[Asked]],
+    everything: tuple[LogitsBatch, list[RequestSpec]],
 ) -> None:
-    batch, asked = everything
-    found = sample(batch, PIECEMEAL)
-    assert torch.equal(found, reference_tokens(batch))
-    assert torch.equal(found, runtime_tokens(batch, asked, 42)[0])
-    # The filters mattered: without them other tokens would come.
+    batch, specs = everything
+    tokens = sample(batch, PIECEMEAL)
+    assert torch.equal(tokens, reference_tokens(batch))
+    assert torch.equal(tokens, runtime_tokens(batch, specs, 42)[0])
+    # The filters have an effect: without them other tokens come.
     free = batch.requests._replace(
         top_k=torch.full_like(batch.requests.top_k, 42),
         top_p=torch.full_like(batch.requests.top_p, torch.inf),
         min_p=torch.zeros_like(batch.requests.min_p),
     )
-    assert (found != reference_tokens(batch._replace(requests=free))).sum() > 10
+    assert (tokens != reference_tokens(batch._replace(requests=free))).sum() > 10
 
 
 def test_cuts_and_masses_are_those_of_the_cpu_runtime(
-    everything: tuple[LogitsBatch, list[Asked]],
+    everything: tuple[LogitsBatch, list[RequestSpec]],
 ) -> None:
-    """What rows of the ratio test keep, ties at the edge included; the mass within 1e-6."""
-    batch, asked = everything
-    _, probs = runtime_tokens(batch, asked, 42)
+    """Rows of the ratio test keep the same tokens, ties at the edge included; the mass agrees
+    within 1e-6."""
+    batch, specs = everything
+    _, probs = runtime_tokens(batch, specs, 42)
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
-    found = drawn(batch, noise.DRAFT)
-    y, kept = kept_by(found, batch, x)
-    mass = found.floats[:, 1]
+    draws = drawn(batch, noise.DRAFT)
+    y, kept = kept_by(draws, batch, x)
+    mass = draws.floats[:, 1]
     ratio = batch.requests.modes[batch.rows.requests.long()] == REJECTION
     assert torch.equal(kept[ratio], (probs > 0)[ratio])
     assert ((y == y.gather(1, (y * kept).argmax(1, keepdim=True))) & ~kept)[ratio].any()
-    wanted = (torch.exp(-y) * kept).sum(dim=-1)
-    torch.testing.assert_close(mass[ratio], wanted[ratio], rtol=1e-6, atol=0)
+    expected = (torch.exp(-y) * kept).sum(dim=-1)
+    torch.testing.assert_close(mass[ratio], expected[ratio], rtol=1e-6, atol=0)
 
 
 def test_a_row_depends_on_itself_and_not_on_the_tiling() -> None:
-    """Alone, in another order, and in other tiles: the same token."""
+    """A row gives the same token alone, in another order, and in other tiles."""
     batch, _ = random_batch(np.random.default_rng(5), 12, 40, shaped=False)
     together = sample(batch)
     assert torch.equal(together, sample(batch, PIECEMEAL))
@@ -147,13 +150,13 @@ def test_ties_go_to_the_lowest_id_also_across_tiles() -> None:
 
 
 def test_a_listed_token_ties_with_a_dense_one() -> None:
-    """The lower id wins, wherever it is."""
+    """The lower id wins, listed or dense."""
     batch, _ = random_batch(np.random.default_rng(6), 20, 40, filters=False)
     modes = torch.full_like(batch.requests.modes, GREEDY)
     batch = batch._replace(requests=batch.requests._replace(modes=modes))
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
     best = x.amax(dim=-1, keepdim=True)
-    raised = torch.where(batch.logits == x, best, batch.logits)  # what is dense ties with the best
+    raised = torch.where(batch.logits == x, best, batch.logits)  # dense tokens tie with the best
     tied = batch._replace(logits=raised.to(batch.logits.dtype))
     assert torch.equal(sample(tied), reference_tokens(tied))
 
@@ -177,7 +180,8 @@ def test_rows_that_are_not_finite_are_reported_and_change_no_other() -> None:
 
 
 def test_forbidden_tokens_are_marked_and_a_finite_row_stays_so() -> None:
-    """By the scan what is not plain, by the shaping drafts that are penalised; nothing else."""
+    """The scan marks rows that are not plain, the shaping marks penalised drafts; nothing else is
+    marked."""
     batch, _ = random_batch(np.random.default_rng(11), 12, 40)
     left = batch._replace(logits=batch.logits.clone())
     assert (launch.draw(left, noise.BONUS, SMALL).tokens[:, 1] == 1).all()
@@ -222,7 +226,7 @@ def test_broken_draws_are_caught(
 
 
 def dense_ones_stay(patch: pytest.MonkeyPatch) -> None:
-    """Listed tokens count twice, and forbidden ones as well."""
+    """Broken: listed tokens count twice, and forbidden ones too."""
     real = launch.kernel_arguments
     patch.setattr(launch, "kernel_arguments", lambda *given: real(*given) | {"shaped": 0})
 
@@ -242,7 +246,7 @@ def test_broken_shaping_is_caught(
 ) -> None:
     batch, _ = random_batch(np.random.default_rng(9), 24, 40, filters=False)
     assert batch.shaping is not None
-    batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # what was emitted never comes
+    batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # emitted tokens never come again
     assert torch.equal(sample(batch), reference_tokens(batch))
     plant(monkeypatch)
     assert not torch.equal(sample(batch), reference_tokens(batch))

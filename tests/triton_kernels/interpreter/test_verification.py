@@ -52,35 +52,35 @@ pytestmark = [
 def decide(
     batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = SMALL, *, blocks: bool = True
 ) -> VerifyOutput:
-    """Without a change of the logits."""
+    """Verify without changing the logits."""
     batch = batch._replace(logits=batch.logits.clone())
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
     return verify(batch, starts, proposals, tiling, filtered=True, blocks=blocks)
 
 
 def differing(batch: LogitsBatch, proposals: Proposals | None) -> int:
-    """Return the number of requests whose verdict is not that of the reference."""
+    """Return the number of requests whose verdict differs from the reference's."""
     return _differing(decide(batch, proposals), verify_reference(batch, proposals))
 
 
 def _differing(verdict: Iterable[Tensor], reference: Iterable[Tensor]) -> int:
     pairs = zip(verdict, reference, strict=True)
-    return int(torch.stack([mine != theirs for mine, theirs in pairs]).any(dim=0).sum())
+    return int(torch.stack([mine != others for mine, others in pairs]).any(dim=0).sum())
 
 
 # --- the reference --------------------------------------------------------------------------------
 
 
 def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
-    """The same noise, tokens equal to the last; every way that a verdict can go occurs."""
+    """With the same noise all tokens are equal; every outcome of a verdict occurs."""
     rng = np.random.default_rng(43)
     batch, _ = random_batch(rng, 200, 45, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     assert len(batch.logits) >= 600
-    found = decide(batch, proposals)
-    for mine, reference in zip(found, verify_reference(batch, proposals), strict=True):
+    verdict = decide(batch, proposals)
+    for mine, reference in zip(verdict, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
-    counts, accepted = batch.drafts.counts, found.num_accepted
+    counts, accepted = batch.drafts.counts, verdict.num_accepted
     for mode in (COUPLED, REJECTION, BLOCK):
         for certain in (0, 1):
             of = (batch.requests.modes == mode) & (proposals.certain == certain)
@@ -120,13 +120,13 @@ def test_rows_of_padding_change_nothing() -> None:
     rows, starts = rows_of(batch.drafts.counts.long(), count + 5)
     padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
     padded_batch = batch._replace(logits=padded, rows=rows)
-    found = verify(padded_batch, starts, None, SMALL, filtered=False, blocks=True)
-    for mine, wanted in zip(found, decide(batch, None), strict=True):
-        assert torch.equal(mine, wanted)
+    padded_verdict = verify(padded_batch, starts, None, SMALL, filtered=False, blocks=True)
+    for mine, plain in zip(padded_verdict, decide(batch, None), strict=True):
+        assert torch.equal(mine, plain)
 
 
 def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p = q but for round-off, and a draft refused all the same: p itself is the law."""
+    """p = q except for round-off, and a draft is rejected nevertheless: the law is p itself."""
     rng = np.random.default_rng(23)
     batch, _ = random_batch(rng, 60, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
@@ -184,7 +184,7 @@ right_race_of = order.race_of
 
 @triton.jit
 def every_row_races(batch, certain_ptr, request, depth, purpose, drawn):
-    """A draft that was certain, and rejected, may come again."""
+    """A certain draft that was rejected may come again."""
     raced, stream, excluded = right_race_of(batch, certain_ptr, request, depth, purpose, drawn)
     return raced, stream, excluded * 0 - 1
 
@@ -236,7 +236,7 @@ def test_a_rejected_draft_that_may_come_again_is_caught(monkeypatch: pytest.Monk
 def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """p = 0, and q * u that rounds to 0 as well."""
+    """p = 0, and q * u rounds to 0 as well."""
     logits = torch.tensor([[0.0, 300.0], [0.0, 0.0]])
     batch = plain_batch(logits, torch.tensor([0]), torch.tensor([1]), torch.zeros(1, 2).long())
     zeros = torch.zeros(1, dtype=torch.int32)
@@ -254,7 +254,7 @@ VOCAB, LENGTH = 3, 3
 def plain_batch(
     logits: Tensor, tokens: Tensor, counts: Tensor, keys: Tensor, mode: int = REJECTION
 ) -> LogitsBatch:
-    """Nothing but logits, drafts and keys."""
+    """Return a batch with logits, drafts and keys only."""
     size = len(counts)
     ones = torch.ones(size)
     requests = Requests(
@@ -273,8 +273,11 @@ def plain_batch(
 
 @triton.jit
 def given_words(seeds, positions, choices, purposes):
-    """The low word of a seed, given; or, where `choices` says so, a draft that is bound to pass at
-    every position before `choices - 1` and bound to fail there unless its chance is 1."""
+    """Return the low word of a seed as the random word.
+
+    With `choices` a draft is sure to pass at every position before `choices - 1`, and sure to fail
+    there unless its chance is 1.
+    """
     forced = tl.where(positions == choices - 1, 0xFFFFFFFF, 0).to(tl.uint32)
     return tl.where(choices > 0, forced, (seeds & 0xFFFFFFFF).to(tl.uint32))
 
@@ -283,14 +286,14 @@ def given_words(seeds, positions, choices, purposes):
 def named_token(
     seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """1 of the token that the seed names."""
+    """Return 1 for the token that the seed names."""
     ids = tl.reshape(groups[:, :, None] * 4 + tl.arange(0, 4)[None, None, :], [ROWS, WIDTH])
     return (ids == (seed & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit
 def only_that(words):
-    """Only the token that was named may win, with its own weight for a score."""
+    """Let only the named token win, with its own weight as score."""
     return tl.where(words == 1, 1.0, float("inf"))
 
 
@@ -306,47 +309,49 @@ def make_world(kind: str) -> World:
 
 
 def logits_of(laws: Tensor) -> Tensor:
-    return laws.log().clamp(min=-1e30)  # finite, and of no weight
+    return laws.log().clamp(min=-1e30)  # finite, but without weight
 
 
 def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> np.ndarray:
-    """[states, VOCAB], as implemented: the ratio rule to 4e-6, both sides of its edge tried."""
+    """Return the implemented chances of acceptance, [states, VOCAB]: the ratio rule to 4e-6, tested
+    on both sides of its edge."""
     states = len(world.target)
     p, q = exact(world.target), exact(world.draft)
-    wanted = np.minimum(1, np.divide(p, q, out=np.zeros_like(p), where=q > 0))
-    words = np.concatenate([wanted - 4e-6, wanted + 4e-6]).clip(0, 1) * 2.0**32
+    expected = np.minimum(1, np.divide(p, q, out=np.zeros_like(p), where=q > 0))
+    words = np.concatenate([expected - 4e-6, expected + 4e-6]).clip(0, 1) * 2.0**32
     words = torch.from_numpy(words.astype(np.int64).clip(0, 2**32 - 1)).flatten()
     monkeypatch.setattr(noise_device, "scalar_words", given_words)
-    each = torch.arange(2 * states * VOCAB) // VOCAB % states
+    state = torch.arange(2 * states * VOCAB) // VOCAB % states
     tokens = torch.arange(VOCAB).repeat(2 * states)
     counts = torch.ones_like(tokens)
     batch = plain_batch(
-        logits_of(world.target)[each].repeat_interleave(2, dim=0),
+        logits_of(world.target)[state].repeat_interleave(2, dim=0),
         tokens,
         counts,
         torch.stack((words, 0 * words), dim=1),
     )
     proposals = None
     if not certain:
-        zeros = 0 * each.to(torch.int32)
-        rows = Rows(torch.arange(len(each), dtype=torch.int32), zeros)
-        proposals = proposals_of(batch, logits_of(world.draft)[each], rows, zeros)
+        zeros = 0 * state.to(torch.int32)
+        rows = Rows(torch.arange(len(state), dtype=torch.int32), zeros)
+        proposals = proposals_of(batch, logits_of(world.draft)[state], rows, zeros)
     accepted = decide(batch, proposals, TINY).num_accepted.reshape(2, states, VOCAB).numpy()
     monkeypatch.undo()
     drafted = q > 0
-    assert (accepted[0] == (wanted > 4e-6))[drafted].all()
-    assert (accepted[1] == (wanted > 1 - 4e-6))[drafted].all()
-    return wanted
+    assert (accepted[0] == (expected > 4e-6))[drafted].all()
+    assert (accepted[1] == (expected > 1 - 4e-6))[drafted].all()
+    return expected
 
 
 TINY = Tiling(pieces=1, piece=32, chunk=1, list_tokens=32)
-Branch = tuple[tuple[int, ...], int]  # drafts, and how many of them are accepted
+Branch = tuple[tuple[int, ...], int]  # drafts, and the number of accepted ones
 
 
 def branch_laws(
     monkeypatch: pytest.MonkeyPatch, world: World, branches: list[Branch], certain: bool
 ) -> np.ndarray:
-    """Law of the token after each branch, all in one ragged batch: [branches, VOCAB]."""
+    """Return the law of the token after each branch, computed in one ragged batch: [branches,
+    VOCAB]."""
     weights: list[Tensor] = []
     original = launch.launch
 
@@ -384,7 +389,7 @@ def branch_laws(
             replaced = bits_of(seen[0]["keys_ptr"][:, 0] >> 31 & 0x7FFFFFFF)
             scores = torch.where(accepted < counts, replaced, scores)
         weights.append(scores)
-    # A draft whose chance is 1 cannot be refused: that branch has no mass.
+    # A draft whose chance is 1 cannot be rejected: that branch has no mass.
     reached = accepted == stops - 1
     return exact(torch.stack(weights, dim=1)) * reached[:, None].numpy()
 
@@ -401,7 +406,8 @@ def starts_of(counts: Tensor) -> Tensor:
 def test_every_draft_and_branch_sum_to_the_joint_law(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Law of the first 3 tokens when a step drafts k in 0..2 and plain decoding goes on."""
+    """The law of the first 3 tokens is right when a step drafts k in 0..2 and plain decoding
+    follows."""
     world, certain = make_world(kind), kind == "certain"
     assert np.abs(joint_laws(monkeypatch, world, certain) - joint(world, LENGTH)).max() < 2e-5
 
@@ -437,7 +443,7 @@ def joint_laws(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> 
 
 
 def test_no_draft_moves_a_coupled_token() -> None:
-    """Every draft of every k in 0..2, in one ragged batch, against plain decoding."""
+    """Every draft of every k in 0..2, in one ragged batch, is compared with plain decoding."""
     world = make_world("zeros")
     drafts = [x for k in range(LENGTH) for x in itertools.product(range(VOCAB), repeat=k)]
     counts = torch.tensor([len(x) for x in drafts])
@@ -446,10 +452,12 @@ def test_no_draft_moves_a_coupled_token() -> None:
     seen = set()
     for seed in range(6):
         keys = torch.tensor([[seed, 1]]).repeat(len(drafts), 1)
-        found = decide(plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, TINY)
-        pairs = list(zip(*(field.tolist() for field in found[:2]), strict=True))
+        verdicts = decide(
+            plain_batch(logits, torch.tensor(tokens), counts, keys, COUPLED), None, TINY
+        )
+        pairs = list(zip(*(field.tolist() for field in verdicts[:2]), strict=True))
         plain: tuple[int, ...] = ()
-        for _ in range(LENGTH):  # the drafts that agree with all that is known so far
+        for _ in range(LENGTH):  # drafts that agree with all known tokens
             accepted, following = pairs[drafts.index(plain)]
             assert accepted == len(plain)
             plain += (following,)

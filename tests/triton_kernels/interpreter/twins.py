@@ -1,5 +1,5 @@
-"""The CPU executor and the GPU executor side by side: every step of an engine runs on both, and
-whatever they report or keep must be equal."""
+"""The CPU executor and the GPU executor run every step of an engine in parallel; results and kept
+state must be equal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ BLOCK_SIZE = 16
 
 
 class ReplayingDevice(Device):
-    """As graphs do, runs for a key what was queued when it was first met, and nothing else."""
+    """A device that replays, for each key, the calls that were queued when the key was first used,
+    as graphs do."""
 
     captures = True
 
@@ -69,11 +70,11 @@ class Pair:
 
 
 class Differs(BaseException):
-    """No `Exception`: the step loop would recover."""
+    """A difference. No `Exception`: the step loop would recover."""
 
 
 class Twins:
-    """An executor of both kinds for `StepLoop`. `seen` counts what happened."""
+    """Executors of both kinds for `StepLoop`. `seen` counts events."""
 
     def __init__(
         self,
@@ -135,48 +136,48 @@ class Twins:
 
     def wait(self) -> StepResult:
         plan, expected = self._expected.popleft()
-        found = self.gpu.wait()
+        result = self.gpu.wait()
         try:
-            self._compare(plan, found, expected)
+            self._compare(plan, result, expected)
             if not self._expected:
-                self._compare_slots(plan.slots, found)
+                self._compare_slots(plan.slots, result)
         except AssertionError as difference:
             raise Differs(str(difference)) from difference
-        self._notice_result(plan, found)
-        return found
+        self._notice_result(plan, result)
+        return result
 
     def reset(self) -> None:
         self._expected.clear()
         self.cpu.reset()
         self.gpu.reset()
 
-    def _compare(self, plan: StepPlan, found: StepResult, expected: StepResult) -> None:
+    def _compare(self, plan: StepPlan, actual: StepResult, expected: StepResult) -> None:
         for name in ("tokens", "row_splits", "num_drafted", "num_accepted", "status"):
-            mine, theirs = getattr(found, name), getattr(expected, name)
-            assert mine.dtype == theirs.dtype, name
-            assert mine.tolist() == theirs.tolist(), (plan.step_id, name)
-        assert found.step_id == expected.step_id
-        assert found.generations is plan.generations
-        assert _listed(found.draft_kv_lens) == _listed(expected.draft_kv_lens)
-        assert (found.shadow is None) == (expected.shadow is None)
-        if found.shadow is not None and expected.shadow is not None:
+            mine, reference = getattr(actual, name), getattr(expected, name)
+            assert mine.dtype == reference.dtype, name
+            assert mine.tolist() == reference.tolist(), (plan.step_id, name)
+        assert actual.step_id == expected.step_id
+        assert actual.generations is plan.generations
+        assert _listed(actual.draft_kv_lens) == _listed(expected.draft_kv_lens)
+        assert (actual.shadow is None) == (expected.shadow is None)
+        if actual.shadow is not None and expected.shadow is not None:
             for name in ("rows", "trials", "hits"):
-                mine, theirs = getattr(found.shadow, name), getattr(expected.shadow, name)
-                assert mine.tolist() == theirs.tolist(), (plan.step_id, name)
-        assert found.draft_s >= 0 and found.target_s > 0
-        assert len(found.logprobs) == len(expected.logprobs)
-        for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
-            assert (mine.slot, mine.first_position) == (theirs.slot, theirs.first_position)
-            np.testing.assert_allclose(mine.chosen, theirs.chosen, rtol=1e-4, atol=1e-4)
-            assert mine.top_ids.tolist() == theirs.top_ids.tolist()
-            np.testing.assert_allclose(mine.top, theirs.top, rtol=1e-4, atol=1e-4)
+                mine, reference = getattr(actual.shadow, name), getattr(expected.shadow, name)
+                assert mine.tolist() == reference.tolist(), (plan.step_id, name)
+        assert actual.draft_s >= 0 and actual.target_s > 0
+        assert len(actual.logprobs) == len(expected.logprobs)
+        for mine, reference in zip(actual.logprobs, expected.logprobs, strict=True):
+            assert (mine.slot, mine.first_position) == (reference.slot, reference.first_position)
+            np.testing.assert_allclose(mine.chosen, reference.chosen, rtol=1e-4, atol=1e-4)
+            assert mine.top_ids.tolist() == reference.top_ids.tolist()
+            np.testing.assert_allclose(mine.top, reference.top, rtol=1e-4, atol=1e-4)
 
-    def _compare_slots(self, slots: np.ndarray, found: StepResult) -> None:
-        """What both keep of the slots of a step, rejected drafts too, once nothing is in flight."""
+    def _compare_slots(self, slots: np.ndarray, actual: StepResult) -> None:
+        """Compare the state of a step's slots, rejected drafts too, once nothing is in flight."""
         table, state = self.cpu.table, self.gpu.state
-        tails = np.maximum(found.num_drafted - np.diff(found.row_splits), 0)
+        tails = np.maximum(actual.num_drafted - np.diff(actual.row_splits), 0)
         for slot, tail in zip(slots.tolist(), tails.tolist(), strict=True):
-            if table.failed[slot] == RowStatus.NO_TOKEN:  # the host alone knows
+            if table.failed[slot] == RowStatus.NO_TOKEN:  # only the host knows
                 continue
             known = int(table.num_tokens[slot])
             assert int(state.num_tokens[slot]) == known
@@ -205,21 +206,21 @@ class Twins:
         self.seen["slices"] += int(((drafts == 0) & (plan.catch_up > 0)).sum())
         self.seen["catch-ups"] += int(((drafts > 0) & (plan.catch_up > 0)).sum())
 
-    def _notice_result(self, plan: StepPlan, found: StepResult) -> None:
-        drafted, accepted = found.num_drafted, found.num_accepted
+    def _notice_result(self, plan: StepPlan, result: StepResult) -> None:
+        drafted, accepted = result.num_drafted, result.num_accepted
         self.seen["drafted"] += int(drafted.sum())
         self.seen["accepted"] += int(accepted.sum())
         self.seen["all accepted"] += int(((drafted > 1) & (accepted == drafted)).sum())
         self.seen["rejected"] += int((accepted < drafted).sum())
         self.seen["drafted fewer"] += int((drafted < plan.num_drafts).sum())
-        self.seen["target not finite"] += int((found.status == RowStatus.NON_FINITE).sum())
-        broken = found.status == RowStatus.DRAFT_NON_FINITE
+        self.seen["target not finite"] += int((result.status == RowStatus.NON_FINITE).sum())
+        broken = result.status == RowStatus.DRAFT_NON_FINITE
         self.seen["draft not finite"] += int(broken.sum())
         self.seen["drafts before a break"] += int(drafted[broken].sum())
-        self.seen["scored"] += 0 if found.shadow is None else len(found.shadow.rows)
-        self.seen["no token"] += int((found.status == RowStatus.NO_TOKEN).sum())
-        self.seen["log probabilities"] += sum(len(entry.chosen) for entry in found.logprobs)
-        emitted = np.diff(found.row_splits)
+        self.seen["scored"] += 0 if result.shadow is None else len(result.shadow.rows)
+        self.seen["no token"] += int((result.status == RowStatus.NO_TOKEN).sum())
+        self.seen["log probabilities"] += sum(len(entry.chosen) for entry in result.logprobs)
+        emitted = np.diff(result.row_splits)
         self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())
 
 
@@ -241,8 +242,11 @@ def run_twins(
     twins_kind: type[Twins] = Twins,
     **settings: Any,
 ) -> tuple[dict[str, list[int]], Counter[str]]:
-    """Run `requests` to their ends, request i from step `arrivals[i]` on, those of `cancels` up to
-    the step named there: outputs, and what happened."""
+    """Run `requests` to their ends; return outputs and counts of events.
+
+    Request i enters before step `arrivals[i]`; `cancels` maps requests to the step before which
+    they are cancelled.
+    """
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
