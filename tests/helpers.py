@@ -222,8 +222,8 @@ class World:
                 assert row.request_id not in self.finished, f"{row.request_id}: after its end"
                 assert 0 <= row.num_accepted <= row.num_drafted
                 self.shown[row.request_id].extend(row.tokens)
-            self._end(commit.finished)
-        self._end(self.scheduler.take_finished())
+            self.end(commit.finished)
+        self.end(self.scheduler.take_finished())
         return commit
 
     def follow(self) -> None:
@@ -242,11 +242,11 @@ class World:
                 break
             self.step()
         assert not self.scheduler.has_work, "requests are left over"
-        self._end(self.scheduler.take_finished())
+        self.end(self.scheduler.take_finished())
         assert set(self.finished) == set(self.requests)
         return self.finished
 
-    def _end(self, finished: tuple[Finished, ...]) -> None:
+    def end(self, finished: tuple[Finished, ...]) -> None:
         for end in finished:
             name = end.request_id
             assert name in self.requests and name not in self.finished, f"{name} ended twice"

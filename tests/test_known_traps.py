@@ -279,7 +279,7 @@ def first_k_after(acceptance: float) -> tuple[float, int]:
     """What a newcomer's acceptance is taken for, and its first k, after 40 short requests."""
     names = [f"r{i}" for i in range(40)]
     world = make_world({})
-    world.executor._acceptance = ModelledAcceptance(acceptance)
+    world.executor.acceptance = ModelledAcceptance(acceptance)
     for i in range(0, 40, 4):
         world.add(*(modelled_request(name, 8, max_tokens=24) for name in names[i : i + 4]))
         while world.scheduler.has_work:
@@ -305,7 +305,7 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
     rng = np.random.default_rng(2)
     acceptance = {f"r{i}": float(rng.uniform(0.1, 0.95)) for i in range(24)}
     world = make_world({}, max_num_seqs=16, cost_profile=None)
-    world.executor._acceptance = ModelledAcceptance(0.7, acceptance)
+    world.executor.acceptance = ModelledAcceptance(0.7, acceptance)
     first, second = world.scheduler, Scheduler(world.config)
     seen = set()
     for step in range(300):

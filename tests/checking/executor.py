@@ -85,7 +85,7 @@ class SimExecutor:
         `coverage` of the positions."""
         self.stats = ExecutorStats()
         self._clock = clock or VirtualClock()
-        self._acceptance = acceptance or ModelledAcceptance(0.7)
+        self.acceptance = acceptance or ModelledAcceptance(0.7)
         self._cost = cost or LinearCost()
         self._faults = faults or Faults()
         self._vocab_size = vocab_size
@@ -111,7 +111,7 @@ class SimExecutor:
         start_s = max(self._clock(), self._busy_until_s)
         outcome: StepResult | Exception
         try:
-            outcome = self._execute(plan, overlapped=bool(self._in_flight))
+            outcome = self.execute(plan, overlapped=bool(self._in_flight))
             self._busy_until_s = start_s + outcome.draft_s + outcome.target_s
         except ScriptedFault as fault:
             self._needs_reset = True
@@ -194,7 +194,7 @@ class SimExecutor:
 
     # -- one step
 
-    def _execute(self, plan: StepPlan, *, overlapped: bool) -> StepResult:
+    def execute(self, plan: StepPlan, *, overlapped: bool) -> StepResult:
         if self._needs_reset:  # what a real one does: everything after a fault fails until reset
             raise ScriptedFault("the executor failed before and was not reset")
         run = self.stats.num_runs
@@ -325,7 +325,7 @@ class SimExecutor:
         if row.num_drafts:
             if row.drafter == MODEL:
                 slot.draft_was_reset = False
-            row.num_accepted = self._acceptance.num_accepted(
+            row.num_accepted = self.acceptance.num_accepted(
                 a.request_id, a.seed, a.choice, known_tokens, row.num_drafts
             )
         emitted = [self._append_next(slot) for _ in range(row.num_accepted + 1)]
@@ -378,7 +378,7 @@ class SimExecutor:
             draft_tokens=sum(row.num_drafts + row.catch_up for row in rows),
         )
         draft_s, target_s, _ = self._cost.step_s(work)
-        shadow = self._drafting.score(rows, self._acceptance)
+        shadow = self._drafting.score(rows, self.acceptance)
         self.stats.num_scores += 0 if shadow is None else len(shadow.rows)
         return StepResult(
             step_id=plan.step_id,
@@ -391,6 +391,6 @@ class SimExecutor:
             draft_s=draft_s,
             target_s=target_s,
             draft_kv_lens=self._drafting.kv_lens(rows),
-            expected_accepted=expected_accepted(rows, self._acceptance),
+            expected_accepted=expected_accepted(rows, self.acceptance),
             shadow=shadow,
         )

@@ -23,14 +23,14 @@ def entry(slot: int, position: int) -> TokenLogprobs:
 @pytest.fixture
 def reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor that reports an entry for every row, numbered by its slot and step."""
-    execute = SimExecutor._execute
+    execute = SimExecutor.execute
 
     def report(self: SimExecutor, plan: StepPlan, **options: Any) -> StepResult:
         result = execute(self, plan, **options)
         entries = tuple(entry(slot, plan.step_id) for slot in plan.slots.tolist())
         return structs.replace(result, logprobs=entries)
 
-    monkeypatch.setattr(SimExecutor, "_execute", report)
+    monkeypatch.setattr(SimExecutor, "execute", report)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

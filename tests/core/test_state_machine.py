@@ -180,7 +180,7 @@ class Serving(RuleBasedStateMachine):
     def _disturb(self, name):
         self.disturbed.add(name)
         self.world.scheduler.check()
-        self.world._end(self.world.scheduler.take_finished())
+        self.world.end(self.world.scheduler.take_finished())
         self.world.follow()
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 5.0]))

@@ -114,7 +114,7 @@ class Answered:
             self._executor.run(plan)
         except Exception as error:
             raise Refused(str(error)) from error
-        self.masked += len(self._executor._host.masked(plan)) > 0
+        self.masked += len(self._executor.host_side.masked(plan)) > 0
         accepted = plan.num_drafts // 2
         emitted = np.where(plan.wants_logits, accepted + 1, 0)
         row_splits = np.concatenate([[0], emitted.cumsum()]).astype(np.int32)

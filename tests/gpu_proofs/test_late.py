@@ -125,11 +125,11 @@ def test_a_step_with_late_kernels_is_captured_once_it_is_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, replayed = CudaDevice.__new__(CudaDevice), []
-    device._graphs = {}
+    device.graphs = {}
 
     def capture(key: Hashable, work: Callable[[], None]) -> None:
         work()
-        device._graphs[key] = SimpleNamespace(replay=lambda: replayed.append(key))
+        device.graphs[key] = SimpleNamespace(replay=lambda: replayed.append(key))
 
     def failing() -> None:
         raise RuntimeError("does not compile")
@@ -139,7 +139,7 @@ def test_a_step_with_late_kernels_is_captured_once_it_is_met(
         device.deferred = {"late"}
         with pytest.raises(RuntimeError, match="does not compile"):
             device.run(key, failing)
-        assert device._graphs == {}
+        assert device.graphs == {}
     for key in ("late", "late", "large", "large"):
         device.run(key, lambda: None)
-    assert [*device._graphs] == replayed == ["late"]
+    assert [*device.graphs] == replayed == ["late"]

@@ -3,13 +3,13 @@ processors."""
 
 import torch
 
-from cbatch.runtime.drafting.heads.trial import _kv, _whole
+from cbatch.runtime.drafting.heads.trial import fresh_kv, whole_text
 from tests.runtime.pairs import tiny_model
 
 if __name__ == "__main__":
     torch.set_num_threads(8)
     model, ids = tiny_model(), torch.arange(40)
-    batch, kv = _whole(ids), _kv(model, len(ids))
+    batch, kv = whole_text(ids), fresh_kv(model, len(ids))
     with torch.inference_mode():
         for _ in range(8000):
             for layers in ((2,), ()):

@@ -66,7 +66,7 @@ class Device:
         """Wait until all queued work is done."""
 
 
-class _Event(Mark):
+class DeviceMark(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
@@ -75,7 +75,7 @@ class _Event(Mark):
         self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _Event)
+        assert isinstance(earlier, DeviceMark)
         return earlier._event.elapsed_time(self._event) * 1e-3
 
 
@@ -90,10 +90,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(device)  # weights were loaded on another stream
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        graph = self._graphs.get(key)
+        graph = self.graphs.get(key)
         if graph is not None:
             graph.replay()
         elif key in self.deferred:
@@ -109,7 +109,7 @@ class CudaDevice(Device):
         mode = "thread_local"  # other threads may go on using the device
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
             function()
-        self._graphs[key] = graph
+        self.graphs[key] = graph
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
         with ahead.listed() as kernels:
@@ -119,8 +119,8 @@ class CudaDevice(Device):
     def staging(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def mark(self) -> _Event:
-        return _Event(self._stream)
+    def mark(self) -> DeviceMark:
+        return DeviceMark(self._stream)
 
     @contextmanager
     def working(self) -> Iterator[None]:

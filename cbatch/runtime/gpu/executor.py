@@ -88,7 +88,7 @@ class GpuExecutor:
         self.target, self.draft, self.device = target, draft, target.device
         self._max_num_seqs, self._max_drafts = max_num_seqs, max_drafts
         self._budget_tokens = max_num_batched_tokens
-        self._queue = device_for(target.device)
+        self.queue = device_for(target.device)
         limits = StepLimits(
             max_num_seqs,
             max_sequence_tokens,
@@ -99,23 +99,23 @@ class GpuExecutor:
         )
         self._most_catch_up = limits.most_catch_up
         sizes = limits.arena_of(target.config)
-        with torch.inference_mode(), self._queue.working():
+        with torch.inference_mode(), self.queue.working():
             self._arena = Arena.allocate(sizes, self.device)
             self._layout: DraftLayout | None = None
             if max_drafts:
                 tokens = self._most_catch_up if draft is not None else 1
                 self._layout = DraftLayout.allocate(sizes.slots, tokens, max_drafts, self.device)
             passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self._layout)
-            self._drafting: DraftPasses | None = None
+            self.draft_passes: DraftPasses | None = None
             self.draft_kv: KVCache | None = None
             if draft is not None:
-                self._drafting, self.draft_kv = passes.of_draft(draft, sizes.vocab)
-            self._target, self.kv = passes.of_target(target, self._drafting)
+                self.draft_passes, self.draft_kv = passes.of_draft(draft, sizes.vocab)
+            self.target_pass, self.kv = passes.of_target(target, self.draft_passes)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
-            self._masking = Masking(self._target, self._queue, max_num_seqs, max_drafts)
+            self._masking = Masking(self.target_pass, self.queue, max_num_seqs, max_drafts)
         self._slots = HostSlots(sizes, self._arena.places)
-        self._host = self._host_side(lookups, grammars, block_size, num_blocks)
-        self._logprobs = LogprobsReader(target, self._target, self.state, grammars)
+        self.host_side = self._host_side(lookups, grammars, block_size, num_blocks)
+        self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending: deque[Pending] = deque()
         self.late = LateKernels()
@@ -128,12 +128,12 @@ class GpuExecutor:
         num_blocks: int,
     ) -> HostSide:
         known, chains, model = None, None, None
-        if self._drafting is not None:
+        if self.draft_passes is not None:
             model = DeviceModel(
-                self._drafting.context_tokens,
+                self.draft_passes.context_tokens,
                 self._most_catch_up,
-                self._drafting.most_drafts,
-                reads=isinstance(self._drafting, HeadPasses),
+                self.draft_passes.most_drafts,
+                reads=isinstance(self.draft_passes, HeadPasses),
             )
         if lookups is not None or grammars is not None:
             vocab = self.target.config.vocab_size
@@ -158,60 +158,60 @@ class GpuExecutor:
 
         Kernels that every request needs, and those of the groups `now`, are compiled here. Other
         groups that Triton's cache lacks are left to `late`, and captured at their first use."""
-        if not self._queue.captures:
+        if not self.queue.captures:
             return
         by_groups: defaultdict[frozenset[str], Kernels] = defaultdict(dict)
         deferred: set[Hashable] = set()
 
         def note(key: Hashable, work: Callable[[], None]) -> None:
-            by_groups[groups_of_key(key) - now] |= self._queue.kernels_of(work)
+            by_groups[groups_of_key(key) - now] |= self.queue.kernels_of(work)
 
         def capture(key: Hashable, work: Callable[[], None]) -> None:
             if groups_of_key(key).isdisjoint(self.late.pending):
-                self._queue.capture(key, work)
+                self.queue.capture(key, work)
             else:
                 deferred.add(key)
 
-        with torch.inference_mode(), self._queue.working():
-            run_all = partial(self._run_all, Instead(note), _smallest)
-            by_groups[frozenset()] |= self._queue.kernels_of(run_all)
+        with torch.inference_mode(), self.queue.working():
+            run_all = partial(self.run_all, Instead(note), _smallest)
+            by_groups[frozenset()] |= self.queue.kernels_of(run_all)
             self.late = LateKernels(by_groups)
             _logger.info("capturing steps")
-            self._run_all(Instead(capture), ladder)
-            self._queue.deferred = deferred
-            self._queue.synchronize()
+            self.run_all(Instead(capture), ladder)
+            self.queue.deferred = deferred
+            self.queue.synchronize()
 
-    def _run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
+    def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
         """Run every kind of step, without slots. `sizes` maps the largest count to all to run."""
         message = SlotUpdate(self._arena.places)
         message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
-        self._send(message, self._buffers[0])
-        lengths = self._target.attention.lengths
+        self.send(message, self._buffers[0])
+        lengths = self.target_pass.attention.lengths
         for count, longest in product(sizes(self._budget_tokens), lengths):
-            self._target.compute(device, count, longest)
+            self.target_pass.compute(device, count, longest)
         ways = WEIGHING[:1]
-        if self._host.chains is not None:
+        if self.host_side.chains is not None:
             ways = BY_LOOKUPS
-            for alone in {True, self._drafting is None}:
+            for alone in {True, self.draft_passes is None}:
                 self._take_guesses(device, alone=alone)
-        if self._drafting is not None:
+        if self.draft_passes is not None:
             ways = WEIGHING
-            lengths, depths = self._drafting.lengths, range(self._drafting.most_drafts)
+            lengths, depths = self.draft_passes.lengths, range(self.draft_passes.most_drafts)
             for count, longest in product(sizes(self._most_catch_up), lengths):
-                self._drafting.ingest(device, count, longest)
+                self.draft_passes.ingest(device, count, longest)
             drafts = product(sizes(self._max_num_seqs), depths, (False, True))
             for count, depth, shaped in drafts:
-                self._drafting.draft(device, count, depth, shaped)
-        if self._host.known is not None:
+                self.draft_passes.draft(device, count, depth, shaped)
+        if self.host_side.known is not None:
             self._masking.mask_nothing()
-        self._target.decide(device, 0, PLAIN)
-        for count in sizes(self._target.most_logits):
-            self._target.find_logits(device, count)
+        self.target_pass.decide(device, 0, PLAIN)
+        for count in sizes(self.target_pass.most_logits):
+            self.target_pass.find_logits(device, count)
             for how, shaped, filtered in product(ways, (False, True), (False, True)):
                 if count > 1 or not how.blocks and not how.weighs:
                     # A row with a draft has at least two rows of logits.
                     how = how._replace(shaped=shaped, filtered=filtered)
-                    self._target.decide(device, count, how)
+                    self.target_pass.decide(device, count, how)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -219,12 +219,12 @@ class GpuExecutor:
         request that cannot be served here, RuntimeError if two steps are pending already."""
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
-        with self._queue.working():
+        with self.queue.working():
             step = self._begin(plan)
-            waits = bool(self._pending) and len(self._host.masked(plan)) > 0
+            waits = bool(self._pending) and len(self.host_side.masked(plan)) > 0
             self._pending.append(step)
             if not waits:
-                self._decide(step)
+                self.decide(step)
 
     def wait(self) -> StepResult:
         """Wait for the oldest pending step and return its result. Raises ValueError if its plan did
@@ -234,11 +234,11 @@ class GpuExecutor:
         step = self._pending.popleft()
         step.done.wait()
         self._buffers.append(step.buffers)
-        result = self._report(step)
+        result = self.report(step)
         for later in self._pending:
             if not later.decided:
-                with torch.inference_mode(), self._queue.working():
-                    self._decide(later)
+                with torch.inference_mode(), self.queue.working():
+                    self.decide(later)
         return result
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -248,50 +248,50 @@ class GpuExecutor:
 
     def reset(self) -> None:
         """Forget every slot and pending step. KV stays: no sequence reads what it did not write."""
-        self._queue.synchronize()
+        self.queue.synchronize()
         self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
         self._pending.clear()
         self._slots.clear()
         self._logprobs.clear()
-        self._host.forget()
+        self.host_side.forget()
 
     def _begin(self, plan: StepPlan) -> Pending:
         """Queue a step up to the target's forward pass."""
-        started = self._queue.mark()
-        self._host.take_in(plan.deltas)
-        draft_plan = self._host.plan_drafts(plan, (step.plan for step in self._pending))
+        started = self.queue.mark()
+        self.host_side.take_in(plan.deltas)
+        draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))
         message = self._slots.take_in(plan, draft_plan)
         bounds = self._checked(plan, self._slots.bounds(plan, draft_plan))
         self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
-        self._send(message, buffers)
+        self.send(message, buffers)
         if len(plan.deltas.zeroed_blocks):
             for kv in (self.kv, self.draft_kv):
                 if kv is not None:
                     kv.zero_blocks(plan.deltas.zeroed_blocks)
-            if isinstance(self._drafting, HeadPasses):
-                self._drafting.states.zero_blocks(plan.deltas.zeroed_blocks)
+            if isinstance(self.draft_passes, HeadPasses):
+                self.draft_passes.states.zero_blocks(plan.deltas.zeroed_blocks)
         step = Pending(plan, draft_plan, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
-            begun = self._queue.mark()
+            begun = self.queue.mark()
             self._draft(bounds)
-            if len(self._host.masked(plan)):
+            if len(self.host_side.masked(plan)):
                 assert self._layout is not None
                 self._masking.fetch_drafts(self._layout, buffers)
-            step.drafts = begun, self._queue.mark()
+            step.drafts = begun, self.queue.mark()
         tokens = bucket(bounds.tokens, self._budget_tokens)
-        self._target.compute(self._queue, tokens, bounds.longest)
+        self.target_pass.compute(self.queue, tokens, bounds.longest)
         return step
 
     def _draft(self, bounds: Bounds) -> None:
         if bounds.drafting:
-            assert self._drafting is not None
+            assert self.draft_passes is not None
             rows = bucket(bounds.draft_rows, self._max_num_seqs)
             catch_up = bucket(bounds.catch_up, self._most_catch_up)
             longest = bounds.longest_catch_up
-            self._drafting.run(self._queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
+            self.draft_passes.run(self.queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
         if bounds.looked_up:
-            self._take_guesses(self._queue, alone=not bounds.drafting)
+            self._take_guesses(self.queue, alone=not bounds.drafting)
 
     def _take_guesses(self, device: Device, *, alone: bool) -> None:
         layout = self._layout
@@ -302,27 +302,27 @@ class GpuExecutor:
 
         device.run(("guesses", alone), take)
 
-    def _decide(self, step: Pending) -> None:
+    def decide(self, step: Pending) -> None:
         """Queue the rest of a step: logits, masks, verification and sampling."""
         plan, bounds = step.plan, step.bounds
-        rows = bucket(bounds.logits, self._target.most_logits)
-        self._target.find_logits(self._queue, rows)
-        masked = self._host.masked(plan)
+        rows = bucket(bounds.logits, self.target_pass.most_logits)
+        self.target_pass.find_logits(self.queue, rows)
+        masked = self.host_side.masked(plan)
         shaped = plan.slots[plan.wants_logits & self._slots.shaped[plan.slots]]
         self._logprobs.keep(plan, np.union1d(masked, shaped))
         if len(masked):
-            assert self._host.known is not None
+            assert self.host_side.known is not None
             drafts = step.drafts is not None
             if step.drafts is not None:
                 step.drafts[1].wait()
-            known = self._host.known
+            known = self.host_side.known
             step.dead_ends = self._masking.mask(known, masked, step.buffers, drafts=drafts)
-        weighs = bounds.weighs and self._drafting is not None
+        weighs = bounds.weighs and self.draft_passes is not None
         how = Deciding(bounds.shaped, bounds.filtered, weighs, bounds.blocks)
-        self._target.decide(self._queue, rows, how)
+        self.target_pass.decide(self.queue, rows, how)
         self._fetch(step.buffers)
-        step.logprobs = self._logprobs.queue(plan, self._queue)
-        step.done, step.decided = self._queue.mark(), True
+        step.logprobs = self._logprobs.queue(plan, self.queue)
+        step.done, step.decided = self.queue.mark(), True
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, count, limit in (
@@ -337,11 +337,11 @@ class GpuExecutor:
                 )
         return bounds
 
-    def _send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
+    def send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
         """Copy a message to the device, and apply it to the slots there."""
         words = message.num_words()
         if words > len(buffers.message):
-            buffers.message = self._queue.staging(2 * words)
+            buffers.message = self.queue.staging(2 * words)
         if words > len(self._inbox):
             self._inbox = torch.zeros(2 * words, dtype=torch.int32, device=self.device)
         message.write(buffers.message.numpy())
@@ -352,19 +352,19 @@ class GpuExecutor:
 
     def _fetch(self, buffers: HostBuffers) -> None:
         """Queue the copy of the step's result to the host."""
-        result = self._target.result.view(-1)
+        result = self.target_pass.result.view(-1)
         if not len(buffers.result):
-            buffers.result = self._queue.staging(len(result))
-        self._queue.fetch(result, buffers.result)
+            buffers.result = self.queue.staging(len(result))
+        self.queue.fetch(result, buffers.result)
 
     def _rows(self, buffers: HostBuffers) -> np.ndarray:
         """Return the result's rows, one per slot; valid until the buffers are reused."""
-        return buffers.result.numpy().reshape(self._target.result.shape)
+        return buffers.result.numpy().reshape(self.target_pass.result.shape)
 
-    def _report(self, step: Pending) -> StepResult:
+    def report(self, step: Pending) -> StepResult:
         plan, all_rows = step.plan, self._rows(step.buffers)
-        if self._host.known is not None:
-            end_dead_ends(plan, step.dead_ends, self._host.known, all_rows)
+        if self.host_side.known is not None:
+            end_dead_ends(plan, step.dead_ends, self.host_side.known, all_rows)
         rows = all_rows[plan.slots]
         status = rows[:, fields.STATUS]
         if (status == fields.DOES_NOT_FIT).any():
@@ -373,7 +373,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
-        kv_lens, shadow = self._host.learn(plan, step.draft_plan, rows)
+        kv_lens, shadow = self.host_side.learn(plan, step.draft_plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s

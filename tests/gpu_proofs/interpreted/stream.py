@@ -46,7 +46,7 @@ class Stream(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[str] = Counter()
         self._queue: list[Work] = []
-        self._done = 0
+        self.done = 0
         self.tape: list[Work] | None = None  # of the capture under way
         self.private: list[Tensor] = []  # what it allocated
         self.is_current = self._doing = False
@@ -60,15 +60,15 @@ class Stream(TorchDispatchMode):
         (self._queue if self.tape is None else self.tape).append(work)
 
     def end(self) -> int:
-        return self._done + len(self._queue)
+        return self.done + len(self._queue)
 
     def wait_until(self, place: int) -> None:
         """Do what was queued before `place`."""
         if self.tape is not None:
             raise HostReads("the host waits within a capture")
-        while self._done < place:
+        while self.done < place:
             work = self._queue.pop(0)
-            self._done += 1
+            self.done += 1
             self._doing = True
             try:
                 with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
@@ -160,17 +160,17 @@ def _spoil(tensor: Tensor) -> None:
 
 class Event:
     def __init__(self, *, enable_timing: bool) -> None:
-        self._at = 0
+        self.at = 0
 
     def record(self, stream: Stream) -> None:
-        self._stream, self._at = stream, stream.end()
+        self._stream, self.at = stream, stream.end()
 
     def synchronize(self) -> None:
-        self._stream.wait_until(self._at)
+        self._stream.wait_until(self.at)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self._stream._done >= max(self._at, end._at), "a time that is not known yet"
-        return float(end._at - self._at + 1)
+        assert self._stream.done >= max(self.at, end.at), "a time that is not known yet"
+        return float(end.at - self.at + 1)
 
 
 class Graph:

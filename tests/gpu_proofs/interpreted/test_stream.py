@@ -14,7 +14,7 @@ from cbatch.core.scheduler.plan import StepResult
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu import masking
 from cbatch.runtime.gpu import target_pass as verifying
-from cbatch.runtime.gpu.device import CudaDevice, _Event
+from cbatch.runtime.gpu.device import CudaDevice, DeviceMark
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
 from tests.gpu_proofs.interpreted.references import use_noted_references
@@ -130,14 +130,14 @@ def test_faults_resets_and_values_that_are_not_finite(
     stream: Stream, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token 60 poisons the target, 59 the draft; twice a step fails after it was queued."""
-    real, steps = GpuExecutor._decide, iter(range(1000))
+    real, steps = GpuExecutor.decide, iter(range(1000))
 
     def failing(executor: GpuExecutor, step: Any) -> None:
         real(executor, step)
         if next(steps) in (3, 8):
             raise RuntimeError("a fault of the device")
 
-    monkeypatch.setattr(GpuExecutor, "_decide", failing)
+    monkeypatch.setattr(GpuExecutor, "decide", failing)
     outputs, seen = run_twins(
         poisoned(9, 9, 9),
         Pair(poison=60),
@@ -238,8 +238,8 @@ def left_behind(real: Any, target: Any, *arguments: Any) -> None:
     "owner, name, broken, raised",
     [
         (verifying, "advance", reading, HostReads),
-        (_Event, "wait", waiting_for_nothing, (Differs, AssertionError)),
-        (GpuExecutor, "_send", one_message, Differs),
+        (DeviceMark, "wait", waiting_for_nothing, (Differs, AssertionError)),
+        (GpuExecutor, "send", one_message, Differs),
         (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_shaping, Differs),
         (Captures, "run", key_without_tokens, (Differs, DeviceFault)),
@@ -321,8 +321,8 @@ def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
 
 def guesses_of_the_step_behind(patch: pytest.MonkeyPatch) -> None:
     """The message of a step is overwritten before it has gone."""
-    real = GpuExecutor._send
-    patch.setattr(GpuExecutor, "_send", lambda *given: one_message(real, *given))
+    real = GpuExecutor.send
+    patch.setattr(GpuExecutor, "send", lambda *given: one_message(real, *given))
 
 
 def masks_behind_the_verdict(patch: pytest.MonkeyPatch) -> None:
@@ -341,14 +341,14 @@ def masks_behind_the_verdict(patch: pytest.MonkeyPatch) -> None:
 
 def drafts_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """The grammar is asked about drafts before they have come."""
-    decide = GpuExecutor._decide
+    decide = GpuExecutor.decide
 
     def deciding(executor: GpuExecutor, step: Any) -> None:
         if step.drafts is not None:
             patch.setattr(step.drafts[1], "wait", lambda: None)
         decide(executor, step)
 
-    patch.setattr(GpuExecutor, "_decide", deciding)
+    patch.setattr(GpuExecutor, "decide", deciding)
 
 
 @pytest.mark.usefixtures("light", "stream")

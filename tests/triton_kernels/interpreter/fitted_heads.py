@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cbatch.core.request.request import Request
 from cbatch.runtime.cpu.drafters.kinds import HEADS
-from cbatch.runtime.drafting.heads.trial import _kv, _read, _whole
+from cbatch.runtime.drafting.heads.trial import fresh_kv, read_states, whole_text
 from cbatch.runtime.gpu import heads
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -76,7 +76,7 @@ def _texts(target: Pair, sources: list[Request] | list[list[int]]) -> list[list[
 
 def _of_target(head: Any, target: Pair, text: list[int]) -> tuple[Tensor, Tensor]:
     """Return the target's choice after each token, and the states that a head reads there."""
-    chosen, hidden = _read(target.model, head.head.hidden_layers, torch.tensor(text))
+    chosen, hidden = read_states(target.model, head.head.hidden_layers, torch.tensor(text))
     target.model.keep_hidden(())
     return chosen, head.fuse(hidden)
 
@@ -92,7 +92,7 @@ def _examples_after(
     for text in _texts(target, texts):
         ids = torch.tensor(text)
         chosen, states = _of_target(head, target, text)
-        made = head.choices(_whole(ids), _kv(head, len(ids)), states.roll(1, 0))[1]
+        made = head.choices(whole_text(ids), fresh_kv(head, len(ids)), states.roll(1, 0))[1]
         if norm is not None:
             made = F.rms_norm(made, (made_heads.HIDDEN,), norm, made_heads.EPS)
         examples.append((made[1:], chosen[1:]))

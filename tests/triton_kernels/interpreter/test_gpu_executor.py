@@ -295,8 +295,8 @@ def test_drafting_is_not_charged_with_what_the_host_prepares(
     monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     goes_on(HostSlots, "take_in", 100.0)
     goes_on(DraftPasses, "_draft", 7.0)
-    reported = GpuExecutor._report
-    monkeypatch.setattr(GpuExecutor, "_report", report)
+    reported = GpuExecutor.report
+    monkeypatch.setattr(GpuExecutor, "report", report)
     run_twins(prompts(5, max_tokens=6), Pair(), Pair(noise=0.05), lookahead="fixed:2")
     assert {depth for *_, depth in measured} >= {0, 2}
     for draft_s, target_s, depth in measured:

@@ -114,16 +114,16 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         )
         kept = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
-        logits = executor._target.most_logits
+        logits = executor.target_pass.most_logits
         rows = limits.max_num_seqs if drafts else 0
         how = Deciding(shaped=True, weighs=draft is not None, blocks=draft is not None)
         tokens = limits.max_num_batched_tokens
-        executor._target.compute(executor._queue, tokens, tokens)
-        executor._target.find_logits(executor._queue, logits)
-        executor._target.decide(executor._queue, logits, how)
-        if executor._drafting is not None:
+        executor.target_pass.compute(executor.queue, tokens, tokens)
+        executor.target_pass.find_logits(executor.queue, logits)
+        executor.target_pass.decide(executor.queue, logits, how)
+        if executor.draft_passes is not None:
             tokens = limits.most_catch_up
-            executor._drafting.run(executor._queue, tokens, tokens, rows, 2, True)
+            executor.draft_passes.run(executor.queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
     counted = step_memory_bytes(target.decoder, draft, limits)
     if limits.reads:

@@ -67,8 +67,8 @@ def _test(head: Head, target: Any, texts: Sequence[Sequence[int]]) -> Tested:
     hits, choices = [], []
     for tokens in texts:
         ids = torch.tensor(tokens, dtype=torch.int64)
-        chosen, hidden = _read(target, head.head.hidden_layers, ids)
-        drafts = head.first_logits(_whole(ids), _kv(head, len(ids)), hidden).argmax(-1)
+        chosen, hidden = read_states(target, head.head.hidden_layers, ids)
+        drafts = head.first_logits(whole_text(ids), fresh_kv(head, len(ids)), hidden).argmax(-1)
         hits.append((drafts == chosen)[1:])
         choices.append(chosen[1:])
     hit, all_choices = torch.cat(hits), torch.cat(choices)
@@ -76,21 +76,21 @@ def _test(head: Head, target: Any, texts: Sequence[Sequence[int]]) -> Tested:
     return Tested(head, hit, chance)
 
 
-def _read(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
+def read_states(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's greedy token after each position, and its hidden states there."""
     target.keep_hidden(layers)
     hidden = target.room_for_hidden(len(ids))
-    logits = target.forward(_whole(ids), _kv(target, len(ids)), hidden)
+    logits = target.forward(whole_text(ids), fresh_kv(target, len(ids)), hidden)
     assert hidden is not None
     return logits.argmax(-1), hidden
 
 
-def _kv(model: Any, tokens: int) -> KVCache:
+def fresh_kv(model: Any, tokens: int) -> KVCache:
     blocks = -(-tokens // _BLOCK_TOKENS)
     return KVCache(model.config, blocks, _BLOCK_TOKENS, model.dtype, model.device)
 
 
-def _whole(ids: Tensor) -> RaggedBatch:
+def whole_text(ids: Tensor) -> RaggedBatch:
     """Return a batch of one whole sequence, with logits of all positions."""
     count = len(ids)
     lens = np.array([count], dtype=np.int32)
