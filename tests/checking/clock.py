@@ -1,4 +1,4 @@
-"""Time that moves only when it is told to."""
+"""A clock that moves only when a test moves it."""
 
 from __future__ import annotations
 

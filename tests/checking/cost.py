@@ -1,4 +1,4 @@
-"""A cost of steps that every part of the work has a share in."""
+"""A cost of steps to which every part of the work contributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake executor's drafters: who drafts a row, and what the draft model's KV holds after."""
+"""The fake executor's drafters: the drafter of a row, and the contents of the draft model's KV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.checking.language import uniform
 from tests.checking.models import Acceptance
 from tests.checking.slots import CheckedSlot, RowState, require
 
-SETTLE_TOKENS = 6  # of a row, that a model behind other drafters ingests in a step
+SETTLE_TOKENS = 6  # tokens of a row that a lagging model ingests in a step drafted by others
 SCORE_TOKENS = 6  # emitted without drafts, before a row's lookup is scored on them
 _FIND = 2  # purpose of the noise
 
@@ -38,53 +38,53 @@ class DraftingModel:
         self._coverage = coverage
 
     def admit(self, slot: CheckedSlot) -> None:
-        asked = slot.admission.params.drafter
-        slot.chain = self._default_chain if asked is None else asked
+        names = slot.admission.params.drafter
+        slot.chain = self._default_chain if names is None else names
         slot.idle_from = slot.num_tokens
 
     def check_catch_up(self, slot: CheckedSlot, k: int, catch_up: int, *, overlapped: bool) -> None:
-        """Only a plan made before the true positions were known, or after a draft that was not
-        finite, may promise more than it pays for."""
+        """Check a planned catch-up. It may be too short only in a plan made before the true
+        positions were known, or after a draft that was not finite."""
         if slot.failed or (k == 0 and overlapped):
             return
         behind = slot.num_tokens - 1 - slot.draft_kv_len_tokens
         lag = behind if slot.chain[:1] == (MODEL,) and self._reaches(slot) else 0
-        wrong = f"{slot.who}: catch-up {catch_up}, the draft lags {lag}"
+        wrong = f"{slot.label}: catch-up {catch_up}, the draft lags {lag}"
         if not overlapped:
             require(catch_up == lag if k else catch_up <= lag, wrong)
-            require(k <= self.most_drafts(slot), f"{slot.who}: {k} drafts pass the end")
+            require(k <= self.most_drafts(slot), f"{slot.label}: {k} drafts pass the end")
         elif slot.chain == (MODEL,) and not slot.draft_was_reset:
             require(catch_up >= lag, wrong)
 
     def most_drafts(self, slot: CheckedSlot) -> int:
-        """Drafts that fit: never past the end of the request, nor, where the model is alone, past
-        the draft's context."""
-        most = slot.admission.max_total_tokens - slot.num_tokens - 1
+        """Return the most drafts that fit: not past the end of the request, nor, with the model
+        alone, past the draft's context."""
+        limit = slot.admission.max_total_tokens - slot.num_tokens - 1
         if slot.chain == (MODEL,):
-            most = min(most, self._most_of_model(slot, most))
-        return max(most, 0)
+            limit = min(limit, self._limit_of_model(slot, limit))
+        return max(limit, 0)
 
     def choose(self, slot: CheckedSlot, k: int, catch_up: int) -> tuple[str | None, int]:
-        """Who drafts, and how many of the planned `k`."""
-        most = 0 if slot.failed else min(k, self.most_drafts(slot))
-        for name in slot.chain if most else ():
+        """Return the drafter, and how many of the planned `k` it drafts."""
+        limit = 0 if slot.failed else min(k, self.most_drafts(slot))
+        for name in slot.chain if limit else ():
             if name != MODEL:
                 if self._finds(slot, slot.num_tokens):
-                    return name, most
+                    return name, limit
             elif self._reaches(slot) and self._settle(slot, catch_up):
-                return name, self._most_of_model(slot, most)
+                return name, self._limit_of_model(slot, limit)
         return None, 0
 
     def catch_up(self, row: RowState) -> int:
-        """A planned slice of a longer catch-up: the next `catch_up` known tokens, and no drafts.
-        Returns how many were ingested."""
+        """Ingest a planned slice of a longer catch-up: the next `catch_up` known tokens, and no
+        drafts. Return how many were ingested."""
         if not row.catch_up or row.planned_drafts:
             return 0
         return self._ingest(row.slot, row.catch_up)
 
     def write(self, row: RowState, known_tokens: int, hashes: np.ndarray) -> int:
-        """KV of the known tokens and of all drafts but the last, where the model drafted: `hashes`
-        are those of the drafts. Returns how many tokens it had to catch up with."""
+        """Write KV of the known tokens and of all drafts but the last, if the model drafted.
+        `hashes` are those of the drafts. Return how many tokens it had to catch up with."""
         if row.drafter != MODEL:
             return 0
         slot = row.slot
@@ -100,8 +100,8 @@ class DraftingModel:
         return np.asarray([row.slot.draft_kv_len_tokens for row in rows], np.int32)
 
     def score(self, rows: list[RowState], acceptance: Acceptance) -> ShadowEvidence | None:
-        """Lookups in rows that emitted `SCORE_TOKENS` tokens without drafts."""
-        found = []
+        """Score lookups in rows that emitted `SCORE_TOKENS` tokens without drafts."""
+        scores = []
         for i, row in enumerate(rows):
             slot = row.slot
             if row.num_drafts:
@@ -112,30 +112,31 @@ class DraftingModel:
                 hits = [
                     acceptance.num_accepted(a.request_id, a.seed, a.choice, p, 1) for p in tried
                 ]
-                found.append((i, len(tried), sum(hits)))
+                scores.append((i, len(tried), sum(hits)))
                 slot.idle_from = slot.num_tokens
-        if not found:
+        if not scores:
             return None
         return ShadowEvidence(
-            *(np.asarray(column, np.int32) for column in zip(*found, strict=True))
+            *(np.asarray(column, np.int32) for column in zip(*scores, strict=True))
         )
 
     # -- inside
 
-    def _most_of_model(self, slot: CheckedSlot, most: int) -> int:
+    def _limit_of_model(self, slot: CheckedSlot, limit: int) -> int:
         if self._context_tokens is None:
-            return most
-        return min(most, self._context_tokens - slot.num_tokens + 1)
+            return limit
+        return min(limit, self._context_tokens - slot.num_tokens + 1)
 
     def _reaches(self, slot: CheckedSlot) -> bool:
-        return self._most_of_model(slot, 1) > 0
+        return self._limit_of_model(slot, 1) > 0
 
     def _finds(self, slot: CheckedSlot, position: int) -> bool:
         a = slot.admission
         return uniform(a.seed, a.choice, position, _FIND) < self._coverage
 
     def _settle(self, slot: CheckedSlot, catch_up: int) -> bool:
-        """Whether the model can draft now; behind others it makes up for some of what it lacks."""
+        """Return True if the model can draft now. In a chain with others it otherwise ingests some
+        of what it lacks."""
         lag = slot.num_tokens - 1 - slot.draft_kv_len_tokens
         alone = slot.chain == (MODEL,)
         can = lag <= (catch_up if alone else max(catch_up, SETTLE_TOKENS))
@@ -156,8 +157,8 @@ def _looks_up(slot: CheckedSlot) -> bool:
 
 
 def expected_accepted(rows: list[RowState], acceptance: Acceptance) -> np.ndarray | None:
-    """As in `StepResult`: rows that a real executor verifies by rejection know the chance of every
-    position that they tried."""
+    """Return `StepResult.expected_accepted`: rows that a real executor verifies by rejection know
+    the chance of every position that they tried."""
     evidence = np.asarray([row.num_accepted for row in rows], np.float32)
     some = False
     for i, row in enumerate(rows):
@@ -172,6 +173,6 @@ def expected_accepted(rows: list[RowState], acceptance: Acceptance) -> np.ndarra
 
 
 def forget(row: RowState) -> None:
-    """The draft model's numbers were not finite: none of its KV counts."""
+    """Drop the draft model's KV of a row, since its numbers were not finite."""
     row.slot.draft_kv_len_tokens = 0
     row.slot.draft_was_reset = True

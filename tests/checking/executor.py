@@ -1,10 +1,10 @@
-"""The fake executor of tests: the contract of the real one, no model.
+"""The fake executor of tests: it keeps the contract of the real one, without a model.
 
 It keeps per-slot state from the deltas exactly as a real executor must, and checks it: stale
-generations, gaps in a block table, query lengths that do not fit the sequence, and (through a
-shadow of the KV) every position that a row reads. Anything wrong raises `ContractBreachError`.
-Tokens are a function of the request alone (`tests.checking.language`), acceptance
-(`tests.checking.models`) and durations (`sim.cost.base`) are modelled, time is virtual.
+generations, gaps in a block table, and query lengths that do not fit the sequence. Through a shadow
+of the KV it checks every position that a row reads. Any error raises `ContractBreachError`. Tokens
+are a function of the request alone (`tests.checking.language`). Acceptance
+(`tests.checking.models`) and durations (`sim.cost.base`) are modelled, and time is virtual.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tests.checking.slots import CheckedSlot, RowState, require
 
 
 class ScriptedFault(RuntimeError):  # noqa: N818 - a fault, as the engine calls it
-    """An executor failure that a test asked for."""
+    """An executor failure that a test requested."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, and when. Runs are counted from 0 over the executor's life."""
+    """Faults to inject. Runs are counted from 0 over the executor's life."""
 
     raise_at_runs: frozenset[int] = frozenset()
-    raise_with_requests: frozenset[str] = frozenset()  # every run that has such a row
+    raise_with_requests: frozenset[str] = frozenset()  # every run with such a row raises
     # The row that would emit output token number n (from 0) of the request is not finite.
     non_finite_at: Mapping[str, int] = field(default_factory=dict)
     draft_non_finite_at: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Faults:
 
 @dataclass
 class ExecutorStats:
-    """What happened, so that a test of invariance can also assert that it did."""
+    """Counts of events, so that a test of invariance can assert that they occurred."""
 
     num_runs: int = 0
     prefill_tokens: int = 0
@@ -56,13 +56,14 @@ class ExecutorStats:
     num_full_acceptances: int = 0
     num_mixed_steps: int = 0  # a prefill chunk and a decode in one step
     num_resets: int = 0
-    num_scores: int = 0  # rows whose lookup was scored on what was emitted without it
+    num_scores: int = 0  # rows whose lookup was scored on tokens emitted without it
     rows_by_drafter: Counter[str] = field(default_factory=Counter)
     rows_by_k: Counter[int] = field(default_factory=Counter)  # decoding rows, by drafts
 
 
 class SimExecutor:
-    """`run(plan)`, or `submit(plan)` and later `wait()` with at most two plans in flight."""
+    """An executor with `run(plan)`, or `submit(plan)` and later `wait()` with at most two plans in
+    flight."""
 
     host_s = 0.0  # its loop takes no time
 
@@ -181,8 +182,8 @@ class SimExecutor:
         )
         slot = CheckedSlot(a)
         self._drafting.admit(slot)
-        self._target_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.kv_len_tokens])
-        self._draft_kv.check_read(slot.who, slot.blocks, slot.hashes[: a.draft_kv_len_tokens])
+        self._target_kv.check_read(slot.label, slot.blocks, slot.hashes[: a.kv_len_tokens])
+        self._draft_kv.check_read(slot.label, slot.blocks, slot.hashes[: a.draft_kv_len_tokens])
         self._slots[a.slot] = slot
         self._generations[a.slot] = a.generation
 
@@ -195,7 +196,7 @@ class SimExecutor:
     # -- one step
 
     def execute(self, plan: StepPlan, *, overlapped: bool) -> StepResult:
-        if self._needs_reset:  # what a real one does: everything after a fault fails until reset
+        if self._needs_reset:  # as in a real one, everything after a fault fails until reset
             raise ScriptedFault("the executor failed before and was not reset")
         run = self.stats.num_runs
         self.stats.num_runs += 1
@@ -213,7 +214,7 @@ class SimExecutor:
             slot = row.slot
             if not slot.failed:
                 known = slot.hashes[: slot.kv_len_tokens]
-                self._target_kv.check_read(slot.who, slot.blocks, known)
+                self._target_kv.check_read(slot.label, slot.blocks, known)
         kinds = {row.wants_logits and row.query_len == 1 + row.num_drafts for row in rows}
         self.stats.num_mixed_steps += len(kinds) == 2
         return self._result(plan, rows)
@@ -225,7 +226,7 @@ class SimExecutor:
         query_len = int(plan.query_lens[i])
         wants_logits = bool(plan.wants_logits[i])
         require(
-            int(plan.generations[i]) == slot.admission.generation, f"{slot.who}: stale generation"
+            int(plan.generations[i]) == slot.admission.generation, f"{slot.label}: stale generation"
         )
         unread = slot.num_tokens - slot.kv_len_tokens
         if wants_logits:
@@ -234,7 +235,7 @@ class SimExecutor:
             fits = k == 0 and 0 < query_len < unread
         require(
             fits or slot.failed,
-            f"{slot.who}: query of {query_len} with {k} drafts, {unread} tokens not in KV",
+            f"{slot.label}: query of {query_len} with {k} drafts, {unread} tokens not in KV",
         )
         self._drafting.check_catch_up(slot, k, catch_up, overlapped=overlapped)
         return RowState(slot, query_len - k, k, 0, catch_up, wants_logits)
@@ -255,13 +256,13 @@ class SimExecutor:
         num_blocks = -(-stop // self._block_size_tokens)
         require(
             num_blocks <= len(slot.blocks),
-            f"{slot.who}: positions to {stop}, {len(slot.blocks)} blocks",
+            f"{slot.label}: positions to {stop}, {len(slot.blocks)} blocks",
         )
-        self._target_kv.check_finite(slot.who, slot.blocks[:num_blocks])
-        self._target_kv.check_read(slot.who, slot.blocks, slot.hashes[: slot.kv_len_tokens])
+        self._target_kv.check_finite(slot.label, slot.blocks[:num_blocks])
+        self._target_kv.check_read(slot.label, slot.blocks, slot.hashes[: slot.kv_len_tokens])
         if row.num_drafts or row.catch_up:
             known = slot.hashes[: slot.draft_kv_len_tokens]
-            self._draft_kv.check_read(slot.who, slot.blocks, known)
+            self._draft_kv.check_read(slot.label, slot.blocks, known)
 
     def _draft(self, row: RowState) -> None:
         if row.planned_drafts:
@@ -272,7 +273,7 @@ class SimExecutor:
             row.query_len += row.num_drafts
 
     def _break_draft(self, row: RowState) -> None:
-        """Where its numbers are not finite the model stops: what it drew before stands."""
+        """Stop drafting where the numbers are not finite: drafts before that remain."""
         at = self._faults.draft_non_finite_at.get(row.slot.admission.request_id, frozenset())
         first = row.slot.num_output_tokens
         drawn = [n - first for n in at if 0 <= n - first <= row.num_drafts]
@@ -298,7 +299,8 @@ class SimExecutor:
         row.context_tokens = slot.kv_len_tokens
 
     def _compute_ended(self, row: RowState) -> None:
-        """The scheduler did not yet know that the sequence had ended: nothing comes of the row."""
+        """Compute a row whose sequence has ended, which the scheduler did not know yet: it has no
+        result."""
         row.num_drafts = 0
         row.query_len = 1
         row.status = RowStatus.NON_FINITE if row.slot.failed else RowStatus.OK
@@ -351,11 +353,11 @@ class SimExecutor:
         return token
 
     def _write_drafted(self, row: RowState, known_tokens: int) -> None:
-        """KV of the drafts in the models that saw them: true up to the last accepted one, dead data
-        after it."""
+        """Write KV of the drafts in the models that computed them: valid up to the last accepted
+        one, dead data after it."""
         slot = row.slot
         k, accepted = row.num_drafts, row.num_accepted
-        hashes = np.full(k, 2, np.uint64)  # 2: a prefix that is nobody's
+        hashes = np.full(k, 2, np.uint64)  # 2: no prefix has this hash
         hashes[:accepted] = slot.hashes[known_tokens : known_tokens + accepted]
         self._target_kv.write(slot.blocks, known_tokens, hashes)
         self.stats.catch_up_tokens += self._drafting.write(row, known_tokens, hashes)

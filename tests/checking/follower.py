@@ -1,4 +1,5 @@
-"""Who follows a prefix cache by its events alone, and what is in the cache, found without them."""
+"""A follower of a prefix cache by its events alone, and the contents of the cache, read without
+events."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ END = 2**64 - 1  # the sequence number that ends a replay
 
 
 class Follower:
-    """Reads batches as any client would, and raises where one does not fit what it knows. Of every
-    block it has a digest of the whole prefix."""
+    """A client that reads batches, and raises if one contradicts earlier ones. It has a digest of
+    the whole prefix of every block."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, tuple[int | None, bytes]] = {}  # by hash: its parent's, the digest
+        # By hash: the parent's hash, the digest.
+        self.blocks: dict[int, tuple[int | None, bytes]] = {}
         self.num_events: dict[str, int] = {}
 
     def take(self, batch: bytes) -> None:
@@ -32,12 +34,12 @@ class Follower:
 
     @property
     def prefixes(self) -> set[bytes]:
-        """By digest. Behind each block that is there are those it follows."""
+        """Return cached prefixes by digest. All parents of a cached block are cached."""
         for parent, _ in self.blocks.values():
             assert parent is None or parent in self.blocks, "a block without those before it"
-        found = {digest for _, digest in self.blocks.values()}
-        assert len(found) == len(self.blocks), "one prefix under two hashes"
-        return found
+        prefixes = {digest for _, digest in self.blocks.values()}
+        assert len(prefixes) == len(self.blocks), "one prefix under two hashes"
+        return prefixes
 
     def _on_BlockStored(  # noqa: N802 - vLLM's name
         self,
@@ -88,22 +90,23 @@ def digest(before: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def cached_prefixes(pool: BlockPool, salts: Iterable[str | None] = (None,)) -> set[bytes]:
-    """What a lookup would hit, from the pool's own arrays: the ready nodes behind ready ones."""
+    """Return the prefixes that a lookup would hit, from the pool's own arrays: ready nodes whose
+    parents are ready."""
     reached = {root_of(salt).uid: digest_of_root(salt) for salt in salts}
-    found = set()
+    digests = set()
     for uid, block in sorted((uid, block) for block, uid in enumerate(pool._uids.tolist()) if uid):
         # A node that is not hashed follows the one that was named just before it.
         above = pool._parents.item(block) if pool._hashed[block] else uid - 1
         if above in reached and pool._ready[block]:
             token_ids = np.frombuffer(pool._contents.item(block), dtype=np.int32)
             reached[uid] = digest(reached[above], token_ids.tolist())
-            found.add(reached[uid])
-    return found
+            digests.add(reached[uid])
+    return digests
 
 
 def hits(pool: BlockPool, salts: Iterable[str | None], alphabet: Iterable[int]) -> set[bytes]:
-    """The same by lookups alone, where every block is one token of the alphabet again and again."""
-    return {found for salt in salts for found in _hits(pool, root_of(salt), [*alphabet])}
+    """Return the same by lookups alone, for blocks that repeat one token of the alphabet."""
+    return {d for salt in salts for d in _hits(pool, root_of(salt), [*alphabet])}
 
 
 def _hits(pool: BlockPool, root: Node, alphabet: list[int]) -> Iterator[bytes]:

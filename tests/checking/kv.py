@@ -13,8 +13,8 @@ POISON = 1  # a non-finite value; prefix hashes have their top bit set and never
 
 
 class ContractBreachError(BaseException):
-    """The plan asked for something wrong. Not an `Exception`: a loop that survives the faults of an
-    executor must not survive, and so hide, a bug of the scheduler."""
+    """A plan broke the contract. Not an `Exception`: a loop that survives the faults of an executor
+    must not survive, and so hide, a bug of the scheduler."""
 
 
 class ShadowKV:
@@ -31,7 +31,8 @@ class ShadowKV:
         return blocks[positions // size].astype(np.int64) * size + positions % size
 
     def write(self, blocks: np.ndarray, start: int, hashes: np.ndarray) -> None:
-        """Positions start .. start + len(hashes) of the sequence with block table `blocks`."""
+        """Write hashes at positions start .. start + len(hashes) of the sequence with block table
+        `blocks`."""
         flat = self._cells.reshape(-1)
         flat[self._addresses(blocks, start, start + len(hashes))] = hashes
 
@@ -40,12 +41,12 @@ class ShadowKV:
 
     def check_read(self, who: str, blocks: np.ndarray, hashes: np.ndarray) -> None:
         """Raise unless positions 0 .. len(hashes) were written by exactly this prefix."""
-        found = self._cells.reshape(-1)[self._addresses(blocks, 0, len(hashes))]
-        wrong = np.flatnonzero(found != hashes)
+        cells = self._cells.reshape(-1)[self._addresses(blocks, 0, len(hashes))]
+        wrong = np.flatnonzero(cells != hashes)
         if len(wrong) == 0:
             return
         position = int(wrong[0])
-        cell = int(found[position])
+        cell = int(cells[position])
         what = {UNWRITTEN: "was never written", POISON: "holds a non-finite value"}.get(
             cell, "was written by another prefix"
         )

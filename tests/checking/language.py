@@ -1,7 +1,7 @@
 """A language without a model: each token is a hash of the request and of everything before it.
 
-So a token depends on its request alone, and any mistake in what an executor believes the prefix to
-be changes every later token.
+A token thus depends on its request alone, and any error in an executor's view of the prefix changes
+every later token.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from cbatch.core.request.request import FinishReason, Request
 from sim.workload.tokens import mix
 
-_MARK = 1 << 63  # set in every prefix hash, so that 0 and 1 are free to mean something else
+_MARK = 1 << 63  # set in every prefix hash, so that 0 and 1 are free for other meanings
 EMPTY_PREFIX = _MARK
 
 
 def extend_hash(prefix_hash: int, token: int) -> int:
-    """Hash of a prefix and one more token. Depends on tokens alone, so equal prefixes share it."""
+    """Return the hash of a prefix and one more token. It depends on tokens alone, so equal prefixes
+    share it."""
     mixed: int = mix(prefix_hash, token + 1)
     return mixed | _MARK
 
@@ -31,7 +32,8 @@ def prefix_hash(tokens: Iterable[int]) -> int:
 def next_token(
     prefix: int, *, seed: int, choice: int, position: int, vocab_size: int, banned: Sequence[int]
 ) -> int:
-    """Token at `position` after the prefix with that hash. `banned` must leave a token."""
+    """Return the token at `position` after the prefix with that hash. `banned` must leave a
+    token."""
     token: int = mix(mix(mix(prefix, seed), choice), position) % vocab_size
     for _ in range(vocab_size):
         if token not in banned:
@@ -41,7 +43,7 @@ def next_token(
 
 
 def uniform(seed: int, choice: int, position: int, purpose: int) -> float:
-    """Counter-based noise in [0, 1): the same arguments always give the same number."""
+    """Return counter-based noise in [0, 1): the same arguments always give the same number."""
     bits: int = mix(mix(mix(mix(purpose, seed), choice), position), 0)
     return bits / 2**64
 
@@ -49,7 +51,8 @@ def uniform(seed: int, choice: int, position: int, purpose: int) -> float:
 def reference_output(
     request: Request, *, vocab_size: int, eos_ids: Sequence[int], max_model_len: int
 ) -> tuple[list[int], FinishReason]:
-    """Output of `request` served alone, one token at a time; an ending stop id is part of it."""
+    """Return the output of `request` served alone, one token at a time; an ending stop id is part
+    of it."""
     params = request.params
     stop_ids = (*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)
     state = prefix_hash(request.prompt)

@@ -1,4 +1,4 @@
-"""What stands in for a model: how often drafts are accepted, draft by draft."""
+"""Substitutes for a model's acceptance, draft by draft."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ class Acceptance(Protocol):
     def num_accepted(
         self, request_id: str, seed: int, choice: int, position: int, num_drafted: int
     ) -> int:
-        """Leading drafts accepted, 0 to `num_drafted`; the first is for absolute `position`."""
+        """Return how many leading drafts are accepted, 0 to `num_drafted`; the first is for
+        absolute `position`."""
 
     def chance(self, request_id: str) -> float | None:
-        """With which each draft of the request is accepted; None: that is not known."""
+        """Return the chance with which each draft of the request is accepted, or None if it is
+        unknown."""
 
 
 class ModelledAcceptance:
-    """Every draft of a request is accepted with its own probability, position by position: what
-    `sim.executor.acceptance.PositionAcceptance` of one chance says of all rows at once.
+    """Acceptance of every draft of a request with its own probability, position by position.
+    `sim.executor.acceptance.PositionAcceptance` does this for all rows at once.
 
     The noise is a function of (seed, choice, position): k and preemption do not move it. The
     mapping is read at every use, so requests may be added to it later.
@@ -45,7 +47,7 @@ class ModelledAcceptance:
 
 
 class ScriptedAcceptance:
-    """Accepted drafts by the request's n-th drafting step; the last entry repeats for ever."""
+    """Acceptance by the request's n-th drafting step; the last entry repeats for ever."""
 
     def __init__(self, by_request: Mapping[str, Sequence[int]]) -> None:
         self._scripts = {name: list(script) for name, script in by_request.items()}

@@ -1,4 +1,4 @@
-"""What an executor remembers of a sequence, and what it knows of a row while a step runs."""
+"""An executor's state of a sequence, and of a row while a step runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CheckedSlot:
         self.idle_from = 0  # tokens known at its last draft or score
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return f"request {self.admission.request_id} in slot {self.admission.slot}"
 
     @property
@@ -52,7 +52,7 @@ class CheckedSlot:
         self.num_tokens += 1
 
     def set_block(self, index: int, block: int) -> None:
-        require(index <= len(self.blocks), f"{self.who}: block index {index} leaves a gap")
+        require(index <= len(self.blocks), f"{self.label}: block index {index} leaves a gap")
         if index == len(self.blocks):
             self.blocks = np.append(self.blocks, np.int32(block))
         else:
@@ -71,6 +71,6 @@ class RowState:
     wants_logits: bool
     status: RowStatus = RowStatus.OK
     num_accepted: int = 0
-    drafter: str | None = None  # who drafted
+    drafter: str | None = None  # the drafter of the row
     emitted: tuple[int, ...] = ()
     context_tokens: int = 0

@@ -42,7 +42,7 @@ def test_the_draft_is_accepted_on_held_out_prompts(pair, tokenizer):
 
 
 def test_the_target_writes_python(pair, tokenizer):
-    """A plain function head is continued by an indented body with a return."""
+    """It continues a plain function head by an indented body with a return."""
     prompt = 'def get_name(self):\n    """Return the name."""'
     new = generate(pair[0], [tokenizer.encode(prompt).ids], 24)[0]
     text = tokenizer.decode(cut_at(new, 0))

@@ -1,4 +1,4 @@
-"""What may come before and after a structured output, and where its grammar begins."""
+"""Text before and after a structured output, and the place where its grammar begins."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ WAYS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def follows(asked: StructuredOutputs, text: str) -> bool:
-    """Whether the text is whole."""
+def follows(outputs: StructuredOutputs, text: str) -> bool:
+    """Return True if the grammar accepts the whole text."""
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))
-    matcher, ids = grammars.matcher(asked), TOKENIZER.encode(text)
+    matcher, ids = grammars.matcher(outputs), TOKENIZER.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("way, right, wrong", WAYS, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize("way, right, wrong", WAYS, ids=lambda way: str(way)[:30])
 def test_the_grammar_holds_after_what_is_free(way: Any, right: str, wrong: str) -> None:
-    asked = StructuredOutputs(**way, around=AROUND)
-    assert follows(StructuredOutputs(**way), right) and not follows(asked, right)
+    outputs = StructuredOutputs(**way, around=AROUND)
+    assert follows(StructuredOutputs(**way), right) and not follows(outputs, right)
     for before in ("::", "hm {[:] ::", f"{wrong}, or {right}? ::"):
-        assert follows(asked, before + right) and follows(asked, f"{before}{right}!")
-        assert not follows(asked, before + wrong) and not follows(asked, before)
-    assert read(asked).around == AROUND
+        assert follows(outputs, before + right) and follows(outputs, f"{before}{right}!")
+        assert not follows(outputs, before + wrong) and not follows(outputs, before)
+    assert read(outputs).around == AROUND
 
 
 def test_it_holds_under_drafts_and_is_compiled_once_for_each_way_around() -> None:
     llm = LLM(*demo_paths(), numerics="invariant", lookahead="fixed:4", num_blocks=128)
-    asked = StructuredOutputs(regex="[0-9]{3}", around='start: "def " /[a-z_]{1,9}/ "(" @answer')
-    params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=asked)
+    outputs = StructuredOutputs(regex="[0-9]{3}", around='start: "def " /[a-z_]{1,9}/ "(" @answer')
+    params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=outputs)
     (done,) = llm.generate(["x = 1\n"], params)
     assert done.finish_reason is FinishReason.STOP and done.speculation.drafted_tokens
     name, _, digits = done.text.removeprefix("def ").partition("(")
     assert name and digits.isdigit() and len(digits) == 3
 
 
-def test_what_is_wrong_around_it_is_told() -> None:
+def test_a_bad_grammar_around_it_is_refused() -> None:
     with pytest.raises(FieldError, match="give one of json, json_object, regex, choice, grammar"):
         StructuredOutputs(around=AROUND)
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))

@@ -1,4 +1,4 @@
-"""Which grammars are kept: the latest, and any that somebody holds."""
+"""The cache of grammars keeps the latest, and all with a reference."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from cbatch.text import load_tokenizer
 TOKENIZER = load_tokenizer(demo_paths()[0])
 
 
-def asked(text: str) -> StructuredOutputs:
+def outputs_of(text: str) -> StructuredOutputs:
     return StructuredOutputs(regex=text)
 
 
 @pytest.fixture
 def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
+    compiled: list[str] = []
     compile_ = Grammars._compile
 
-    def counted(self: Grammars, asked: StructuredOutputs) -> compiling.Compiled:
-        found.append(str(asked.regex))
-        return compile_(self, asked)
+    def counted(self: Grammars, outputs: StructuredOutputs) -> compiling.Compiled:
+        compiled.append(str(outputs.regex))
+        return compile_(self, outputs)
 
     monkeypatch.setattr(Grammars, "_compile", counted)
-    return found
+    return compiled
 
 
-def test_the_latest_are_kept_and_those_that_are_held(
+def test_the_latest_are_kept_and_those_with_a_reference(
     compiled_texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling.time, "thread_time", count(0, 0.1).__next__)  # each takes 0.1
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,), kept_s=0.25)
-    held = grammars.compiled(asked("a"))
+    grammar = grammars.compiled(outputs_of("a"))
     for text in ("b", "c", "d", "c", "b"):
-        grammars.compiled(asked(text))
+        grammars.compiled(outputs_of(text))
     assert compiled_texts == ["a", "b", "c", "d", "b"]
-    assert grammars.compiled(asked("a")) is held
+    assert grammars.compiled(outputs_of("a")) is grammar
 
 
 def test_what_took_long_is_not_kept(compiled_texts: list[str]) -> None:
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,), kept_s=0)
-    grammars.compiled(asked("a"))
-    held = grammars.compiled(asked("a"))
-    assert grammars.compiled(asked("a")) is held and compiled_texts == ["a", "a"]
+    grammars.compiled(outputs_of("a"))
+    grammar = grammars.compiled(outputs_of("a"))
+    assert grammars.compiled(outputs_of("a")) is grammar and compiled_texts == ["a", "a"]
 
 
 def test_of_what_is_refused_nothing_is_left() -> None:
-    """It may be gigabytes: they are not to wait for the collector."""
+    """It may be gigabytes, which must not wait for the collector."""
     seen: list[weakref.ref[set[int]]] = []
 
     def work() -> None:

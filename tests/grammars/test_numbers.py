@@ -1,4 +1,5 @@
-"""A text that follows a schema's numbers obeys them; those that cannot be followed are refused."""
+"""A text that follows a schema's numbers obeys them; numbers that cannot be followed are
+refused."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def follows(schema: Any, text: str) -> bool:
 )
 def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]) -> None:
     schema = {"type": kind} | bounds
-    found = [number for number in NUMBERS if follows(schema, str(number))]
-    assert len(found) >= 4, "there is room inside"
-    for number in found:
+    accepted = [number for number in NUMBERS if follows(schema, str(number))]
+    assert len(accepted) >= 4, "there is room inside"
+    for number in accepted:
         jsonschema_rs.validate(schema, number)
 
 
@@ -72,13 +73,13 @@ def test_a_divisor_that_is_too_large_is_refused() -> None:
 
 
 def test_bounds_of_an_old_draft_are_obeyed() -> None:
-    """There `exclusiveMaximum` says of `maximum` whether it is allowed itself."""
+    """In old drafts a boolean `exclusiveMaximum` says whether `maximum` itself is allowed."""
     schema = {"type": "integer", "minimum": 1, "maximum": 7, "exclusiveMaximum": True}
     assert follows(schema, "6") and not follows(schema, "7") and not follows(schema, "0")
 
 
-def test_other_numbers_are_nobodys_business() -> None:
-    """A property of that name, a default, a length."""
+def test_other_numbers_are_left_alone() -> None:
+    """A property of that name, a default, and a length remain unchanged."""
     properties = {"maximum": {"type": "boolean"}, "x": {"default": 2**80, "const": 1}}
     schema = {"type": "object", "properties": properties, "required": ["maximum", "x"]}
     assert follows(schema, '{"maximum": true, "x": 1}')

@@ -1,6 +1,7 @@
-"""Keywords of JSON schemas that llguidance does not follow: followed all the same, or refused.
+"""Keywords of JSON schemas that llguidance does not follow: they are followed nevertheless, or
+refused.
 
-The judge is `jsonschema_rs`: what a grammar lets through must be valid by the schema as given.
+The judge is `jsonschema_rs`: texts that a grammar accepts must be valid by the schema as given.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ for name, value in (("a", 1), ("a", "x"), ("b", 1), ("b", "x"), ("c", True), ("k
     VALUES += [{"a": 1, "b": "x", name: value}, {"kind": "c", "b": 1, name: value}]
 
 
-def follows(asked: StructuredOutputs, text: str) -> bool:
-    matcher, ids = GRAMMARS.matcher(asked), TOKENIZER.encode(text)
+def follows(outputs: StructuredOutputs, text: str) -> bool:
+    matcher, ids = GRAMMARS.matcher(outputs), TOKENIZER.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def accepted(schema: Any) -> list[Any]:
-    asked = StructuredOutputs(json=schema)
-    return [each for each in VALUES if follows(asked, json.dumps(each))]
+    outputs = StructuredOutputs(json=schema)
+    return [each for each in VALUES if follows(outputs, json.dumps(each))]
 
 
 def written(schema: Any, rng: random.Random) -> str | None:
-    """A text that follows a schema, with a taste for ends; None for one that has none yet."""
+    """Return a random text that follows a schema, with a preference for ends; None if it has no end
+    yet."""
     matcher, text = GRAMMARS.matcher(StructuredOutputs(json=schema)), b""
     for length in range(600):
         if matcher.is_accepting() and rng.random() < 0.7:
@@ -71,7 +73,7 @@ def kind(letter: str, name: str) -> dict[str, Any]:
 
 
 AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
-# Schemas, and values that their grammars must not lose.
+# Schemas, and values that their grammars must accept.
 FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
     "oneOf of open objects": (
         {"oneOf": [open_object("a", type="integer"), open_object("b", type="integer")]},
@@ -167,12 +169,12 @@ FORMATS = ("path", "password", "binary", "base64", "uri-reference", "regex", "ir
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_let_through_is_valid(name: str) -> None:
+def test_accepted_values_are_valid(name: str) -> None:
     schema, kept = FOLLOWED[name]
     valid = jsonschema_rs.validator_for(schema)
-    found = accepted(schema)
-    assert [each for each in found if not valid.is_valid(each)] == []
-    assert all(each in found for each in kept), found
+    values = accepted(schema)
+    assert [each for each in values if not valid.is_valid(each)] == []
+    assert all(each in values for each in kept), values
     rng, whole = random.Random(5), 0
     for _ in range(25):
         text = written(schema, rng)
@@ -182,18 +184,18 @@ def test_what_is_let_through_is_valid(name: str) -> None:
     assert whole > 5
 
 
-def test_a_judge_that_the_rewriting_must_convince(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a wrong idea of what lies outside of a schema, texts go through that are not valid."""
+def test_a_wrong_rewriting_is_caught_by_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a wrong idea of the values outside a schema, invalid texts are accepted."""
     schema, _ = FOLLOWED["oneOf of open objects"]
     monkeypatch.setattr(SchemaSets, "outside", lambda *_: [True])
-    found = accepted({**schema, "title": "another grammar"})
-    assert not all(jsonschema_rs.is_valid(schema, each) for each in found)
+    values = accepted({**schema, "title": "another grammar"})
+    assert not all(jsonschema_rs.is_valid(schema, each) for each in values)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_an_unknown_format_asks_for_nothing(format_: str) -> None:
-    asked = StructuredOutputs(json={"type": "string", "format": format_})
-    assert follows(asked, '"any thing"')
+    outputs = StructuredOutputs(json={"type": "string", "format": format_})
+    assert follows(outputs, '"any thing"')
 
 
 def test_many_optional_properties() -> None:
@@ -207,10 +209,10 @@ def test_many_optional_properties() -> None:
 
 
 def test_a_property_has_one_name() -> None:
-    """No escapes by which another text is the same name."""
-    asked = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}})
-    assert follows(asked, '{"a": 1}') and follows(asked, '{"b": "x"}')
-    assert not follows(asked, '{"\\u0061": "x"}')
+    """Escapes cannot write another name of the property."""
+    outputs = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}})
+    assert follows(outputs, '{"a": 1}') and follows(outputs, '{"b": "x"}')
+    assert not follows(outputs, '{"\\u0061": "x"}')
 
 
 def place(keyword: str, value: Any) -> dict[str, Any]:
@@ -244,12 +246,12 @@ def place(keyword: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_its_place(schema: Any, words: str | None) -> None:
-    asked = StructuredOutputs(json=json.dumps(schema))
+    outputs = StructuredOutputs(json=json.dumps(schema))
     if words is None:
-        GRAMMARS.check(asked)  # it asks for nothing
+        GRAMMARS.check(outputs)  # it requires nothing
         return
     with pytest.raises(FieldError, match=words):
-        GRAMMARS.check(asked)
+        GRAMMARS.check(outputs)
 
 
 def test_descriptions_do_not_count() -> None:
@@ -282,25 +284,26 @@ def test_references_within_the_schema(root: Any, reference: str, address: Any) -
 
 def test_a_schema_may_refer_to_itself() -> None:
     schema = {"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False}
-    asked = StructuredOutputs(json=schema)
-    assert follows(asked, '{"n": {"n": {}}}') and not follows(asked, '{"n": {"m": {}}}')
+    outputs = StructuredOutputs(json=schema)
+    assert follows(outputs, '{"n": {"n": {}}}') and not follows(outputs, '{"n": {"m": {}}}')
 
 
 # ---- schemas within other grammars ------------------------------------------------------------
 
 
 def test_a_schema_within_a_grammar_is_followed_as_well() -> None:
-    """Its blanks have a bound, its keywords and numbers count. What only looks like one is left."""
+    """Its spaces have a bound, and its keywords and numbers count. Text that only looks like a
+    schema stays."""
     schema = json.dumps(FOLLOWED["oneOf of required"][0])
     lark = (
         '// %json { in a comment\nstart: "%json {" /%json \\{/ <[5]>? a # %json {\n'
         f"a: %json\n  {schema}\n"
     )
-    asked = StructuredOutputs(grammar=lark)
+    outputs = StructuredOutputs(grammar=lark)
     begin = "%json {%json {"
-    assert follows(asked, begin + '{"a": 1}') and follows(asked, begin + '{\n  "b" : "x"}')
-    assert not follows(asked, begin + '{"a": 1, "b": "x"}')
-    assert not follows(asked, begin + '{   "a": 1}')
+    assert follows(outputs, begin + '{"a": 1}') and follows(outputs, begin + '{\n  "b" : "x"}')
+    assert not follows(outputs, begin + '{"a": 1, "b": "x"}')
+    assert not follows(outputs, begin + '{   "a": 1}')
     around = StructuredOutputs(regex="[a-c]", around=f"start: @answer a\na: %json {schema}")
     assert follows(around, 'b{"a": 1}') and not follows(around, 'b{  "a": 1}')
     for field in ("grammar", "around"):
@@ -352,22 +355,22 @@ def check_sets(a: Any, b: Any) -> None:
 
 @given(schemas, schemas)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_what_is_said_of_sets_is_true(a: Any, b: Any) -> None:
+def test_statements_about_sets_are_true(a: Any, b: Any) -> None:
     check_sets(a, b)
 
 
 @given(schemas, schemas)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_also_where_they_are_too_large_to_be_seen_through(a: Any, b: Any) -> None:
-    most, schema_sets.MAX_PARTS = schema_sets.MAX_PARTS, 3
+def test_statements_about_sets_are_true_beyond_the_limit(a: Any, b: Any) -> None:
+    limit, schema_sets.MAX_PARTS = schema_sets.MAX_PARTS, 3
     try:
         check_sets(a, b)
     finally:
-        schema_sets.MAX_PARTS = most
+        schema_sets.MAX_PARTS = limit
 
 
 def test_branches_are_compared_within_bounds() -> None:
-    """Unions of unions that refer to one another: it takes no more than it may."""
+    """Unions of unions refer to one another: comparing them takes no more than the limit."""
     definitions = {
         f"d{i}": {
             "type": "object",

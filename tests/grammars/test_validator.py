@@ -1,4 +1,4 @@
-"""Grammars that kill what compiles them, take all its time or memory, or are many."""
+"""Grammars that kill the process that compiles them, take unlimited time or memory, or are many."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def references(count: int, link: str) -> str:
     return f'{{"$defs":{{{links},"{count:x}":{{}}}},"$ref":"#/$defs/0"}}'
 
 
-# Each brought down the process that compiled it in a stack of 8 MiB, or held it for seconds.
+# Each of these killed a process that compiled it with a stack of 8 MiB, or blocked it for seconds.
 HOSTILE = {
     "rules": {"grammar": "start: r0\n" + chain(3000, "r{}: r{}\n", 'r{}: "a"')},
     "terminals": {"grammar": "start: T0\n" + chain(3400, "T{}: ~T{}\n", 'T{}: "a"')},
@@ -75,7 +75,7 @@ def run(scene: Awaitable[None]) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_followed_or_refused(name: str) -> None:
-    """By a reason; and the next call is served."""
+    """It is refused with a reason, and the next call is served."""
 
     async def scene() -> None:
         async with validating() as validator:
@@ -89,7 +89,7 @@ def test_a_hostile_grammar_is_followed_or_refused(name: str) -> None:
     run(scene())
 
 
-def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_failure_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         async with validating() as validator:
             for name, words in (
@@ -108,7 +108,7 @@ def test_each_way_to_fail_is_told_by_its_reason(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is ended by the system, whatever it computes."""
+    """The system ends the worker, whatever it computes."""
 
     async def scene() -> None:
         async with validating() as validator:
@@ -122,12 +122,12 @@ def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scene())
 
 
-def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_a_grammar_is_checked_once_for_all_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[Any] = []
     ask = WorkerPool.run
 
     async def counted(self: Any, task: Any, limits: TaskLimits) -> Any:
-        asked.append(task)
+        checks.append(task)
         return await ask(self, task, limits)
 
     monkeypatch.setattr(WorkerPool, "run", counted)
@@ -139,13 +139,13 @@ def test_a_verdict_is_found_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch
             for _ in range(3):
                 with pytest.raises(FieldError):
                     await validator.check(bad)
-            assert len(asked) == 2
+            assert len(checks) == 2
 
     run(scene())
 
 
-def test_gbnf_is_converted_where_it_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long one takes a second of Python, for which the engine's steps would wait."""
+def test_gbnf_is_converted_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long grammar takes a second of Python, for which the engine's steps would wait."""
 
     def refuse(text: str) -> str:
         raise AssertionError("not here")
@@ -185,19 +185,19 @@ def test_a_schema_is_rewritten_in_the_worker(monkeypatch: pytest.MonkeyPatch) ->
 
     async def scene() -> None:
         async with validating() as validator:
-            for asked in (
+            for outputs in (
                 StructuredOutputs(json=schema),
                 StructuredOutputs(grammar=f'start: "a" b\nb: %json {schema}'),
                 StructuredOutputs(regex="a", around=f'start: @answer "a" b\nb: %json {schema}'),
             ):
-                tried = await validator.check(asked)
+                tried = await validator.check(outputs)
                 Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.spec)
 
     run(scene())
 
 
 def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others do not wait for what it asks."""
+    """Other owners do not wait for it."""
     running: list[int] = []
     release = asyncio.Event()
 

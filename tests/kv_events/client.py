@@ -1,5 +1,5 @@
-"""A gateway's end of KV events: it subscribes, finds gaps by the sequence numbers, and has them
-replayed."""
+"""A gateway's client of KV events: it subscribes, finds gaps by the sequence numbers, and requests
+replays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_MS = 10_000
 
 
 class Subscriber:
-    """`loses` says of a message, by its number, that it never came."""
+    """A subscriber. `loses(number)` returns True for messages that must be treated as lost."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def hear(self, wait_ms: int = 0) -> bool:
-        """One message, if there is one. A gap before it is filled first."""
+        """Receive one message, if there is one. A gap before it is filled first."""
         if not self._sub.poll(wait_ms):
             return False
         topic, seq_bytes, batch = self._sub.recv_multipart()
@@ -53,12 +53,12 @@ class Subscriber:
         if seq > self.next_seq:
             self.num_gaps += 1
             self.catch_up()
-        if seq == self.next_seq:  # and not among what was replayed
+        if seq == self.next_seq:  # it may have been among the replayed ones
             self._take(batch)
         return True
 
     def catch_up(self) -> None:
-        """All that it has missed."""
+        """Replay all that it has missed."""
         for seq, batch in self.replay(self.next_seq):
             assert seq == self.next_seq, "what it has missed is kept no longer"
             self._take(batch)

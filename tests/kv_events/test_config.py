@@ -1,4 +1,4 @@
-"""`--kv-events-config`: vLLM's fields and defaults, and what is wrong told by name."""
+"""`--kv-events-config`: vLLM's fields and defaults, and errors by name."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], named: str, remedy: str)
     assert remedy in f"{raised.value.problem}; {raised.value.remedy}"
 
 
-def test_a_field_that_is_unknown_is_told_all_that_are() -> None:
+def test_an_error_about_an_unknown_field_lists_the_known_ones() -> None:
     with pytest.raises(FieldError) as raised:
         read(colour="red")
     assert all(field in raised.value.remedy for field in KVEventsConfig.__struct_fields__)
 
 
-def test_what_is_no_json_is_told_so() -> None:
+def test_an_error_says_that_it_is_no_json() -> None:
     for text in ("", "on", "[1]", '{"enable_kv_cache_events": tru'):
         with pytest.raises(FieldError, match="kv_events_config"):
             read_config(text)

@@ -1,4 +1,5 @@
-"""KV events over real sockets: numbers, replays, what is bounded and who waits for nobody."""
+"""KV events over real sockets: numbers, replays, bounds, and that the publisher waits for no
+client."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def publishing(**fields: Any) -> Iterator[KVEventPublisher]:
 
 @contextmanager
 def followed(**fields: Any) -> Iterator[tuple[KVEventPublisher, Subscriber]]:
-    """Once the subscriber is heard of: what is published before goes to nobody."""
+    """Wait until the subscriber is connected: earlier messages reach no client."""
     with publishing(**fields) as publisher:
         where = publisher.endpoint, publisher.replay_endpoint
         with subscribed(*where, fields.get("topic", "")) as subscriber:
@@ -53,7 +54,7 @@ def publish_until_heard(publisher: KVEventPublisher, subscriber: Subscriber) -> 
 
 
 def stored(first: int, count: int = 1) -> bytes:
-    """A chain of blocks on its own."""
+    """Return an event of a chain of blocks."""
     hashes = [*range(first, first + count)]
     return encode_changes([BlocksStored(hashes, None, hashes * 4, None)], 1.5, 4)
 
@@ -63,11 +64,11 @@ def test_a_message_is_topic_number_batch() -> None:
         publisher.publish(stored(7))
         assert subscriber.hear(WAIT_MS)
         assert [*subscriber.follower.blocks] == [7]
-        assert subscriber.num_gaps <= 1  # what was published before it was there
+        assert subscriber.num_gaps <= 1  # published before it was connected
 
 
 def test_what_did_not_fit_the_queue_is_counted_and_replayed() -> None:
-    """Bursts through a queue of three: the caller waits for none of it."""
+    """Bursts go through a queue of three: the caller waits for none of them."""
     with followed(max_queue_size=3) as (publisher, subscriber):
         begin_s, gaps = time.thread_time(), subscriber.num_gaps
         for first in range(3000):
@@ -76,7 +77,7 @@ def test_what_did_not_fit_the_queue_is_counted_and_replayed() -> None:
         assert publisher.num_dropped > 100
         subscriber.catch_up()
         assert len(subscriber.follower.blocks) == 3000
-        for _ in range(50):  # what was sent of it is old by now
+        for _ in range(50):  # earlier messages are outdated by now
             subscriber.hear()
         dropped = publisher.num_dropped
         for first in range(3000, 4000):
@@ -126,7 +127,7 @@ def test_it_connects_to_a_gateway_that_listens(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
-def test_who_asks_and_does_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "PATIENCE_MS", 200)
     context = zmq.Context()
     with followed() as (publisher, subscriber):

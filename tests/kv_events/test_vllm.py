@@ -1,5 +1,5 @@
-"""vLLM itself as the client, and as the model: it reads our events as its own, and what its own
-publisher makes of them are the same bytes, asked for in the same way."""
+"""vLLM as the client and as the reference: it reads our events with its own types, its publisher
+makes the same bytes of them, and clients request them in the same way."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ CHANGES = [
 
 
 @contextmanager
-def vllm_beside(source: str, endpoint: str, replay_endpoint: str) -> Iterator[dict[str, Any]]:
+def running_vllm(source: str, endpoint: str, replay_endpoint: str) -> Iterator[dict[str, Any]]:
     assert PYTHON is not None
     script = Path(__file__).parent / "vllm_client.py"
     pipe = subprocess.PIPE
     command = [PYTHON, str(script), source, endpoint, replay_endpoint]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        found = next((line for line in process.stdout if line.startswith("{")), None)
-        assert found is not None, "it has said nothing"
-        yield json.loads(found)
+        first = next((line for line in process.stdout if line.startswith("{")), None)
+        assert first is not None, "it has said nothing"
+        yield json.loads(first)
         process.stdin.close()
 
 
 @pytest.mark.skipif(PYTHON is None, reason="no vLLM here: VLLM_PYTHON names a Python that has it")
 def test_vllm_reads_and_writes_the_same(tmp_path: Path) -> None:
     batches = [encode_changes(each, 12.25, 4) for each in CHANGES]
-    ours, live, replays = (f"ipc://{tmp_path}/{name}" for name in ("ours", "live", "replays"))
-    config = KVEventsConfig(True, None, f"ipc://{tmp_path}/pub", ours)
+    source, live, replays = (f"ipc://{tmp_path}/{name}" for name in ("ours", "live", "replays"))
+    config = KVEventsConfig(True, None, f"ipc://{tmp_path}/pub", source)
     publisher = KVEventPublisher(config)
     try:
         for batch in batches:
             publisher.publish(batch)
-        with vllm_beside(ours, live, replays) as told, subscribed(live, replays) as subscriber:
-            theirs = [*subscriber.replay(0)]
-            with subscribed(config.endpoint, ours) as other:
-                assert theirs == [*other.replay(0)] == [*enumerate(batches)]
+        with running_vllm(source, live, replays) as output, subscribed(live, replays) as subscriber:
+            replayed = [*subscriber.replay(0)]
+            with subscribed(config.endpoint, source) as other:
+                assert replayed == [*other.replay(0)] == [*enumerate(batches)]
     finally:
         publisher.close()
-    _, (first, second), third = [events for _, events, _ in told["batches"]]
+    _, (first, second), third = [events for _, events, _ in output["batches"]]
     assert first == {
         "type": "BlockStored",
         "block_hashes": [2**64 - 1, 5],
@@ -79,6 +79,6 @@ def test_vllm_reads_and_writes_the_same(tmp_path: Path) -> None:
     }
     assert second["parent_block_hash"] == 5
     assert third[0]["extra_keys"] == [["salt"]] and third[1]["block_hashes"] == [7, 5]
-    defaults = told["config"]
+    defaults = output["config"]
     assert (defaults.pop("publisher"), defaults.pop("buffer_steps")) == ("null", 10_000)
     assert defaults == {name: getattr(KVEventsConfig(), name) for name in defaults}

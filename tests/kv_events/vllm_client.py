@@ -1,5 +1,5 @@
-"""Run by a Python that has vLLM: reads a replay with vLLM's own types, and publishes what it read
-with vLLM's own publisher. Arguments: where to ask for it, and where to publish and replay."""
+"""A program for a Python with vLLM: it reads a replay with vLLM's types, and publishes it with
+vLLM's publisher. Arguments: the endpoint of the replay, and endpoints to publish and replay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ while True:
         break
     batches.append(decoder.decode(payload))
     publisher.publish(batches[-1])
-told = {"config": asdict(KVEventsConfig()), "batches": msgspec.to_builtins(batches)}
-print(json.dumps(told), flush=True)
+output = {"config": asdict(KVEventsConfig()), "batches": msgspec.to_builtins(batches)}
+print(json.dumps(output), flush=True)
 sys.stdin.read()
 publisher.shutdown()

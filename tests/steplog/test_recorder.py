@@ -39,7 +39,7 @@ def test_what_is_cut_short_is_cut_off_before_it_goes_on(tmp_path: Path, cut_byte
 
 
 @pytest.mark.parametrize("size_bytes", [0, 3, 30])
-def test_a_header_cut_short_is_written_anew(tmp_path: Path, size_bytes: int) -> None:
+def test_a_header_cut_short_is_written_again(tmp_path: Path, size_bytes: int) -> None:
     path = tmp_path / "log"
     run_world(path, "a")
     os.truncate(path, size_bytes)
@@ -95,8 +95,8 @@ def test_a_full_disk_ends_the_recording_alone(
 
 
 def test_time_goes_on_after_the_machine_was_started_again() -> None:
-    """Clocks of two boots: the second begins at 0. Requests of the first that were cancelled are
-    not those of the second, though they ask for the same."""
+    """The clock of the second boot begins at 0. Cancelled requests of the first boot are not those
+    of the second, though they have the same ids."""
     a, b = make_request("0", max_tokens=5), make_request("0", max_tokens=5)
     configured = Configured(make_config())
     events = [configured, Added(a, 100.0), Cancelled("0", 101.0), configured, Added(b, 2.0)]

@@ -12,7 +12,8 @@ from tests.helpers import World, make_config, make_request
 
 
 def busy_world(log, depth, **more):
-    """A run with everything in it: preemption, faults, cancel, finish, non-finite rows, sharing."""
+    """Return a run with all events: preemption, faults, cancel, finish, non-finite rows,
+    sharing."""
     config = make_config(
         num_blocks=16,
         lookahead="ema:3",

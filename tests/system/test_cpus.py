@@ -1,4 +1,4 @@
-"""What a container's quota leaves of the processors."""
+"""The processors that a container's quota leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ V1 = "cpu,cpuacct/x/cpu.cfs_{}_us"
 
 
 @pytest.mark.parametrize(
-    ("told", "files", "given"),
+    ("groups", "files", "given"),
     [
         ("0::/", {"cpu.max": "max 100000"}, 8),
         ("0::/", {"cpu.max": "200000 100000"}, 2),
@@ -34,11 +34,11 @@ V1 = "cpu,cpuacct/x/cpu.cfs_{}_us"
     ],
 )
 def test_the_least_of_all_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, files: dict[str, str], given: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], given: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     cgroup = tmp_path / "cgroup"
-    cgroup.write_text(told)
+    cgroup.write_text(groups)
     for name, content in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(content + "\n")

@@ -1,4 +1,4 @@
-"""Nothing that a process loads before it serves is gone through again and again while it does."""
+"""Objects that a process loads before it serves are not traversed again by collections."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def thawed() -> Iterator[None]:
 
 
 class Ring:
-    """Garbage that only a full collection finds."""
+    """Garbage that only a full collection frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def test_a_collection_passes_over_what_was_there_and_finds_what_came_later() -> None:
-    held: list[Any] = [[] for _ in range(20_000)]
+    lists: list[Any] = [[] for _ in range(20_000)]
     before = weakref.ref(Ring())
     seen = len(gc.get_objects())
     freeze_heap()
     assert before() is None, "garbage was kept for good"
-    assert len(gc.get_objects()) < seen / 10 and len(held) == 20_000
+    assert len(gc.get_objects()) < seen / 10 and len(lists) == 20_000
     later = weakref.ref(Ring())
     assert later() is not None
     gc.collect()
@@ -51,8 +51,9 @@ def test_a_collection_passes_over_what_was_there_and_finds_what_came_later() -> 
 
 
 def frozen_at_start() -> int:
-    """Objects that a server's process has set aside by the time it tells that it listens."""
-    told: list[int] = []
+    """Return how many objects a server's process has frozen by the time it reports that it
+    listens."""
+    counts: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("nobody calls")
@@ -62,14 +63,14 @@ def frozen_at_start() -> int:
         service: Any = SimpleNamespace(down=None, num_open=1)
 
         def on_listening(_: int) -> None:
-            told.append(gc.get_freeze_count())
+            counts.append(gc.get_freeze_count())
             server.should_exit = True
 
         server = DrainingServer(config, service, grace_s=0, on_listening=on_listening)
         await server.serve()
 
     asyncio.run(scene())
-    (count,) = told
+    (count,) = counts
     return count
 
 
@@ -119,8 +120,8 @@ print(resident_mib() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-def test_long_bodies_leave_nothing_behind() -> None:
-    """Four threads read bodies of 4 MB; what they were is free, and the system has it."""
+def test_memory_of_long_bodies_is_returned() -> None:
+    """Four threads read bodies of 4 MB; their memory is free, and returned to the system."""
     assert kept_mib(KEPT, "gives back") < 20 < kept_mib(KEPT, "keeps")
 
 

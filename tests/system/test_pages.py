@@ -1,4 +1,4 @@
-"""Memory of zeros, whose pages come while it is in use already."""
+"""Zeroed memory, whose pages are populated while it is in use."""
 
 from __future__ import annotations
 

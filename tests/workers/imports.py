@@ -8,7 +8,7 @@ from typing import Any
 
 
 def imports_of(task: bytes, state: Any) -> list[str]:
-    """What a pickled task imports, with all it needs to be read."""
+    """Return the modules that a pickled task imports, with all it needs to be read."""
     before = set(sys.modules)
     pickle.loads(task)(state)
     return sorted(set(sys.modules) - before)

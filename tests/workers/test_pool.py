@@ -1,4 +1,4 @@
-"""Tasks that take all time or memory, or end their process: each ends alone, and soon."""
+"""Tasks that take unlimited time or memory, or end their process: each ends alone, and soon."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def eat(state: Any) -> int:
 
 
 def eat_slowly(state: Any) -> int:
-    held = []
+    strings = []
     while True:
-        held.append("a" * 10**6 + str(len(held)))
+        strings.append("a" * 10**6 + str(len(strings)))
 
 
 def abort(state: Any) -> None:
@@ -109,8 +109,8 @@ def test_a_task_that_takes_too_much_ends_alone(task: Callable[[Any], Any], overr
         while not all(each.done() for each in hostile):
             assert await workers.run(partial(get, "answer"), LIMITS) == 42
             await asyncio.sleep(0.01)
-        for each in hostile:
-            error = each.exception()
+        for attack in hostile:
+            error = attack.exception()
             assert isinstance(error, WorkerDiedError) and error.overran == overran
 
     run(scene)
@@ -129,7 +129,7 @@ def test_what_a_task_raises_is_raised_here() -> None:
 
 
 @pytest.mark.parametrize("task", [sleep, spin])
-def test_a_task_that_nobody_waits_for_is_ended(task: Callable[[Any], Any]) -> None:
+def test_an_abandoned_task_is_ended(task: Callable[[Any], Any]) -> None:
     async def scene(workers: WorkerPool) -> None:
         pid = await workers.run(own_pid, LIMITS)
         with pytest.raises(TimeoutError):
@@ -201,15 +201,16 @@ def test_a_task_that_waits_for_the_first_process_ends_with_the_pool() -> None:
 
 
 def test_a_stop_signal_for_all_processes_ends_no_task() -> None:
-    """As of a terminal, or of systemd: the server that has the tasks ends the others."""
+    """A terminal or systemd signals all processes; the server that owns the tasks ends the
+    others."""
 
     async def scene(workers: WorkerPool) -> None:
         pids = [await workers.run(task, LIMITS) for task in (own_pid, partial(get, "pid"))]
         busy = asyncio.create_task(workers.run(nap, LIMITS._replace(cpu_s=60)))
         await asyncio.sleep(0.1)
         for pid in pids:
-            for each in (signal.SIGINT, signal.SIGTERM):
-                os.kill(pid, each)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(pid, number)
         assert await busy == "slept"
 
     run(scene)

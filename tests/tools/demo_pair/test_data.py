@@ -34,7 +34,7 @@ class Box:
         return result
 '''
 
-# The same functions reformatted and commented, in another order, beside one new function.
+# The same functions reformatted and commented, in another order, with one new function.
 COPY = '''class Box2:
     def area(self,  scale):
         width = self.size*scale  # wide
@@ -65,7 +65,7 @@ def mean(values):
 
 @pytest.fixture
 def library(tmp_path):
-    """A tiny library: a held-out module, a near copy of it, and a module of its own."""
+    """Write a tiny library: a held-out module, a near copy of it, and a module of its own."""
     (tmp_path / "heapq.py").write_text(ORIGINAL)
     (tmp_path / "aaa.py").write_text(COPY)
     (tmp_path / "broken.py").write_text("def (:\n")
@@ -97,7 +97,7 @@ def test_held_out_modules_are_not_trained_on(library):
     corpus = load_corpus(library)
     assert [document.module for document in corpus.held_out] == ["heapq"]
     assert [document.module for document in corpus.train] == ["aaa"]
-    # The copy of the held-out function is gone from training, not from the held-out text.
+    # The copy of the held-out function is removed from training, not from the held-out text.
     assert "def mean" in corpus.held_out[0].text
     assert "def mean" not in corpus.train[0].text
     assert corpus.dropped_bytes > 200

@@ -29,9 +29,9 @@ def test_logits_equal_transformers(net, tmp_path):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
-    ours = load_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
     with torch.inference_mode():
-        expected, got = reference(ids).logits, ours(ids)
+        expected, got = reference(ids).logits, loaded(ids)
     assert got.std() > 0
     assert (got - expected).abs().max() < 1e-4 * expected.std()
     assert reference.config.eos_token_id == tokenizer.token_to_id(END_OF_TEXT)

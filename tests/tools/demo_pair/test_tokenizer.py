@@ -37,9 +37,9 @@ def test_a_line_break_takes_its_indentation(tokenizer):
 def test_saved_tokenizer_loads_in_both_libraries(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     save_tokenizer(tokenizer, tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    fast_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = tokenizer.encode(SOURCE).ids
     assert load_tokenizer(tmp_path).encode(SOURCE).ids == expected
-    assert theirs(SOURCE)["input_ids"] == expected
-    assert theirs.decode(expected) == SOURCE
-    assert theirs.eos_token_id == 0
+    assert fast_tokenizer(SOURCE)["input_ids"] == expected
+    assert fast_tokenizer.decode(expected) == SOURCE
+    assert fast_tokenizer.eos_token_id == 0

@@ -1,4 +1,5 @@
-"""The whole command on a tiny library and tiny shapes: every stage, and again from what it left."""
+"""The whole command on a tiny library and tiny shapes: every stage, and again from its saved
+state."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ SMALL = {
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Arguments of the command."""
+    """Return the arguments of the command."""
     library = tmp_path / "library"
     for name in MODULES:
         file = library / name

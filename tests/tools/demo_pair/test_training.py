@@ -66,7 +66,7 @@ def test_growing_changes_no_logits_and_the_new_layers_learn():
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, streams, small_target):
-    """Interrupted after the growth: the restart reads depth, momentum and step back."""
+    """The run is interrupted after the growth: the restart restores depth, momentum and step."""
     budget = TrainingBudget(1e9, steps=6)
     whole = TargetTraining(tmp_path / "a", streams, "cpu", 1, Workers(2))
     (tmp_path / "a").mkdir()
@@ -103,7 +103,7 @@ def test_distillation_learns_what_the_target_says(tmp_path, streams, monkeypatch
     prompts = [[1, 2, 3], [4, 5, 6]] * 4
     lessons = build_lessons(target, prompts, streams, 1e9, 0, Workers(2))
     assert lessons.ids.shape == (8, 33)
-    # What was noted while writing is what the target says when it reads the rows again.
+    # Values recorded while writing equal the target's when it reads the rows again.
     again = read_lesson(target, lessons.ids.long())
     torch.testing.assert_close(lessons.top_logits, again.top_logits, atol=2e-3, rtol=1e-2)
     assert torch.equal(lessons.top_ids[:4, 2:, 0], lessons.ids[:4, 3:].short())

