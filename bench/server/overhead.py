@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -24,18 +24,19 @@ import uvicorn
 
 from bench.report import print_report
 from bench.server.raw_client import elsewhere, read_streams
-from cbatch.core.request.request import FinishReason, SamplingParams
+from cbatch.core.request.request import FinishReason, Request
 from cbatch.demo import demo_paths
 from cbatch.server.http.app import create_app
 from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.server.serving.open_request import OutputStream
+from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.service import EngineService
 from cbatch.system.heap import freeze_heap
 from cbatch.text import ChatTemplate, load_tokenizer
-from cbatch.text.outputs import Accepted, Choice, Output, Speculation
+from cbatch.text.outputs import Choice, Output, Speculation
 
 TICK_S = 0.01
 LIMIT_US = 60.0
@@ -58,7 +59,7 @@ class Ticking:
         self._tick_s = tick_s
         self.queue = AdmissionQueue(Limits(), time.monotonic)
         self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
-        self._open: dict[str, tuple[OutputStream, int]] = {}
+        self._open: dict[OpenRequest, int] = {}  # outputs left to give
         self._some = asyncio.Event()  # set while a stream is open
         self._ticks: asyncio.Task[None] | None = None
 
@@ -72,14 +73,14 @@ class Ticking:
         if self._ticks is not None:
             self._ticks.cancel()
 
-    async def submit(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
-    ) -> OutputStream:
-        accepted = Accepted(request_id, (1, 2, 3), 1, 1)
-        stream = OutputStream(accepted, lambda: None)
-        self._open[request_id] = (stream, self._num_chunks)
+    async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
+        opened = OpenRequest(self.queue, 1)
+        opened.request = Request(
+            request_id=api_request.id, prompt=(1, 2, 3), params=api_request.params, seed=1
+        )
+        self._open[opened] = self._num_chunks
         self._some.set()
-        return stream
+        yield opened
 
     async def _tick(self) -> None:
         while True:
@@ -87,17 +88,17 @@ class Ticking:
                 self._some.clear()
                 await self._some.wait()
             await asyncio.sleep(self._tick_s)
-            for request_id, (stream, left) in list(self._open.items()):
-                stream.put(self._output(request_id, left))
-                self._open[request_id] = (stream, left - 1)
+            for opened, left in list(self._open.items()):
+                opened.put(self._output(left))
+                self._open[opened] = left - 1
                 if left == 1:
-                    del self._open[request_id]
+                    del self._open[opened]
 
-    def _output(self, request_id: str, left: int) -> Output:
+    def _output(self, left: int) -> Output:
         ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation()) if left == 1 else None
         tokens = len(self._ids)
         text = f" {time.monotonic():.6f}"  # from which the client computes the delay
-        return Output(request_id, 0, text, self._ids, tokens - 1, tokens - 1, ended)
+        return Output("", 0, text, self._ids, tokens - 1, tokens - 1, ended)
 
 
 class ReadChunks(NamedTuple):

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from cbatch.core.request.logprobs import TokenLogprobs
-from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.scheduler.sequence import SchedulerStats
+from cbatch.core.scheduler.sequence import Finished, SchedulerStats
 from cbatch.core.speculation.policy import PolicyStats
 from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
 
@@ -33,11 +34,10 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of a step, and the requests that ended since the previous step."""
+    """The new tokens of a step, and the ends of requests since the previous step."""
 
     admitted: tuple[str, ...] = ()  # ids of requests that entered a slot
     rows: tuple[OutputRow, ...] = ()
-    endings: tuple[Ending, ...] = ()
     logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()
     times: StepTimes | None = None  # None: no step was committed
 
@@ -103,7 +103,7 @@ class EngineCore:
         self.late.begin()
         self.waiting: dict[str, tuple[Request, tuple[int, ...]]] = {}  # for late code
         self._clock = clock
-        self._rejected: list[Ending] = []
+        self._rejected: list[OutputRow] = []
         self._step_s = 0.0
 
     @property
@@ -123,7 +123,8 @@ class EngineCore:
 
     def reject(self, request_id: str, error: BaseException) -> None:
         """End a request that could not be added, as an error in the next step's output."""
-        self._rejected.append(Ending(request_id, FinishReason.ERROR, str(error)))
+        row = OutputRow(request_id, finish_reason=FinishReason.ERROR, message=str(error))
+        self._rejected.append(row)
 
     def cancel(self, request_id: str) -> None:
         """End a request as CANCELLED. An unknown id is ignored."""
@@ -144,21 +145,20 @@ class EngineCore:
         if scheduler.has_work or scheduler.num_in_flight:
             commit = self.loop.step()
         ended = (*(commit.finished if commit else ()), *scheduler.take_finished())
-        endings = [Ending(end.request_id, end.reason, end.message) for end in ended]
-        endings += self._rejected
+        rows = _with_ends([] if commit is None else commit.updates(), ended)
+        rows += self._rejected
         self._rejected = []
         if commit is None:
-            if scheduler.has_work and not endings:
+            if scheduler.has_work and not rows:
                 raise RuntimeError("the scheduler has requests that it cannot plan")
-            return StepOutput(endings=tuple(endings))
+            return StepOutput(rows=tuple(rows))
         assert self.loop.last is not None
         plan, result, _ = self.loop.last
         total_s = self._clock() - start_s
         self._step_s += total_s
         return StepOutput(
             admitted=tuple(new.request_id for new in plan.deltas.new_sequences),
-            rows=tuple(commit.updates()),
-            endings=tuple(endings),
+            rows=tuple(rows),
             logprobs=commit.logprobs,
             times=StepTimes(result.draft_s, result.target_s, total_s),
         )
@@ -186,3 +186,18 @@ class EngineCore:
             if not self.late.must_wait(request.params):
                 del self.waiting[request.request_id]
                 self.scheduler.add(request, self._clock(), output)
+
+
+def _with_ends(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputRow]:
+    """Return `rows` with the ends of their requests. An end without tokens is a row of its own."""
+    if not ended:
+        return rows
+    ends = {end.request_id: end for end in ended}
+    rows = [
+        row
+        if (end := ends.pop(row.request_id, None)) is None
+        else structs.replace(row, finish_reason=end.reason, message=end.message)
+        for row in rows
+    ]
+    rest = ends.items()
+    return rows + [OutputRow(name, [], 0, 0, end.reason, end.message) for name, end in rest]

@@ -6,14 +6,15 @@ import time
 from contextlib import ExitStack
 
 import msgspec
+from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import FinishReason, SamplingParams
+from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import COMPILING_TICK_S, EngineCore
 from cbatch.grammars import not_served
 from cbatch.text import TextTokenizer
-from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, choice_requests, token_ids
+from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, require_served, token_ids
 from cbatch.text.outputs import Accepted, Output, Speculation
 
 
@@ -76,30 +77,33 @@ class Engine:
         if request_id in self._groups:
             raise FieldError("request_id", f"{request_id!r} is running", "use another")
         ids = token_ids(prompt, self.tokenizer, self.scheduler.config.max_sequence_tokens)
-        requests = choice_requests(
-            request_id,
-            ids,
-            params,
+        request = Request(
+            request_id=request_id,
+            prompt=ids,
+            params=params,
             seed=self._seeds.of(params),
             priority=priority,
             cache_salt=cache_salt,
-            drafters=self.core.drafters,
-            has_text=self.tokenizer is not None,
         )
+        has_text = self.tokenizer is not None
+        require_served(request, drafters=self.core.drafters, has_text=has_text)
         if params.structured_outputs is not None:
             if self.core.grammars is None:
                 raise not_served()
             self.core.grammars.check(params.structured_outputs)
+        names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
+        live = {}
         with ExitStack() as added:
-            for request in requests:
-                self.core.add(request)
-                added.callback(self.core.cancel, request.request_id)
+            for i, name in enumerate(names):
+                choice = structs.replace(request, request_id=name, choice=i)
+                self.core.add(choice)
+                added.callback(self.core.cancel, name)
+                live[name] = LiveChoice(choice, request_id, self.tokenizer)
             added.pop_all()
         self._num_added += 1
-        for request in requests:
-            self._live[request.request_id] = LiveChoice(request, request_id, self.tokenizer)
-        self._groups[request_id] = [r.request_id for r in requests]
-        return Accepted(request_id, ids, requests[0].seed, params.n)
+        self._live |= live
+        self._groups[request_id] = names
+        return Accepted(request_id, ids, request.seed, params.n)
 
     def cancel(self, request_id: str) -> bool:
         """End every running choice of a request; the next `step` returns their outputs. Returns
@@ -115,7 +119,6 @@ class Engine:
         outputs, self._ready = self._ready, []
         step = self.core.step()
         self.stats.steps += step.times is not None
-        endings = {end.request_id: end for end in step.endings}
         for core_id, entry in step.logprobs:
             if core_id in self._live:
                 self._live[core_id].on_logprobs(entry)
@@ -123,19 +126,15 @@ class Engine:
             live = self._live.get(row.request_id)
             if live is None:
                 continue  # a stop string or the caller ended it while this step ran
-            if live.num_tokens:
+            if live.num_tokens and row.tokens:
                 self.stats.speculation.observe(row.num_drafted, row.num_accepted)
-            ending = endings.pop(row.request_id, None)
-            output = live.extend(row, ending)
+            output = live.extend(row)
             self.stats.output_tokens += len(output.token_ids)
             if output.finished is not None:
                 self._forget(row.request_id)
-                if ending is None:
+                if row.finish_reason is None:
                     self.core.finish(row.request_id, live.num_tokens)
             outputs.append(output)
-        for core_id, end in endings.items():
-            if core_id in self._live:
-                outputs.append(self._forget(core_id).end(end.reason, end.message))
         if self.core.waiting and not outputs and not self.core.busy:
             time.sleep(COMPILING_TICK_S)
         return outputs

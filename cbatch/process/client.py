@@ -1,7 +1,7 @@
 """The engine client: sends requests to the engine process, keeps transcripts, restarts the engine.
 
 A transcript is a request, its seed and its tokens so far. If the engine process dies, a new one is
-started and every open request resumes from its transcript. Its client only sees a pause.
+started and every open sequence resumes from its transcript. Its client only sees a pause.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cbatch.core.request.output import Ending
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.engine.core import EngineMetrics
 from cbatch.process.connection import EngineLink, EngineStartError, Launch, start_error
@@ -27,7 +27,6 @@ from cbatch.process.messages import (
     Cancel,
     Event,
     Finish,
-    NewChoice,
     Ready,
     Snapshot,
     StartFailed,
@@ -35,7 +34,7 @@ from cbatch.process.messages import (
     Stop,
     Watch,
 )
-from cbatch.process.transcript import Listener, Transcript
+from cbatch.process.open_sequence import OpenSequence
 
 # After this many deaths in a row without a committed token the client runs a request of its own. If
 # that fails too, or no request was in flight, the engine is at fault, and not an open request.
@@ -60,11 +59,11 @@ class EngineClient:
         `start_timeout_s`, since loading a model takes time."""
         self._launch = launch
         self._start_timeout_s, self._hang_timeout_s = start_timeout_s, hang_timeout_s
-        self._open: dict[str, Transcript] = {}  # by request id, in order of arrival
-        self._by_wire_id: dict[str, Transcript] = {}
+        self._open: dict[OpenSequence, None] = {}  # in order of arrival
+        self._by_wire_id: dict[str, OpenSequence] = {}
         self._wire_ids = map(str, itertools.count())
         self._suspects = CrashSuspects()
-        self._trial: str | None = None  # the suspected group that runs alone
+        self._trial: OpenSequence | None = None  # the suspected group that runs alone
         self._canary: str | None = None  # wire id of the client's own test request
         self._link: EngineLink | None = None
         self._task: asyncio.Task[None] | None = None
@@ -114,40 +113,38 @@ class EngineClient:
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def add(self, choices: Sequence[tuple[Request, Listener]]) -> None:
-        """Add the choices of one prompt, whose requests differ in id and choice only. They are
-        sent, suspected and tried as one group. Ids must be unused, and checked by
-        `engine.config.check_request`. Raises what the transport raises; then nothing was
-        added."""
+    def add(self, sequences: Sequence[OpenSequence]) -> None:
+        """Add the choices of one prompt, whose requests differ in the choice only. They are sent,
+        suspected and tried as one group. The requests must have been checked by
+        `engine.config.check_request`. Raises what the transport raises; then nothing was added."""
         if self.down is not None:
-            for _, listener in choices:
-                listener.on_lost(self.down)
+            for sequence in sequences:
+                sequence.on_lost(self.down)
             return
-        group_id = choices[0][0].request_id
-        transcripts = [Transcript(request, listener, group_id) for request, listener in choices]
-        self._open |= {t.request.request_id: t for t in transcripts}
+        for sequence in sequences:
+            sequence.group, sequence.tokens = sequences[0], []
+            self._open[sequence] = None
         if self.up and self._trial is None and self._canary is None:
             try:
-                self._dispatch(transcripts)
+                self._dispatch(sequences)
             except BaseException:
-                for transcript in transcripts:
-                    self.cancel(transcript.request.request_id)
+                for sequence in sequences:
+                    self.cancel(sequence)
                 raise
 
-    def cancel(self, request_id: str) -> None:
-        """Drop a request. Its slot is free before the next step."""
-        self._close(request_id, Cancel)
+    def cancel(self, sequence: OpenSequence) -> None:
+        """Drop a sequence. Its slot is free before the next step."""
+        self._close(sequence, Cancel)
 
-    def finish(self, request_id: str, keep_tokens: int) -> None:
-        """End a request whose text is complete: its output is its first `keep_tokens` tokens."""
-        self._close(request_id, lambda wire_id: Finish(wire_id, keep_tokens))
+    def finish(self, sequence: OpenSequence, keep_tokens: int) -> None:
+        """End a sequence whose text is complete: its output is its first `keep_tokens` tokens."""
+        self._close(sequence, lambda wire_id: Finish(wire_id, keep_tokens))
 
-    def _close(self, request_id: str, command: Callable[[str], Cancel | Finish]) -> None:
-        transcript = self._open.get(request_id)
-        if transcript is None:
+    def _close(self, sequence: OpenSequence, command: Callable[[str], Cancel | Finish]) -> None:
+        if sequence not in self._open:
             return
-        wire_id = transcript.wire_id
-        self._forget(transcript)
+        wire_id = sequence.wire_id
+        self._forget(sequence)
         if wire_id is not None and self._link is not None:
             self._link.send(command(wire_id))
         self._continue_trials()
@@ -161,83 +158,78 @@ class EngineClient:
             self._link.send(Watch(on_snapshot is not None))
 
     def request_id(self, wire_id: str) -> str | None:
-        """Return the id of the request with this wire id, None if it has ended."""
-        transcript = self._by_wire_id.get(wire_id)
-        return None if transcript is None else transcript.request.request_id
+        """Return the public id of the request with this wire id, None if it has ended."""
+        sequence = self._by_wire_id.get(wire_id)
+        return None if sequence is None else sequence.request.request_id
 
     # ---- commands to the engine ---------------------------------------------------------------
 
-    def _dispatch(self, transcripts: Sequence[Transcript]) -> None:
-        """Send one group's requests. After an exception, cancel them: some may have been sent."""
+    def _dispatch(self, sequences: Sequence[OpenSequence]) -> None:
+        """Send one group's sequences. After an exception, cancel them: some may have been sent."""
         assert self._link is not None
-        named = {next(self._wire_ids): transcript for transcript in transcripts}
-        choices = (
-            NewChoice(wire_id, transcript.request.choice, tuple(transcript.tokens))
-            for wire_id, transcript in named.items()
-        )
-        self._by_wire_id |= named
-        for wire_id, transcript in named.items():
-            transcript.wire_id = wire_id
-        self._link.send(Add(transcripts[0].request, tuple(choices)))
+        choices = {}
+        for sequence in sequences:
+            wire_id = sequence.wire_id = next(self._wire_ids)
+            self._by_wire_id[wire_id] = sequence
+            choices[wire_id] = (sequence.request.choice, tuple(sequence.tokens))
+        self._link.send(Add(sequences[0].request, choices))
 
-    def _withdraw(self, transcript: Transcript) -> None:
-        """Cancel a request in the engine, to resume it later from its transcript."""
-        assert self._link is not None and transcript.wire_id is not None
-        del self._by_wire_id[transcript.wire_id]
-        wire_id, transcript.wire_id = transcript.wire_id, None
+    def _withdraw(self, sequence: OpenSequence) -> None:
+        """Cancel a sequence in the engine, to resume it later from its transcript."""
+        assert self._link is not None and sequence.wire_id is not None
+        del self._by_wire_id[sequence.wire_id]
+        wire_id, sequence.wire_id = sequence.wire_id, None
         self._link.send(Cancel(wire_id))
 
     def _dispatch_open(self) -> None:
-        """Send all open requests, or only the first suspected group if there is one."""
+        """Send all open sequences, or only the first suspected group if there is one."""
         if self._canary is not None:
             return
         self._trial = next(iter(self._suspects.groups), None)
-        for transcript in self._open.values():
-            if self._trial not in (None, transcript.group_id) and transcript.wire_id is not None:
-                self._withdraw(transcript)
+        for sequence in self._open:
+            if self._trial not in (None, sequence.group) and sequence.wire_id is not None:
+                self._withdraw(sequence)
         for group in self._pending_groups():
-            if self._trial in (None, group[0].group_id):
+            if self._trial in (None, group[0].group):
                 try:
                     self._dispatch(group)
                 except Exception as error:
                     self._fail(group, error)
 
-    def _pending_groups(self) -> Iterable[list[Transcript]]:
-        """Yield the open requests that the engine does not have, by group."""
-        for _, group in itertools.groupby(list(self._open.values()), lambda t: t.group_id):
-            # Tested lazily, since a failed dispatch may have closed or sent other requests.
-            still_open = (t for t in group if t.request.request_id in self._open)
-            if pending := [t for t in still_open if t.wire_id is None]:
+    def _pending_groups(self) -> Iterable[list[OpenSequence]]:
+        """Yield the open sequences that the engine does not have, by group."""
+        for _, group in itertools.groupby(list(self._open), lambda sequence: id(sequence.group)):
+            # Tested lazily, since a failed dispatch may have closed or sent other sequences.
+            if pending := [s for s in group if s in self._open and s.wire_id is None]:
                 yield pending
 
     def _continue_trials(self) -> None:
-        """Try the next group, or send all requests, if the group on trial was cleared."""
+        """Try the next group, or send all sequences, if the group on trial was cleared."""
         if self._trial is not None and self.up and self._trial not in self._suspects.groups:
             self._dispatch_open()
 
-    def _forget(self, transcript: Transcript) -> None:
-        request_id = transcript.request.request_id
-        del self._open[request_id]
-        self._suspects.clear(request_id)
-        if transcript.wire_id is not None:
-            del self._by_wire_id[transcript.wire_id]
-            transcript.wire_id = None
+    def _forget(self, sequence: OpenSequence) -> None:
+        del self._open[sequence]
+        self._suspects.clear(sequence)
+        if sequence.wire_id is not None:
+            del self._by_wire_id[sequence.wire_id]
+            sequence.wire_id = None
 
-    def _notify(self, transcript: Transcript, call: Callable[[], None]) -> None:
-        """Call a request's listener. If it raises, only that request fails."""
+    def _notify(self, sequence: OpenSequence, handle: Callable[..., None], event: Any) -> None:
+        """Call a method of a sequence. If it raises, only that sequence fails."""
         try:
-            call()
+            handle(event)
         except Exception as error:
-            self._fail([transcript], error)
+            self._fail([sequence], error)
 
-    def _fail(self, transcripts: Iterable[Transcript], error: Exception) -> None:
-        """End these requests with an error of this process."""
-        for transcript in transcripts:
-            request_id = transcript.request.request_id
+    def _fail(self, sequences: Iterable[OpenSequence], error: Exception) -> None:
+        """End these sequences with an error of this process."""
+        for sequence in sequences:
+            request_id = sequence.request.request_id
             _logger.error("request %s failed", request_id, exc_info=error)
             try:
-                self.cancel(request_id)
-                transcript.listener.on_failed(error)
+                self.cancel(sequence)
+                sequence.on_failed(error)
             except Exception:
                 _logger.exception("request %s was abandoned", request_id)
 
@@ -254,7 +246,7 @@ class EngineClient:
                     link.send(Watch(True))
                 if self._barren_deaths >= MAX_BARREN_DEATHS:
                     self._canary = next(self._wire_ids)
-                    link.send(Add(_CANARY, (NewChoice(self._canary),)))
+                    link.send(Add(_CANARY, {self._canary: (0, ())}))
                 self._dispatch_open()
             case StartFailed():
                 link.failure = event
@@ -279,38 +271,34 @@ class EngineClient:
             _call_watcher(self.on_step, step)
         output = step.output
         step_s = 0.0 if output.times is None else output.times.total_s
+        sequences = self._by_wire_id
         for wire_id in output.admitted:
-            transcript = self._by_wire_id.get(wire_id)
-            if transcript is not None and not transcript.admitted:
-                transcript.admitted = True
-                self._notify(transcript, partial(transcript.listener.on_admitted, step_s))
+            sequence = sequences.get(wire_id)
+            if sequence is not None and not sequence.admitted:
+                sequence.admitted = True
+                self._notify(sequence, sequence.on_admitted, step_s)
         for wire_id, entry in output.logprobs:
-            transcript = self._by_wire_id.get(wire_id)
-            if transcript is not None:
-                self._notify(transcript, partial(transcript.listener.on_logprobs, entry))
-        endings = {ending.request_id: ending for ending in output.endings}
+            sequence = sequences.get(wire_id)
+            if sequence is not None:
+                self._notify(sequence, sequence.on_logprobs, entry)
         for row in output.rows:
-            transcript = self._by_wire_id.get(row.request_id)
-            if transcript is None:
+            sequence = sequences.get(row.request_id)
+            if sequence is None:
                 continue  # cancelled or finished while the step ran
-            link.committed = True
-            transcript.tokens += row.tokens
-            self.num_tokens += len(row.tokens)
-            self._suspects.clear(transcript.request.request_id)
-            ending = endings.pop(row.request_id, None)
-            if ending is not None:
-                self._forget(transcript)
-            self._notify(transcript, partial(transcript.listener.on_step, row, ending))
-        for wire_id, ending in endings.items():
-            transcript = self._by_wire_id.get(wire_id)
-            if transcript is not None:
-                self._forget(transcript)
-                self._notify(transcript, partial(transcript.listener.on_end, ending))
+            if row.tokens:
+                link.committed = True
+                sequence.tokens += row.tokens
+                self.num_tokens += len(row.tokens)
+                self._suspects.clear(sequence)
+            if row.finish_reason is not None:
+                self._forget(sequence)
+            self._notify(sequence, sequence.on_step, row)
 
     def _check_canary(self, step: Stepped) -> None:
         """End the test after a token of the canary: the engine itself works."""
         rows = step.output.rows
-        if self._canary is not None and any(row.request_id == self._canary for row in rows):
+        canary = self._canary
+        if canary is not None and any(row.tokens and row.request_id == canary for row in rows):
             self._canary, self._barren_deaths = None, 0
             self._dispatch_open()
 
@@ -376,28 +364,26 @@ class EngineClient:
 
     def _blame(self, in_flight: list[str], cause: str) -> None:
         """Reset the state of requests after a death, and end the group that caused it, if known."""
-        transcripts = (self._by_wire_id.get(wire_id) for wire_id in in_flight)
-        groups = {t.request.request_id: t.group_id for t in transcripts if t is not None}
-        for transcript in self._by_wire_id.values():
-            transcript.wire_id = None
+        suspects = [s for s in map(self._by_wire_id.get, in_flight) if s is not None]
+        for sequence in self._by_wire_id.values():
+            sequence.wire_id = None
         self._by_wire_id.clear()
         self._trial = self._canary = None
-        alone = len(groups) == len(in_flight) and len(set(groups.values())) == 1
-        culprit = self._suspects.on_death(groups, alone=alone)
+        alone = len(suspects) == len(in_flight) and len({s.group for s in suspects}) == 1
+        culprit = self._suspects.on_death(suspects, alone=alone)
         message = f"the engine dies whenever it runs this request; it last {cause}"
-        for transcript in list(self._open.values()):
-            request_id = transcript.request.request_id
-            if transcript.group_id == culprit and request_id in self._open:  # not cancelled yet
-                self._forget(transcript)
-                ending = Ending(request_id, FinishReason.ERROR, message)
-                self._notify(transcript, partial(transcript.listener.on_end, ending))
+        for sequence in list(self._open):
+            if sequence.group is culprit and sequence in self._open:  # not cancelled yet
+                self._forget(sequence)
+                row = OutputRow("", finish_reason=FinishReason.ERROR, message=message)
+                self._notify(sequence, sequence.on_step, row)
 
     def _give_up(self, message: str) -> None:
         self.down = message
-        while self._open:  # a listener may cancel other requests
-            transcript = next(iter(self._open.values()))
-            self._forget(transcript)
-            self._notify(transcript, partial(transcript.listener.on_lost, message))
+        while self._open:  # a sequence may cancel others
+            sequence = next(iter(self._open))
+            self._forget(sequence)
+            self._notify(sequence, sequence.on_lost, message)
 
 
 def _call_watcher(watcher: Callable[[AnyEvent], None], event: AnyEvent) -> None:

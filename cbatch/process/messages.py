@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -21,32 +22,22 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---- commands, to the engine ------------------------------------------------------------------
 
 
-class NewChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The fields in which choices differ. A resumed choice has its tokens so far in `output`."""
-
-    request_id: str
-    choice: int = 0
-    output: tuple[int, ...] = ()
-
-
 class Add(Message, frozen=True):
     """Start the choices of one prompt. The prompt and the parameters may be long, so they are sent
-    once. The id and choice in `request` are ignored."""
+    once. The id and choice in `request` are ignored. `choices` has, by wire id, the index of each
+    choice and the tokens that it has emitted before."""
 
     request: Request
-    choices: tuple[NewChoice, ...]
+    choices: dict[str, tuple[int, tuple[int, ...]]]
 
     def requests(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
         """Yield the request of each choice, with its output so far."""
-        for new in self.choices:
-            named = msgspec.structs.replace(
-                self.request, request_id=new.request_id, choice=new.choice
-            )
-            yield named, new.output
+        for wire_id, (choice, output) in self.choices.items():
+            yield structs.replace(self.request, request_id=wire_id, choice=choice), output
 
     def names(self) -> bytes:
         """Return the wire ids as a list encoded by msgpack."""
-        return msgspec.msgpack.encode([new.request_id for new in self.choices])
+        return msgspec.msgpack.encode(list(self.choices))
 
 
 class Cancel(Message, frozen=True):

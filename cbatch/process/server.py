@@ -136,10 +136,11 @@ class EngineServer:
 
     def _step(self) -> None:
         output = self._core.step()
-        for ending in output.endings:
-            self._grammars.leave(ending.request_id)
+        for row in output.rows:
+            if row.finish_reason is not None:
+                self._grammars.leave(row.request_id)
         kv_events = self._kv_events()
-        if output.times or output.endings or kv_events:
+        if output.times or output.rows or kv_events:
             self._send(Stepped(output, self._core.metrics(), kv_events))
         if output.times is None:
             return

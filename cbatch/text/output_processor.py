@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.core.request.logprobs import TokenLogprobs
-from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.request.typed import require_text
 from cbatch.text import TextStream, TextTokenizer
@@ -105,39 +105,16 @@ def _cut(
     return [text[cuts[i] : cuts[i + 1]] for i in range(len(starts))]
 
 
-def choice_requests(
-    request_id: str,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    *,
-    seed: int,
-    priority: int,
-    cache_salt: str | None,
-    drafters: Sequence[str],
-    has_text: bool,
-) -> list[Request]:
-    """Return a request for each of the `n` choices; they share the prompt's KV. `drafters` are the
-    names that `params.drafter` may contain. Raises `FieldError`."""
-    require_text("cache_salt", cache_salt)
-    if params.stop and not has_text:
+def require_served(request: Request, *, drafters: Sequence[str], has_text: bool) -> None:
+    """Raise `FieldError` for what an engine without text, or with these `drafters`, cannot do."""
+    require_text("cache_salt", request.cache_salt)
+    if request.params.stop and not has_text:
         raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")
-    for name in params.drafter or ():
+    for name in request.params.drafter or ():
         if name not in drafters:
             choices = f"use one of: {', '.join(drafters)}"
             remedy = choices if drafters else "leave it out, or start the engine with one"
             raise FieldError("drafter", f"{name!r} is not loaded", remedy)
-    return [
-        Request(
-            request_id=request_id if params.n == 1 else f"{request_id}#{choice}",
-            prompt=prompt,
-            params=params,
-            seed=seed,
-            choice=choice,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        for choice in range(params.n)
-    ]
 
 
 class LiveChoice:
@@ -185,19 +162,20 @@ class LiveChoice:
             logprobs = token_logprobs(tokens, entry, self._prompt_texts[first:])
             self._prompt_logprobs[first : first + len(tokens)] = logprobs
 
-    def extend(self, row: OutputRow, ending: Ending | None) -> Output:
-        """Return the output of a step, with the final choice if the sequence ended. `finished`
-        without an `ending` means that a stop string ended it: the scheduler must keep `num_tokens`
-        tokens."""
+    def extend(self, row: OutputRow) -> Output:
+        """Return the output of a step, with the final choice if the sequence ended. If the row has
+        no `finish_reason`, a stop string ended it: the scheduler must keep `num_tokens` tokens."""
+        if not row.tokens and row.finish_reason is not None:
+            return self.end(row.finish_reason, row.message)
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
             self._speculation.observe(row.num_drafted, row.num_accepted)
         text, keep_tokens, rest = "", None, ""
         if self._stream:
-            text, keep_tokens = self._stream.push(self._without_stop(tokens, ending))
+            text, keep_tokens = self._stream.push(self._without_stop(row))
         if keep_tokens is not None:
             tokens = tokens[: keep_tokens - self.num_tokens]
-        elif ending is not None:
+        elif row.finish_reason is not None:
             rest = self._rest()
         logprobs = prompt_logprobs = None
         if self._wants_logprobs and entry is not None:
@@ -214,9 +192,9 @@ class LiveChoice:
         finished = None
         if keep_tokens is not None:
             finished = self._choice("", FinishReason.STOP)
-        elif ending is not None:
+        elif row.finish_reason is not None:
             text += rest
-            finished = self._choice(rest, ending.reason, ending.message)
+            finished = self._choice(rest, row.finish_reason, row.message)
         return Output(
             request_id=self.group_id,
             index=self.request.choice,
@@ -236,11 +214,11 @@ class LiveChoice:
         choice = self._choice(rest, reason, error)
         return Output(self.group_id, self.request.choice, rest, (), finished=choice)
 
-    def _without_stop(self, tokens: list[int], ending: Ending | None) -> list[int]:
+    def _without_stop(self, row: OutputRow) -> list[int]:
         """Return the tokens to decode: without a stop token, unless the request includes it."""
-        stopped = ending is not None and ending.reason is FinishReason.STOP
         includes = self.request.params.include_stop_str_in_output
-        return tokens[:-1] if stopped and not includes else tokens
+        stopped = row.finish_reason is FinishReason.STOP
+        return row.tokens[:-1] if stopped and not includes else row.tokens
 
     def _texts(self, count: int) -> list[str | None]:
         """Return the text that each of the step's first `count` tokens added."""

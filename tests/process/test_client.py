@@ -156,9 +156,9 @@ def test_cancel_and_finish_free_everything() -> None:
             while not all(each.streaming for each in watched):
                 await asyncio.sleep(0.001)
             for request in watched[:5]:
-                client.cancel(request.request.request_id)
+                client.cancel(request)
             for request in watched[5:]:
-                client.finish(request.request.request_id, keep_tokens=1)
+                client.finish(request, keep_tokens=1)
             counts = [len(each.tokens) for each in watched]
             while client.stats is None or client.stats.num_running:
                 await asyncio.sleep(0.001)
@@ -308,13 +308,23 @@ class Unlucky(Watched):
 
 
 @pytest.mark.parametrize(
-    "hooks", [("on_admitted",), ("on_step",), ("on_end",), ("on_step", "on_failed")]
+    ("hooks", "refused"),
+    [
+        (("on_admitted",), False),
+        (("on_step",), False),
+        (("on_step",), True),
+        (("on_step", "on_failed"), False),
+    ],
 )
-def test_what_a_listener_raises_ends_its_request_alone(hooks: tuple[str, ...]) -> None:
+def test_what_a_listener_raises_ends_its_request_alone(
+    hooks: tuple[str, ...], refused: bool
+) -> None:
+    """A request that is refused ends without tokens."""
+
     async def scene() -> None:
         async with running(SLOW) as client:
             watched = watch(client, 60, count=4)
-            prompt = [10**6] if "on_end" in hooks else 8  # it is refused: an end without tokens
+            prompt = [10**6] if refused else 8
             unlucky = Unlucky(client, make_request("unlucky", prompt, max_tokens=50), hooks)
             await all_over(watched)
             assert tuple(unlucky.raised) == hooks, "once each, and nothing followed"

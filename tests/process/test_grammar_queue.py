@@ -15,7 +15,7 @@ from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
 from cbatch.process import grammar_queue as queue_module
 from cbatch.process.grammar_queue import GrammarQueue
 from cbatch.process.in_flight import InFlightJournal
-from cbatch.process.messages import Add, Cancel, NewChoice, Stepped
+from cbatch.process.messages import Add, Cancel, Stepped
 from cbatch.process.server import EngineServer
 from tests.helpers import make_request
 from tests.process.factories import SimFactory
@@ -106,29 +106,34 @@ def test_without_grammars_each_is_refused_by_name() -> None:
     assert "is not supported here" in str(ready(grammar_queue, 1)["a"])
 
 
+def ends(socket: OneCommand) -> dict[str, FinishReason]:
+    """Why each request ended, by id, in order."""
+    steps = [event for event in socket.sent if isinstance(event, Stepped)]
+    rows = [row for step in steps for row in step.output.rows]
+    return {row.request_id: row.finish_reason for row in rows if row.finish_reason is not None}
+
+
 def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     grammars: Any = SlowGrammars()
     core = SimFactory(lookahead="off")()
     core.grammars = grammars
-    plain = Add(make_request("", 5, max_tokens=40), (NewChoice("plain"),))
-    slow = Add(asking("", "x", max_tokens=3), (NewChoice("slow"), NewChoice("gone", 1)))
-    bad = Add(asking("", "bad", max_tokens=3), (NewChoice("bad"),))
+    plain = Add(make_request("", 5, max_tokens=40), {"plain": (0, ())})
+    slow = Add(asking("", "x", max_tokens=3), {"slow": (0, ()), "gone": (1, ())})
+    bad = Add(asking("", "bad", max_tokens=3), {"bad": (0, ())})
     socket: Any = OneCommand(slow, bad, plain, Cancel("gone"))
     recorder = InFlightJournal.create(tmp_path / "journal")
     server = EngineServer(core, socket, recorder)
     while server.iterate() and core.busy:
         pass
     assert recorder.read() == ["slow"], "whoever outlives the engine is to know"
-    steps = [event for event in socket.sent if isinstance(event, Stepped)]
-    assert [e.request_id for s in steps for e in s.output.endings] == ["plain"], "the others wait"
+    assert list(ends(socket)) == ["plain"], "the others wait"
     grammars.release.set()
     endings: dict[str, FinishReason] = {}
     deadline_s = time.monotonic() + 30
     while len(endings) < 3:
         assert time.monotonic() < deadline_s
         server.iterate()
-        events = [event for event in socket.sent if isinstance(event, Stepped)]
-        endings = {e.request_id: e.reason for event in events for e in event.output.endings}
+        endings = ends(socket)
     assert endings == {
         "plain": FinishReason.LENGTH,
         "slow": FinishReason.LENGTH,

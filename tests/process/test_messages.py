@@ -12,7 +12,6 @@ from cbatch.process import in_flight as journal_module
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import (
     Add,
-    NewChoice,
     Stepped,
     decode_command,
     decode_event,
@@ -39,7 +38,7 @@ def test_what_is_being_read_is_known_and_reading_is_a_sign_of_life(tmp_path: Pat
     reader = InFlightJournal.create(tmp_path / "journal")
     writer = InFlightJournal(tmp_path / "journal")
     writer.write({"a"})
-    names, _ = frames_of(Add(make_request("", 5), (NewChoice("b"), NewChoice("c"))))
+    names, _ = frames_of(Add(make_request("", 5), {"b": (0, ()), "c": (1, ())}))
     for count in range(1, 3):
         writer.begin_reading(names)
         assert reader.read() == ["a", "b", "c"]
@@ -60,8 +59,8 @@ def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:
 def test_choices_of_a_call_are_sent_together() -> None:
     """Their parameters may be long, and are sent once."""
     request = make_request("", 5, banned_token_ids=tuple(range(5000)))
-    choices = tuple(NewChoice(str(i), i, (7,) * i) for i in range(128))
-    alone = len(encode(Add(request, choices[:1])))
+    choices = {str(i): (i, (7,) * i) for i in range(128)}
+    alone = len(encode(Add(request, {"0": (0, ())})))
     content = encode(Add(request, choices))
     assert len(content) - alone < 128 * 200
     command = decode_command(content)
@@ -119,7 +118,7 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
         return original(plan)
 
     setattr(inner, verb, spy)
-    adds = [Add(make_request(n, 5, max_tokens=3), (NewChoice(n),)) for n in ("a", "b")]
+    adds = [Add(make_request(n, 5, max_tokens=3), {n: (0, ())}) for n in ("a", "b")]
     socket: Any = OneCommand(*adds)
     server = EngineServer(core, socket, recorder)
     while server.iterate() and core.busy:
@@ -127,14 +126,15 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     assert seen[0] == ["a", "b"] and all(seen), "a step ran unannounced"
     assert recorder.read() == []
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
-    assert [e.reason for s in steps for e in s.output.endings] == [FinishReason.LENGTH] * 2
+    ends = [row.finish_reason for s in steps for row in s.output.rows if row.finish_reason]
+    assert ends == [FinishReason.LENGTH] * 2
     assert steps[0].output.admitted == ("a", "b") and steps[0].output.times is not None
 
 
 def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None:
     core = SimFactory()()
-    socket: Any = OneCommand(Add(make_request("", [10**6]), (NewChoice("a"),)))
+    socket: Any = OneCommand(Add(make_request("", [10**6]), {"a": (0, ())}))
     server = EngineServer(core, socket, InFlightJournal.create(tmp_path / "journal"))
     server.iterate()
-    ((ending,),) = (event.output.endings for event in socket.sent)
-    assert ending.request_id == "a" and "out of range" in ending.message
+    ((ending,),) = (event.output.rows for event in socket.sent)
+    assert ending.request_id == "a" and "out of range" in str(ending.message)

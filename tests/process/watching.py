@@ -12,36 +12,37 @@ from functools import partial
 from typing import Self
 
 from cbatch.core.request.logprobs import TokenLogprobs
-from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.process.client import EngineClient
+from cbatch.process.open_sequence import OpenSequence
 from cbatch.process.server import EngineProcess, Factory
 from tests.checking.language import reference_output
 from tests.process.factories import SimFactory
 
 
-class Watched:
-    """A listener that records events."""
+class Watched(OpenSequence):
+    """A sequence that records its events."""
 
     @classmethod
     def call(cls, client: EngineClient, choices: Sequence[Request]) -> list[Self]:
         """Add the requests of one call."""
-        listeners = [cls(client, request, add=False) for request in choices]
-        client.add([(each.request, each) for each in listeners])
-        return listeners
+        sequences = [cls(client, request, add=False) for request in choices]
+        client.add(sequences)
+        return sequences
 
     def __init__(self, client: EngineClient, request: Request, *, add: bool = True) -> None:
         self.request = request
         self.tokens: list[int] = []
         self.last_start = 0  # number of the engine start that sent the last tokens
         self.num_admissions = 0
-        self.ending: Ending | None = None
+        self.ending: OutputRow | None = None
         self.lost: str | None = None
         self.failed: Exception | None = None
         self.over = asyncio.Event()
         self._client = client
         if add:
-            client.add([(request, self)])
+            client.add([self])
 
     def on_admitted(self, ago_s: float) -> None:
         self.num_admissions += 1
@@ -49,16 +50,13 @@ class Watched:
     def on_logprobs(self, entry: TokenLogprobs) -> None:
         pass
 
-    def on_step(self, row: OutputRow, ending: Ending | None) -> None:
-        self.tokens += row.tokens
-        self.last_start = self._client.num_starts
-        if ending is not None:
-            self.on_end(ending)
-
-    def on_end(self, ending: Ending) -> None:
-        assert self.ending is None, "it ended twice"
-        self.ending = ending
-        self.over.set()
+    def on_step(self, row: OutputRow) -> None:
+        if row.tokens:
+            self.last_start = self._client.num_starts
+        if row.finish_reason is not None:
+            assert self.ending is None, "it ended twice"
+            self.ending = row
+            self.over.set()
 
     def on_lost(self, message: str) -> None:
         self.lost = message
@@ -98,7 +96,8 @@ def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
             eos_ids=config.eos_ids,
             max_model_len=config.max_sequence_tokens,
         )
-        assert request.ending is not None and request.ending.reason is reason, request.ending
+        ending = request.ending
+        assert ending is not None and ending.finish_reason is reason, ending
         assert request.tokens == expected, request.request.request_id
         assert request.num_admissions == 1
 
@@ -118,4 +117,4 @@ async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: ran
 
 def assert_ended_by(watched: Watched, reason: FinishReason, words: str) -> None:
     ending = watched.ending
-    assert ending is not None and ending.reason is reason and words in (ending.message or "")
+    assert ending is not None and ending.finish_reason is reason and words in (ending.message or "")

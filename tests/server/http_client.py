@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
+from cbatch.core.request.request import Request, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
@@ -27,7 +28,8 @@ from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
-from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate, TextTokenizer
 from tests.process.threads import EngineThread
@@ -208,6 +210,15 @@ def toy_model(template: str = "{{ messages[0].content }}", **options: Any) -> Se
     given = {"max_model_len": 256, "vocab_size": TOKENIZER.vocab_size, "created_s": 0}
     given |= {"name": MODEL, "tokenizer": TOKENIZER}
     return ServedModel(chat_template=ChatTemplate(template, {}, "the test"), **(given | options))
+
+
+def open_request(prompt: tuple[int, ...] = (1,), *, n: int = 1, seed: int = 1) -> OpenRequest:
+    """A request that no engine has. What a test puts in comes out."""
+    opened = OpenRequest(AdmissionQueue(Limits(), time.monotonic), n)
+    opened.request = Request(
+        request_id="r", prompt=prompt, params=SamplingParams(n=n, max_tokens=9), seed=seed
+    )
+    return opened
 
 
 def sample(client: Client, name: str, **labels: str) -> float:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
 
-from cbatch.core.request.output import Ending, OutputRow
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
-from cbatch.server.protocol.requests import PendingPrompt
+from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
-from cbatch.server.serving.open_request import OutputStream
+from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.service import within
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
-from cbatch.text.outputs import Accepted
+from tests.server.http_client import open_request
 from tests.text.toy_tokenizers import printable
 
 EOS = 0
@@ -57,22 +57,16 @@ class ScriptedService:
 
     async def stop(self) -> None: ...
 
-    async def submit(
-        self,
-        prompt: PendingPrompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        mark_ids: frozenset[int] | None = None,
-        whole: bool = True,
-        **_: Any,
-    ) -> OutputStream:
+    async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
+        (prompt,), params = api_request.prompts, api_request.params
+        assert isinstance(prompt, PendingPrompt)
         ids = prompt.make()
         self.params = within(params, prompt, ids)
-        stream = OutputStream(Accepted(request_id, ids, 1, params.n), lambda: None)
+        opened = open_request(ids, n=params.n)
+        options = {"mark_ids": api_request.mark_ids, "whole": not api_request.fields.stream}
         for index in range(params.n):
             request = Request(request_id="r", prompt=ids, params=params, seed=1, choice=index)
-            choice = LiveChoice(request, request_id, self.tokenizer, mark_ids=mark_ids, whole=whole)
+            choice = LiveChoice(request, "r", self.tokenizer, **cast(Any, options))
             tokens = self.tokenizer.encode(self.text)
             tokens += [EOS] if self.reason is FinishReason.STOP else []
             steps = [
@@ -80,11 +74,10 @@ class ScriptedService:
             ]
             for number, step in enumerate(steps, 1):
                 ends = number == len(steps) and not self.late
-                ending = Ending("r", self.reason) if ends else None
-                output = choice.extend(OutputRow("r", step, 0, 0), ending)
-                stream.put(output)
+                output = choice.extend(OutputRow("r", step, 0, 0, self.reason if ends else None))
+                opened.put(output)
                 if output.finished is not None:
                     break
             else:
-                stream.put(choice.end(self.reason))
-        return stream
+                opened.put(choice.end(self.reason))
+        yield opened

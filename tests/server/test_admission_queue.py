@@ -8,6 +8,7 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.open_request import OpenRequest
 from tests.checking.clock import VirtualClock
 
 
@@ -16,22 +17,28 @@ def make(stats: Any = None, **limits: float) -> tuple[AdmissionQueue, VirtualClo
     return AdmissionQueue(Limits(**limits), clock, lambda: stats), clock
 
 
+def reserved(queue: AdmissionQueue, num_choices: int, prompt_tokens: int) -> OpenRequest:
+    opened = OpenRequest(queue, num_choices)
+    opened.enqueue(prompt_tokens)
+    return opened
+
+
 def test_both_bounds_hold_and_come_free_again() -> None:
     queue, _ = make(max_queued_requests=3, max_queued_prompt_tokens=100)
-    first = queue.reserve(2, 60)
+    first = reserved(queue, 2, 60)
     with pytest.raises(OverloadedError, match="2 of 3 requests"):
         queue.reserve(2, 10)
     with pytest.raises(OverloadedError, match="60 of 100 prompt tokens"):
         queue.reserve(1, 50)
     assert queue.rejections == {"queued_requests": 1, "queued_prompt_tokens": 1}
-    second = queue.reserve(1, 40)
+    second = reserved(queue, 1, 40)
     assert (queue.num_requests, queue.num_prompt_tokens) == (3, 100)
-    first.leave_one()
+    first.on_admitted(0.0)
     assert (queue.num_requests, queue.num_prompt_tokens) == (2, 40), "the prompt is one for all"
-    first.leave_one()
-    first.release()
-    second.release()
-    second.release()
+    first.on_admitted(0.0)
+    first.holds.close()
+    second.holds.close()
+    second.holds.close()
     assert (queue.num_requests, queue.num_prompt_tokens) == (0, 0)
 
 
@@ -41,7 +48,7 @@ def test_the_place_is_taken_before_the_prompt_is_tokenised() -> None:
     places = []
     with pytest.raises(OverloadedError):
         for _ in range(10):
-            places.append(queue.reserve(1, 40))
+            places.append(reserved(queue, 1, 40))
     assert len(places) == 2
     for place in places:
         place.settle(10)
@@ -62,10 +69,10 @@ def test_an_empty_queue_takes_any_one_call() -> None:
 def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
     queue, clock = make(max_queued_requests=20)
     assert queue.overloaded("full", "no room").retry_after_s == 1, "nothing is known yet"
-    place = queue.reserve(20, 1)
+    place = reserved(queue, 20, 1)
     for _ in range(5):
         clock.advance(2.0)
-        place.leave_one()
+        place.on_admitted(0.0)
     assert queue.overloaded("full", "no room").retry_after_s == 30
     clock.advance(10_000)
     assert queue.overloaded("full", "no room").retry_after_s == 60
@@ -83,15 +90,15 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
     stats = SimpleNamespace(remaining_prompt_tokens=40, prompt_token_s=0.01)
     queue, _ = make(stats, ttft_target_s=1.0)
     queue.reserve(1, 30)
-    queue.reserve(1, 30).release()
+    reserved(queue, 1, 30).holds.close()
     queue.require_in_time()
-    last = queue.reserve(1, 250)
+    last = reserved(queue, 1, 250)
     assert queue.estimated_prefill_s() == pytest.approx(3.2)
     with pytest.raises(OverloadedError, match="3.2 s, later than 1 s") as refused:
         queue.require_in_time()
     assert refused.value.retry_after_s == 3
     assert queue.rejections == {"ttft_target": 1}
-    last.release()
+    last.holds.close()
     queue.require_in_time()
 
 

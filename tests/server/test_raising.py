@@ -17,10 +17,10 @@ import pytest
 
 from cbatch.process.client import EngineClient
 from cbatch.process.connection import EngineLink
-from cbatch.server.serving.admission_queue import AdmissionQueue, QueueTicket
-from cbatch.server.serving.metrics import RequestMetrics
-from cbatch.server.serving.open_request import OpenRequest, OutputStream, ServedChoice
+from cbatch.server.serving.admission_queue import AdmissionQueue
+from cbatch.server.serving.open_request import OpenRequest, ServedChoice
 from cbatch.server.serving.prompts import PromptReader
+from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
@@ -34,9 +34,10 @@ NUM_CALLS, MAX_TOKENS = 4, 30
 SUBMITTING = [
     (AdmissionQueue, "reserve"),
     (PromptReader, "ids"),
-    (EngineService, "_requests"),
-    (QueueTicket, "settle"),
+    (EngineService, "_request"),
     (OpenRequest, "__init__"),
+    (OpenRequest, "enqueue"),
+    (OpenRequest, "settle"),
     (OpenRequest, "set_deadlines"),
     (OpenRequest, "begin"),
     (LiveChoice, "__init__"),
@@ -44,7 +45,7 @@ SUBMITTING = [
     (EngineClient, "_dispatch"),
     (EngineLink, "send"),
     (ResponseBuilder, "open"),
-    (RequestMetrics, "open"),
+    (RequestRecord, "open"),
 ]
 DISTRIBUTING = [
     (ServedChoice, "on_admitted"),
@@ -52,12 +53,12 @@ DISTRIBUTING = [
     (OpenRequest, "on_admitted"),
     (OpenRequest, "deliver"),
     (LiveChoice, "extend"),
-    (OutputStream, "put"),
-    (OutputStream, "take"),
+    (OpenRequest, "put"),
+    (OpenRequest, "take"),
     (ResponseBuilder, "take"),
     (ResponseBuilder, "event"),
     (CompletionBuilder, "_part"),
-    (RequestMetrics, "observe"),
+    (RequestRecord, "observe"),
 ]
 # These release a resource: they raise once they have.
 ENDING = [
@@ -65,12 +66,12 @@ ENDING = [
     (OpenRequest, "_cancel"),
     (EngineClient, "cancel"),
     (EngineClient, "_close"),
-    (QueueTicket, "leave_one"),
-    (QueueTicket, "release"),
+    (AdmissionQueue, "note_departure"),
+    (OpenRequest, "_leave_queue"),
     (EngineService, "_close_one"),
-    (OutputStream, "close"),
-    (OutputStream, "ended"),
-    (RequestMetrics, "close"),
+    (OpenRequest, "close"),
+    (OpenRequest, "ended"),
+    (RequestRecord, "close"),
 ]
 EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
 # What `reserve` has counted but not returned could not be released.

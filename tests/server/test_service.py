@@ -14,15 +14,15 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.process.client import EngineClient
 from cbatch.server.protocol.errors import ServiceError, SlowReaderError
+from cbatch.server.protocol.requests import AnyPrompt, ApiRequest, RequestFields
 from cbatch.server.serving import open_request as calls
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.open_request import OutputStream, joined
+from cbatch.server.serving.open_request import OpenRequest, joined
 from cbatch.server.serving.service import EngineService
-from cbatch.text.outputs import Accepted
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
-from tests.server.http_client import served_model
+from tests.server.http_client import open_request, served_model
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
@@ -47,8 +47,16 @@ async def service(
         await made.stop()
 
 
-async def read(stream: OutputStream) -> list[Output]:
-    return [output async for output in stream]
+async def submit(
+    made: EngineService, prompt: AnyPrompt, params: SamplingParams, *, stream: bool = False
+) -> OpenRequest:
+    """One prompt. Its choices are whole at the end unless they are streamed."""
+    fields = RequestFields(stream=stream)
+    return await anext(made.submit(ApiRequest(prompts=(prompt,), params=params, fields=fields)))
+
+
+async def read(opened: OpenRequest) -> list[Output]:
+    return [output async for output in opened]
 
 
 async def idle(made: EngineService) -> None:
@@ -66,8 +74,8 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised(
         async with service(max_model_len=8000, num_blocks=4000) as made:
             prompt = "ab " * 5000
             params = SamplingParams(max_tokens=3)
-            submitting = asyncio.create_task(made.submit(prompt[:4000], params, request_id="r"))
-            beside = asyncio.create_task(made.submit(prompt, params, request_id="too long"))
+            submitting = asyncio.create_task(submit(made, prompt[:4000], params))
+            beside = asyncio.create_task(submit(made, prompt, params))
             await asyncio.sleep(0)
             await made.drain(30)
             assert (await read(await submitting))[-1].finished is not None
@@ -97,10 +105,8 @@ def test_a_refused_request_gives_its_place_back() -> None:
         async with service(step_s=0.02) as made:
             for prompt, params in (([10**6], LONG), ("", LONG), ([1] * 1000, LONG)):
                 with pytest.raises(FieldError):
-                    await made.submit(prompt, params, request_id="r")
-            await made.submit(PROMPT, LONG, request_id="r")
-            with pytest.raises(FieldError, match="request_id"):
-                await made.submit(PROMPT, LONG, request_id="r")
+                    await submit(made, prompt, params)
+            await submit(made, PROMPT, LONG)
             assert made.num_requests == 1 and made.queue.num_requests <= 1
 
     asyncio.run(scene())
@@ -109,7 +115,7 @@ def test_a_refused_request_gives_its_place_back() -> None:
 def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(calls.ServedChoice):
         def extend(self, *args: Any) -> Output:
-            if self.group_id == "broken":
+            if self.request.prompt[0] == 7:
                 raise RuntimeError("on purpose")
             return super().extend(*args)
 
@@ -117,8 +123,8 @@ def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatc
 
     async def scene() -> None:
         async with service() as made:
-            broken = await made.submit(PROMPT, LONG, request_id="broken")
-            fine = await made.submit(PROMPT, LONG, request_id="fine")
+            broken = await submit(made, [7, 8], LONG)
+            fine = await submit(made, [8, 7], LONG)
             with pytest.raises(ServiceError, match="on purpose"):
                 await read(broken)
             assert (await read(fine))[-1].finished is not None
@@ -130,9 +136,8 @@ def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
     async def scene(whole: bool) -> None:
         async with service() as made:
             params = SamplingParams(max_tokens=40, seed=1, logprobs=0)
-            *_, last = outputs = await read(
-                await made.submit(PROMPT, params, request_id="r", whole=whole)
-            )
+            opened = await submit(made, PROMPT, params, stream=not whole)
+            *_, last = outputs = await read(opened)
             assert sum(len(output.token_ids) for output in outputs) == 40
             choice, text = last.finished, "".join(output.text for output in outputs)
             assert choice is not None and choice.finish_reason is FinishReason.LENGTH
@@ -150,10 +155,8 @@ def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, s
         sizes = {"max_model_len": 2048, "num_blocks": 4096}
         params = SamplingParams(max_tokens=1500, seed=1)
         async with service(Limits(max_unread_tokens=300), step_s=0.0, **sizes) as made:
-            streams = [
-                await made.submit(PROMPT, params, request_id=str(at), num_prompts=num_prompts)
-                for at in range(num_prompts)
-            ]
+            request = ApiRequest(prompts=(PROMPT,) * num_prompts, params=params)
+            streams = [opened async for opened in made.submit(request)]
             await idle(made)
             for stream in streams:
                 assert not stream.unread_tokens
@@ -169,7 +172,7 @@ def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
     """A reader that pauses takes nothing from the streams that it joins."""
 
     async def scene() -> tuple[list[int], list[int]]:
-        streams = [OutputStream(Accepted("r", (1,), 1, 2), lambda: None) for _ in range(2)]
+        streams = [open_request(n=2) for _ in range(2)]
         for stream in streams:
             stream.put(Output("r", 0, "", (1, 2)))
         reading = joined(streams)
@@ -191,7 +194,7 @@ def test_a_step_that_brings_much_at_once_is_no_slow_reader() -> None:
     async def scene() -> None:
         limits, params = Limits(max_unread_tokens=8), SamplingParams(max_tokens=40, n=32, seed=1)
         async with service(limits, step_s=0.0, lookahead="fixed:8", num_blocks=4096) as made:
-            outputs = await read(await made.submit(PROMPT, params, request_id="r"))
+            outputs = await read(await submit(made, PROMPT, params))
             assert sum(len(output.token_ids) for output in outputs) == 32 * 40
 
     asyncio.run(scene())

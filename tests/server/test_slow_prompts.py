@@ -172,7 +172,7 @@ def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.Monke
             model = toy_model(FOREVER, max_model_len=10**6)
             made.open(model)
             (prompt,) = parse_chat(json.dumps(CONVERSATION).encode(), model).prompts
-            slow = made.submit(prompt, test_service.LONG, request_id="r")
+            slow = test_service.submit(made, prompt, test_service.LONG)
             task = asyncio.create_task(slow)
             await asyncio.sleep(0.5)
             await made.drain(600)

@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.request.request import FinishReason
-from cbatch.server.http.streaming import gather
 from cbatch.server.protocol.errors import SlowReaderError
 from cbatch.server.protocol.requests import parse_chat, parse_completion
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.metrics import Metrics, RequestMetrics
-from cbatch.server.serving.open_request import OutputStream
-from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder
-from cbatch.text.outputs import Accepted, Choice, Output, Speculation
-from tests.server.http_client import toy_model
+from cbatch.server.serving.metrics import Metrics
+from cbatch.server.serving.open_request import joined
+from cbatch.server.serving.request_record import RequestRecord
+from cbatch.server.serving.response_builder import CompletionBuilder
+from cbatch.text.outputs import Choice, Output, Speculation
+from tests.server.http_client import open_request, toy_model
 
 
 def test_one_that_fails_does_not_block_the_others() -> None:
     async def scene() -> None:
-        accepted = Accepted("r", (1,), 1, 1)
-        streams = [OutputStream(accepted, lambda: None) for _ in range(3)]
+        streams = [open_request() for _ in range(3)]
         streams[1].fail(SlowReaderError("on purpose"))
         with pytest.raises(SlowReaderError):
-            await gather(streams, cast(ResponseBuilder[Any], None))
+            async for _ in joined(streams):
+                pass
         async with asyncio.timeout(60):
             while len(asyncio.all_tasks()) > 1:
                 await asyncio.sleep(0)
@@ -58,11 +58,12 @@ def events(kind: str, fields: dict[str, Any], texts: Sequence[str], *, whole: bo
     is encoded from its beginning to its end."""
     made, parse, body, parser = KINDS[kind]
     model = toy_model(name=NAME, reasoning_parser=parser)
-    answer = made(parse(json.dumps(body | fields).encode(), model), model, RequestMetrics(METRICS))
+    record = RequestRecord(METRICS, "POST", "/", "x")
+    answer = made(parse(json.dumps(body | fields).encode(), model), model, record)
     if whole:
         answer._only_text = False
     num_choices = answer.api_request.params.n
-    answer.open(OutputStream(Accepted("r", (1, 2), 3, num_choices), lambda: None))
+    answer.open(open_request((1, 2), n=num_choices, seed=3))
     end = Choice(0, "", (), FinishReason.STOP, None, Speculation())
     outputs = [Output("r", at, text, (5, 6)) for text in texts for at in range(num_choices)]
     outputs += [Output("r", at, "end", (7,), finished=end) for at in range(num_choices)]

@@ -348,7 +348,7 @@ def test_an_error_of_the_server_has_the_shape_of_the_others(
 def test_an_unexpected_error_is_logged_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(*_: Any, **__: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr(EngineService, "submit", broken)

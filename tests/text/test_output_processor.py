@@ -40,7 +40,7 @@ def run(*, whole: bool) -> tuple[LiveChoice, list[Output]]:
     outputs = []
     for at, token in enumerate(TOKENIZER.encode(TEXT), start=len(prompt)):
         live.on_logprobs(logprobs(at, 1))
-        outputs.append(live.extend(OutputRow("r", [token], 0, 0), None))
+        outputs.append(live.extend(OutputRow("r", [token], 0, 0)))
     return live, outputs
 
 
@@ -90,7 +90,7 @@ def test_a_streamed_one_is_as_small_after_many_tokens() -> None:
         request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(), seed=0)
         live = LiveChoice(request, "r", TOKENIZER, whole=whole)
         for _ in range(num_tokens):
-            live.extend(OutputRow("r", [letter], 0, 0), None)
+            live.extend(OutputRow("r", [letter], 0, 0))
         return max(map(len, reachable(live, list)))
 
     assert longest_list(300, whole=True) == 300

@@ -8,17 +8,12 @@ from cbatch.core.request.request import FinishReason
 
 
 class OutputRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of a request in one step."""
+    """New tokens of a request in one step. The last row of each accepted request, and no other, has
+    a `finish_reason`; it may have no tokens. `message` explains an error."""
 
     request_id: str
-    tokens: list[int]
-    num_drafted: int
-    num_accepted: int
-
-
-class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a request; each accepted request has exactly one. `message` explains an error."""
-
-    request_id: str
-    reason: FinishReason
+    tokens: list[int] = []
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
     message: str | None = None

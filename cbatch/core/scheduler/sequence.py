@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.logprobs import TokenLogprobs
-from cbatch.core.request.output import Ending, OutputRow
-from cbatch.core.request.request import MODEL, Request
+from cbatch.core.request.output import OutputRow
+from cbatch.core.request.request import MODEL, FinishReason, Request
 from cbatch.core.scheduler.block_pool import ROOT, Node
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.queue import Rank
@@ -61,9 +61,13 @@ class Sequence(msgspec.Struct, eq=False):
         return min(end, context) if len(chain) == 1 else end, context
 
 
-class Finished(Ending, frozen=True, kw_only=True):
-    """The end of a request, with its whole output, int32, after every cut."""
+class Finished(msgspec.Struct, frozen=True):
+    """The end of a request, with its whole output, int32, after every cut. `message` explains an
+    error."""
 
+    request_id: str
+    reason: FinishReason
+    message: str | None
     output: np.ndarray
 
 

@@ -207,7 +207,7 @@ class SchedulerState:
             output = tokens[sequence.num_prompt_tokens :][:keep_tokens].copy()
             self.leave_slot(sequence)
         del self.sequences[sequence.request.request_id]
-        self.finished.append(Finished(sequence.request.request_id, reason, message, output=output))
+        self.finished.append(Finished(sequence.request.request_id, reason, message, output))
 
     def take_finished(self) -> tuple[Finished, ...]:
         """Return the endings since the last call."""

@@ -33,9 +33,12 @@ class BodyIntake:
 
     @asynccontextmanager
     async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-        """Read and decompress a body, which counts until the block ends. Raises `MediaTypeError`,
-        `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`, `BodyTooLongError` or
-        `FieldError`."""
+        """Read and decompress a JSON body, which counts until the block ends. Raises
+        `MediaTypeError`, `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`,
+        `BodyTooLongError` or `FieldError`."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise MediaTypeError("content-type", f"{kind!r} is not supported", "send application/json")
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", "gzip", "x-gzip"):
             raise MediaTypeError(

@@ -3,10 +3,8 @@ request."""
 
 from __future__ import annotations
 
-import logging
-import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -14,90 +12,42 @@ from litestar import Request
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
-from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import error_body, unforeseen
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
-from cbatch.server.serving.metrics import RequestMetrics
+from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.response_builder import encode
-from cbatch.system.logs import fields
 
 # For probes, which have no key, and for the page that asks for one. They show no user's data.
 OPEN_PATHS = ("/health", "/ready", *PAGE_PATHS)
 METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
-_logger = logging.getLogger("cbatch")
-MAX_PATH_CHARS = 200
-_KEY = "cbatch.call"  # in the ASGI scope
+_RECORD = "cbatch.record"  # key of the ASGI scope
 
 
-class RequestLog:
-    """The log line of one request. `status` is None until a response begins."""
-
-    def __init__(self, scope: Scope, request_id: str) -> None:
-        self._began_s = time.monotonic()
-        self._method, self.path = str(scope["method"]), str(scope["path"])[:MAX_PATH_CHARS]  # type: ignore[typeddict-item]
-        self._request_id = request_id
-        self.status: int | None = None
-        self.key: str | None = None
-        self.metrics: RequestMetrics | None = None
-        self.id: str | None = None
-        self.streamed: bool | None = None
-        self.error: str | None = None
-        cast(dict[str, Any], scope)[_KEY] = self
-
-    def fail(self, error: BaseException) -> None:
-        """Record the error's type and field. The message may contain the client's data."""
-        self.error = type(error).__name__
-        if isinstance(error, FieldError):
-            self.error += f" {error.field}"
-
-    def write(self) -> None:
-        """Write the line for a POST request, or for any that was refused."""
-        status = self.status or 499  # the client left before a response began
-        if self._method != "POST" and status < 400:
-            return
-        metrics = self.metrics
-        measurements = {} if metrics is None else metrics.summary()
-        error = self.error or (metrics and metrics.error)
-        _logger.info(
-            "request",
-            extra=fields(
-                request_id=self._request_id,
-                id=self.id,
-                path=self.path,
-                status=status,
-                key=self.key,
-                stream=self.streamed,
-                e2e_s=round(time.monotonic() - self._began_s, 4),
-                **measurements,
-                error=error,
-            ),
-        )
-
-
-def request_log(request: Request[Any, Any, Any]) -> RequestLog:
-    """Return the log line that the middleware opened for a request."""
-    return cast(RequestLog, cast(dict[str, Any], request.scope)[_KEY])
+def record_of(request: Request[Any, Any, Any]) -> RequestRecord:
+    """Return the record that the middleware opened for a request."""
+    return cast(RequestRecord, cast(dict[str, Any], request.scope)[_RECORD])
 
 
 class RequestMiddleware:
     """Wraps an application. If there are keys, every path except `OPEN_PATHS` (and the metrics, if
-    open) requires one as a bearer token. POST requests count against the key's limit; `reject`
-    counts those refused for it. Every response has an `X-Request-Id`, the client's or a new one.
+    open) requires one as a bearer token. POST requests count against the key's limit; `totals`
+    count those refused for it. Every response has an `X-Request-Id`, the client's or a new one.
     Pages of `cors_origins` (`*`: all) may read responses."""
 
     def __init__(
         self,
         app: ASGIApp,
         keys: KeyRing,
-        reject: Callable[[str], None],
+        totals: RequestTotals,
         *,
         open_metrics: bool,
         cors_origins: Collection[str] = (),
     ) -> None:
-        self._app, self._keys, self.reject = app, keys, reject
+        self._app, self._keys, self._totals = app, keys, totals
+        self.reject = totals.reject
         self._origins = frozenset(origin.rstrip("/").lower().encode() for origin in cors_origins)
         self._open = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
 
@@ -107,12 +57,13 @@ class RequestMiddleware:
             return
         request_headers = {name: value for name, value in scope["headers"] if name in _READ}
         request_id = _request_id(request_headers.get(REQUEST_ID, b""))
-        log = RequestLog(scope, request_id.decode())
+        record = RequestRecord(self._totals, scope["method"], scope["path"], request_id.decode())
+        cast(dict[str, Any], scope)[_RECORD] = record
         sharing = self._sharing(request_headers.get(b"origin", b""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                log.status = message["status"]
+                record.status = message["status"]
                 message["headers"] = [*message["headers"], (REQUEST_ID, request_id), *sharing]
             await send(message)
 
@@ -123,16 +74,16 @@ class RequestMiddleware:
                 await self._app(scope, receive, send_with_id)
             else:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
-                log.key = None if key is None else key.name
+                record.key = None if key is None else key.name
                 await self._enter(key, scope, receive, send_with_id)
         except Exception as error:  # not raised by a route
-            log.fail(error)
-            if log.status is not None:
+            record.fail(error)
+            if record.status is not None:
                 raise
-            await _answer(send_with_id, 500, unforeseen(error, log.path))
+            await _answer(send_with_id, 500, unforeseen(error, record.path))
         finally:
             if scope["path"] not in self._open:
-                log.write()
+                record.write()
 
     def _sharing(self, origin: bytes) -> list[tuple[bytes, bytes]]:
         """Return the CORS headers for a page of `origin`; none if it may not read responses."""

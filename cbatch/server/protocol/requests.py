@@ -59,7 +59,6 @@ class PendingPrompt(NamedTuple):
         return self.task(self.model)
 
 
-ReadPrompt = str | tuple[int, ...] | PendingPrompt
 AnyPrompt = Prompt | PendingPrompt
 
 
@@ -161,12 +160,17 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has been checked. `ignored` are the names of unknown fields."""
+    """A request that has been checked, of whichever API. `ignored` are the names of unknown
+    fields. `id`, the time limits and the `key` come from the HTTP request."""
 
-    prompts: tuple[ReadPrompt, ...]
+    prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
-    fields: RequestFields
-    ignored: tuple[str, ...]
+    fields: RequestFields = RequestFields()
+    ignored: tuple[str, ...] = ()
+    id: str = ""  # of the response; the only name of the request that a client sees
+    timeout_s: float | None = None  # for the whole request, in addition to the server's limit
+    itl_target_s: float | None = None  # target for the longest gap between tokens
+    key: str | None = None  # API key; each may have a limited number of grammars validated at once
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
     grammar_field: str = "structured_outputs"  # the field that asked for structured output
@@ -325,7 +329,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
 
 def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
-) -> ReadPrompt:
+) -> AnyPrompt:
     """Return the prompt for the engine: a text only if no option of the request changes its ids."""
     last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):

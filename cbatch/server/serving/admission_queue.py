@@ -78,34 +78,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")
 
 
-class QueueTicket:
-    """The place of one API request in the queue."""
-
-    def __init__(self, queue: AdmissionQueue, num_requests: int, prompt_tokens: int) -> None:
-        self._queue = queue
-        self._num_requests, self._prompt_tokens = num_requests, prompt_tokens
-
-    def settle(self, prompt_tokens: int) -> None:
-        """Correct the reserved prompt length to the counted one."""
-        self._queue.num_prompt_tokens += prompt_tokens - self._prompt_tokens
-        self._prompt_tokens = prompt_tokens
-
-    def leave_one(self) -> None:
-        """Remove a choice that has a slot. The first one also removes the prompt's tokens."""
-        self.settle(0)
-        self._num_requests -= 1
-        self._queue.num_requests -= 1
-        self._queue.note_departure()
-
-    def release(self) -> None:
-        """Remove whatever is left."""
-        self.settle(0)
-        self._queue.num_requests -= self._num_requests
-        self._num_requests = 0
-
-
 class AdmissionQueue:
-    """Counts of queued requests and prompt tokens, and of rejections so far by reason."""
+    """Counts of queued requests and prompt tokens, and of rejections so far by reason. Each
+    `OpenRequest` takes back what it has reserved."""
 
     def __init__(
         self,
@@ -120,12 +95,11 @@ class AdmissionQueue:
         self.rejections: dict[str, int] = {}
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def reserve(self, num_requests: int, prompt_tokens: int) -> QueueTicket:
-        """Reserve a place, with an estimate until `settle`. Raises `OverloadedError`."""
+    def reserve(self, num_requests: int, prompt_tokens: int) -> None:
+        """Count the choices of a prompt. Raises `OverloadedError`."""
         self._require(num_requests, prompt_tokens)
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
-        return QueueTicket(self, num_requests, prompt_tokens)
 
     def estimated_prefill_s(self) -> float:
         """Return the estimated seconds to compute all prompts received so far, ignoring prefix

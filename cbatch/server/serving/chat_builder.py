@@ -24,7 +24,7 @@ from cbatch.server.protocol.responses import (
     ToolCallDelta,
     Usage,
 )
-from cbatch.server.serving.metrics import RequestMetrics
+from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import ChoiceState, ResponseBuilder, encode
 from cbatch.text.outputs import Choice, Output
 
@@ -34,10 +34,8 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
 
     id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
 
-    def __init__(
-        self, api_request: ApiRequest, model: ServedModel, metrics: RequestMetrics
-    ) -> None:
-        super().__init__(api_request, model, metrics)
+    def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
+        super().__init__(api_request, model, record)
         self._separates = api_request.reply is not None and api_request.reply.separate
         self._reasoning_tokens = 0
 
@@ -59,7 +57,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
         return ChatChoice(
             index=state.index,
             message=self._message(state, choice),
-            seed=state.stream.accepted.seed,
+            seed=state.opened.request.seed,
             finish_reason=self._reason(state, choice),
             logprobs=self._logprobs(choice),
             prompt_logprobs=self._prompt_logprobs(choice) or UNSET,
@@ -90,7 +88,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             index=state.index,
             delta=delta,
             logprobs=self._logprobs(output),
-            seed=state.stream.accepted.seed if first else UNSET,
+            seed=state.opened.request.seed if first else UNSET,
             prompt_logprobs=self._prompt_logprobs(output) or UNSET,
         )
 
@@ -101,7 +99,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             return
         reader = state.reader
         if reader is None:
-            prompt_end = self._model.prompt_end(state.stream.accepted.prompt_token_ids)
+            prompt_end = self._model.prompt_end(state.opened.request.prompt)
             reader = state.reader = ReplyReader(reply, prompt_end)
         parts: list[Part] = []
         for piece, _ in zip_longest(output.pieces, output.token_ids, fillvalue=""):

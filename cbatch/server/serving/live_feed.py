@@ -7,6 +7,7 @@ No event contains text of a prompt or reply. A slow page misses older events; th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 
@@ -16,7 +17,8 @@ from cbatch.engine.core import EngineMetrics
 from cbatch.process.messages import BlockMap, Snapshot, StepSnapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.serving.metrics import Histogram, Metrics
+from cbatch.server.serving.metrics import Metrics
+from cbatch.server.serving.request_record import Histogram
 from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.service import EngineService
 
@@ -126,7 +128,7 @@ class LiveFeed:
     def _frame(self, snapshot: Snapshot | None) -> bytes:
         service, metrics = self._service, self._metrics
         frame = Frame(
-            at_s=metrics.clock(),
+            at_s=time.monotonic(),
             state=service.state,
             queued_requests=service.queue.num_requests,
             generation_tokens=metrics.generation_tokens,

@@ -1,17 +1,14 @@
 """Prometheus metrics: with vLLM's names where vLLM has the metric, else with cbatch's.
 
-Requests, tokens, times and drafts are counted here, from the outputs that pass through. Data that
-only the engine has (slots, KV, prefix cache, steps) is from its latest statistics, and left out
-before the first. The engine's counters restart at 0 with the engine, which `rate()` allows for.
-Counting takes a few additions, since it happens for every chunk of every stream.
+Requests, tokens, times and drafts are counted by `RequestTotals`. Data that only the engine has
+(slots, KV, prefix cache, steps) is from its latest statistics, and left out before the first. The
+engine's counters restart at 0 with the engine, which `rate()` allows for.
 """
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -26,100 +23,21 @@ from prometheus_client.registry import Collector
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.policy import PolicyStats
 from cbatch.engine.core import EngineMetrics
-from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
+from cbatch.server.serving.request_record import RequestTotals
 from cbatch.server.serving.service import EngineService
-from cbatch.text.outputs import Output
 
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
 LABELS = ("model_name", "engine")
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-TOKENS = tuple(float(2**i) for i in range(18))
-CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
-REASONS = ("stop", "length", "abort", "error")
-_REASON = {"cancelled": "abort"}  # vLLM's word for each of ours
 
 
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+class Metrics(RequestTotals, Collector):
+    """The metrics of one served model."""
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return cumulative counts by upper bound, as Prometheus expects."""
-        total, buckets = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-        return buckets
-
-
-class DraftingCounts:
-    """Counts of draft tokens and of accepted ones, over steps that drafted."""
-
-    def __init__(self) -> None:
-        self.accepted: list[int] = [0]  # [j]: steps that accepted j draft tokens
-        self.steps = self.drafted_tokens = self.accepted_tokens = self.longest_tokens = 0
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        if not drafted:
-            return
-        self.steps += 1
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        if drafted > self.longest_tokens:
-            self.accepted += [0] * (drafted - self.longest_tokens)
-            self.longest_tokens = drafted
-        self.accepted[accepted] += 1
-
-    def accepted_at(self) -> list[int]:
-        """Return, at index i, the number of steps that accepted draft token i."""
-        return [sum(self.accepted[i + 1 :]) for i in range(self.longest_tokens)]
-
-    def report(self) -> SpeculativeDecoding | None:
-        if not self.steps:
-            return None
-        return SpeculativeDecoding(
-            acceptance_histogram=list(self.accepted),
-            num_spec_steps=self.steps,
-            num_spec_tokens=self.longest_tokens,
-            mean_acceptance_length=1 + self.accepted_tokens / self.steps,
-            draft_acceptance_rate=self.accepted_tokens / self.drafted_tokens,
-            num_accepted_draft_tokens=self.accepted_tokens,
-            num_draft_tokens=self.drafted_tokens,
-        )
-
-
-class Metrics(Collector):
-    """The metrics of one served model. `clock` is in seconds."""
-
-    def __init__(
-        self, model: str, service: EngineService, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.clock = clock
+    def __init__(self, model: str, service: EngineService) -> None:
+        super().__init__()
         self._labels, self._service = (model, "0"), service
-        self.prompt_tokens = self.generation_tokens = 0
-        self.endings = dict.fromkeys(REASONS, 0)
-        self.rejections: dict[str, int] = {}  # by reason
-        self.drafting = DraftingCounts()
-        self.first_token_s, self.between_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.per_token_s, self.whole_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.decode_s, self.queue_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.prefill_s, self.inference_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.choices, self.max_tokens = Histogram(CHOICES), Histogram(TOKENS)
-        self.prompt, self.generation = Histogram(TOKENS), Histogram(TOKENS)
-        self.lookahead = Histogram(DRAFTS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -131,9 +49,6 @@ class Metrics(Collector):
     async def own_page(self) -> bytes:
         """Return the page of a server without other replicas."""
         return self.page()
-
-    def reject(self, reason: str) -> None:
-        self.rejections[reason] = self.rejections.get(reason, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
         yield from self._counted()
@@ -328,109 +243,3 @@ class Metrics(Collector):
         ):
             by_position = {str(i): value for i, value in enumerate(values)}
             yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)
-
-
-class SequenceTimes:
-    """Times of one choice, in seconds by the metrics' clock."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.first_s = self.last_s = 0.0
-        self.admitted_s: float | None = None  # when its prompt got a slot
-
-
-class RequestMetrics:
-    """Metrics of one API request, for its own report and for the totals."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._began_s = metrics.clock()
-        self._sequences: list[SequenceTimes] = []
-        self._drafting = DraftingCounts()
-        self._num_open = self._prompt_tokens = 0
-        self._reasons: dict[str, None] = {}  # distinct reasons why its choices ended
-        self.error: str | None = None  # the error that ended it after the response began
-
-    def open(self, prompt_tokens: int, num_choices: int, max_tokens: int) -> None:
-        """Count an accepted prompt."""
-        self._metrics.choices.observe(num_choices)
-        self._metrics.max_tokens.observe(max_tokens)
-        self._metrics.prompt_tokens += prompt_tokens
-        self._prompt_tokens += prompt_tokens
-        self._num_open += num_choices
-        for _ in range(num_choices):
-            self._metrics.prompt.observe(prompt_tokens)
-
-    def begin(self) -> SequenceTimes:
-        """Start the times of a choice, at its first output."""
-        self._sequences.append(SequenceTimes())
-        return self._sequences[-1]
-
-    def observe(self, sequence: SequenceTimes, output: Output, admitted_s: float | None) -> None:
-        """Count an output. `admitted_s` is when the first choice of its prompt got a slot."""
-        metrics, num_new = self._metrics, len(output.token_ids)
-        if num_new:
-            now_s = metrics.clock()
-            if sequence.num_tokens:
-                metrics.between_s.observe(now_s - sequence.last_s)
-                metrics.lookahead.observe(output.num_drafted)
-                metrics.drafting.observe(output.num_drafted, output.num_accepted)
-                self._drafting.observe(output.num_drafted, output.num_accepted)
-            else:
-                sequence.first_s = now_s
-                metrics.first_token_s.observe(now_s - self._began_s)
-                if admitted_s is not None:
-                    sequence.admitted_s = admitted_s
-                    metrics.queue_s.observe(admitted_s - self._began_s)
-                    metrics.prefill_s.observe(now_s - admitted_s)
-            sequence.last_s = now_s
-            sequence.num_tokens += num_new
-            metrics.generation_tokens += num_new
-        if output.finished is not None:
-            reason = output.finished.finish_reason.value
-            self._end(sequence, _REASON.get(reason, reason))
-
-    def close(self) -> None:
-        """Count the choices that have not finished as aborted."""
-        if self._num_open:
-            self._reasons["abort"] = None
-        self._metrics.endings["abort"] += self._num_open
-        self._num_open = 0
-
-    def report(self) -> CallMetrics:
-        begun = [times for times in self._sequences if times.num_tokens]
-        if not begun:
-            return CallMetrics(None, None, None)
-        first_s = min(times.first_s for times in begun)
-        last_s = max(times.last_s for times in begun)
-        return CallMetrics(
-            (first_s - self._began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
-        )
-
-    def summary(self) -> dict[str, Any]:
-        """Return fields of the log line. Times are in seconds; `acceptance` is a share of
-        drafts."""
-        begun = [times for times in self._sequences if times.num_tokens]
-        drafted = self._drafting.drafted_tokens
-        first_s = min((times.first_s for times in begun), default=None)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "output_tokens": sum(times.num_tokens for times in begun),
-            "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
-            "acceptance": round(self._drafting.accepted_tokens / drafted, 4) if drafted else None,
-            "finish_reason": ",".join(self._reasons) or None,
-        }
-
-    def _end(self, sequence: SequenceTimes, reason: str) -> None:
-        metrics, tokens = self._metrics, sequence.num_tokens
-        self._reasons[reason] = None
-        self._num_open -= 1
-        metrics.endings[reason] = metrics.endings.get(reason, 0) + 1
-        metrics.generation.observe(tokens)
-        if tokens:
-            metrics.whole_s.observe(sequence.last_s - self._began_s)
-            metrics.decode_s.observe(sequence.last_s - sequence.first_s)
-            if sequence.admitted_s is not None:
-                metrics.inference_s.observe(sequence.last_s - sequence.admitted_s)
-        if tokens > 1:
-            metrics.per_token_s.observe((sequence.last_s - sequence.first_s) / (tokens - 1))

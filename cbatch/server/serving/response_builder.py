@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -25,8 +24,8 @@ from cbatch.server.protocol.responses import (
     PromptLogprobs,
     Usage,
 )
-from cbatch.server.serving.metrics import RequestMetrics, SequenceTimes
-from cbatch.server.serving.open_request import OutputStream
+from cbatch.server.serving.open_request import OpenRequest
+from cbatch.server.serving.request_record import RequestRecord, SequenceTimes
 from cbatch.text.outputs import Choice, Output, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -34,13 +33,12 @@ encode = msgspec.json.Encoder().encode
 AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChunkChoice)
 
 
-class ChoiceState:
+class ChoiceState(SequenceTimes):
     """The state of one choice. `position` is the index of its prompt in the request."""
 
-    def __init__(
-        self, index: int, position: int, stream: OutputStream, times: SequenceTimes
-    ) -> None:
-        self.index, self.position, self.stream, self.times = index, position, stream, times
+    def __init__(self, index: int, position: int, opened: OpenRequest) -> None:
+        super().__init__()
+        self.index, self.position, self.opened = index, position, opened
         self.begun = False  # an event of this choice was sent
         # Of the last output: non-empty texts by field, and pieces of tool calls.
         self.texts: dict[str, str] = {}
@@ -57,19 +55,15 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(
-        self, api_request: ApiRequest, model: ServedModel, metrics: RequestMetrics
-    ) -> None:
-        self.api_request, self._model = api_request, model
-        self._metrics = metrics
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+    def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
+        self.api_request, self._model, self.record = api_request, model, record
         self._created = int(time.time())
-        self._streams: list[OutputStream] = []
+        self._opened: list[OpenRequest] = []
         self._choices: dict[int, ChoiceState] = {}
         self._done: dict[int, Choice] = {}
         self._prompt_tokens = 0
         self._completion_tokens = 0
-        start = {"id": self.id, "object": self.chunk_object, "created": self._created}
+        start = {"id": api_request.id, "object": self.chunk_object, "created": self._created}
         self._head = b"data: " + encode(start | {"model": model.name})[:-1] + b',"choices":['
         options = api_request.fields.stream_options
         self._continuous = bool(options.continuous_usage_stats)
@@ -81,26 +75,24 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         # After a choice's first event, only the text differs between events.
         self._only_text = not (self._has_token_data or self._continuous)
 
-    def open(self, stream: OutputStream) -> None:
-        """Add the output stream of the next prompt. Call this for all prompts before any output."""
-        self._streams.append(stream)
-        prompt_tokens = len(stream.accepted.prompt_token_ids)
+    def open(self, opened: OpenRequest) -> None:
+        """Add the next prompt. Call this for all prompts before any output."""
+        self._opened.append(opened)
+        prompt_tokens = len(opened.request.prompt)
         self._prompt_tokens += prompt_tokens
-        num_choices, max_tokens = stream.accepted.num_choices, self.api_request.params.max_tokens
-        self._metrics.open(prompt_tokens, num_choices, max_tokens)
+        self.record.open(prompt_tokens, opened.num_choices, self.api_request.params.max_tokens)
 
     def take(self, position: int, output: Output) -> ChoiceState:
         """Count a choice's output, and return the state of the choice. `position` is the index of
         its prompt. Raises `GenerationError` if the choice ended with an error."""
         output = self._shown(output)
-        stream, done = self._streams[position], output.finished
-        index = position * stream.accepted.num_choices + output.index
+        opened, done = self._opened[position], output.finished
+        index = position * opened.num_choices + output.index
         state = self._choices.get(index)
         if state is None:
-            state = ChoiceState(index, position, stream, self._metrics.begin())
-            self._choices[index] = state
+            state = self._choices[index] = ChoiceState(index, position, opened)
         self._completion_tokens += len(output.token_ids)
-        self._metrics.observe(state.times, output, stream.admitted_s)
+        self.record.observe(state, output, opened.admitted_s)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
                 if done.error == NO_TOKEN_MESSAGE:
@@ -141,12 +133,8 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
             return b""
         extra = b',"usage":' + encode(self.usage())
         if self.api_request.fields.return_metrics:
-            extra += b',"metrics":' + encode(self._metrics.report())
+            extra += b',"metrics":' + encode(self.record.report())
         return self._head + b"]" + extra + b"}\n\n"
-
-    def fail(self, error: Exception) -> None:
-        """Record the error that ended a response which had already begun."""
-        self._metrics.error = type(error).__name__
 
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
@@ -206,9 +194,9 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     def _prompt_texts(self, state: ChoiceState) -> list[str | None]:
         """Return what each token of the prompt adds to the echoed text."""
-        prompt, accepted = self.api_request.prompts[state.position], state.stream.accepted
+        prompt, ids = self.api_request.prompts[state.position], state.opened.request.prompt
         text = prompt if isinstance(prompt, str) else None
-        return self._model.token_texts(accepted.prompt_token_ids, self.api_request.params, text)
+        return self._model.token_texts(ids, self.api_request.params, text)
 
     def _prompt_logprobs(self, part: Output | Choice) -> PromptLogprobs | None:
         logprobs = part.prompt_logprobs
@@ -218,7 +206,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         """Return the prompt's token ids for a choice's first chunk, if requested."""
         if state.begun or not self.api_request.fields.return_token_ids:
             return UNSET
-        return list(state.stream.accepted.prompt_token_ids)
+        return list(state.opened.request.prompt)
 
     def _token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return list(choice.token_ids) if self.api_request.fields.return_token_ids else UNSET
@@ -227,11 +215,11 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         """Return the fields that all complete responses share."""
         has_metrics = self.api_request.fields.return_metrics
         return {
-            "id": self.id,
+            "id": self.api_request.id,
             "created": self._created,
             "model": self._model.name,
             "usage": self.usage(),
-            "metrics": self._metrics.report() if has_metrics else UNSET,
+            "metrics": self.record.report() if has_metrics else UNSET,
         }
 
 
@@ -261,7 +249,7 @@ class CompletionBuilder(ResponseBuilder[CompletionChoice]):
         return CompletionChoice(
             index=state.index,
             text=texts.get("text", ""),
-            seed=state.stream.accepted.seed,
+            seed=state.opened.request.seed,
             logprobs=self._logprobs(state, part),
             prompt_logprobs=self._prompt_logprobs(part),
             prompt_token_ids=self._prompt_ids(state),
@@ -275,7 +263,7 @@ class CompletionBuilder(ResponseBuilder[CompletionChoice]):
         ids, texts = list(part.token_ids), []
         if self.api_request.echo and part.prompt_logprobs is not None:
             entries = [*part.prompt_logprobs, *entries]
-            ids = [*state.stream.accepted.prompt_token_ids, *ids]
+            ids = [*state.opened.request.prompt, *ids]
             texts = self._prompt_texts(state)
         lists = CompletionLogprobs.of(entries, ids, self._model.decode, state.end_offset, texts)
         state.end_offset = max(state.end_offset, lists.end_offset)

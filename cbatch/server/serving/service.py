@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,25 +17,28 @@ from cbatch.core.request.request import Request, SamplingParams, StructuredOutpu
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
 from cbatch.engine.core import EngineMetrics
-from cbatch.grammars import FIELD, GrammarsBusyError, GrammarValidator, ValidatedGrammar, not_served
+from cbatch.grammars import GrammarsBusyError, GrammarValidator, not_served
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, max_prompt_tokens
+from cbatch.server.protocol.requests import (
+    AnyPrompt,
+    ApiRequest,
+    PendingPrompt,
+    max_prompt_tokens,
+)
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
-from cbatch.server.serving.open_request import OpenRequest, OutputStream
+from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
-from cbatch.text.output_processor import Seeds, choice_requests
-from cbatch.text.outputs import Accepted
+from cbatch.text.output_processor import Seeds, require_served
 from cbatch.workers import PoolClosedError, WorkerPool
 
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-MIN_UNREAD_TOKENS = 64  # per choice, since a single step may emit many tokens.
 READING_S = 2.0  # time after a stop signal for prompts that are being tokenized
 # Prompt lengths of the warm-up requests. A next one is skipped if one took over `_LONG_WARM_S`. The
 # first of each size is slower; the last, of a repeated size, gives a true time per prompt token.
@@ -67,7 +70,7 @@ class EngineService:
         self._workers: WorkerPool | None = None
         self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
-        self._open_requests: dict[str, OpenRequest] = {}  # by the API's request id
+        self._open_requests: dict[OpenRequest, None] = {}
         self._num_open = 0  # running requests, and those whose prompt or grammar is being read
         self._stops_at_s: float | None = None  # latest end of a drain; None: not stopping
         self._idle = asyncio.Event()
@@ -165,8 +168,10 @@ class EngineService:
         with suppress(FieldError, ServiceError):  # requests will report these errors
             for token, length in enumerate(_WARM_TOKENS):
                 start_s, prompt = time.monotonic(), (token,) * length
-                async for _ in await self.submit(prompt, params, request_id="", timeout_s=_WARM_S):
-                    pass
+                request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_S)
+                async for opened in self.submit(request):
+                    async for _ in opened:
+                        pass
                 if token and time.monotonic() - start_s > _LONG_WARM_S:
                     return
 
@@ -200,61 +205,34 @@ class EngineService:
         if self._workers is not None:
             await self._workers.close()
 
-    async def submit(
-        self,
-        prompt: AnyPrompt,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        itl_target_s: float | None = None,
-        timeout_s: float | None = None,
-        num_prompts: int = 1,
-        grammar_field: str = FIELD,
-        owner: str | None = None,
-        mark_ids: frozenset[int] | None = None,
-        whole: bool = True,
-    ) -> OutputStream:
-        """Queue the choices of one prompt, and return their outputs. Raises `FieldError`,
-        `OverloadedError` or `ServiceDownError`; then nothing was queued.
+    async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
+        """Queue the choices of each prompt, and yield its outputs. The caller closes what it got.
+        Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt that was not
+        queued."""
+        for prompt in api_request.prompts:
+            opened = OpenRequest(self.queue, api_request.params.n)
+            with ExitStack() as failure:
+                failure.push(opened.holds)
+                await self._open(opened, api_request, prompt)
+                failure.pop_all()
+            yield opened
 
-        `timeout_s` limits the whole request, in addition to the server's limit. The `num_prompts`
-        of one API request share `max_unread_tokens`. `grammar_field` is the client's field of the
-        grammar. `owner` has a limited number of grammars validated at once. See `LiveChoice` for
-        `mark_ids` and `whole`.
-        """
+    async def _open(self, opened: OpenRequest, api_request: ApiRequest, prompt: AnyPrompt) -> None:
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "call open first"
-        with ExitStack() as holds:
-            self._open_one(holds)
-            reserved_tokens = min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens)
-            ticket = self.queue.reserve(params.n, reserved_tokens)
-            holds.callback(ticket.release)
-            ids = await prompts.ids(prompt)
-            params = within(params, prompt, ids)
-            requests = self._requests(ids, params, engine, request_id, priority, cache_salt)
-            if itl_target_s is not None:
-                requests = [structs.replace(r, itl_target_s=itl_target_s) for r in requests]
-            if params.structured_outputs is not None:
-                grammar = await self._validated(params, grammar_field, owner)
-                compiled_params = structs.replace(params, structured_outputs=grammar.spec)
-                changes = {"params": compiled_params, "compile_s": grammar.compile_s}
-                requests = [structs.replace(r, **changes) for r in requests]
-            if request_id in self._open_requests:
-                raise FieldError("request_id", f"{request_id!r} is running", "use another")
-            ticket.settle(len(ids))
-            self.queue.require_in_time()
-            accepted = Accepted(request_id, ids, requests[0].seed, params.n)
-            unread_share = self.limits.max_unread_tokens // num_prompts
-            most_unread = max(unread_share, MIN_UNREAD_TOKENS * params.n)
-            open_request = OpenRequest(accepted, self._client, ticket, most_unread, holds)
-            self._open_requests[request_id] = open_request
-            holds.callback(self._open_requests.pop, request_id)
-            open_request.set_deadlines(self.limits, timeout_s, self.queue)
-            open_request.begin(requests, self._tokenizer, mark_ids=mark_ids, whole=whole)
-            open_request.keep()
-        return open_request.stream
+        self._open_one(opened.holds)
+        opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
+        ids = await prompts.ids(prompt)
+        request = self._request(ids, within(api_request.params, prompt, ids), api_request, engine)
+        if request.params.structured_outputs is not None:
+            request = await self._with_grammar(request, api_request)
+        opened.settle(len(ids))
+        self.queue.require_in_time()
+        self._open_requests[opened] = None
+        opened.holds.callback(self._open_requests.pop, opened)
+        opened.set_deadlines(self.limits, api_request.timeout_s)
+        unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
+        opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
 
     def _publish(self, step: Stepped) -> None:
         if step.kv_events and self.kv_events is not None:
@@ -274,43 +252,40 @@ class EngineService:
             raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, remaining_s)))
         return engine
 
-    def _requests(
-        self,
-        ids: tuple[int, ...],
-        params: SamplingParams,
-        engine: Ready,
-        request_id: str,
-        priority: int,
-        cache_salt: str | None,
-    ) -> list[Request]:
-        requests = choice_requests(
-            request_id,
-            ids,
-            params,
+    def _request(
+        self, ids: tuple[int, ...], params: SamplingParams, api_request: ApiRequest, engine: Ready
+    ) -> Request:
+        """Return the request of the first choice. Raises `FieldError`."""
+        request = Request(
+            request_id=api_request.id,
+            prompt=ids,
+            params=params,
             seed=self._seeds.of(params),
-            priority=priority,
-            cache_salt=cache_salt,
-            drafters=engine.drafters,
-            has_text=self._tokenizer is not None,
+            priority=api_request.fields.priority,
+            cache_salt=api_request.fields.cache_salt,
+            itl_target_s=api_request.itl_target_s,
         )
-        engine.config.check_request(requests[0])
-        return requests
+        require_served(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
+        engine.config.check_request(request)
+        return request
 
-    async def _validated(
-        self, params: SamplingParams, field: str, owner: str | None
-    ) -> ValidatedGrammar:
-        """Validate the grammar. Raises `FieldError`, `OverloadedError` or `ServiceDownError`."""
+    async def _with_grammar(self, request: Request, api_request: ApiRequest) -> Request:
+        """Return the request with its validated grammar. Raises `FieldError`, `OverloadedError` or
+        `ServiceDownError`."""
+        params, field = request.params, api_request.grammar_field
         assert params.structured_outputs is not None
         if self._grammars is None:
             raise not_served(field)
         try:
-            return await self._grammars.check(
-                params.structured_outputs, num_choices=params.n, field=field, owner=owner
+            grammar = await self._grammars.check(
+                params.structured_outputs, num_choices=params.n, field=field, owner=api_request.key
             )
         except GrammarsBusyError as error:
             raise self.queue.overloaded("grammars", str(error)) from error
         except PoolClosedError as error:
             raise ServiceDownError(_STOPPING) from error
+        params = structs.replace(params, structured_outputs=grammar.spec)
+        return structs.replace(request, params=params, compile_s=grammar.compile_s)
 
     def _open_one(self, holds: ExitStack) -> None:
         self._num_open += 1
@@ -323,8 +298,8 @@ class EngineService:
             self._idle.set()
 
     def _abort_all(self, message: str) -> None:
-        for open_request in list(self._open_requests.values()):
-            open_request.abort(ServiceDownError(message))
+        for opened in list(self._open_requests):
+            opened.abort(ServiceDownError(message))
 
 
 def within(params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]) -> SamplingParams:

@@ -1,0 +1,183 @@
+"""The way of one API request: from its body to its response, whole or streamed. The client may
+disconnect at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from litestar import MediaType, Request, post
+from litestar import Response as HttpResponse
+from litestar.handlers import HTTPRouteHandler
+from litestar.response import Stream
+from msgspec import Meta, structs
+
+from cbatch.core.request.errors import FieldError
+from cbatch.server.http.errors import ClientGoneError, error_body, unforeseen
+from cbatch.server.http.intake import BodyIntake
+from cbatch.server.http.middleware import record_of
+from cbatch.server.protocol.errors import GenerationError, ServiceError
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
+from cbatch.server.serving.chat_builder import ChatBuilder
+from cbatch.server.serving.open_request import OpenRequest, joined
+from cbatch.server.serving.response_builder import DONE, CompletionBuilder, ResponseBuilder, encode
+from cbatch.server.serving.service import EngineService
+
+IGNORED_HEADER = "x-cbatch-ignored-fields"
+DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sent by Envoy
+ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
+# Parsing a longer body could delay every stream, so a thread does it.
+LONG_BODY_BYTES = 32 * 2**10
+Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
+T = TypeVar("T")
+AnyRequest = Request[Any, Any, Any]
+AnyResponse = HttpResponse[bytes] | Stream
+Parse = Callable[[bytes, ServedModel], ApiRequest]
+
+
+class CompletionHandler:
+    """Serves requests of any API: `parse` turns a body into an `ApiRequest`, and a builder turns
+    the outputs into the API's response or its events."""
+
+    def __init__(self, service: EngineService, model: ServedModel, intake: BodyIntake) -> None:
+        self._service, self._model, self._intake = service, model, intake
+
+    def routes(self) -> list[HTTPRouteHandler]:
+        @post("/v1/completions", status_code=200)
+        async def completions(request: AnyRequest) -> AnyResponse:
+            return await self.respond(request, parse_completion, CompletionBuilder)
+
+        @post("/v1/chat/completions", status_code=200)
+        async def chat_completions(request: AnyRequest) -> AnyResponse:
+            return await self.respond(request, parse_chat, ChatBuilder)
+
+        return [completions, chat_completions]
+
+    async def respond(
+        self, request: AnyRequest, parse: Parse, kind: type[ResponseBuilder[Any]]
+    ) -> AnyResponse:
+        record = record_of(request)
+        record.counts = True
+        try:
+            self._service.queue.require_room()
+            api_request = await self._read(request, parse)
+            record.id = f"{kind.id_prefix}-{record.request_id}"
+            record.streamed = api_request.fields.stream
+            api_request = structs.replace(
+                api_request,
+                id=record.id,
+                timeout_s=deadline_s(request, api_request.fields.timeout),
+                itl_target_s=header_s(request, ITL_TARGET_HEADER),
+                key=record.key,
+            )
+            return await self._respond(request, kind(api_request, self._model, record))
+        except Exception as error:
+            record.fail(error)
+            raise
+
+    async def _read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
+        """Return the parsed body. Raises what `parse` and the intake raise."""
+        async with self._intake.body(request) as body:
+            if len(body) > LONG_BODY_BYTES:
+                return await asyncio.to_thread(parse, body, self._model)
+            return parse(body, self._model)
+
+    async def _respond(self, request: AnyRequest, builder: ResponseBuilder[Any]) -> AnyResponse:
+        ignored, headers = builder.api_request.ignored[:16], {}
+        if ignored:  # the client chose these names, so they are percent-encoded
+            headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in ignored)
+        if builder.api_request.fields.stream:
+            chunks = self._events(builder)
+            await or_disconnect(request, anext(chunks))
+            return Stream(chunks, media_type="text/event-stream", headers=headers)
+        await or_disconnect(request, self._gather(builder))
+        return json_response(builder.whole(), headers)
+
+    async def _submit(self, builder: ResponseBuilder[Any], stack: ExitStack) -> list[OpenRequest]:
+        """Queue the request's prompts. Closing `stack` cancels the choices that still run."""
+        stack.callback(builder.record.close)
+        prompts = []
+        async for opened in self._service.submit(builder.api_request):
+            stack.callback(opened.close)
+            builder.open(opened)
+            prompts.append(opened)
+        return prompts
+
+    async def _gather(self, builder: ResponseBuilder[Any]) -> None:
+        """Pass all outputs to `builder`, until every choice has finished."""
+        with ExitStack() as stack:
+            async for items in joined(await self._submit(builder, stack)):
+                for position, output in items:
+                    builder.take(position, output)
+
+    async def _events(self, builder: ResponseBuilder[Any]) -> AsyncIterator[bytes]:
+        """Yield server-sent events; those of one step are joined. The first item is empty and comes
+        when there is something to send, so an error before it can still become an HTTP status."""
+        begun = False
+        with ExitStack() as stack:
+            try:
+                async for items in joined(await self._submit(builder, stack)):
+                    content = b"".join([builder.event(at, output) for at, output in items])
+                    if content and not begun:
+                        begun = True
+                        yield b""
+                    if content:
+                        yield content
+                last = builder.last_event()
+            except Exception as error:
+                if not begun:
+                    raise
+                builder.record.fail(error)
+                if isinstance(error, GenerationError | ServiceError):
+                    body = error_body(str(error), error.kind)
+                else:
+                    body = unforeseen(error, "a stream")
+                last = b"data: " + encode(body) + b"\n\n"
+            yield last + DONE
+
+
+async def or_disconnect(request: AnyRequest, work: Awaitable[T]) -> T:
+    """Await `work`, but cancel it if the client disconnects, which the framework does not do."""
+    task = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the client closed the connection")
+        return await task
+    finally:
+        for future in (task, disconnected):
+            future.cancel()
+
+
+async def _disconnected(request: AnyRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def deadline_s(request: AnyRequest, timeout_s: float | None) -> float | None:
+    """Return the time limit of the client or its gateway, in seconds. Raises `FieldError`."""
+    limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
+    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+
+def header_s(request: AnyRequest, name: str) -> float | None:
+    """Return a header's milliseconds in seconds, None if it is absent or 0. Raises `FieldError`."""
+    value = request.headers.get(name)
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, Milliseconds, strict=False) / 1e3 or None
+    except msgspec.ValidationError as error:
+        raise FieldError(name, "is not a number of milliseconds", str(error)) from error
+
+
+def json_response(
+    value: msgspec.Struct | dict[str, Any], headers: dict[str, str] | None = None
+) -> HttpResponse[bytes]:
+    return HttpResponse(encode(value), media_type=MediaType.JSON, headers=headers)
