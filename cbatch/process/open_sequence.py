@@ -11,9 +11,9 @@ from cbatch.core.request.request import Request
 
 class OpenSequence(ABC):
     """One choice of a request, and what receives its events on the event loop. `request` and
-    `tokens` are the transcript from which another engine resumes it; the client keeps all but
-    `request`. No event follows its last row, or a cancel or finish by the owner. If a method raises, `on_failed`
-    is called; no other sequence is affected."""
+    `tokens` are the transcript from which another engine resumes it. `EngineClient` sets all but
+    `request`. No event follows the last row, or a cancel or finish by the owner. If a method
+    raises, `on_failed` is called; no other sequence is affected."""
 
     request: Request
     tokens: list[int]  # emitted so far

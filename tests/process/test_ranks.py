@@ -76,7 +76,8 @@ def served(*strikes: signal.Signals) -> None:
             undisturbed = watch(client, "plain")
             await all_over(undisturbed)
             assert client.num_starts == 1
-            assert all(e.ending and e.ending.reason is FinishReason.LENGTH for e in undisturbed)
+            ends = [e.ending.finish_reason for e in undisturbed if e.ending]
+            assert ends == [FinishReason.LENGTH] * 8
             expected = [each.tokens for each in undisturbed]
             assert [len(tokens) for tokens in expected] == [90 - i for i in range(8)]
             for number in strikes:

@@ -38,7 +38,9 @@ class BodyIntake:
         `BodyTooLongError` or `FieldError`."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise MediaTypeError("content-type", f"{kind!r} is not supported", "send application/json")
+            raise MediaTypeError(
+                "content-type", f"{kind!r} is not supported", "send application/json"
+            )
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", "gzip", "x-gzip"):
             raise MediaTypeError(
