@@ -81,11 +81,11 @@ def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> 
     return torch.where(torch.as_tensor(purpose) == noise.BONUS, 0, drawn)
 
 
-ADVANCE, DRAW = TorchExecutor._advance, verify.draw
+ADVANCE, DRAW = TorchExecutor.advance_rows, verify.draw
 SAMPLER = "cbatch.runtime.sampling.rejection_sampler"
 FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
     "A1 rollback keeps the rejected token": (
-        ("cbatch.runtime.cpu.executor.TorchExecutor._advance", keeps_rejected),
+        ("cbatch.runtime.cpu.executor.TorchExecutor.advance_rows", keeps_rejected),
     ),
     "B1 threshold for a coin, p for the residual": (
         (f"{SAMPLER}.count_accepted", above_threshold),
@@ -110,6 +110,6 @@ def test_flaws_of_verification_are_caught_by_the_joint_law_of_the_engine(flaw, m
 
 def test_flaw_a1_is_caught_by_comparing_kv_with_what_was_emitted(monkeypatch):
     """After every step, not by the tokens alone."""
-    monkeypatch.setattr(TorchExecutor, "_advance", keeps_rejected)
+    monkeypatch.setattr(TorchExecutor, "advance_rows", keeps_rejected)
     with pytest.raises(AssertionError):
         test_executor.test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature=0.0)

@@ -26,7 +26,7 @@ def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
     request, step and token, to runs of idle replicas. Needs two replicas or more."""
     rows, servers_s, clients_s = [], [], []
     for requests in (*runs_of(), []):
-        before_s, began_s, client_s, steps = _servers_s(), time.monotonic(), 0.0, 0
+        before_s, began_s, client_s, steps = server_cpu_s(), time.monotonic(), 0.0, 0
         if requests:
             client_s = serve_by(ports[:1], requests)[1]
             steps = steps_of(calibration, requests)
@@ -34,7 +34,7 @@ def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
             time.sleep(IDLE_S)
         tokens = sum(request.output_tokens for request in requests)
         rows.append((len(requests), steps, tokens, time.monotonic() - began_s))
-        servers_s.append(_servers_s() - before_s)
+        servers_s.append(server_cpu_s() - before_s)
         clients_s.append(client_s)
     counts = np.array(rows, dtype=np.float64)
     server, client = (
@@ -66,7 +66,7 @@ def _made(arrivals_s: Sequence[float], tokens: int) -> list[TraceRequest]:
     ]
 
 
-def _servers_s() -> float:
+def server_cpu_s() -> float:
     """Return the processor seconds of all `cbatch serve` children of this process, without their
     engines."""
     total_ns = 0

@@ -80,7 +80,7 @@ class ResultFile:
         except OSError as error:
             raise self._unwritable(error, "or name another file") from error
         # If another run replaced the file after it was opened, the lock is on the old file.
-        if _lock(file) and self._is_current(file):
+        if lock_file(file) and self._is_current(file):
             return file
         file.close()
         remedy = "wait until it has ended, or name another file"
@@ -179,7 +179,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
     return text.encode(errors="backslashreplace")  # escapes half a surrogate pair as JSON does
 
 
-def _lock(file: IO[bytes]) -> bool:
+def lock_file(file: IO[bytes]) -> bool:
     """Lock the file. Returns False if another process has locked it, and True if the system or the
     file system has no such locks."""
     with contextlib.suppress(ImportError, OSError):

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             limits = settings.values.connections
             max_connections = connections_for(limits.max_connections)  # before uvloop opens files
             limits = msgspec.structs.replace(limits, max_connections=max_connections)
-            uvloop.run(_serve(settings.values, limits))
+            uvloop.run(serve_engine(settings.values, limits))
     except EngineLostError as error:
         _logger.critical("%s; the server exits with status %d and must be restarted", error, LOST)
         return LOST
@@ -79,7 +79,7 @@ def require_alone(settings: Settings[ServeSettings]) -> None:
             raise FieldError(settings.origin(name), "is for replicas only", "give --ray as well")
 
 
-async def _serve(settings: ServeSettings, limits: ConnectionLimits) -> None:
+async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> None:
     from cbatch.cli.model_service import ModelParts
 
     parts = ModelParts(settings)

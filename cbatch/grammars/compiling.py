@@ -111,7 +111,7 @@ class Grammars:
         with self._lock:
             grammar = self._cache.get(spec)
         if grammar is None:
-            grammar = with_stack(STACK_BYTES, partial(self._compile, spec))
+            grammar = with_stack(STACK_BYTES, partial(self.compile_spec, spec))
             _try(grammar.matcher.deep_copy())
         with self._lock:
             self._cache[spec] = grammar
@@ -122,7 +122,7 @@ class Grammars:
                 self._latest.popleft()
         return grammar
 
-    def _compile(self, spec: StructuredOutputs) -> Compiled:
+    def compile_spec(self, spec: StructuredOutputs) -> Compiled:
         from llguidance import LLMatcher
 
         spec, vocabulary = read(spec), self._vocabulary

@@ -24,7 +24,7 @@ class SchemaSets:
         self._target = target
         self._budget = MAX_PARTS
 
-    def _parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
+    def parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
         """Yield schemas whose conjunction equals `schema`: itself, and those of `allOf` and `$ref`.
         False becomes an empty `enum`; True yields nothing."""
         self._budget -= 1
@@ -34,13 +34,13 @@ class SchemaSets:
             yield {"enum": []}
         if isinstance(schema, dict) and depth < _DEPTH and self._budget > 0:
             for inner in schema.get("allOf", ()):
-                yield from self._parts(inner, depth + 1)
+                yield from self.parts(inner, depth + 1)
             if "$ref" in schema:
-                yield from self._parts(self._target(schema["$ref"]), depth + 1)
+                yield from self.parts(self._target(schema["$ref"]), depth + 1)
 
     def empty(self, *schemas: Schema, depth: int = 0) -> bool:
         """Return True if no value is valid by all of the schemas. False may mean undecided."""
-        parts = [part for schema in schemas for part in self._parts(schema, depth)]
+        parts = [part for schema in schemas for part in self.parts(schema, depth)]
         types = TYPES.intersection(*map(_types, parts))
         values = [each for each in map(_values, parts) if each is not None]
         if not types or (values and not any(all(v in each for each in values) for v in values[0])):
@@ -60,7 +60,7 @@ class SchemaSets:
     def outside(self, schema: Schema, depth: int = 0) -> list[Schema]:
         """Return schemas whose union holds values invalid by `schema`; [] if none is known."""
         ways: list[Schema] = []
-        for part in self._parts(schema, depth) if depth < _DEPTH else ():
+        for part in self.parts(schema, depth) if depth < _DEPTH else ():
             ways += (
                 {"type": "object", "properties": {name: False}} for name in part.get("required", ())
             )

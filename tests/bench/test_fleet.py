@@ -170,7 +170,7 @@ def test_what_servers_and_client_compute_is_found_from_runs(
         clock[1] += seconds * idle_share
 
     monkeypatch.setattr(bench_host, "serve_by", served)
-    monkeypatch.setattr(bench_host, "_servers_s", lambda: clock[1])
+    monkeypatch.setattr(bench_host, "server_cpu_s", lambda: clock[1])
     monkeypatch.setattr(
         bench_host, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
     )

@@ -135,7 +135,7 @@ def test_a_file_that_another_run_replaced_meanwhile_is_not_written(
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
-    lock = result_file._lock
+    lock = result_file.lock_file
 
     def late(file: Any) -> bool:
         other = tmp_path / "other"
@@ -143,7 +143,7 @@ def test_a_file_that_another_run_replaced_meanwhile_is_not_written(
         other.replace(path)
         return lock(file)
 
-    monkeypatch.setattr(result_file, "_lock", late)
+    monkeypatch.setattr(result_file, "lock_file", late)
     with pytest.raises(FieldError, match="another run writes to"):
         ResultFile(path, JOBS, resume=True)
     assert indices(path) == [0]

@@ -123,7 +123,7 @@ def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
     async def lost(*_: Any) -> None:
         raise EngineLostError("the engine died 8 times without a token")
 
-    monkeypatch.setattr("cbatch.cli.serve._serve", lost)
+    monkeypatch.setattr("cbatch.cli.serve.serve_engine", lost)
     assert cbatch("serve").status == LOST == 1
     last = caplog.records[-1]
     assert last.levelname == "CRITICAL"

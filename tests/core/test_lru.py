@@ -19,14 +19,17 @@ moves = st.tuples(st.sampled_from(["append", "remove", "take"]), st.integers(0, 
 def play(played: list[tuple[str, int]], seed: int) -> None:
     """Replay moves of the given sizes, each limited to the number of blocks there are."""
     rng = np.random.default_rng(seed)
-    queue, expected = ReleaseOrder(NUM_BLOCKS), list[int]()
+    queue, expected, num_appended = ReleaseOrder(NUM_BLOCKS), list[int](), 0
+    order: list[int] = []  # as appended, with the removed ones until the next is taken
     for move, count in played:
         if move == "append":
             others = [block for block in range(NUM_BLOCKS) if block not in expected]
             blocks = rng.permutation(others)[:count].astype(np.intp)
-            HAPPENED["gaps closed"] += queue._tail + len(blocks) > len(queue._queue)
+            num_appended += len(blocks)
+            HAPPENED["gaps closed"] += num_appended > 2 * NUM_BLOCKS
             queue.append(blocks)
             expected += blocks.tolist()
+            order += blocks.tolist()
         elif move == "remove":
             blocks = rng.permutation(expected)[:count].astype(np.intp)
             queue.remove(blocks)
@@ -34,10 +37,10 @@ def play(played: list[tuple[str, int]], seed: int) -> None:
             HAPPENED["removed"] += len(blocks)
         else:
             count = min(count, len(expected))
-            occupied = queue._occupied[queue._head :][:count]
-            HAPPENED["taken past gaps"] += count and not occupied.all()
+            HAPPENED["taken past gaps"] += order[:count] != expected[:count]
             assert queue.take(count).tolist() == expected[:count]
             expected = expected[count:]
+            order = expected.copy()
         assert queue.check().tolist() == expected and len(queue) == len(expected)
 
 

@@ -23,13 +23,13 @@ def outputs_of(text: str) -> StructuredOutputs:
 @pytest.fixture
 def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compiled: list[str] = []
-    compile_ = Grammars._compile
+    compile_ = Grammars.compile_spec
 
     def counted(self: Grammars, outputs: StructuredOutputs) -> compiling.Compiled:
         compiled.append(str(outputs.regex))
         return compile_(self, outputs)
 
-    monkeypatch.setattr(Grammars, "_compile", counted)
+    monkeypatch.setattr(Grammars, "compile_spec", counted)
     return compiled
 
 

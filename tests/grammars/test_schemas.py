@@ -382,14 +382,14 @@ def test_branches_are_compared_within_bounds() -> None:
     }
     schema = {"$defs": definitions, "oneOf": [{"$ref": f"#/$defs/d{i}"} for i in range(9)]}
     seen: list[int] = []
-    parts = SchemaSets._parts
+    parts = SchemaSets.parts
 
     def counted(self: SchemaSets, *args: Any) -> Any:
         seen.append(self._budget)
         return parts(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SchemaSets, "_parts", counted)
+        patch.setattr(SchemaSets, "parts", counted)
         with pytest.raises(FieldError, match="oneOf: values may be valid by both"):
             GRAMMARS.check(StructuredOutputs(json=schema))
     assert len(seen) < 20 * schema_sets.MAX_PARTS

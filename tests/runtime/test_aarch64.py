@@ -80,7 +80,7 @@ def test_products_have_the_same_bits(
     problems, expected = b"", {}
     for dtype, number in TYPES.items():
         weight = torch.randn(OUT, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
-        panels = product_module._panels(weight, LANES).view(torch.uint8)
+        panels = product_module.panels_of(weight, LANES).view(torch.uint8)
         problems += problem(number, panels.numpy().tobytes(), x)
         expected[str(dtype)] = CompiledProduct(weight, None, None)(x, ROWS)
     for kind, number in BLOCK_TYPES.items():

@@ -214,13 +214,13 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert sum(mixed) > 10 and run.acceptance > 0.1
 
-    merge = chain_module._Merger._merge_probs
+    merge = chain_module.ProposalMerger.merge_probs
 
     def misplaced(self: Any) -> torch.Tensor | None:
         probs = merge(self)
         return None if probs is None else probs.flip(0)
 
-    monkeypatch.setattr(chain_module._Merger, "_merge_probs", misplaced)
+    monkeypatch.setattr(chain_module.ProposalMerger, "merge_probs", misplaced)
     assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 1.5 * Z_BOUND
 
 

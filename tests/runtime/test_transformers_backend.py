@@ -150,7 +150,7 @@ def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some windows are too wide, and some rows see each other."""
     make_tiny("mistral", tmp_path)
-    entered = attention._enter
+    entered = attention.enter
 
     def widened(*given: Any) -> Any:
         out = entered(*given)
@@ -158,7 +158,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_enter", widened)
+        patch.setattr(attention, "enter", widened)
         with pytest.raises(
             ModelError, match="MistralForCausalLM computes other logits with our attention"
         ):

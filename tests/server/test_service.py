@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ async def read(opened: OpenRequest) -> list[Output]:
     return [output async for output in opened]
 
 
+def children() -> set[str]:
+    """Return the process ids of this process's children."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()}
+
+
 async def idle(made: EngineService) -> None:
     while made.stats is None or made.stats.num_running or made.stats.num_waiting:
         await asyncio.sleep(0.002)
@@ -89,10 +96,11 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenised(
 @pytest.mark.parametrize("steps", [True, False])
 def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(steps: bool) -> None:
     async def scene() -> None:
+        before = children()
         async with service() as made:
-            assert made._workers is not None and not made._workers._idle[False]
+            assert children() == before
             await made.warm(steps=steps)
-            assert made._workers._idle[False] and not made.num_open
+            assert children() > before and not made.num_open
             await idle(made)
             assert made.stats is not None and bool(made.stats.totals.steps) == steps
             assert not made.queue.rejections

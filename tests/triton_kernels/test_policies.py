@@ -204,13 +204,13 @@ def anticipates(make: object, until: int, monkeypatch: pytest.MonkeyPatch) -> bo
     step on is drawn again. That noise decides its drafts and tokens."""
     world = chain_world()
     before, cut, steps = lookaheads(make(), world, until)  # type: ignore[operator]
-    original = noise._blocks
+    original = noise.philox_blocks
 
     def afresh(keys: Tensor, positions: Tensor, choices: Tensor, *rest: Tensor) -> Tensor:
         return original(keys, positions, choices + (positions >= cut[keys[:, 0]]), *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(noise, "_blocks", afresh)
+        patch.setattr(noise, "philox_blocks", afresh)
         after, _, others = lookaheads(make(), world, until)  # type: ignore[operator]
     assert not torch.equal(steps[until].drafts, others[until].drafts)
     return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -111,7 +111,7 @@ class HeadTraining:
             f"{self.elapsed_s:,.0f} s"
         )
 
-    def _depth(self, share: float) -> int:
+    def depth_at(self, share: float) -> int:
         """Return how many drafts to learn at this share of the budget, starting from `least_depth`.
         Later drafts matter once earlier ones are accepted, and each costs as much. A net whose
         drafts do not depend on each other learns all at once."""
@@ -120,7 +120,7 @@ class HeadTraining:
         return min(self.steps, max(self.least_depth, 1 + int(share * self.steps)))
 
     def _learn(self, groups: Sequence[Sequence[Lesson]], share: float) -> None:
-        depth = self._depth(share)
+        depth = self.depth_at(share)
         counts = [
             sum(len(lesson.tokens) - lesson.num_given for lesson in group) for group in groups
         ]

@@ -68,18 +68,20 @@ def token_words(
     `keys` int64 [N, 2] (low and high word of the seed); the others int64 [N].
     """
     groups = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=keys.device)
-    return _blocks(keys, positions, choices, purposes, groups[None]).flatten(1)[:, :vocab_size]
+    return philox_blocks(keys, positions, choices, purposes, groups[None]).flatten(1)[
+        :, :vocab_size
+    ]
 
 
 def words_of(
     keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, token_ids: Tensor
 ) -> Tensor:
     """Return the words of the tokens `token_ids` int64 [N, W]: int64 [N, W]."""
-    blocks = _blocks(keys, positions, choices, purposes, token_ids >> 2)
+    blocks = philox_blocks(keys, positions, choices, purposes, token_ids >> 2)
     return blocks.gather(-1, (token_ids & 3)[..., None]).squeeze(-1)
 
 
-def _blocks(
+def philox_blocks(
     keys: Tensor, positions: Tensor, choices: Tensor, purposes: Tensor, groups: Tensor
 ) -> Tensor:
     """Return all four words of the counters with first word `groups` ([N or 1, G]): [N, G, 4]."""

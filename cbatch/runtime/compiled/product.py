@@ -84,7 +84,7 @@ class CompiledProduct:
         if in_scale is not None and weight.dtype == torch.float32:
             weight, in_scale = weight * in_scale, None  # not for bf16, which would round it
         out, columns = weight.shape
-        panels = _panels(weight, kernel.lanes())
+        panels = panels_of(weight, kernel.lanes())
         segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
         self._set_up((out, columns), [panels], [segment], bias, in_scale, block_types=())
 
@@ -205,7 +205,7 @@ def _fresh(num_bytes: int) -> Tensor:
     return memory[start : start + num_bytes]
 
 
-def _panels(weight: Tensor, lanes: int) -> Tensor:
+def panels_of(weight: Tensor, lanes: int) -> Tensor:
     """Pack weights [out, in] into aligned panels: [panels, in, lanes], or for bf16 pairs of
     columns, [panels, in / 2, lanes, 2]. The last panel and the last pair are padded with zeros.
     """

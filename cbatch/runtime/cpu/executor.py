@@ -101,7 +101,7 @@ class TorchExecutor:
             proposal = self._propose(rows)
             draft_s = time.perf_counter() - draft_started
         verified, prompts = self._forward(rows, proposal)
-        tokens, counts, kv_lens = self._advance(rows, verified)
+        tokens, counts, kv_lens = self.advance_rows(rows, verified)
         draft_kv_lens = shadow = None
         if self.drafter is not None:
             reads = bool(self.drafter.hidden_layers)
@@ -241,7 +241,7 @@ class TorchExecutor:
             requests.pop(slot, None)
         return logprobs, rest
 
-    def _advance(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64, I64]:
+    def advance_rows(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64, I64]:
         """Apply the result to the slots. Return the emitted tokens, and of each row the number of
         emitted tokens and of positions in KV."""
         table = self.table

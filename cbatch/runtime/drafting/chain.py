@@ -202,7 +202,7 @@ class ChainDrafter(Drafter):
             if name in self.lookups and self._turns.of(turn, name, rows.slots).all():
                 return self.lookups[name].propose(rows)
         self._turns.begin(*rows[:3])
-        merger = _Merger(self.table, rows)
+        merger = ProposalMerger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
         for turn, name in order:
@@ -242,7 +242,7 @@ class ChainDrafter(Drafter):
         )
 
 
-class _Merger:
+class ProposalMerger:
     """Merges proposals for some rows of a step into one for all of them."""
 
     def __init__(self, table: InputBatch, rows: DraftRows) -> None:
@@ -263,9 +263,9 @@ class _Merger:
             self._probs.append((at[proposal.num_drafted > 0], proposal.probs))
 
     def merged(self) -> Proposal:
-        return Proposal(self._tokens, self._num_drafted, self._merge_probs(), self._non_finite)
+        return Proposal(self._tokens, self._num_drafted, self.merge_probs(), self._non_finite)
 
-    def _merge_probs(self) -> Tensor | None:
+    def merge_probs(self) -> Tensor | None:
         """Return q of every draft in rows verified by rejection, or None if no draft has a q.
 
         A draft chosen with certainty gets a one-hot q if others were drawn. The result is the same,

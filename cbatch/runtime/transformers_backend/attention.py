@@ -37,7 +37,7 @@ def attention(
     Dv]."""
     layer: AttentionLayer | None = getattr(module, LAYER, None)
     if layer is None or layer.owner.registered is not None:
-        return _enter(module, query, key, value, attention_mask, options), None
+        return enter(module, query, key, value, attention_mask, options), None
     step = layer.owner
     assert step.step is not None, "attention outside of a pass"
     out = step.step.compute(layer, query[0], key[0], value[0])
@@ -64,7 +64,7 @@ class entering:
         self._step.registered = None
 
 
-def _enter(
+def enter(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -175,7 +175,7 @@ def test_a_head_begins_at_another_and_drafts_what_is_said_now(tmp_path):
         torch.equal(p, q) for p, q in zip(net.parameters(), trained.parameters(), strict=True)
     )
     training = HeadTraining(net, parts, tmp_path / "a.pt", steps=3, least_depth=2)
-    assert [training._depth(share) for share in (0, 0.5, 0.7)] == [2, 2, 3]
+    assert [training.depth_at(share) for share in (0, 0.5, 0.7)] == [2, 2, 3]
     assert training.acceptance(held_out).trials
 
 

@@ -61,7 +61,7 @@ def medusa(folder: Path, target: Pair, texts: list[Request] | list[list[int]]) -
         examples = []
         for text in _texts(target, texts):
             chosen, states = _of_target(head, target, text)
-            examples.append((head._refine(i, states)[: len(text) - 1 - i], chosen[1 + i :]))
+            examples.append((head.refine(i, states)[: len(text) - 1 - i], chosen[1 + i :]))
         tensors[f"{i}.1.weight"] = _fit(examples)
     return HeadPair(made_heads.write_head(folder, config, tensors), target)
 

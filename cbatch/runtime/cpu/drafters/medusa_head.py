@@ -58,14 +58,14 @@ class MedusaHead(Head):
     def logits(self, states: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the logits of the first `len(rows)` heads. Those of head i are [N, vocab], for the
         N rows of `states` [R, H] whose indices are `rows[i]`."""
-        refined = [self._refine(i, states[at]) for i, at in enumerate(rows)]
+        refined = [self.refine(i, states[at]) for i, at in enumerate(rows)]
         if len(self._heads) == 1:
             logits = self._heads[0](torch.cat(refined)).split([len(at) for at in rows])
         else:
             logits = tuple(self._heads[i](z) for i, z in enumerate(refined))
         return [self.over_vocabulary(each) for each in logits]
 
-    def _refine(self, number: int, z: Tensor) -> Tensor:
+    def refine(self, number: int, z: Tensor) -> Tensor:
         for linear in self._blocks[number]:
             z = z + F.silu(linear(z))
         return z
