@@ -12,6 +12,7 @@ from cbatch.core.request.unsupported import refuse_options
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
 from cbatch.engine.options import EngineOptions
+from cbatch.engine.progress import ProgressBar
 from cbatch.text.output_processor import Prompt
 from cbatch.text.outputs import Accepted, Choice, Completion, Output
 
@@ -53,8 +54,6 @@ class LLM:
             raise FieldError("params", problem, "give one, or one for each")
         if not progress:
             return complete_all(self.engine, batch, params_list)
-        from cbatch.engine.progress import ProgressBar
-
         with ProgressBar(len(batch)) as bar:
             return complete_all(self.engine, batch, params_list, on_outputs=bar.update)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -50,6 +51,7 @@ LAYERS = {
         "build",
     ),
 }
+TOPS = " ".join(LAYERS["."]).split()
 
 
 @cache
@@ -58,7 +60,7 @@ def imports_by_file() -> dict[str, frozenset[str]]:
     only hand names on."""
     files = {
         path.relative_to(ROOT).as_posix()
-        for top in " ".join(LAYERS["."]).split()
+        for top in TOPS
         for path in (ROOT / top).rglob("*.py")
         if not path.name.startswith("test_")
     }
@@ -78,9 +80,15 @@ def _module(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@cache
+def _parsed(file: str) -> tuple[str, ast.Module]:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return text, ast.parse(text)
+
+
 def _imports(file: str, named: dict[str, str]) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(_parsed(file)[1]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -168,18 +176,137 @@ def test_nothing_lies_loose_at_the_root_of_the_package() -> None:
 
 
 def test_every_package_says_what_lives_there() -> None:
-    folders = {(ROOT / file).parent for file in imports_by_file()}
-    for folder in folders:
-        face = folder / "__init__.py"
-        assert face.is_file(), folder
-        assert ast.get_docstring(ast.parse(face.read_text(encoding="utf-8"))), face
+    for folder in {PurePosixPath(file).parent for file in imports_by_file()}:
+        assert (ROOT / folder / "__init__.py").is_file(), folder
+        assert ast.get_docstring(_parsed(f"{folder}/__init__.py")[1]), folder
 
 
 def test_no_class_name_means_two_things() -> None:
     places: dict[str, list[str]] = {}
     for file in imports_by_file():
-        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        for node in _parsed(file)[1].body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(file))
     assert len(places) > 200
     assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+MAX_LINES, MAX_FUNCTION_LINES, MAX_IMPORTED = 400, 60, 15
+# Files and functions beyond these limits, each with the most that it may have and the reason.
+LONG_FILES = {
+    "cbatch/core/scheduler/state.py": 405,  # one invariant check for all of a scheduler's state
+    "cbatch/process/client.py": 408,  # all that can happen to an engine in another process
+    "cbatch/server/serving/metrics.py": 436,  # the names and help texts of all metrics
+}
+LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost registers
+    "triton_kernels/attention/kernel.py:attention_kernel": 64,
+    "triton_kernels/verification/residual.py:residual_kernel": 63,
+}
+# Places where an engine, a server, a simulation or a run is put together from its parts.
+WIDE_FILES = {
+    "bench/gpu/engine.py": 18,
+    "bench/load/cli/session.py": 16,
+    "cbatch/cli/generate.py": 17,
+    "cbatch/engine/backends.py": 27,
+    "cbatch/engine/build.py": 23,
+    "cbatch/runtime/gpu/executor.py": 28,
+    "cbatch/server/http/app.py": 17,
+    "cbatch/server/serving/service.py": 17,
+    "sim/cli/simulation.py": 20,
+    "tools/heads/train_head.py": 17,
+}
+
+
+def test_files_and_functions_are_short_and_import_few_of_ours() -> None:
+    lines, functions = {}, {}
+    for file in imports_by_file():
+        text, tree = _parsed(file)
+        lines[file] = text.count("\n")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                functions[f"{file}:{node.name}"] = node.end_lineno - node.lineno + 1
+    imported = {file: len(imports) for file, imports in imports_by_file().items()}
+    for sizes, limit, exceptions in (
+        (lines, MAX_LINES, LONG_FILES),
+        (functions, MAX_FUNCTION_LINES, LONG_FUNCTIONS),
+        (imported, MAX_IMPORTED, WIDE_FILES),
+    ):
+        beyond = {name: size for name, size in sizes.items() if size > limit}
+        assert {k: v for k, v in beyond.items() if v > exceptions.get(k, 0)} == {}
+
+
+# --- imports that are not at the top of a file ----------------------------------------------------
+
+# Modules that need not be installed: those of an extra or of some operating systems, and programs
+# that benchmarks compare with. Any function may import them.
+OPTIONAL = {"PIL", "matplotlib", "playwright", "pyarrow", "ray", "transformers", "vllm"}
+OPTIONAL |= {"fcntl", "resource", "uvloop"}
+# Other modules that functions import, at most so many in a file. The reason is start-up: `--help`,
+# the process that listens, `from cbatch import LLM` and a parent of measuring processes do not load
+# what computes (torch, the grammar library, the hub's client).
+LATE = {
+    "bench/gpu/__main__.py": 2,
+    "bench/gpu/child.py": 1,
+    "bench/gpu/world.py": 1,
+    "cbatch/cli/serve.py": 5,
+    "cbatch/engine/backends.py": 19,
+    "cbatch/engine/build.py": 2,
+    "cbatch/engine/heads.py": 5,
+    "cbatch/engine/kept_prices.py": 2,
+    "cbatch/engine/loading.py": 4,
+    "cbatch/engine/memory.py": 5,
+    "cbatch/engine/model_impl.py": 3,
+    "cbatch/engine/ranks/group.py": 1,
+    "cbatch/engine/ranks/worker.py": 2,
+    "cbatch/grammars/compiling.py": 1,
+    "cbatch/process/factory.py": 4,
+    "cbatch/runtime/cpu/transformers_backend/loading.py": 1,
+    "cbatch/runtime/model/checkpoint.py": 1,
+    "cbatch/runtime/model/gguf_file.py": 1,
+    "cbatch/runtime/model/head_config.py": 1,
+    "cbatch/text/chat.py": 1,
+    "cbatch/text/tokenizer.py": 1,
+}
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    late = {file: len(_late_imports(_parsed(file)[1]) - OPTIONAL) for file in imports_by_file()}
+    assert {file: n for file, n in late.items() if n > LATE.get(file, 0)} == {}
+
+
+def _late_imports(tree: ast.Module) -> set[str]:
+    """Modules that functions import; of a package outside of this project its name."""
+    nodes = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    ours = tuple(f"{top}." for top in TOPS)
+    return {name if name.startswith(ours) else name.partition(".")[0] for name in names}
+
+
+# Files that import a module by its name, since the name comes from outside.
+IMPORTED_BY_NAME = {
+    "cbatch/__init__.py",  # public names, imported on first use
+    "cbatch/cli/main.py",
+    "cbatch/cli/ray_serve.py",  # one error for an extra that is missing
+    "cbatch/core/speculation/build.py",  # --lookahead module:Class
+    "triton_kernels/build/ahead.py",  # kernels, whose names are sent to processes that compile
+}
+
+
+def test_no_module_is_imported_by_a_string() -> None:
+    names = {"import_module", "__import__", "resolve_name"}
+    importing = {
+        file.relative_to(ROOT).as_posix()
+        for top in TOPS
+        for file in (ROOT / top).rglob("*.py")
+        if names & set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    }
+    assert importing == IMPORTED_BY_NAME

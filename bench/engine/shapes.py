@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Fields of config.json; `model_type` is llama unless given.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": {
@@ -97,7 +99,6 @@ def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
 
     The end-of-sequence id is the last of the vocabulary; benchmarks ignore it.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {"model_type": "llama", "max_position_embeddings": 2048} | (SHAPES | FLAGGED)[shape]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from bench.engine.shapes import SHAPES
 from bench.report import rounded
@@ -82,7 +83,6 @@ def build_cbatch(
 
 
 def build_transformers(model: Path, dtype: str) -> System:
-    import torch
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()

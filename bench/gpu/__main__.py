@@ -1,25 +1,20 @@
-"""The command `python -m bench.gpu --out DIR`: the parts of a run, and the process of a part."""
+"""The command `python -m bench.gpu --out DIR`: the parts of a run, each a process of `child.py`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
-import logging
 import os
 import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from bench.gpu import clocks, report
-from bench.gpu.cells import Cell, Journal, Row, run_cells
-from bench.gpu.limits import SMALLER
+from bench.gpu.cells import Row
 from bench.gpu.run import GpuRun, Rows, RunPart
-from bench.gpu.turns import DeviceTurns
 
 _TILES = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
 _MINUTES = 5.0
@@ -84,30 +79,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# --- the process of a part ------------------------------------------------------------------------
-
-
-def cells_of(section: str) -> Callable[..., Iterable[Cell]]:
-    """Return the function `cells(bench)` of the section's module."""
-    module, _, model = section.partition("-")
-    name = {"demo": "demo_pair", "vllm": "vllm_engine"}.get(module, module)
-    cells: Callable[..., Iterable[Cell]] = importlib.import_module(f"bench.gpu.{name}").cells
-    return functools.partial(cells, model=SMALLER) if model else cells
-
-
-def run_child(section: str, out: Path, peers: Path | None) -> int:
-    from bench.gpu.world import Bench, describe, device_of, find_world
-
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
-    world, journal = find_world(), Journal(out / f"{section}.jsonl")
-    journal.write(about=describe(world))
-    if section == "correctness":
-        return importlib.import_module("bench.gpu.correctness").run(out)
-    bench = Bench(world, device_of(world), out, peers)
-    run_cells(cells_of(section)(bench), journal, DeviceTurns(out))
-    return 0
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -163,13 +134,16 @@ def _write_tiles(gpu_run: GpuRun, out: Path) -> None:
     if gpu_run.rows.get("sweep"):
         device, date, commit = (gpu_run.about.get(name) for name in ("device", "date", "commit"))
         source = f"swept on {device}, {date}, commit {commit}"
-        sweep = importlib.import_module("bench.gpu.sweep")
-        sweep.write_table(gpu_run.rows["sweep"], _TILES, source, out)
+        from bench.gpu.sweep import write_table
+
+        write_table(gpu_run.rows["sweep"], _TILES, source, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.child:
+        from bench.gpu.child import run_child
+
         return run_child(args.child, args.out, args.peers)
     run(args)
     print((args.out / report.TABLE).read_text(encoding="utf-8"), flush=True)

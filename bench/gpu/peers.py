@@ -4,7 +4,6 @@ Triton kernels if `--peers` holds vLLM. A peer that is not available says why.""
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.batches import VerifyCase
 from bench.gpu.cells import Absent
@@ -20,8 +20,6 @@ from bench.gpu.timing import Call
 from bench.gpu.vllm_engine import unpack
 from bench.gpu.world import Bench
 
-_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
-
 
 @functools.cache
 def load_vllm(bench: Bench) -> Callable[..., Any]:
@@ -29,8 +27,9 @@ def load_vllm(bench: Bench) -> Callable[..., Any]:
     if bench.peers is None:
         raise Absent("vLLM is not supplied (--peers)")
     sys.path.append(str(unpack(bench.peers, bench.out / "peers")))
-    sampler: Callable[..., Any] = importlib.import_module(_REJECTION).rejection_sample
-    return sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    return rejection_sample
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -58,8 +57,6 @@ def sdpa(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
     query, context = _equal_lengths(steps[0])
     causal, mask = query == context, None
     if 1 < query < context:
-        from torch.nn.attention.bias import causal_lower_right
-
         mask = causal_lower_right(query, context)
     attend = functools.partial(
         F.scaled_dot_product_attention, attn_mask=mask, is_causal=causal, enable_gqa=True

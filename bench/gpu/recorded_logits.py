@@ -19,6 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.engine.model_files import find_model, tokenizer_of
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.kv_cache import KVCache
+
 DATA = Path(__file__).parent / "data" / "recorded_logits.npz"
 ROWS, VOCAB = 64, 49_152  # as recorded
 _EVERY = 15  # tokens of the text between two recorded rows.
@@ -76,11 +81,6 @@ def recorded_logits(
 
 def record(text: str) -> LogitProfiles:
     """Record SmolLM2's logits after every 15th of the last 960 of the text's first 1,024 tokens."""
-    from cbatch.engine.model_files import find_model, tokenizer_of
-    from cbatch.runtime.batch import RaggedBatch
-    from cbatch.runtime.cpu.decoder import load_model
-    from cbatch.runtime.kv_cache import KVCache
-
     path = find_model("smollm2")
     count = 1024
     ids = torch.tensor(tokenizer_of(path).encode(text)[:count])

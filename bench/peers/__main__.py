@@ -60,6 +60,7 @@ from bench.peers.systems import (
     python_of,
     started,
 )
+from bench.plot import save_lines
 from bench.report import print_document, print_table
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import PACKAGED, find_model
@@ -233,8 +234,6 @@ def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str
 
 
 def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
-    from bench.plot import save_lines
-
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if row["figure"] == OUTPUT and row["to_peer"] is not None:

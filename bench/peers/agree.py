@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.engine.systems import Prompts, System
 from bench.report import rounded
@@ -27,7 +28,6 @@ Logits = Callable[[list[int]], np.ndarray]
 def reference_logits(model: Path) -> Logits:
     """Return a function from token ids to the logits [V] of the next token, by transformers in
     float32. It loads the model at its first call."""
-    import torch
 
     @cache
     def peer() -> Any:

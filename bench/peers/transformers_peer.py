@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.engine.systems import EngineRun, Prompts, System
 
 PAGE_TOKENS = 256  # its default.
@@ -16,7 +18,6 @@ PATIENCE_S = 300.0  # the longest wait for the next sequence to end.
 
 def build_continuous(model: Path, dtype: str, *, max_sequences: int, tokens: int) -> System:
     """Load a model from its files, for `continuous`."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()

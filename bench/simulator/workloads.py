@@ -11,7 +11,7 @@ import numpy as np
 from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
 from sim.workload.lengths import uniform
-from sim.workload.traces.prompts import TracePrompts
+from sim.workload.tokens import TracePrompts
 from sim.workload.traces.request import TraceRequest
 
 BLOCK_TOKENS = 16

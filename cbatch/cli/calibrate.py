@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import Console
 
 from cbatch.cli.options import ModelSettings, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.cli.settings import add_flags, read_settings
+from cbatch.core.prices.calibration import Accuracy
 from cbatch.core.request.errors import FieldError
-
-if TYPE_CHECKING:
-    from cbatch.core.prices.calibration import Accuracy
+from cbatch.engine.build import load_engine
+from cbatch.engine.loop import Executor
+from cbatch.engine.prices.calibrator import Calibrator
+from cbatch.engine.progress import ProgressBar
 
 ROUNDS, STEPS = 2, 32  # defaults: rounds through all batches, and steps of a batch
 
@@ -41,13 +43,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from cbatch.engine.build import load_engine
-    from cbatch.engine.loop import Executor
-    from cbatch.engine.prices.calibrator import Calibrator
-    from cbatch.engine.progress import ProgressBar
-
     settings = read_settings(ModelSettings, args)
     values = settings.values
     if values.engine.overlap:

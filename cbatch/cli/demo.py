@@ -20,6 +20,7 @@ from cbatch.cli.output import add_json_option
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.request import SamplingParams
+from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine, EngineStats
 from cbatch.engine.info import EngineInfo
@@ -61,8 +62,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from cbatch.demo import demo_paths, demo_prompts
-
     console = Console()
     target, draft = demo_paths()
     options = read_settings(EngineOptions, args, defaults=_ENGINE).values

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from cbatch import __version__
 from cbatch.cli.output import INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, InputError
 
 # Command: (module with its `add_parser`, help). Help lists the commands in this order.
 COMMANDS = {
@@ -102,9 +102,7 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
         args = parser_of(words[0] if words else "").parse_args(words)
         require_place("--json", getattr(args, "json", None))
         status: int = args.run(args)
-    except ValueError as error:
-        if not _is_bad_input(error):
-            raise
+    except InputError as error:
         print(f"cbatch: {error}", file=sys.stderr)
         return FAILED
     return status
@@ -120,15 +118,6 @@ def _abandon_output() -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
-
-
-def _is_bad_input(error: ValueError) -> bool:
-    from cbatch.process.connection import EngineStartError
-    from cbatch.runtime.model.config import ModelError
-    from cbatch.text import ChatTemplateError, TokenizerError
-
-    kinds = (FieldError, TokenizerError, ChatTemplateError, ModelError, EngineStartError)
-    return isinstance(error, kinds)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +18,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of, load_tokenizers
 from cbatch.kv_events.config import KVEventsConfig, read_config
+from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
 from cbatch.process.factory import EngineFactory
 from cbatch.process.server import EngineProcess
@@ -26,9 +26,6 @@ from cbatch.server.http.keys import KeyRing, read_keys
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.service import EngineService
 from cbatch.steplog.step_log import StepLogError, open_to_append
-
-if TYPE_CHECKING:
-    from cbatch.kv_events.publisher import KVEventPublisher
 
 _logger = logging.getLogger("cbatch")
 
@@ -143,8 +140,6 @@ def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
         raise FieldError(
             "kv_events_config", "has no events to publish without the prefix cache", remedy
         )
-    from cbatch.kv_events.publisher import KVEventPublisher
-
     publisher = KVEventPublisher(config)
     replays = "none" if publisher.replay_endpoint is None else publisher.replay_endpoint
     _logger.info(f"KV events: {publisher.endpoint} (replays: {replays})")

@@ -9,6 +9,7 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
+from cbatch.demo import demo_paths
 from cbatch.engine.options import EngineOptions
 
 MODEL_HELP = "model directory, .gguf file, hub name or smollm2 (default: the demo pair)"
@@ -42,6 +43,4 @@ def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str |
         return model, draft
     if draft is not None:
         raise FieldError("--draft", "needs a target model", "name the model as well")
-    from cbatch.demo import demo_paths
-
     return demo_paths()

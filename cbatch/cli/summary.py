@@ -13,6 +13,7 @@ from rich.table import Table
 from cbatch.cli.output import print_figures
 from cbatch.engine.engine import EngineStats
 from cbatch.engine.info import EngineInfo
+from cbatch.system.machine import describe_machine, describe_versions
 
 BAR_WIDTH = 30
 
@@ -69,8 +70,6 @@ def print_summary(run: BatchRun, console: Console) -> None:
 
 def print_results(runs: Sequence[BatchRun], json_file: Path | None) -> None:
     """Print the JSON line with the figures of `runs`, or write it to `json_file`."""
-    from cbatch.system.machine import describe_machine, describe_versions
-
     document = {
         "results": [run.result() for run in runs],
         "machine": describe_machine(),

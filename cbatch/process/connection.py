@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import zmq
 import zmq.asyncio
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
 
@@ -18,7 +18,7 @@ TICK_S = 0.25  # interval of the checks for a hanging engine.
 _DRAIN_MS = 20  # wait for each message that a dead engine may still have sent
 
 
-class EngineStartError(ValueError):
+class EngineStartError(InputError):
     """The engine could not be started. The message says why."""
 
 

@@ -22,6 +22,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cbatch.core.request.errors import InputError
+
 TEMPLATE_FILE = "chat_template.jinja"  # the default template
 TEMPLATE_FOLDER = "additional_chat_templates"  # the others, by name
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -50,7 +52,7 @@ class CallArguments(dict[str, Any]):
         return self.text
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(InputError):
     """A broken template, or a conversation that it cannot render. `refused`: the template itself
     rejects the conversation, by `raise_exception`."""
 

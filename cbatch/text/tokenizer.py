@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from cbatch.core.request.errors import InputError
 from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
@@ -31,7 +32,7 @@ _BYTES = _byte_characters()
 _CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # of UTF-8
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A tokenizer that is missing, broken, or not the required one. The message names the file."""
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
+from rich.box import SIMPLE
+from rich.table import Table
 
 from cbatch.cli.output import add_json_option, names_file, print_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
-from sim.cli.options import (
+from sim.cli.display import Bar, prices_of
+from sim.cli.processes import num_processes, run_scenarios
+from sim.cli.scenario import USUAL, Scenario
+from sim.cli.simulation import build
+from sim.cli.sweep import (
+    Variant,
     add_comparison_options,
     refuse_processes_without_sweep,
+    variants,
 )
-from sim.cli.scenario import USUAL, Scenario
+from sim.report.capacity import Capacity, ServiceLevel, Tried, find_capacity, judge, try_rate
+from sim.report.display import wide_console
+from sim.report.report import Objectives, Record, parse_objectives
 from sim.workload.options import SHARE_KNOB
-
-if TYPE_CHECKING:
-    from sim.cli.display import Bar
-    from sim.cli.sweep import Variant
-    from sim.report.capacity import Capacity, ServiceLevel, Tried
-    from sim.report.report import Record
 
 COMMAND = "sim capacity"
 PERCENTILE = 99.0  # default, unless a goodput share is given
@@ -80,10 +84,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, options: Search) -> int:
-    from sim.cli.display import Bar, prices_of
-    from sim.cli.processes import num_processes, run_scenarios
-    from sim.cli.sweep import variants
-
     refuse_processes_without_sweep(args)
     runs = variants(args, fixed=PACE)
     scenarios = [variant.scenario for variant in runs]
@@ -111,8 +111,6 @@ def search(
 ) -> Capacity:
     """Return the highest rate in the range `rates` that meets `level`. Rates are factors on the
     trace's own rate."""
-    from sim.cli.simulation import build
-    from sim.report.capacity import find_capacity, judge, try_rate
 
     def serve(rate: float, rounds: int) -> Tried:
         records: list[Record] = []
@@ -132,9 +130,6 @@ def search(
 
 
 def _service_level(options: Search, slo: tuple[str, ...]) -> ServiceLevel:
-    from sim.report.capacity import ServiceLevel
-    from sim.report.report import Objectives, parse_objectives
-
     percentile, share = options.percentile, options.goodput_share
     return ServiceLevel(
         objectives=parse_objectives(slo) or Objectives(),
@@ -144,8 +139,6 @@ def _service_level(options: Search, slo: tuple[str, ...]) -> ServiceLevel:
 
 
 def _document(variant: Variant, capacity: Capacity, level: ServiceLevel) -> dict[str, Any]:
-    from sim.cli.simulation import build
-
     settings = dict(build(variant.scenario).settings)
     del settings["rate"], settings["rate_scale"]
     outcome: dict[str, Any] = msgspec.to_builtins(capacity)
@@ -153,11 +146,6 @@ def _document(variant: Variant, capacity: Capacity, level: ServiceLevel) -> dict
 
 
 def _print(variant: Variant, capacity: Capacity) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    from sim.report.display import wide_console
-
     console = wide_console()
     swept = ", ".join(f"{name} {value}" for name, value in variant.values.items())
     table = Table(title=swept or None, title_justify="left", box=SIMPLE)

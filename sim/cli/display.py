@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cbatch.cli.output import names_file, print_line, require_place
+from cbatch.cli.output import add_json_option, names_file, print_line, require_place
 from sim.replay.replica import Progress as ReplayProgress
 from sim.report.display import spread_table, summary_of
 from sim.report.page.view import PageCollector, write_page
@@ -67,6 +67,16 @@ class Bar:
             f"{state.running} running · {state.waiting} waiting · {state.steps:,} steps"
         )
         self._progress.update(self._task, words=words)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    out = parser.add_argument_group("report")
+    add_json_option(out, "the whole report")
+    out.add_argument("--records", type=Path, metavar="FILE", help="write one JSON line per request")
+    out.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page of plots")
+    out.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="write a Perfetto trace of the steps"
+    )
 
 
 class Files:

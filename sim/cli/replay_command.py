@@ -6,12 +6,15 @@ import argparse
 
 from cbatch.cli.settings import add_flags
 from cbatch.core.request.errors import FieldError
-from sim.cli.options import (
-    add_comparison_options,
-    add_report_options,
-    refuse_processes_without_sweep,
-)
+from sim.cli.display import Bar, Files, add_report_options, print_report
 from sim.cli.scenario import USUAL, Scenario
+from sim.cli.simulation import build
+from sim.cli.sweep import (
+    add_comparison_options,
+    compare,
+    refuse_processes_without_sweep,
+    variants,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,10 +31,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.cli.display import Bar, Files, print_report
-    from sim.cli.simulation import build
-    from sim.cli.sweep import compare, variants
-
     files = Files(args)
     for option, given in (("--records", args.records), ("--perfetto", args.perfetto)):
         if args.sweep and given is not None:

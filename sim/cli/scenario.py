@@ -12,6 +12,8 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.engine import options as engine
+from sim.cost.kernel_tables import holds_kernel_tables
+from sim.cost.pool import RULES
 from sim.workload.arrivals import require_positive
 from sim.workload.options import RATE_SCALE_KNOB, SLO_KNOB, THINK_KNOB, Reading, warn
 from sim.workload.traces.changes import rate_of
@@ -156,8 +158,6 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     @property
     def holds_kernel_tables(self) -> bool:
         """True if --cost-table is of kernels, for any model, not of one model's layers."""
-        from sim.cost.kernel_tables import holds_kernel_tables
-
         return self.cost_table is not None and holds_kernel_tables(self.cost_table)
 
     @property
@@ -170,8 +170,6 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     @property
     def records_pool(self) -> bool:
         """True if --pool is the file of a recorded run, not the name of a rule."""
-        from sim.cost.pool import RULES
-
         return self.pool is not None and self.pool not in RULES
 
     def _ignored_by_pool(self) -> list[tuple[str, bool, str]]:

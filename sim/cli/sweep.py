@@ -39,6 +39,29 @@ HEADINGS = {
 }
 
 
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2",
+        help="run with each value of an option (on, off for a switch); repeatable: all "
+        "combinations; values that contain commas are separated by semicolons",
+    )
+    group.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="scenarios in parallel (default: number of cores)",
+    )
+
+
+def refuse_processes_without_sweep(args: argparse.Namespace) -> None:
+    if args.processes is not None and not args.sweep:
+        raise FieldError("--processes", "would be ignored without --sweep", "leave it out")
+
+
 class Variant(NamedTuple):
     values: dict[str, str]  # by swept option, as typed
     scenario: Scenario

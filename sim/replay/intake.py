@@ -13,8 +13,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.metrics import MetricsRecorder
 from sim.report.report import Refused
 from sim.workload.sources import Source
-from sim.workload.tokens import mix
-from sim.workload.traces.prompts import TracePrompts
+from sim.workload.tokens import TracePrompts, mix
 from sim.workload.traces.request import TraceRequest
 
 

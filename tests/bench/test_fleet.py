@@ -20,7 +20,7 @@ from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
 from sim.workload.sources import OpenLoop
-from sim.workload.traces.prompts import TracePrompts
+from sim.workload.tokens import TracePrompts
 from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import Exchange, answer_well, scripted
 from tests.bench.test_simulator import rows_of, slower

@@ -16,6 +16,7 @@ import torch
 from bench.gpu import __main__ as command
 from bench.gpu import correctness, report, vllm_engine
 from bench.gpu.cells import Journal, Row, run_cells
+from bench.gpu.child import CELLS
 from bench.gpu.sweep import DECODES, best_tiles, score, table_of, workloads_of, write_table
 from bench.gpu.turns import DeviceTurns
 from bench.gpu.world import Bench, World
@@ -49,7 +50,7 @@ def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
     """Nothing runs: each section lists what it would, under keys of their own."""
     bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path)
     for section, least in SECTIONS.items():
-        cells = list(command.cells_of(section)(bench))
+        cells = list(CELLS[section](bench))
         assert len({cell.key for cell in cells}) == len(cells) >= least, section
         json.dumps([cell.labels for cell in cells])
 

@@ -9,10 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cbatch.cli.main import main
 from cbatch.cli.output import print_line
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
+from tools.heads.questions import ask_itself
+from tools.heads.train_head import record, train_head
 
 _TEXT_TOKENS = 256  # tokens per piece of a text that is read
 _QUESTIONS = 2000
@@ -77,11 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from cbatch.engine.model_files import find_model
-    from tools.heads.train_head import record, train_head
-
     counts = ("questions", "answer_tokens", "lesson_minutes", "minutes", "draft_vocab", "depth")
     for field in counts:
         value = getattr(args, field)
@@ -125,9 +126,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list[int], Any]]:
     """Yield the token ids of each prompt or piece of text, and its sampling parameters."""
-    from cbatch.core.request.request import SamplingParams
-    from cbatch.engine.model_files import tokenizer_of
-
     tokenizer = tokenizer_of(model)
     for file in args.text:
         ids = tokenizer.encode(_read(file, "text"))
@@ -144,9 +142,6 @@ def _prompts(args: argparse.Namespace, model: str | Path) -> Iterator[tuple[list
 
 
 def _own_questions(args: argparse.Namespace, model: str | Path) -> Path:
-    from cbatch.engine.model_files import chat_template_of
-    from tools.heads.questions import ask_itself
-
     file: Path = args.out / "questions.jsonl"
     if not file.exists():
         texts = ask_itself(model, args.questions or _QUESTIONS, progress=True)
@@ -168,8 +163,6 @@ def _read(file: Path, field: str) -> str:
 
 def _prompt_text(line: str, model: str | Path, file: Path, number: int) -> tuple[str, bool]:
     """Return the text of a prompt, and whether a chat template has rendered it."""
-    from cbatch.engine.model_files import chat_template_of
-
     prompt: Any = line
     if line.lstrip().startswith("{"):
         try:

@@ -7,6 +7,8 @@ import argparse
 from msgspec.structs import replace
 
 from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
+from bench.load.cli.session import bench
+from bench.load.run.selftest import self_test
 from cbatch.cli.output import add_json_option, require_place
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
@@ -34,16 +36,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     options = replace(read_settings(LoadOptions, args).values, json=args.json)
     if options.self_test:
-        from bench.load.run.selftest import self_test
-
         return self_test(options.processes)
     if options.url is None:
         raise FieldError("URL", "is missing", "name the server, as http://localhost:8000")
     for option in ("json", "csv", "records", "page"):
         require_place(f"--{option}", getattr(options, option))
     _allow_files()
-    from bench.load.cli.session import bench
-
     return bench(options)
 
 

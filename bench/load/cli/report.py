@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
+from bench.load.run.report import read_records, read_reports
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-
-if TYPE_CHECKING:
-    from sim.report.page.view import RunView
-    from sim.report.report import Report
+from sim.report.display import wide_console
+from sim.report.page.view import PageCollector, RunView, write_page
+from sim.report.report import Report
+from sim.workload.traces.files import read_whole
 
 RATES = (
     ("requests that finished", "requests"),
@@ -66,8 +67,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from sim.report.display import wide_console
-
     first, second = _read(args.first), _read(args.second)
     # A single report has no load to match; sweeps are compared load by load.
     if len(first) == len(second) == 1:
@@ -89,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
 
 def run_page(args: argparse.Namespace) -> int:
     """Write a page that draws all reports on the same axes."""
-    from sim.report.page.view import write_page
-
     reports = [_read(path) for path in args.reports]
     require_place("--page", args.page)
     if args.records and len(args.records) != len(args.reports):
@@ -144,9 +141,6 @@ def difference(first: float | None, second: float | None) -> float | None:
 
 def _read(path: Path) -> dict[str, Report]:
     """Return the reports of a file by the name of their load. Raises `FieldError`."""
-    from bench.load.run.report import read_reports
-    from sim.workload.traces.files import read_whole
-
     try:
         reports, names = read_reports(read_whole(path))
     except OSError as error:
@@ -196,9 +190,6 @@ def _document(first: Report, second: Report, rows: list[Row]) -> dict[str, Any]:
 
 
 def _view(name: str, report: Report, records: Path | None) -> RunView:
-    from bench.load.run.report import read_records
-    from sim.report.page.view import PageCollector
-
     collector = PageCollector()
     try:
         for record in () if records is None else read_records(records):

@@ -111,22 +111,11 @@ def _measure(
     calls = [call for run in runs for call in run.calls]
     good = [call for call in calls if call.error is None]
     duration_s = sum(_duration_s(run) for run in runs)
-    gap_s, gap_tokens = _gaps(good)
     prompt_tokens = sum(call.prompt_tokens for call in good)
     output_tokens = sum(call.output_tokens for call in good)
     goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
-    server = added([run.server for run in runs])
-    client = _client(runs)
-    windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
-    piled = [
-        is_saturated(run.calls, window)
-        for run, window in zip(runs, windows, strict=True)
-        if run.open_loop and window is not None
-    ]
-    saturated = any(piled) if piled else None
-    mean_in_flight, peak = in_flight([run.calls for run in runs], duration_s)
-    chunks = sum(call.chunks for call in good)
-    unfinished = sum(part.unfinished for run in runs for part in run.parts)
+    client, server = _client(runs), added([run.server for run in runs])
+    load = _load(runs, duration_s)
 
     def rate(count: float) -> float | None:
         return count / duration_s if duration_s > 0 else None
@@ -143,46 +132,68 @@ def _measure(
         requests_per_s=rate(len(good)),
         prompt_tokens_per_s=rate(prompt_tokens),
         output_tokens_per_s=rate(output_tokens),
-        ttft_s=_spread(call.ttft_s for call in good),
-        tpot_s=_spread(t for call in good if (t := call.tpot_s) is not None),
-        itl_s=Spread.of(gap_s / np.maximum(gap_tokens, 1), gap_tokens),
-        chunk_gap_s=Spread.of(gap_s),
-        e2e_s=_spread(call.e2e_s for call in good),
-        queue_s=_spread(()),
         goodput=goodput,
         speculation=None,
         steps=None if server is None else server.steps,
         mean_running=None,
         preemptions=None if server is None else server.preemptions,
         prefix_hit_tokens=None if server is None else server.prefix_hit_tokens,
-        sent=len(calls) + unfinished,
+        sent=len(calls) + load["unfinished"],
         errors=dict(sorted(Counter(c.error.label for c in calls if c.error is not None).items())),
         error_examples={c.error.label: c.error.detail for c in reversed(calls) if c.error},
-        unfinished=unfinished,
         interrupted=any(run.interrupted for run in runs),
         token_source=_token_source(good),
-        chunks=chunks,
-        tokens_per_chunk=sum(c.output_tokens for c in good if c.chunks) / chunks
-        if chunks
-        else None,
-        mean_in_flight=mean_in_flight,
-        peak_in_flight=peak,
-        ttft_from_send_s=_spread(call.first_s - call.sent_s for call in good),
-        e2e_from_send_s=_spread(call.end_s - call.sent_s for call in good),
-        normalised_s=_spread(call.e2e_s / call.output_tokens for call in good),
         attainment=attainment,
         good_output_tokens_per_s=good_tokens,
-        steady=windows[0] if len(runs) == 1 else None,
-        saturated=saturated,
         client=client,
         server=server,
         server_over_time=runs[0].server_samples if len(runs) == 1 else (),
         repeats=len(runs),
         confidence={},
-        warnings=tuple(_warnings(runs, client, calls, good, server, saturated)),
+        warnings=tuple(_warnings(runs, client, calls, good, server, load["saturated"])),
         machine=describe_machine(),
         versions=describe_versions(),
+        **load,
+        **_times(good),
     )
+
+
+def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
+    """Return the fields of `Measured` about the calls in flight at one time."""
+    windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
+    piled = [
+        is_saturated(run.calls, window)
+        for run, window in zip(runs, windows, strict=True)
+        if run.open_loop and window is not None
+    ]
+    mean, peak = in_flight([run.calls for run in runs], duration_s)
+    return {
+        "unfinished": sum(part.unfinished for run in runs for part in run.parts),
+        "mean_in_flight": mean,
+        "peak_in_flight": peak,
+        "steady": windows[0] if len(runs) == 1 else None,
+        "saturated": any(piled) if piled else None,
+    }
+
+
+def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
+    """Return the fields of `Measured` about times, and about the chunks between them."""
+    gap_s, gap_tokens = _gaps(good)
+    chunks = sum(call.chunks for call in good)
+    tokens = sum(call.output_tokens for call in good if call.chunks)
+    return {
+        "ttft_s": _spread(call.ttft_s for call in good),
+        "tpot_s": _spread(t for call in good if (t := call.tpot_s) is not None),
+        "itl_s": Spread.of(gap_s / np.maximum(gap_tokens, 1), gap_tokens),
+        "chunk_gap_s": Spread.of(gap_s),
+        "e2e_s": _spread(call.e2e_s for call in good),
+        "queue_s": _spread(()),
+        "ttft_from_send_s": _spread(call.first_s - call.sent_s for call in good),
+        "e2e_from_send_s": _spread(call.end_s - call.sent_s for call in good),
+        "normalised_s": _spread(call.e2e_s / call.output_tokens for call in good),
+        "chunks": chunks,
+        "tokens_per_chunk": tokens / chunks if chunks else None,
+    }
 
 
 def _spread(values: Iterable[float]) -> Spread:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copyreg
+import difflib
 from collections.abc import Iterable
 from typing import Any
 
 
-class FieldError(ValueError):
-    """Bad input: `field` is the name that the caller used, `remedy` says what is accepted."""
+class InputError(ValueError):
+    """Bad input. A command prints the message, without a traceback, and fails."""
+
+
+class FieldError(InputError):
+    """Bad input in a field: `field` is the name that the caller used, `remedy` says what is
+    accepted."""
 
     def __init__(self, field: str, problem: str, remedy: str) -> None:
         super().__init__(f"{field}: {problem}; {remedy}")
@@ -35,8 +41,6 @@ def short(value: object) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the suggestion that ends a message about an unknown word, or "" if no known word is
     similar."""
-    import difflib
-
     # The word is cut because the comparison takes quadratic time.
     close = difflib.get_close_matches(word[:60], list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

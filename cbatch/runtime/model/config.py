@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cbatch.core.request.errors import InputError
 from cbatch.runtime.model.end_tokens import tokenizer_end_ids
 from cbatch.runtime.model.quantisation import Quantisation
 
@@ -34,7 +35,7 @@ _MAX_OF = {
 _MAX_FLOAT = float(2**127)  # of fp32
 
 
-class ModelError(ValueError):
+class ModelError(InputError):
     """A checkpoint that cannot be served; the message names the file, the field and the remedy."""
 
 

@@ -10,7 +10,7 @@ from sim.workload.arrivals import poisson
 from sim.workload.generate import BLOCK_TOKENS, Conversations, converse, generate
 from sim.workload.lengths import fixed, uniform
 from sim.workload.sources import ClosedLoop, OpenLoop, Source
-from sim.workload.traces.prompts import VOCAB_SIZE, TracePrompts
+from sim.workload.tokens import VOCAB_SIZE, TracePrompts
 from sim.workload.traces.request import TraceRequest
 
 
