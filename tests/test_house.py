@@ -206,11 +206,12 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 }
 # Places where an engine, a server, a simulation or a run is put together from its parts.
 WIDE_FILES = {
-    "bench/gpu/engine.py": 18,
+    "bench/gpu/engine.py": 20,
     "bench/load/cli/session.py": 16,
     "cbatch/cli/generate.py": 17,
-    "cbatch/engine/backends.py": 27,
-    "cbatch/engine/build.py": 23,
+    "cbatch/engine/backends.py": 30,
+    "cbatch/engine/build.py": 25,
+    "cbatch/runtime/cpu/decoder.py": 17,
     "cbatch/runtime/gpu/executor.py": 28,
     "cbatch/server/http/app.py": 17,
     "cbatch/server/serving/service.py": 17,
