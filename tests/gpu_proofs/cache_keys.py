@@ -1,14 +1,15 @@
-"""Cache keys of the kernels that a start compiles ahead and of those that its capture launches.
+"""Cache keys of the kernels that a start compiles ahead, and of those that its capture launches.
 
     python -m tests.gpu_proofs.cache_keys FOLDER [--size NAME] [--processes 8] [--unsettled]
 
-runs the real start of an executor (`GpuExecutor.capture` with `CudaDevice.kernels_of`, its child
-processes, the capture of every graph, then the kernels that are compiled late) under a driver that
-reports an H100. In place of compiling, children write the key of each kernel to FOLDER, and
-launches look for theirs there.
-Prints a JSON line per size: how many keys were launched, and the kernels whose keys are missing.
+It runs the real start of an executor under a driver that reports an H100: `GpuExecutor.capture`
+with `CudaDevice.kernels_of`, its child processes, the capture of every graph, then the kernels that
+are compiled late. Children do not compile but write the key of each kernel to FOLDER, where
+launches look for theirs.
 
-`--unsettled`: without what `triton_kernels.build.jit` mends.
+It prints a JSON line per size: how many keys were launched, and the kernels whose keys are missing.
+
+`--unsettled`: without the fix of `triton_kernels.build.jit`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def launches_looked_up(folder: Path, missing: Counter[str]) -> Iterator[Counter[
         return _Unlaunched(name, launches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.compiler, "compile", look)  # the one that launches call
+        patch.setattr(triton.compiler, "compile", look)  # the function that launches call
         patch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
         yield launched
 
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         DependenciesFinder._update_hash = merge
     if options.child:
-        compile_ahead(str(options.path))  # the place of its only argument
+        compile_ahead(str(options.path))  # the position of its only argument
         return 0
     from tests.gpu_proofs.sizes import MORE, USUAL
 
@@ -137,8 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["TRITON_CACHE_DIR"] = str(options.path)
     for size in USUAL + MORE:
         if options.size is None or size.name in options.size:
-            found = start(size, options.path, tuple(command), options.processes)
-            print(json.dumps(found), flush=True)
+            result = start(size, options.path, tuple(command), options.processes)
+            print(json.dumps(result), flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compiles recorded specialisations, each once, and says what of them no device could run."""
+"""Compile recorded specialisations, each once, and list those that no device could run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 from tests.gpu_proofs.driver import Specialisation
 from tests.triton_kernels.compile_check import TARGETS, resources_of
 
-_REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # NVIDIA: a multiprocessor's; AMD: of four SIMDs
+_REGISTERS = {"cuda": 1 << 16, "hip": 1 << 17}  # of an NVIDIA multiprocessor; of four AMD SIMDs
 _PROGRAM_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-_RESERVED_BYTES = 1 << 10  # that NVIDIA takes of each program's share of a multiprocessor
+_RESERVED_BYTES = 1 << 10  # reserved by NVIDIA in each program's share of a multiprocessor
 
 
 class Code(NamedTuple):
@@ -28,19 +28,20 @@ class Code(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Of one specialisation: what it takes, or why it does not compile."""
+    """Resources of one specialisation, or the reason why it does not compile."""
 
     key: str
     code: Code | None
     fault: str
 
 
-def verdicts(target: str, found: Iterable[Specialisation]) -> list[Verdict]:
-    """By two processes."""
+def verdicts(target: str, specialisations: Iterable[Specialisation]) -> list[Verdict]:
+    """Compile specialisations in two processes; return a verdict for each."""
     global _work
-    # Those with the most arguments take longest: they come first, lest one process waits.
-    _work = (target, sorted(found, key=lambda each: -len(str(each.signature))))
-    torch.set_num_threads(1)  # none runs while this process forks
+    # Those with the most arguments take longest: they come first, so that no process is left
+    # waiting.
+    _work = (target, sorted(specialisations, key=lambda one: -len(str(one.signature))))
+    torch.set_num_threads(1)  # no thread runs while this process forks
     with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
         return pool.map(_verdict, range(len(_work[1])), chunksize=1)
 
@@ -49,33 +50,34 @@ _work: tuple[str, list[Specialisation]] = ("", [])
 
 
 def _verdict(at: int) -> Verdict:
-    target, found = _work
-    each = found[at]
+    target, specialisations = _work
+    one = specialisations[at]
     try:
-        code = _compile(target, each)
+        code = _compile(target, one)
     except Exception as error:
-        return Verdict(each.key, None, f"{type(error).__name__}: {error}")
-    return Verdict(each.key, code, "; ".join(_faults(target, code, each.options.get("maxnreg"))))
+        return Verdict(one.key, None, f"{type(error).__name__}: {error}")
+    return Verdict(one.key, code, "; ".join(_faults(target, code, one.options.get("maxnreg"))))
 
 
-def _compile(target: str, each: Specialisation) -> Code:
+def _compile(target: str, one: Specialisation) -> Code:
     gpu = TARGETS[target]
-    source = ASTSource(each.kernel, each.signature, each.constexprs, each.attributes)
-    compiled = triton.compile(source, target=gpu, options=each.options)
+    source = ASTSource(one.kernel, one.signature, one.constexprs, one.attributes)
+    compiled = triton.compile(source, target=gpu, options=one.options)
     threads = gpu.warp_size * compiled.metadata.num_warps
-    return Code(each.name, num_threads=threads, **resources_of(compiled, gpu))
+    return Code(one.name, num_threads=threads, **resources_of(compiled, gpu))
 
 
 def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
-    """`most_registers` a thread say how many programs are to share a multiprocessor."""
-    found = []
+    """Return faults. `most_registers` a thread tells how many programs are to share a
+    multiprocessor."""
+    faults = []
     there = _REGISTERS[TARGETS[target].backend]
     if code.spill_bytes:
-        found.append(f"spills {code.spill_bytes} bytes")
+        faults.append(f"spills {code.spill_bytes} bytes")
     if code.registers * code.num_threads > there:
-        found.append(f"{code.num_threads} threads of {code.registers} registers")
+        faults.append(f"{code.num_threads} threads of {code.registers} registers")
     programs = max(there // (code.num_threads * most_registers), 1) if most_registers else 1
     shared = (_PROGRAM_BYTES[target] + _RESERVED_BYTES) // programs - _RESERVED_BYTES
     if code.shared_bytes > shared:
-        found.append(f"{code.shared_bytes} bytes shared, a share is {shared}")
-    return found
+        faults.append(f"{code.shared_bytes} bytes shared, a share is {shared}")
+    return faults

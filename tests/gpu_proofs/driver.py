@@ -14,12 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_MOST_OF_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # CUDA's; AMD takes more
+_MOST_OF_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # CUDA's; AMD allows more
 _DEVICES = itertools.count(1000)  # each recording has caches of its own
 
 
 class Specialisation(NamedTuple):
-    """What one compilation is made of. `key` is equal where the code is."""
+    """The inputs of one compilation. `key` is equal if the code is."""
 
     key: str
     kernel: Any  # triton's JITFunction
@@ -34,22 +34,23 @@ class Specialisation(NamedTuple):
 
 
 class Launches:
-    """`found`: every specialisation in order, each under the `phase` in which it was first met."""
+    """Recorded launches. `specialisations` has every specialisation in order, with the `phase` in
+    which it was first met."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.found: dict[str, tuple[str, Specialisation]] = {}
+        self.specialisations: dict[str, tuple[str, Specialisation]] = {}
         self.count: Counter[str] = Counter()  # of launches, by kernel
 
     def first_met_in(self, phase: str) -> list[Specialisation]:
-        return [each for met, each in self.found.values() if met == phase]
+        return [each for met, each in self.specialisations.values() if met == phase]
 
     def meet(self, specialisation: Specialisation) -> None:
-        self.found.setdefault(specialisation.key, (self.phase, specialisation))
+        self.specialisations.setdefault(specialisation.key, (self.phase, specialisation))
 
 
 class _Unlaunched:
-    """In place of a compiled kernel."""
+    """A substitute for a compiled kernel."""
 
     function = packed_metadata = None
 
@@ -60,8 +61,8 @@ class _Unlaunched:
         return None
 
     def run(self, x: int, y: int, z: int, *_: object) -> None:
-        for size, most in zip((x, y, z), _MOST_OF_GRID, strict=True):
-            if not 0 < size <= most:
+        for size, limit in zip((x, y, z), _MOST_OF_GRID, strict=True):
+            if not 0 < size <= limit:
                 raise AssertionError(f"{self._name}: a grid of {(x, y, z)} cannot be launched")
         self._launches.count[self._name] += 1
 
@@ -82,7 +83,7 @@ class _Driver:
 
 @contextmanager
 def recording(target: GPUTarget) -> Iterator[Launches]:
-    """Kernels launched within are those of a device of this kind."""
+    """Launch kernels in this context as on a device of this kind."""
     launches = Launches()
 
     def do_not_compile(

@@ -1,14 +1,14 @@
-"""Every kernel that the executor launches, as this Triton compiles it; no GPU needed.
+"""Check every kernel that the executor launches, as this Triton compiles it, without a GPU.
 
     python -m tests.gpu_proofs.launches [--target sm_90] [--sizes first|usual|all] [--tritons DIR]
 
-Executors of several sizes serve requests of every kind on a device without values. Fails on a
-specialisation that is met only after `capture`, on one that does not compile, spills, or takes more
-registers or shared memory than there are. Prints what fails, and one JSON line a target.
+Executors of several sizes serve requests of every kind on a device without values. A specialisation
+is a fault if it is met only after `capture`, does not compile, spills, or takes more registers or
+shared memory than there are. The program prints faults, and one JSON line a target.
 
-`--tritons`: also by the Tritons in the subfolders of DIR, each in a process of its own, but for one
-named as the installed. Without `--sizes` this Triton then compiles the usual sizes for sm_90 and
-the first for other targets, the others the first for sm_90.
+`--tritons`: check with the Tritons in the subfolders of DIR, too, each in a process of its own,
+except one with the installed version. Without `--sizes` this Triton then compiles the usual sizes
+for sm_90 and the first for other targets, the others the first for sm_90.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SIZES = {"first": USUAL[:1], "usual": USUAL, "all": USUAL + MORE}
 
 
 def launches_of(size: Size, target: str) -> tuple[Launches, Run]:
-    """An executor of this size is made and captured, and serves every kind of request: each alone,
-    then all together, then few."""
+    """Make and capture an executor of this size, and serve every kind of request: each alone, then
+    all together, then few."""
     with recording(TARGETS[target]) as launches:
         run = Run(size, target, launches)
         run.capture()
         for kinds in (*((kind,) for kind in KINDS), tuple(KINDS)):
             run.serve(*kinds)
-        run.serve("greedy", count=4, steps=30)  # steps with prompts that are captured
+        run.serve("greedy", count=4, steps=30)  # captured steps with prompts
     return launches, run
 
 
 def late(launches: Launches) -> list[str]:
-    """What would be compiled while requests wait, and in which phase."""
-    met = ((phase, each) for phase, each in launches.found.values())
+    """Return what would be compiled while requests wait, and in which phase."""
+    met = ((phase, each) for phase, each in launches.specialisations.values())
     return [f"{each.name}: first met in {phase}" for phase, each in met if phase not in AHEAD]
 
 
@@ -54,16 +54,16 @@ AHEAD = ("made", "captured")
 
 
 def prove(target: str, sizes: tuple[Size, ...]) -> bool:
-    """Tells what it finds; whether nothing is wrong."""
-    found: dict[str, Specialisation] = {}
+    """Check a target and print the results; return True if there is no fault."""
+    specialisations: dict[str, Specialisation] = {}
     count, graphs, faults, began = 0, 0, [], time.monotonic()
     for size in sizes:
         launches, run = launches_of(size, target)
-        found |= {key: each for key, (_, each) in launches.found.items()}
+        specialisations |= {key: each for key, (_, each) in launches.specialisations.items()}
         count += launches.count.total()
         graphs += len(run.device.captured)
         faults += [f"{size.name}: {fault}" for fault in late(launches)]
-    built = verdicts(target, found.values())
+    built = verdicts(target, specialisations.values())
     faults += [f"{_short(verdict)}: {verdict.fault}" for verdict in built if verdict.fault]
     print(*faults, sep="\n", end="\n" if faults else "")
     codes = [verdict.code for verdict in built if verdict.code is not None]
@@ -73,7 +73,7 @@ def prove(target: str, sizes: tuple[Size, ...]) -> bool:
         "sizes": len(sizes),
         "launches": count,
         "graphs": graphs,
-        "specialisations": len(found),
+        "specialisations": len(specialisations),
         "compiled": len(codes),
         "most_registers": max(code.registers for code in codes),
         "most_shared_bytes": max(code.shared_bytes for code in codes),
@@ -90,7 +90,7 @@ def _short(verdict: Verdict) -> str:
 
 
 def prove_by_others(folder: Path, targets: list[str], sizes: str | None) -> bool:
-    """Whether nothing is wrong in what the Tritons in `folder` compile."""
+    """Check with the Tritons in `folder`; return True if there is no fault."""
     passed, installed = True, triton.__version__
     others = (path for path in folder.iterdir() if path.is_dir() and path.name != installed)
     for path in sorted(others):

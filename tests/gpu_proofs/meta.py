@@ -1,4 +1,4 @@
-"""A device whose tensors have shapes and addresses but no values: who reads one has to say so."""
+"""A device whose tensors have shapes and addresses but no values: reads must be explicit."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ READS = {
 
 
 class Refused(BaseException):
-    """What no queue takes. No `Exception`: the step loop would recover."""
+    """An operation that cannot be queued. No `Exception`: the step loop would recover."""
 
 
 class MetaDevice(Device):
-    """As `CudaDevice` does, runs twice what is to be captured, the second time as a capture; then
-    nothing: a replay launches what was captured. `missed` was not captured when it was met."""
+    """A device that runs a step twice to capture it, as `CudaDevice` does, the second time as a
+    capture. Later it runs nothing: a replay launches what was captured. `missed` lists steps that
+    were not captured when met."""
 
     captures = True
 
@@ -62,8 +63,8 @@ class MetaDevice(Device):
 
 
 class OnlyQueued(TorchDispatchMode):
-    """Raises for what makes the host wait: values that are read, and copies that do not say
-    `non_blocking`. Within a capture the host's memory may not be looked at at all."""
+    """A mode that raises if the host would wait: on reads of values, and on copies without
+    `non_blocking`. Within a capture the host's memory may not be read at all."""
 
     def __init__(self, device: MetaDevice) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an executor may be made for: models in full width (two layers), slots, pages, types."""
+"""Sizes of executors: models in full width (two layers), slots, pages, types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 
 
 def model(family: str, vocab: int, heads: tuple[int, int, int], **more: Any) -> ModelConfig:
-    """`heads`: of queries, of keys, and how wide they are."""
+    """Return a model. `heads`: number of query heads, of key heads, and their width."""
     num_heads, num_kv_heads, head_dim = heads
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     settings = {
@@ -63,9 +63,10 @@ class Size(NamedTuple):
     budget_tokens: int = 2048
     blocks: int = 4096
     numerics: str = "fast"
-    in_blocks: bool = False  # matrices of the layers come in 4 and 8 bits
+    in_blocks: bool = False  # matrices of the layers have 4 and 8 bits
     kv_cache_dtype: str = "auto"
-    head: Literal["eagle3", "eagle", "medusa"] | None = None  # the draft is one, of that width
+    # The draft is a head of the width of `draft`.
+    head: Literal["eagle3", "eagle", "medusa"] | None = None
 
 
 LLAMA_8B = model("llama", 128256, (32, 8, 128))
@@ -154,7 +155,7 @@ class _NoWeights(WeightSource):
 
 
 class HeadTensors(_NoWeights):
-    """Of a head that drafts the first ids."""
+    """The tensors of a head that drafts the first ids."""
 
     file, names = "made up", frozenset(["lm_head.weight"])
 
@@ -166,7 +167,7 @@ class HeadTensors(_NoWeights):
 
 
 class _Blocks(_NoWeights):
-    """All else has no values."""
+    """Weights in blocks; other tensors have no values."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -183,7 +184,7 @@ def decoder(config: ModelConfig, size: Size) -> Decoder:
 
 @contextmanager
 def device_of(arch: str) -> Iterator[None]:
-    """What the executor asks about its device it is told of one of this kind."""
+    """Let a device of this kind answer the executor's questions."""
 
     def of(
         heads: Heads,
@@ -205,5 +206,5 @@ def device_of(arch: str) -> Iterator[None]:
 
 
 def serves(size: Size, arch: str) -> bool:
-    """Keys in fp8 are refused where no tile reads them."""
+    """Return True if a size is supported. Keys in fp8 are refused where no tile reads them."""
     return size.kv_cache_dtype == "auto" or arch != "sm_80"

@@ -1,4 +1,4 @@
-"""Steps of every kind, planned by the scheduler; what they emit is made up."""
+"""Steps of every kind, planned by the scheduler, with made-up results."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class AnyText:
-    """A grammar of every text, and its source."""
+    """A grammar that allows every text, and its source."""
 
     eos_ids = (1,)
 
     def __init__(self, vocab: int) -> None:
         self._bits = b"\xff" * -(-vocab // 8)
 
-    def matcher(self, asked: StructuredOutputs) -> AnyText:
+    def matcher(self, outputs: StructuredOutputs) -> AnyText:
         return self
 
     def plain_token(self, text: bytes) -> int | None:
         return None
 
-    def forbid_repeats(self, asked: StructuredOutputs) -> None:
+    def forbid_repeats(self, outputs: StructuredOutputs) -> None:
         return None
 
     def compute_bitmask(self) -> bytes:
@@ -88,7 +88,8 @@ class AnyText:
 def requests(kind: str, count: int, size: Size) -> list[Request]:
     lengths, vocab = (3, 1, 17, 200, 33, 16, 620, 5), (size.draft or size.target).vocab_size
     period = vocab
-    if kind == "looked up" or size.draft is None:  # there is something to find in the first, too
+    # So that lookups find something in the first one, too.
+    if kind == "looked up" or size.draft is None:
         lengths, period = lengths[2:] + lengths[:2], 3
     return [
         make_request(
@@ -102,8 +103,8 @@ def requests(kind: str, count: int, size: Size) -> list[Request]:
 
 
 class Answered:
-    """An executor that submits to a GPU executor, and makes up what came of it: half of the drafts
-    are accepted."""
+    """An executor that submits to a GPU executor, and makes up the results: half of the drafts are
+    accepted."""
 
     def __init__(self, executor: GpuExecutor) -> None:
         self._executor = executor
@@ -139,7 +140,7 @@ class Run:
         self.size, self.launches, self.device = size, launches, MetaDevice()
         self.queued = OnlyQueued(self.device)
         self.steps = self.masked = 0
-        # Who drafts for requests that name nobody.
+        # The drafters of requests that name none.
         self.chain = ("ngram",) if size.draft is None else ("model",)
         target = decoder(size.target, size)
         draft = draft_of(size, target)
@@ -161,15 +162,15 @@ class Run:
             )
 
     def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
-        """Do what the executor does before it serves; kernels of other groups than `now` are
+        """Do what the executor does before it serves; kernels of groups other than `now` are
         late."""
         self.launches.phase = "captured"
         with self.queued:
             self.executor.capture(now)
 
     def serve(self, *kinds: str, count: int | None = None, steps: int = 14) -> None:
-        """`count` requests of each of these kinds, or twice as many as there are slots, for so many
-        steps."""
+        """Serve `count` requests of each kind for `steps` steps; by default twice as many as there
+        are slots."""
         self.launches.phase = " and ".join(kinds)
         size = self.size
         scheduler = Scheduler(
@@ -188,7 +189,7 @@ class Run:
         answered = Answered(self.executor)
         loop = StepLoop(scheduler, answered, clock=time.monotonic)
         self.executor.reset()
-        # In turns: steps have rows of all these kinds.
+        # Kinds take turns, so that steps have rows of all of them.
         count = count or 2 * size.slots
         for turn in zip(*(requests(kind, count, size) for kind in kinds), strict=True):
             for request in turn:

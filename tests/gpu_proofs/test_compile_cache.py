@@ -23,7 +23,7 @@ _TRITONS = [path for path in (_ROOT / ".tritons").glob("3.*") if (path / "triton
 
 
 def started(folder: Path, *arguments: str, triton: Path | None = None) -> list[dict[str, Any]]:
-    """Starts in a process of its own, by the Triton in a folder or by the installed one."""
+    """Start in a process of its own, with the Triton in a folder or the installed one."""
     paths = [str(triton)] * (triton is not None) + [str(_ROOT)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu_proofs.cache_keys", str(folder), *arguments],
@@ -37,7 +37,7 @@ def started(folder: Path, *arguments: str, triton: Path | None = None) -> list[d
 
 
 def check(folder: Path, *arguments: str, triton: Path | None = None) -> None:
-    """No key is missing, neither in the process that compiled ahead nor in a second one."""
+    """Check that no key is missing, in the process that compiled ahead and in a second one."""
     first, second = (started(folder, *arguments, triton=triton) for _ in range(2))
     assert any([size.pop("late") for size in first])
     assert not any([size.pop("late") for size in second])
@@ -74,7 +74,7 @@ def test_every_kernel_is_made_by_the_decorator_that_settles_keys() -> None:
 
 
 def test_constants_of_one_name_are_equal_within_a_kernel() -> None:
-    """Triton sorts those of one name by the addresses of their modules."""
+    """Triton sorts constants of one name by the addresses of their modules."""
     for module in pkgutil.walk_packages(triton_kernels.__path__, "triton_kernels."):
         functions = vars(importlib.import_module(module.name)).values()
         for kernel in (each for each in functions if isinstance(each, JITFunction)):

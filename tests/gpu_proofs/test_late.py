@@ -1,5 +1,5 @@
-"""Kernels that few requests need are listed apart: the others are all that plain requests launch,
-and a request waits for just those that it launches."""
+"""Kernels that few requests need are listed separately. The others are all that plain requests
+launch, and a request waits only for kernels that it launches."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def names(keys: Iterable[str]) -> set[str]:
 
 
 class Listed(BaseException):
-    """In place of compiling: the kernels are listed."""
+    """A list of kernels, in place of compiling them."""
 
-    def __init__(self, found: Any = None) -> None:
-        self.found = found
-        if found is not None:
+    def __init__(self, by_group: Any = None) -> None:
+        self.by_group = by_group
+        if by_group is not None:
             raise self
 
 
@@ -54,17 +54,17 @@ def test_the_parts_together_are_all_kernels_of_a_start(
     executor = Run(size, "sm_90", Launches()).executor
     with pytest.raises(Listed) as listed:
         executor.capture()
-    assert len(listed.value.found) == 1
-    every = listed.value.found[frozenset()]
+    assert len(listed.value.by_group) == 1
+    every = listed.value.by_group[frozenset()]
     with pytest.raises(Listed) as listed:
         executor.capture(frozenset())
-    found = listed.value.found
-    first = found[frozenset()]
-    shaped, blocks = (found.get(frozenset((group,)), {}) for group in GROUPS)
+    by_group = listed.value.by_group
+    first = by_group[frozenset()]
+    shaped, blocks = (by_group.get(frozenset((group,)), {}) for group in GROUPS)
     assert len(first) > 10 and every == first | shaped | blocks
     assert names(shaped.keys() - first.keys()) == NAMES[SHAPED]
     assert names(blocks.keys() - first.keys()) == (NAMES[BLOCKS] if size.drafts else set())
-    both = found.get(frozenset(GROUPS), {})
+    both = by_group.get(frozenset(GROUPS), {})
     assert both.keys() <= every.keys()
 
 
@@ -73,7 +73,7 @@ class Pending:
 
     pending = GROUPS
 
-    def __init__(self, found: Any = None) -> None: ...
+    def __init__(self, by_group: Any = None) -> None: ...
 
 
 @by_name(USUAL[0], NO_DRAFT)

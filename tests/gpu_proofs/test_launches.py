@@ -1,4 +1,5 @@
-"""What an executor launches is compiled before it serves, and makes the host wait for nothing."""
+"""All kernels that an executor launches are compiled before it serves, and none makes the host
+wait."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.triton_kernels.compile_check import TARGETS
 from tests.triton_kernels.test_compile_check import product_kernel
 
 FP8_KERNELS = {"attention_kernel", "kv_write_kernel"}
-SIZE = USUAL[2]  # the quickest that drafts
+SIZE = USUAL[2]  # the quickest size that drafts
 FUSED = {"enable_fp_fusion": True}
 
 
@@ -34,7 +35,7 @@ def by_name(sizes: tuple[Size, ...]) -> Any:
 
 
 def kinds_of(keys: Iterable[Any]) -> set[Any]:
-    """Without the numbers of tokens and rows."""
+    """Return kinds of steps, without the numbers of tokens and rows."""
     return {(key[0], *(part for part in key[1:] if type(part) is not int)) for key in keys}
 
 
@@ -44,30 +45,30 @@ def check(size: Size, target: str) -> None:
     assert len(launches.first_met_in("captured")) > 12
     check_kernels(size, launches)
     assert run.device.replayed.total() > 100
-    # Steps asked for every kind of graph. One row alone does not draft in two ways at once.
+    # Steps used every kind of graph. A single row does not draft in two ways at once.
     never = {("guesses", False)} if size.slots == 1 else set()
     assert kinds_of(run.device.replayed) == kinds_of(run.device.captured) - never
     large = [key for key in run.device.missed if key[1] > MOST_CAPTURED_TOKENS]
     assert run.device.missed == large, "work of steps that are captured"
     assert {*run.queued.copies} == {"enters", "comes back"}
-    # A step sends one message and fetches one result, and what log probabilities it was asked for;
-    # `capture` sends one more, and a step that follows a grammar one of masks.
+    # A step sends one message and fetches one result, plus requested log probabilities; `capture`
+    # sends one more, and a step that follows a grammar one of masks.
     assert run.queued.copies["enters"] == 1 + run.steps + run.masked
     assert run.masked > 5
     assert run.queued.copies["comes back"] > run.steps > 60
 
 
 def check_kernels(size: Size, launches: Launches) -> None:
-    """Products and keys are of the kind that the size is for."""
-    found = [each for _, each in launches.found.values()]
-    names = {each.name for each in found}
-    ours = {"dense_kernel", "described_kernel"} & names
-    assert bool(ours) == (size.numerics == "invariant")
-    held = [each.signature for each in found if each.name == "quantised_kernel"]
-    kinds = {(types["codes_ptr"], types["offsets_ptr"]) for types in held}
+    """Check that products and keys are of the kind that the size is for."""
+    specialisations = [each for _, each in launches.specialisations.values()]
+    names = {each.name for each in specialisations}
+    products = {"dense_kernel", "described_kernel"} & names
+    assert bool(products) == (size.numerics == "invariant")
+    signatures = [each.signature for each in specialisations if each.name == "quantised_kernel"]
+    kinds = {(types["codes_ptr"], types["offsets_ptr"]) for types in signatures}
     in_blocks = {("*u8", "*fp16"), ("*u8", "constexpr"), ("*i8", "constexpr")}
     assert kinds == (in_blocks if size.in_blocks else set())
-    in_fp8 = {each.name for each in found if "fp8" in str(each.signature)}
+    in_fp8 = {each.name for each in specialisations if "fp8" in str(each.signature)}
     assert in_fp8 == (FP8_KERNELS if size.kv_cache_dtype == "fp8" else set())
 
 
@@ -80,13 +81,13 @@ def test_a_gpu_of_amd_knows_the_options_of_every_launch() -> None:
     check(SIZE, "gfx942")
 
 
-# Those of NVIDIA differ in their tiles alone, of which the usual sizes launch each kind.
+# Targets of NVIDIA differ only in their tiles, of which the usual sizes launch each kind.
 _EVERY = [(size, target) for size in USUAL for target in TARGETS if target != "sm_90"]
 _EVERY += [(size, target) for size in MORE for target in ("sm_90", "gfx942")]
 
 
 @pytest.mark.gpu_proofs
-@pytest.mark.parametrize("size, target", _EVERY, ids=lambda each: getattr(each, "name", each))
+@pytest.mark.parametrize("size, target", _EVERY, ids=lambda item: getattr(item, "name", item))
 def test_on_every_target(size: Size, target: str) -> None:
     if serves(size, target):
         check(size, target)
@@ -141,8 +142,8 @@ def test_what_spills_or_does_not_compile_is_caught() -> None:
     with recording(TARGETS["sm_90"]) as launches:
         product_kernel[(1,)](tensor, tensor, tensor, 64, 256, 64, num_warps=1, **FUSED)
         misspelt_kernel[(1,)](tensor, 128, **FUSED)
-    found = [each for _, each in launches.found.values()]
-    spills, does_not = verdicts("sm_90", found)
+    specialisations = [each for _, each in launches.specialisations.values()]
+    spills, does_not = verdicts("sm_90", specialisations)
     assert spills.fault.startswith("spills")
     assert "missing" in does_not.fault
 

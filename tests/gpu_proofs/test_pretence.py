@@ -1,5 +1,5 @@
-"""What a GPU's owner would run first reaches its end on a GPU that is not there, each command in
-processes of its own. What is quick of it is in `interpreted/test_pretence.py`."""
+"""The first commands of a GPU's owner succeed on a simulated GPU, each in processes of its own.
+Quick tests of this are in `interpreted/test_pretence.py`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ with ExitStack() as scope:
 
 
 def done(*command: str) -> str:
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
-    assert found.returncode == 0, (found.stdout + found.stderr)[-5000:]
-    return found.stdout
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-5000:]
+    return process.stdout
 
 
 def test_generate() -> None:
@@ -49,7 +49,7 @@ def test_generate() -> None:
 
 
 def test_demo() -> None:
-    """It asks for what a GPU does not serve, and says where it runs."""
+    """It needs a feature that a GPU does not support, and says where it runs."""
     shown = done(*CLI, "demo", "--prompts", "1", "--max-tokens", "4")
     assert set(re.findall(r" (yes|no) │$", shown, re.MULTILINE)) == {"yes"}
 
@@ -73,9 +73,9 @@ def test_serve() -> None:
         try:
             for line in process.stderr:
                 said.append(line)
-                found = re.search(r"http://[\w.]+:\d+", line)
-                if found is not None:
-                    url = found[0]
+                address = re.search(r"http://[\w.]+:\d+", line)
+                if address is not None:
+                    url = address[0]
                     break
             assert url is not None, "".join(said)
             body = {"prompt": "A prompt", "max_tokens": 4, "temperature": 0}
@@ -95,7 +95,7 @@ def test_serve() -> None:
 
 
 def test_tests_of_kernels_on_a_device() -> None:
-    """All that `--device cuda` chooses."""
+    """All tests that `--device cuda` selects run."""
     words = ("-q", "-p", "tests.gpu_proofs.pretence.plugin", "-p", "no:cacheprovider")
     folder = "tests/triton_kernels/interpreter"
     printed = done(sys.executable, "-m", "pytest", *words, "--device", "cuda", folder)
@@ -103,12 +103,12 @@ def test_tests_of_kernels_on_a_device() -> None:
 
 
 def test_bench(tmp_path: Path) -> None:
-    """Every cell runs but those of peers that are not here."""
+    """Every cell runs except those of missing peers."""
     printed = done(*JOB, "bench.gpu", "--out", str(tmp_path), "--minutes", "60")
     assert "steps of an engine" in printed and NAME in printed
-    found = json.loads((tmp_path / "results.json").read_text())
-    rows = found["rows"]
-    assert found["about"]["world"] == "device" and len(rows) > 120
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["rows"]
+    assert results["about"]["world"] == "device" and len(rows) > 120
     sections = {row["section"] for row in rows}
     assert sections == {*SECTIONS} - {"vllm"}
     bad = [row for row in rows if row["status"] != "ok"]
@@ -117,7 +117,7 @@ def test_bench(tmp_path: Path) -> None:
 
 
 def test_half_a_minute_of_bench_is_no_more(tmp_path: Path) -> None:
-    """By the clock; whatever it does not come to is named."""
+    """The clock ends it, and it names all cells that it did not run."""
     done(*JOB, "bench.gpu", "--out", str(tmp_path), "--minutes", "0.6")
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     states = {row["section"]: row["status"] for row in rows}

@@ -1,4 +1,4 @@
-"""What was seen of a run: each attack's outcomes, the pauses of honest streams, the memory."""
+"""Observations of a run: each attack's outcomes, the pauses of honest streams, the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ GRACE_S = 1.5  # after another engine is ready, until every stream has gone on
 
 @dataclass
 class Account:
-    """Of one run. Times are by `time.monotonic`; people are told them from `begin_s` on."""
+    """The account of one run. Times are by `time.monotonic`; in output they count from
+    `begin_s`."""
 
     begin_s: float = 0.0
     reports: list[Report] = field(default_factory=list)
@@ -41,8 +42,8 @@ class Account:
         return total
 
     def unexcused(self) -> list[Pause]:
-        """Pauses that no kill explains, the longest first."""
-        found = [
+        """Return pauses that no kill explains, the longest first."""
+        pauses = [
             pause
             for pause in self.pauses
             if all(
@@ -50,10 +51,10 @@ class Account:
                 for kill in self.kills
             )
         ]
-        return sorted(found, key=lambda pause: -pause.lasted_s)
+        return sorted(pauses, key=lambda pause: -pause.lasted_s)
 
-    def beside(self, pause: Pause) -> list[str]:
-        """The attacks that ran meanwhile."""
+    def attacks_during(self, pause: Pause) -> list[str]:
+        """Return the attacks that ran during a pause."""
         begun = {(r.attack, r.begin_s): r.end_s for r in self.reports}
         return [
             name
@@ -62,10 +63,10 @@ class Account:
         ]
 
     def describe(self, pause: Pause) -> str:
-        at_s, attacks = pause.from_s - self.begin_s, ", ".join(self.beside(pause))
+        at_s, attacks = pause.from_s - self.begin_s, ", ".join(self.attacks_during(pause))
         kind = "before the first event" if pause.first else "between events"
         return (
-            f"{pause.lasted_s:.2f} s at {at_s:.1f} s in {pause.stream!r} {kind}, beside {attacks}"
+            f"{pause.lasted_s:.2f} s at {at_s:.1f} s in {pause.stream!r} {kind}, during {attacks}"
         )
 
     def table(self) -> str:
@@ -76,13 +77,13 @@ class Account:
         for name, reports in sorted(by_name.items()):
             outcomes = sum((Counter(each.outcomes) for each in reports), Counter[str]())
             slowest_s = max(each.slowest_s for each in reports)
-            told = "  ".join(f"{key}: {count}" for key, count in sorted(outcomes.items()))
+            counts = "  ".join(f"{key}: {count}" for key, count in sorted(outcomes.items()))
             count = f"{len(reports):>6}{outcomes.total():>7}"
-            lines.append(f"{name:34}{count}{slowest_s:>8.2f} s  {told}")
+            lines.append(f"{name:34}{count}{slowest_s:>8.2f} s  {counts}")
         return "\n".join(lines)
 
     def line(self) -> str:
-        """In JSON."""
+        """Return the account in JSON."""
         restarts_s = [kill.ready_s - kill.killed_s for kill in self.kills]
         longest = [self.describe(pause) for pause in self.unexcused()[:3]]
         return json.dumps(

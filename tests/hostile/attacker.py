@@ -1,7 +1,7 @@
-"""A process of attacks, a few at once: what they have to work with, and a line told of each.
+"""A process of attacks, a few at once: their tools, and a line about each.
 
-`python -m tests.hostile.attacker SETTINGS` takes the attacks in rounds of an order of its own, so
-that each has its turn, and says on standard output when one begins and how it ended.
+`python -m tests.hostile.attacker SETTINGS` runs the attacks in rounds in a random order, so that
+each has its turn. It prints when one begins and how it ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import msgspec
 from tests.hostile.server import HOST, HOSTILE_KEY
 
 WORKERS = 3
-NICENESS = 10  # the machine's few cores are the server's and the honest clients' first
+NICENESS = 10  # the machine's few cores are for the server and the honest clients first
 ANSWER_S = 45.0  # an engine may be killed and started meanwhile
 LONGEST_PAUSE_S = 0.25  # between two attacks of a worker
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": f"Bearer {HOSTILE_KEY}"}
-# Whatever an attack asks for: another one has the key's calls or the queue's places.
+# Possible for any attack: another one has the key's calls or the queue's places.
 BUSY = {"429", "503"}
 
 
@@ -41,8 +41,8 @@ class Settings(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """Of one run of an attack; `end_s` is missing when it begins. Outcomes are statuses, or what
-    became of a connection."""
+    """A report of one run of an attack; `end_s` is missing when it begins. Outcomes are statuses,
+    or the fates of connections."""
 
     attack: str
     begin_s: float
@@ -53,9 +53,9 @@ class Report(msgspec.Struct):
 
 
 class Attack(NamedTuple):
-    """`allowed` are its outcomes, beside those of a busy server. One that is `large` never runs
-    beside another that is: together they would fill the queue, and honest clients with it be
-    refused."""
+    """An attack. `allowed` are its outcomes, in addition to those of a busy server. One that is
+    `large` never runs together with another large one: they would fill the queue, and honest
+    clients would be refused."""
 
     name: str
     run: Callable[[Target], None]
@@ -64,7 +64,7 @@ class Attack(NamedTuple):
 
 
 class Target:
-    """The server, to one run of an attack."""
+    """The server, as one run of an attack uses it."""
 
     def __init__(self, port: int, allowed: str, seed: str) -> None:
         self.port = port
@@ -89,7 +89,7 @@ class Target:
         headers: dict[str, str] | None = None,
         method: str = "POST",
     ) -> bytes:
-        """A call of its own connection, to its end; its outcome is noted."""
+        """Make a call on a connection of its own, to its end, and note its outcome."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         began_s, outcome, content = time.monotonic(), "unanswered", b""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
@@ -114,8 +114,8 @@ class Target:
 
     @contextmanager
     def open(self, raw: bytes) -> Iterator[socket.socket]:
-        """A connection on which so much was sent. What becomes of it is for the attack to note,
-        but one that is closed while it is used is noted here."""
+        """Open a connection and send bytes. The attack notes its outcome, except when it is closed
+        while in use."""
         began_s = time.monotonic()
         try:
             with socket.create_connection((HOST, self.port), timeout=ANSWER_S) as connection:
@@ -127,7 +127,7 @@ class Target:
             self.note("closed", began_s, repr(error))
 
     def answered(self, connection: socket.socket, began_s: float, wait_s: float = ANSWER_S) -> None:
-        """Notes the first answer's status, or that there was none in that time."""
+        """Note the first answer's status, or that there was none in time."""
         connection.settimeout(wait_s)
         try:
             line = connection.recv(4096).partition(b"\r\n")[0]
@@ -141,7 +141,7 @@ class Target:
 def head(
     length: int | None = None, path: str = "/v1/completions", key: str | None = HOSTILE_KEY
 ) -> bytes:
-    """Of a posted JSON body that is to be sent by hand."""
+    """Return the head of a posted JSON body that is to be sent by hand."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     lines += [] if key is None else [f"Authorization: Bearer {key}"]
     lines += [] if length is None else [f"Content-Length: {length}"]
@@ -162,7 +162,7 @@ class _Attacker:
         self._lock, self._large = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
-        """Until its time is over, and every attack has had its turn."""
+        """Attack until the time is over and every attack has had its turn."""
         threads = [threading.Thread(target=self._work) for _ in range(WORKERS)]
         for thread in threads:
             thread.start()

@@ -1,4 +1,5 @@
-"""What a hostile client does: calls that cost much, bodies that are none, and the table of all."""
+"""Attacks of a hostile client: calls that cost much, malformed bodies, and the table of all
+attacks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from cbatch.server.protocol.openapi import document
 from tests.hostile import connections, made_up
 from tests.hostile.attacker import Attack, Target
-from tests.hostile.grammars import KINDS, Asked
+from tests.hostile.grammars import KINDS, Outputs
 from tests.hostile.server import HOSTILE_KEY
 
 CHAT = "/v1/chat/completions"
@@ -20,10 +21,10 @@ WORD = "def f(x):\n    return x\n"
 
 
 def grammar(kind: Any, target: Target) -> None:
-    """By each of the fields that a grammar comes in."""
-    asked: Asked = kind(target.rng)
-    body = {"prompt": "x", "max_tokens": 4, "structured_outputs": asked}
-    schema = asked.get("json")
+    """Send a grammar in each of the fields that a grammar may come in."""
+    outputs: Outputs = kind(target.rng)
+    body = {"prompt": "x", "max_tokens": 4, "structured_outputs": outputs}
+    schema = outputs.get("json")
     if isinstance(schema, dict) and target.rng.random() < 0.4:
         message = {"role": "user", "content": "x"}
         body = {"messages": [message], "max_tokens": 4}
@@ -41,10 +42,11 @@ def grammar(kind: Any, target: Target) -> None:
 
 
 def great_number_of_choices(target: Target) -> None:
-    """Places of calls that cannot be sent to the engine would close the queue for good."""
+    """Request many choices. Places of calls that cannot be sent to the engine would close the queue
+    for good."""
     schema = {"type": "integer", "maximum": 10**30}
-    asked = {"structured_outputs": {"json": schema}, "n": 100, "max_tokens": 1}
-    target.post({"prompt": "x"} | asked)
+    fields = {"structured_outputs": {"json": schema}, "n": 100, "max_tokens": 1}
+    target.post({"prompt": "x"} | fields)
 
 
 def ids_for_each_choice(target: Target) -> None:
@@ -68,7 +70,7 @@ def stops(target: Target) -> None:
 
 
 def many_choices(target: Target) -> None:
-    """More than the queue has places for, with all that can be told of a token."""
+    """Request more choices than the queue has places for, with all details about each token."""
     call = {"prompt": WORD, "n": 100, "max_tokens": 1, "logprobs": 20, "seed": 1}
     target.at_once([partial(target.post, call)] * 3)
     prompts = [f"{WORD}{i}" for i in range(MANY)]
@@ -76,7 +78,7 @@ def many_choices(target: Target) -> None:
 
 
 def crowd(target: Target) -> None:
-    """More calls at once than the key may have open."""
+    """Make more calls at once than the key may have open."""
     call = {"prompt": WORD, "max_tokens": 12, "ignore_eos": True, "stream": True}
     target.at_once([partial(target.post, call)] * 24)
 
@@ -100,7 +102,7 @@ def large_prompts(target: Target) -> None:
 
 
 def long_texts(target: Target) -> None:
-    """Of which only the tokens are asked for: no context bounds them."""
+    """Request the tokens of long texts, which no context bounds."""
     text = (WORD * (LARGE_BYTES // len(WORD) + 1))[:LARGE_BYTES]
     bodies: list[dict[str, Any]] = [
         {"prompt": text[:2_000_000], "return_token_strs": True},
@@ -112,7 +114,7 @@ def long_texts(target: Target) -> None:
 
 
 def _small(body: dict[str, Any]) -> bytes:
-    """Without a space, to have more of the rest in as many bytes."""
+    """Encode JSON without a space, to fit more content into as many bytes."""
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -205,7 +207,7 @@ def wrong_keys(target: Target) -> None:
 
 
 def short_times(target: Target) -> None:
-    """Over before the first token, or in the middle."""
+    """Make calls whose time is over before the first token, or in the middle."""
     call = {"prompt": WORD, "max_tokens": 400, "ignore_eos": True, "n": 4}
     for limit_s in (0.001, 0.001, 0.02, 0.2):
         stream = target.rng.random() < 0.5
@@ -214,7 +216,7 @@ def short_times(target: Target) -> None:
 
 
 def watchers(target: Target) -> None:
-    """Of the live page's feed, more than there may be."""
+    """Watch the live page's feed with more clients than the limit."""
     raw = f"GET /live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {HOSTILE_KEY}\r\n\r\n".encode()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Connections that are not used as they are meant: cut, held, left, or not read."""
+"""Misused connections: cut, kept open, abandoned, or not read."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ HELD = "held closed 400 408 413 431"
 
 
 def half_heads(target: Target) -> None:
-    """A hundred, each a byte longer from time to time."""
+    """Open a hundred heads, each a byte longer from time to time."""
     with held(target, NUM_HELD) as connections:
-        for each in connections:
-            each.sendall(head()[: target.rng.randrange(60)])
+        for connection in connections:
+            connection.sendall(head()[: target.rng.randrange(60)])
         trickle(target, connections)
 
 
 def half_bodies(target: Target) -> None:
-    """Much of a body, and then a byte from time to time; with a key and without."""
+    """Send much of a body, and then a byte from time to time; with a key and without."""
     for key in (HOSTILE_KEY, None):
         with held(target, 8) as connections:
             begun = head(4 * HALF_BYTES, key=key) + b'{"prompt":"' + b"a" * HALF_BYTES
-            for each in connections:
+            for connection in connections:
                 with suppress(OSError):  # it need not read what it refuses
-                    each.sendall(begun)
+                    connection.sendall(begun)
             trickle(target, connections)
 
 
 def cut_bodies(target: Target) -> None:
-    """The connection is closed in the middle of one, or before it."""
+    """Close the connection in the middle of a body, or before it."""
     raw = whole(STREAM | {"max_tokens": 4, "prompt": "x" * 50_000})
     for _ in range(20):
         began_s = time.monotonic()
@@ -47,7 +47,7 @@ def cut_bodies(target: Target) -> None:
 
 
 def leave(target: Target) -> None:
-    """At once, at the first bytes, or in the middle of a stream."""
+    """Leave at once, at the first bytes, or in the middle of a stream."""
     for number in range(24):
         began_s = time.monotonic()
         call = STREAM | {"max_tokens": 300, "stream": number % 3 > 0, "n": 1 + number % 2}
@@ -59,7 +59,7 @@ def leave(target: Target) -> None:
 
 
 def never_read(target: Target) -> None:
-    """Streams of all that can be told, into a window that closes."""
+    """Request streams with all details, into a window that closes."""
     call = STREAM | {"max_tokens": 900, "n": 4, "logprobs": 20, "return_token_ids": True}
     with ExitStack() as stack:
         for _ in range(2):
@@ -71,7 +71,7 @@ def never_read(target: Target) -> None:
 
 
 def pipelined(target: Target) -> None:
-    """Twenty calls in a breath; answers are awaited, or not."""
+    """Send twenty calls at once; wait for the answers, or do not."""
     raw = whole({"prompt": "x", "max_tokens": 2}) * 20
     for wait_s in (30.0, 0.0):
         began_s = time.monotonic()
@@ -116,17 +116,17 @@ def held(target: Target, count: int) -> Iterator[list[socket.socket]]:
 
 
 def trickle(target: Target, connections: list[socket.socket]) -> None:
-    """A byte to each, again and again; then what became of them is noted."""
+    """Send a byte to each connection, again and again; then note the outcomes."""
     began_s = time.monotonic()
     while time.monotonic() < began_s + HOLD_S:
-        for each in connections:
+        for connection in connections:
             with suppress(OSError):
-                each.send(b"a")
+                connection.send(b"a")
         time.sleep(0.5)
-    for each in connections:
-        each.setblocking(False)
+    for connection in connections:
+        connection.setblocking(False)
         try:
-            words = each.recv(4096).split(None, 2)
+            words = connection.recv(4096).split(None, 2)
             target.note(words[1].decode() if len(words) > 1 else "closed", began_s)
         except BlockingIOError:
             target.note("held", began_s)

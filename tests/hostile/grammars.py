@@ -1,4 +1,4 @@
-"""Grammars that cost whoever compiles them its stack, its memory or its time."""
+"""Grammars that exhaust the stack, memory or time of a compiler."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-Asked = dict[str, Any]  # as `structured_outputs`
+Outputs = dict[str, Any]  # as `structured_outputs`
 
 
-def rule_chain(rng: random.Random) -> Asked:
+def rule_chain(rng: random.Random) -> Outputs:
     n = rng.randrange(2800, 4000)
     if rng.random() < 0.5:
         return {"grammar": "start: r0\n" + _lines(n, "r{i}: r{j}") + f'r{n}: "a"'}
     return {"grammar": "root ::= r0\n" + _lines(n, "r{i} ::= r{j}") + f'r{n} ::= "a"'}
 
 
-def terminal_chain(rng: random.Random) -> Asked:
+def terminal_chain(rng: random.Random) -> Outputs:
     n = rng.randrange(3000, 4200)
     wrap = rng.choice(["T{i}: ~T{j}", 'T{i}: "a" T{j}', "T{i}: T{j}"])
     return {"grammar": "start: T0\n" + _lines(n, wrap) + f'T{n}: "a"'}
 
 
-def reference_chain(rng: random.Random) -> Asked:
+def reference_chain(rng: random.Random) -> Outputs:
     n = rng.randrange(900, 1400)
     form = rng.choice(
         [
@@ -36,8 +36,8 @@ def reference_chain(rng: random.Random) -> Asked:
     return {"json": f'{{"$defs":{{{links},"{n:x}":{{}}}},"$ref":"#/$defs/0"}}'}
 
 
-def doubling_references(rng: random.Random) -> Asked:
-    """Each is two of the next."""
+def doubling_references(rng: random.Random) -> Outputs:
+    """Return references, each of which is two of the next."""
     n, word = rng.randrange(20, 200), rng.choice(["allOf", "anyOf", "oneOf"])
     link = {i: {"$ref": f"#/$defs/{i + 1}"} for i in range(n)}
     defs: dict[str, Any] = {str(i): {word: [link[i], link[i]]} for i in range(n)}
@@ -45,8 +45,8 @@ def doubling_references(rng: random.Random) -> Asked:
     return {"json": {"$defs": defs, "$ref": "#/$defs/0"}}
 
 
-def optional_letters(rng: random.Random) -> Asked:
-    """Legal, and of a time that grows with the square of their length."""
+def optional_letters(rng: random.Random) -> Outputs:
+    """Return a legal grammar whose time grows with the square of its length."""
     part = rng.choice(["a?", "a?", "a?", "(a|b)?", "a*b?", "[a-z]{0,9}"])
     text = part * (rng.choice([16_000, 64_000]) // len(part))
     if rng.random() < 0.3:
@@ -54,7 +54,7 @@ def optional_letters(rng: random.Random) -> Asked:
     return {"regex": text}
 
 
-def nested(rng: random.Random) -> Asked:
+def nested(rng: random.Random) -> Outputs:
     n = rng.choice([300, 3000, 30_000])
     short = min(n, 7000)  # nine characters a level
     return rng.choice(
@@ -72,7 +72,7 @@ def nested(rng: random.Random) -> Asked:
     )
 
 
-def alternatives(rng: random.Random) -> Asked:
+def alternatives(rng: random.Random) -> Outputs:
     n = rng.randrange(1000, 7000)
     words = [str(i) for i in range(n)]
     names = [f"{i:x}" for i in range(n)]
@@ -95,13 +95,13 @@ def alternatives(rng: random.Random) -> Asked:
     )
 
 
-def intersections(rng: random.Random) -> Asked:
+def intersections(rng: random.Random) -> Outputs:
     n = rng.randrange(10, 6000)
     part = rng.choice(["/[ab]*/", "/a.*b/", "/(aa|b)*/", "~/ab/"])
     return {"grammar": "start: T\nT: " + " & ".join([part] * min(n, 60_000 // (len(part) + 3)))}
 
 
-def repetitions(rng: random.Random) -> Asked:
+def repetitions(rng: random.Random) -> Outputs:
     n = rng.choice([1000, 100_000, 2**31, 2**63, 2**70])
     return rng.choice(
         [
@@ -114,8 +114,8 @@ def repetitions(rng: random.Random) -> Asked:
     )
 
 
-def great_numbers(rng: random.Random) -> Asked:
-    """Ordinary for whoever counts in 256 bits."""
+def great_numbers(rng: random.Random) -> Outputs:
+    """Return numbers that are ordinary in 256 bits."""
     n = rng.choice([2**63, 2**64, 10**30, 2**256 - 1, 10**300, -(10**30)])
     return rng.choice(
         [
@@ -129,7 +129,7 @@ def great_numbers(rng: random.Random) -> Asked:
     )
 
 
-def broken(rng: random.Random) -> Asked:
+def broken(rng: random.Random) -> Outputs:
     letters = 'start: "/()[]{}|&~*+?.\\-^$%\n\x00é\U0001f600abc0123'
     text = "".join(rng.choices(letters, k=rng.randrange(1, 400)))
     return rng.choice(
@@ -148,7 +148,7 @@ def broken(rng: random.Random) -> Asked:
     )
 
 
-KINDS: dict[str, Callable[[random.Random], Asked]] = {
+KINDS: dict[str, Callable[[random.Random], Outputs]] = {
     "grammar: rule chain": rule_chain,
     "grammar: terminal chain": terminal_chain,
     "grammar: reference chain": reference_chain,

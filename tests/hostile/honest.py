@@ -1,4 +1,4 @@
-"""Clients that do nothing wrong: eight calls, asked again and again, and what each was told."""
+"""Honest clients: eight calls, made again and again, and the answer to each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _chat(text: str, max_tokens: int, **more: Any) -> Ask:
     return Ask(CHAT, {"messages": [message], "max_tokens": max_tokens} | more)
 
 
-# Greedy, or coupled by a seed: these texts depend on their call alone.
+# Calls that are greedy, or coupled by a seed: their texts depend on the call alone.
 ASKS = {
     "greedy": _completion(_CODE, 240, temperature=0, ignore_eos=True),
     "seeded with logprobs": _completion("class Stack:\n", 160, seed=1, logprobs=5, ignore_eos=True),
@@ -62,7 +62,7 @@ _MORE = {"stream": True, "stream_options": {"include_usage": True}, "return_toke
 
 
 class Pause(NamedTuple):
-    """Between two events of a stream, or its call and the first."""
+    """The time between two events of a stream, or between its call and the first."""
 
     stream: str
     from_s: float
@@ -75,12 +75,12 @@ class Pause(NamedTuple):
 
 
 class BrokenError(RuntimeError):
-    """A stream was refused, ended too early, or ended with an error; says how."""
+    """A stream was refused, ended too early, or ended with an error."""
 
 
-def told(port: int, ask: Ask, on_event: Callable[[float], None] = lambda at_s: None) -> Any:
-    """All that one stream says but ids and times, whatever pieces it came in. Raises `BrokenError`
-    or `OSError`."""
+def answer_to(port: int, ask: Ask, on_event: Callable[[float], None] = lambda at_s: None) -> Any:
+    """Return the content of one stream except ids and times, independent of its pieces. Raises
+    `BrokenError` or `OSError`."""
     connection = http.client.HTTPConnection(HOST, port, timeout=120)
     headers = {"Authorization": f"Bearer {HONEST_KEY}", "Content-Type": "application/json"}
     lines: list[bytes] = []
@@ -105,14 +105,15 @@ def _folded(events: list[Any]) -> dict[str, Any]:
             raise BrokenError(str(event["error"]))
         for choice in event["choices"]:
             known = whole.setdefault(str(choice["index"]), {})
-            known.update(_joined(known, {**choice, "seed": None}))  # drawn where it is not given
+            known.update(_joined(known, {**choice, "seed": None}))  # random if the call sets none
         if event.get("usage"):
             whole["usage"] = event["usage"]
     return whole
 
 
 def _joined(known: Any, more: Any) -> Any:
-    """Texts and lists go on, in objects field by field; anything else is said once and for all."""
+    """Join two parts: texts and lists are concatenated, objects joined by field; other values must
+    not change."""
     if isinstance(known, dict) and isinstance(more, dict):
         return {name: _joined(known.get(name), more.get(name)) for name in known | more}
     if isinstance(known, str | list) and type(known) is type(more):
@@ -121,8 +122,8 @@ def _joined(known: Any, more: Any) -> Any:
 
 
 class Crowd:
-    """One thread a call, each asking again as soon as it was answered. Pauses from `notable_s` on
-    are kept."""
+    """Clients in one thread for each call, which make it again as soon as it was answered. Pauses
+    of `notable_s` or more are kept."""
 
     def __init__(self, port: int, expected: dict[str, Any], notable_s: float) -> None:
         self._port, self._expected, self._notable_s = port, expected, notable_s
@@ -138,26 +139,26 @@ class Crowd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Each is answered to its end."""
+        """Wait until each call is answered to its end."""
         self.give_up()
         for thread in self._threads:
             thread.join()
 
     def give_up(self) -> None:
-        """Asks for nothing more."""
+        """Make no more calls."""
         self._over.set()
 
     def _ask(self, name: str) -> None:
         while not self._over.is_set():
             try:
-                found = told(self._port, ASKS[name], self._stopwatch(name))
+                reply = answer_to(self._port, ASKS[name], self._stopwatch(name))
             except (BrokenError, OSError, http.client.HTTPException) as error:
                 self.wrong.append(f"{name}: {error!r}")
                 self._over.wait(1)
                 continue
             self.completed[name] += 1
-            if found != self._expected[name]:
-                self.wrong.append(f"{name}: {difference(self._expected[name], found)}")
+            if reply != self._expected[name]:
+                self.wrong.append(f"{name}: {difference(self._expected[name], reply)}")
 
     def _stopwatch(self, name: str) -> Callable[[float], None]:
         begin_s = last_s = time.monotonic()
@@ -171,17 +172,17 @@ class Crowd:
         return on_event
 
 
-def difference(expected: Any, found: Any, where: str = "") -> str:
-    """The first of them."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name in expected | found:
-            if expected.get(name) != found.get(name):
-                return difference(expected.get(name), found.get(name), f"{where}/{name}")
-    if isinstance(expected, str | list) and type(found) is type(expected):
-        same = sum(1 for _ in _same(expected, found))
-        expected, found = expected[same : same + 20], found[same : same + 20]
+def difference(expected: Any, actual: Any, where: str = "") -> str:
+    """Return the first difference."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for name in expected | actual:
+            if expected.get(name) != actual.get(name):
+                return difference(expected.get(name), actual.get(name), f"{where}/{name}")
+    if isinstance(expected, str | list) and type(actual) is type(expected):
+        same = sum(1 for _ in _same(expected, actual))
+        expected, actual = expected[same : same + 20], actual[same : same + 20]
         where += f"[{same}:]"
-    return f"{where} is {found!r}, was {expected!r}"
+    return f"{where} is {actual!r}, was {expected!r}"
 
 
 def _same(one: Any, other: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A server among enemies: honest streams, attacks and kills side by side, and what is left."""
+"""A server under attack: honest streams, attacks and kills in parallel, and the state at the
+end."""
 
 from __future__ import annotations
 
@@ -15,28 +16,29 @@ import msgspec
 
 from tests.hostile.account import Account
 from tests.hostile.attacker import ANSWER_S, Report, Settings, Target
-from tests.hostile.honest import ASKS, COMPLETIONS, Ask, Crowd, difference, told
+from tests.hostile.honest import ASKS, COMPLETIONS, Ask, Crowd, answer_to, difference
 from tests.hostile.server import CALLS_PER_KEY, ROOT, Memory, Server, wait_until
 
-REST_S = 6.0  # without a call: server and engine give back what they need no more
+REST_S = 6.0  # without a call: server and engine return memory that they do not need
 NOTABLE_S = 0.2  # shorter pauses are not kept
 LOOK_S, TELL_S = 2.0, 10.0
 DRAIN_S = 15.0
-LEFT = "the handler is closed"  # uvloop, of an answer to a client that has left meanwhile
-MORE_FILES = 8  # that may be open at the end
+# Message of uvloop about an answer to a client that has left meanwhile.
+LEFT = "the handler is closed"
+MORE_FILES = 8  # more files that may be open at the end
 _VOCABULARY = range(3, 400)
 
 
 def references(server: Server) -> dict[str, Any]:
-    """What each of the calls is told by a server that has nothing else to do."""
-    return {name: told(server.port, ask) for name, ask in ASKS.items()}
+    """Return the answer to each call by an idle server."""
+    return {name: answer_to(server.port, ask) for name, ask in ASKS.items()}
 
 
 def ask_alone(server: Server, expected: dict[str, Any], account: Account) -> None:
-    """Each call, beside no other."""
+    """Make each call while no other runs."""
     for name, ask in ASKS.items():
-        if (found := told(server.port, ask)) != expected[name]:
-            account.wrong.append(f"alone, {name}: {difference(expected[name], found)}")
+        if (answer := answer_to(server.port, ask)) != expected[name]:
+            account.wrong.append(f"alone, {name}: {difference(expected[name], answer)}")
 
 
 def warm_up(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> Memory:
@@ -45,8 +47,10 @@ def warm_up(server: Server, expected: dict[str, Any], account: Account, rest_s: 
     rng = random.Random(0)
     for _ in range(5):
         prompts = [rng.choices(_VOCABULARY, k=1000) for _ in range(8)]
-        told(server.port, Ask(COMPLETIONS, {"prompt": prompts, "max_tokens": 1}))
-    told(server.port, Ask(COMPLETIONS, {"prompt": "x", "n": 32, "max_tokens": 8, "logprobs": 20}))
+        answer_to(server.port, Ask(COMPLETIONS, {"prompt": prompts, "max_tokens": 1}))
+    answer_to(
+        server.port, Ask(COMPLETIONS, {"prompt": "x", "n": 32, "max_tokens": 8, "logprobs": 20})
+    )
     ask_alone(server, expected, account)
     time.sleep(rest_s)
     return server.memory()
@@ -62,7 +66,7 @@ def disturb(
     names: list[str],
     kill_every_s: float,
 ) -> None:
-    """Until the time is over, or the server."""
+    """Disturb the server until the time is over, or the server is."""
     account.files_before = server.metrics()["process_open_fds"]
     account.begin_s = time.monotonic()
     settings = Settings(server.port, seed, seconds, names)
@@ -75,7 +79,7 @@ def disturb(
                     account.wrong.append("the attacks do not end")
                     break
                 memory = server.memory()
-                account.peak = max(account.peak, memory, key=lambda each: each.total)
+                account.peak = max(account.peak, memory, key=lambda measured: measured.total)
                 if passed_s >= next_s:
                     print(_progress(passed_s, account, crowd, memory), flush=True)
                     next_s += TELL_S
@@ -87,7 +91,7 @@ def disturb(
 
 
 def look_after(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> None:
-    """Check what the server still holds once it is asked for nothing more."""
+    """Check what the server still keeps after the last call."""
     wrong = account.wrong
     try:
         wait_until(lambda: not server.held(), DRAIN_S, "")

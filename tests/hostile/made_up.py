@@ -1,4 +1,4 @@
-"""Calls made up from the OpenAPI document, right ones and wrong ones."""
+"""Random calls generated from the OpenAPI document, right ones and wrong ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.hostile.server import HOST
 from tests.server.contract import CHECKS, OPERATIONS
 
 NUM_CALLS = 6
-# Others wait for the slots that a call holds. Other attacks ask for more than these.
+# Larger values would block slots, for which others wait. Other attacks use larger ones.
 MOST = {"max_tokens": 16, "max_completion_tokens": 16, "min_tokens": 16, "n": 4}
-_one_at_a_time = threading.Lock()  # making them up takes more time than to answer them
+_one_at_a_time = threading.Lock()  # generating them takes more time than answering them
 
 
 def made_up_calls(operation: Any, target: Target) -> None:
@@ -60,9 +60,9 @@ def made_up_calls(operation: Any, target: Target) -> None:
 def bound(body: Any) -> None:
     if not isinstance(body, dict):
         return
-    for name, most in MOST.items():
-        if isinstance(value := body.get(name), int) and value > most:
-            body[name] = most
+    for name, limit in MOST.items():
+        if isinstance(value := body.get(name), int) and value > limit:
+            body[name] = limit
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = MOST["max_tokens"]
 

@@ -1,4 +1,4 @@
-"""`cbatch serve` over the demo pair, and what can be seen of it from outside."""
+"""`cbatch serve` with the demo pair, and what is visible of it from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 HOST = "127.0.0.1"
 HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
 CALLS_PER_KEY = 16
-# Text is promised to be the same only where a row's bits depend on the row alone.
+# Texts are guaranteed to be the same only if a row's bits depend on the row alone.
 COMMAND = [
     *(sys.executable, "-m", "cbatch.cli.main", "serve", "--port", "0"),
     *("--numerics", "invariant", "--log-format", "json"),
@@ -29,12 +29,12 @@ COMMAND = [
     *("--api-key", HONEST_KEY, "--api-key", HOSTILE_KEY),
 ]
 MIB = 2**20
-STOP_S = 20.0  # less than the grace time, which passes whole where a call is never released
+STOP_S = 20.0  # less than the grace time, which passes in full if a call is never released
 
 
 class Memory(NamedTuple):
-    """In bytes, each page shared among those that have it: of the process that serves, of the
-    engine, and of all the others together."""
+    """Memory in bytes, each page divided among the processes that share it: of the serving process,
+    of the engine, and of all others together."""
 
     server: int
     engine: int
@@ -50,14 +50,14 @@ class Memory(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Of an engine, and when another one was ready, by `time.monotonic`."""
+    """A kill of an engine, and the time when the next one was ready, by `time.monotonic`."""
 
     killed_s: float
     ready_s: float
 
 
 class Server:
-    """A running one."""
+    """A running server."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process, self.port, self._log = process, port, log
@@ -67,7 +67,7 @@ class Server:
         return self.process.poll() is None
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Raises `OSError` where nobody listens."""
+        """Get a path. Raises `OSError` if no server listens."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
         with closing(connection):
             connection.request("GET", path, headers={"Authorization": f"Bearer {HONEST_KEY}"})
@@ -75,7 +75,7 @@ class Server:
             return response.status, response.read()
 
     def metrics(self) -> dict[str, float]:
-        """By name; labels but the model's follow it, as in `name/value`."""
+        """Return metrics by name; labels other than the model's follow it, as in `name/value`."""
         families = text_string_to_metric_families(self.get("/metrics")[1].decode())
         own = ("model_name", "engine")
         return {
@@ -85,8 +85,8 @@ class Server:
         }
 
     def held(self) -> dict[str, float]:
-        """What calls hold of it; nothing where none is open."""
-        told = self.metrics()
+        """Return resources that calls use; empty if no call is open."""
+        values = self.metrics()
         names = [
             "vllm:num_requests_running",
             "vllm:num_requests_waiting",
@@ -95,17 +95,17 @@ class Server:
             "cbatch:queued_prompt_tokens",
             "cbatch:open_calls",
         ]
-        return {name: told[name] for name in names if told[name]}
+        return {name: values[name] for name in names if values[name]}
 
     def children(self) -> list[int]:
-        found: list[int] = []
+        pids: list[int] = []
         for task in _look(lambda: os.listdir(f"/proc/{self.process.pid}/task")) or ():
             path = Path(f"/proc/{self.process.pid}/task/{task}/children")
-            found += map(int, (_look(path.read_text) or "").split())
-        return found
+            pids += map(int, (_look(path.read_text) or "").split())
+        return pids
 
     def engine_pid(self) -> int | None:
-        """The largest of the children; None: not even one lives."""
+        """Return the pid of the largest child, or None if there is no child."""
         sizes = {pid: memory_bytes(pid) for pid in self.children()}
         return max(sizes, key=sizes.__getitem__, default=None)
 
@@ -114,7 +114,7 @@ class Server:
         return Memory(memory_bytes(self.process.pid), sizes[0], sum(sizes[1:]))
 
     def kill_engine(self, limit_s: float = 60.0) -> Kill:
-        """Waits for another one."""
+        """Kill the engine and wait for another one."""
         before = self.metrics()["cbatch:engine_restarts_total"]
         pid = self.engine_pid()
         assert pid is not None, "there is no engine to kill"
@@ -131,7 +131,7 @@ class Server:
         return Kill(began_s, time.monotonic())
 
     def stop(self) -> int | None:
-        """Its exit status; None where something held it up."""
+        """Stop the server; return its exit status, or None if it did not end in time."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(STOP_S)
@@ -139,12 +139,12 @@ class Server:
             return None
 
     def log(self) -> list[dict[str, Any]]:
-        """Of its lines those that are JSON: others are of a process that dies."""
+        """Return the log lines that are JSON: others are from a dying process."""
         lines = self._log.read_bytes().splitlines()
         return [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
 
     def last_words(self) -> str:
-        """What is not of its own making: an interpreter's or a library's."""
+        """Return the log lines that the server did not write: an interpreter's or a library's."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if not line.startswith("{"))[-2000:]
 
@@ -174,10 +174,10 @@ def served(folder: Path) -> Iterator[Server]:
 
 
 def memory_bytes(pid: int) -> int:
-    """0 for a process that has ended."""
-    told = _look(Path(f"/proc/{pid}/smaps_rollup").read_text) or ""
-    found = re.search(r"^Pss: +(\d+) kB", told, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    """Return the memory of a process, 0 if it has ended."""
+    rollup = _look(Path(f"/proc/{pid}/smaps_rollup").read_text) or ""
+    match = re.search(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, why: str) -> None:
@@ -188,7 +188,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float, why: str) -> None:
 
 
 def _look(read: Callable[[], Any]) -> Any:
-    """None where the process has just ended."""
+    """Read a file of a process; return None if it has just ended."""
     try:
         return read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,5 +1,5 @@
-"""Whatever clients send, and whatever befalls the engine: the server lives, honest streams go on
-to the byte, and nothing is held for anyone at the end."""
+"""With any calls of clients and any deaths of the engine the server lives. Honest streams are right
+to the byte, and all resources are released at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile.server import MIB, served
 
 LONGEST_PAUSE_S = 1.0
 MOST_GROWTH_BYTES = 64 * MIB
-# The attacks are to have been answered with each of these.
+# Attacks must have been answered with each of these.
 SEEN = {"200", "400", "401", "404", "405", "408", "413", "415", "429", "503"}
 CHEAP = [
     *("crowd", "short times", "wrong keys", "random bodies", "odd values", "paths and methods"),
@@ -51,7 +51,7 @@ def besiege(
 
 
 def require(wrong: list[str], account: Account, names: list[str]) -> None:
-    """Nothing wrong, and all of it happened."""
+    """Check that there is no fault, and that all expected events occurred."""
     assert not wrong, "\n".join(f"{count} times {each}" for each, count in Counter(wrong).items())
     assert account.kills and min(account.completed.values()) > 0
     assert {report.attack for report in account.ended} == set(names)
@@ -59,7 +59,8 @@ def require(wrong: list[str], account: Account, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_ten_hostile_seconds(tmp_path: Path) -> None:
-    """The cheap attacks. Times and memory, which depend on the machine's load, are not checked."""
+    """The cheap attacks run. Times and memory, which depend on the machine's load, are not
+    checked."""
     account = besiege(tmp_path, CHEAP, seconds=10, seed=0, kills=1, rest_s=0.0)
     require(account.wrong, account, CHEAP)
 
@@ -67,7 +68,7 @@ def test_ten_hostile_seconds(tmp_path: Path) -> None:
 @pytest.mark.hostile
 @pytest.mark.slow
 def test_a_hostile_hour(tmp_path: Path) -> None:
-    """`CBATCH_HOSTILE_S` says how long, `CBATCH_HOSTILE_ONLY` which attacks (separated by ;)."""
+    """`CBATCH_HOSTILE_S` is its duration, `CBATCH_HOSTILE_ONLY` its attacks (separated by ;)."""
     seconds = float(os.environ.get("CBATCH_HOSTILE_S", "600"))
     seed = int(os.environ.get("CBATCH_HOSTILE_SEED", "0"))
     only = os.environ.get("CBATCH_HOSTILE_ONLY")

@@ -1,4 +1,4 @@
-"""What the programs of one launch read and write, and which of it has no order on a GPU."""
+"""Reads and writes of the programs of one launch, and pairs of them without an order on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOAD, STORE, ATOMIC = range(3)
 
 
 class Addresses(NamedTuple):
-    """Of the lanes of one access that are not masked."""
+    """The addresses of the unmasked lanes of one access."""
 
     at: np.ndarray  # uint64 [n]
     width: int  # bytes of an element
@@ -22,21 +22,21 @@ class Addresses(NamedTuple):
     @classmethod
     def of(cls, ptrs: Any, mask: Any) -> Addresses:
         at = np.asarray(ptrs.data, dtype=np.uint64)
-        held = np.broadcast_to(np.asarray(mask.data).astype(np.bool_), at.shape)
-        return cls(at[held], max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
+        lanes = np.broadcast_to(np.asarray(mask.data).astype(np.bool_), at.shape)
+        return cls(at[lanes], max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
 
 
 class _Access(NamedTuple):
     program: Program
     kind: int
     time: int
-    barriers: int  # that its program has passed
+    barriers: int  # passed by its program
     at: np.ndarray  # unique
 
 
 class Accesses:
-    """`spans` [n, 2]: what was passed, sorted. `fresh`: memory that was allocated and not filled,
-    with a flag for every byte that was written since."""
+    """Accesses of a launch. `spans` [n, 2]: the memory passed to it, sorted. `fresh`: memory that
+    was allocated and not filled, with a flag for every byte written since."""
 
     def __init__(self, spans: np.ndarray, fresh: dict[int, tuple[Tensor, np.ndarray]]) -> None:
         self.program: Program = (0, 0, 0)
@@ -45,16 +45,17 @@ class Accesses:
         self._fresh = fresh
         self._log: list[_Access] = []
         self._barriers: Counter[Program] = Counter()
-        self._seen: dict[Program, dict[Program, int]] = {}  # of others, up to which time
-        self._told: dict[int, dict[Program, int]] = {}  # by address of an atomic
+        # By program: the times of others that it has seen.
+        self._seen: dict[Program, dict[Program, int]] = {}
+        self._released: dict[int, dict[Program, int]] = {}  # by address of an atomic
         self._history: dict[Program, list[tuple[int, dict[Program, int]]]] = {}
         self._found: Counter[str] = Counter()
 
     def load(self, addresses: Addresses) -> None:
         self.loads += len(addresses.at)
         self._inside(addresses, "read")
-        for begin, (held, written) in self._fresh.items():
-            size = held.untyped_storage().nbytes()
+        for begin, (tensor, written) in self._fresh.items():
+            size = tensor.untyped_storage().nbytes()
             mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
             if len(mine) and not written[(mine - np.uint64(begin)).astype(np.int64)].all():
                 self._found["reads memory that nobody wrote"] += 1
@@ -63,30 +64,31 @@ class Accesses:
     def store(self, addresses: Addresses, values: np.ndarray, mask: np.ndarray) -> None:
         self.stores += len(addresses.at)
         self._inside(addresses, "written")
-        for begin, (held, written) in self._fresh.items():
-            size = held.untyped_storage().nbytes()
+        for begin, (tensor, written) in self._fresh.items():
+            size = tensor.untyped_storage().nbytes()
             mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
             for byte in range(addresses.width):
                 written[(mine - np.uint64(begin)).astype(np.int64) + byte] = True
         if len(np.unique(addresses.at)) < len(addresses.at):
-            held = np.broadcast_to(np.asarray(mask).astype(np.bool_), np.shape(values))
-            pairs = {*zip(addresses.at.tolist(), np.asarray(values)[held].tolist(), strict=True)}
+            lanes = np.broadcast_to(np.asarray(mask).astype(np.bool_), np.shape(values))
+            pairs = {*zip(addresses.at.tolist(), np.asarray(values)[lanes].tolist(), strict=True)}
             if len(pairs) > len({at for at, _ in pairs}):
                 self._found["lanes of one store differ on a place"] += 1
         self._note(STORE, addresses.at)
 
     def atomic(self, addresses: Addresses, orders: bool) -> None:
-        """`orders`: it releases what its program did, and acquires what others released here."""
+        """Record an atomic. With `orders` it releases what its program did, and acquires what
+        others released here."""
         self._inside(addresses, "updated")
         self._note(ATOMIC, addresses.at)
         if not orders:
             return
         time, seen = len(self._log), self._seen.setdefault(self.program, {})
         for at in addresses.at.tolist():
-            told = self._told.setdefault(at, {})
-            _merge(seen, told)
-            _merge(told, seen)
-            told[self.program] = time
+            times = self._released.setdefault(at, {})
+            _merge(seen, times)
+            _merge(times, seen)
+            times[self.program] = time
         self._history.setdefault(self.program, []).append((time, dict(seen)))
 
     def barrier(self) -> None:
@@ -109,7 +111,7 @@ class Accesses:
             self._log.append(_Access(self.program, kind, len(self._log), done, np.unique(at)))
 
     def _race(self) -> None:
-        """Accesses to one address, one of them a store, that nothing orders."""
+        """Return accesses to one address, one of them a store, without an order."""
         if not any(access.kind != LOAD for access in self._log):
             return
         at = np.concatenate([access.at for access in self._log])
@@ -126,7 +128,7 @@ class Accesses:
                 self._compare(self._log[earlier], self._log[later])
 
     def _compare(self, a: _Access, b: _Access) -> None:
-        """`a` came before `b` in the interpreter."""
+        """Compare two accesses; `a` came before `b` in the interpreter."""
         kinds = {a.kind, b.kind}
         if kinds in ({LOAD}, {ATOMIC}):
             return
@@ -147,7 +149,7 @@ class Accesses:
 
 
 def _merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Spans that touch or overlap as one: beginnings and ends."""
+    """Join spans that touch or overlap; return beginnings and ends."""
     begins, ends = [], []
     for begin, end in spans.tolist():
         if ends and begin <= ends[-1]:

@@ -1,10 +1,13 @@
-"""Audits every launch in the interpreter, whose programs run one after the other, for what a GPU,
-which runs them at once and in any order, would make of it.
+"""Audit every launch in the interpreter, which runs programs one after the other, for faults on a
+GPU, which runs them at once and in any order.
 
 A launch runs three times from the same memory: in order, reversed and shuffled, and must leave the
-same bits. Of the first run every address is looked at: programs may not write what another reads or
-writes, unless an atomic orders them; a program may not read what it stored itself before a barrier;
-nothing lies outside the tensors that were passed, and nothing is read that nobody wrote.
+same bits. In the first run every address is checked:
+
+- programs may not write what another reads or writes, unless an atomic orders them;
+- a program may not read what it stored itself before a barrier;
+- all addresses lie inside the tensors that were passed;
+- memory that was never written is not read.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ Place = tuple[int, int, int]
 
 
 class Unsound(BaseException):
-    """What a launch does wrong. No `Exception`: the step loop would recover."""
+    """A fault of a launch. No `Exception`: the step loop would recover."""
 
 
 class Audit(TorchDispatchMode):
-    """While entered, every launch is audited. `orders`: in which a launch runs again."""
+    """A context in which every launch is audited. `orders`: the orders of the repeated runs."""
 
     def __init__(self, orders: Sequence[str] = ("reversed", "shuffled")) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Audit(TorchDispatchMode):
         self._now: Accesses | None = None
         self._fresh: dict[int, tuple[Tensor, np.ndarray]] = {}  # by address: bytes written
         self._wanted_order = "forward"
-        self._launching = False  # then torch copies what it has anyway
+        self._launching = False  # torch then copies memory that was written before
 
     @contextmanager
     def auditing(self) -> Iterator[Audit]:
@@ -102,11 +105,11 @@ class Audit(TorchDispatchMode):
         return call
 
     def _audit(self, launch: Callable[[], None], arguments: Any) -> str:
-        """What is wrong with it, "" if nothing."""
+        """Return the fault of a launch, "" if there is none."""
         tensors = list(_tensors(arguments))
         memory = {t.untyped_storage().data_ptr(): _bits(t.untyped_storage()) for t in tensors}
         before = {at: bits.copy() for at, bits in memory.items()}
-        fresh = {at: held for at, held in self._fresh.items() if at in memory}
+        fresh = {at: written for at, written in self._fresh.items() if at in memory}
         self._wanted_order, self._now = "forward", Accesses(_spans(tensors), fresh)
         launch()
         now, self._now = self._now, None
@@ -160,7 +163,7 @@ class Audit(TorchDispatchMode):
 
         return create_barrier
 
-    # -- memory that nobody wrote
+    # -- memory that was never written
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,11 +174,11 @@ class Audit(TorchDispatchMode):
                 written = np.zeros(out.untyped_storage().nbytes(), dtype=np.bool_)
                 self._fresh[out.untyped_storage().data_ptr()] = (out, written)
         elif func._schema.is_mutable and not self._launching:
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Tensor) and each.numel():
-                    held = self._fresh.get(each.untyped_storage().data_ptr())
-                    if held is not None:
-                        held[1][:] = True
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    fresh = self._fresh.get(tensor.untyped_storage().data_ptr())
+                    if fresh is not None:
+                        fresh[1][:] = True
         return out
 
 
@@ -190,12 +193,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _spans(tensors: list[Tensor]) -> np.ndarray:
-    """[n, 2] uint64: first byte of each tensor, and the byte behind its last."""
-    found = set()
+    """Return [n, 2] uint64: the first byte of each tensor, and the byte after its last."""
+    spans = set()
     for t in tensors:
         last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        found.add((t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize))
-    return np.array(sorted(found), dtype=np.uint64).reshape(-1, 2)
+        spans.add((t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize))
+    return np.array(sorted(spans), dtype=np.uint64).reshape(-1, 2)
 
 
 def _bits(storage: torch.UntypedStorage) -> np.ndarray:

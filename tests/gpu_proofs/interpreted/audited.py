@@ -1,4 +1,4 @@
-"""A plugin of pytest that audits every launch of whatever tests it is given.
+"""A plugin of pytest that audits every launch of the given tests.
 
     TRITON_INTERPRET=1 python -m pytest -p tests.gpu_proofs.interpreted.audited \
         tests/triton_kernels/interpreter
@@ -20,10 +20,10 @@ _kernels: set[str] = set()
 
 @pytest.fixture(autouse=True)
 def audited() -> Iterator[None]:
-    """Around all that a test patches itself: it ends after that is undone."""
+    """Audit a test. The audit ends after all patches of the test are undone."""
     audit = Audit()
     with pytest.MonkeyPatch.context() as patch, audit.auditing():
-        without_overflow_checks(patch)  # the tests make them where nobody audits
+        without_overflow_checks(patch)  # tests make these checks when they are not audited
         yield
     _kernels.update(audit.launches)
     _seen.update(
@@ -35,5 +35,5 @@ def audited() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    told = ", ".join(f"{count} {name}" for name, count in _seen.items())
-    terminalreporter.write_line(f"audited: {len(_kernels)} kernels, {told}; orders: 3")
+    counts = ", ".join(f"{count} {name}" for name, count in _seen.items())
+    terminalreporter.write_line(f"audited: {len(_kernels)} kernels, {counts}; orders: 3")

@@ -1,6 +1,6 @@
 """Proofs with interpreted kernels: every launch of these tests is audited.
 
-Whether a kernel is interpreted is settled when triton is imported, so this folder runs in a process
+Whether a kernel is interpreted is decided when triton is imported, so this folder runs in a process
 of its own: `make prove-gpu`, or
 
     TRITON_INTERPRET=1 python -m pytest tests/gpu_proofs/interpreted

@@ -1,5 +1,5 @@
 """References in place of the kernels of a decoder and of the verdict, each as one operation of a
-stream: what is left of a step in the interpreter is its bookkeeping."""
+stream. Only the bookkeeping of a step then remains to be interpreted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ Call = Callable[..., Any]
 def use_noted_references(
     stream: Stream, patch: pytest.MonkeyPatch, checked: Callable[[Call], Call] = lambda call: call
 ) -> None:
-    """`checked` wraps each, as what a launch would refuse is to be refused."""
+    """Replace kernels by references; `checked` wraps each, so that it refuses what a launch would
+    refuse."""
     use_references(patch)
     use_reference_verdicts(patch)
     for module, name, result in (

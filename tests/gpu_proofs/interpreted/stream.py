@@ -1,11 +1,13 @@
-"""What `CudaDevice` uses of torch.cuda, on CPU tensors: a stream that does nothing before somebody
-waits for it, and graphs that are tapes.
+"""The part of torch.cuda that `CudaDevice` uses, on CPU tensors: a stream that runs nothing before
+the host waits, and graphs that are tapes.
 
-Within a stream no operation is done when it is called. It is noted with its very tensors, gets
-memory for its result full of garbage, and is done in its turn when the host waits: so a host that
-reads or overwrites too early shows. A capture notes operations on a tape; a replay does what is on
-the tape and nothing else, after filling what the capture allocated with garbage again: so a graph
-that relies on values of the host, on memory that moved or on what another graph left shows.
+Within a stream no operation runs when it is called. It is recorded with its actual tensors, gets
+memory full of garbage for its result, and runs in its turn when the host waits. A host that reads
+or overwrites too early is noticed.
+
+A capture records operations on a tape. A replay fills what the capture allocated with garbage
+again, then runs the tape and nothing else. A graph that relies on values of the host, on memory
+that moved or on what another graph left is noticed.
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ class HostReads(BaseException):
 
 
 class DeviceFault(BaseException):
-    """What is queued cannot be done, as with an index out of range: the device is lost."""
+    """A queued operation failed, as with an index out of range: the device is lost."""
 
 
 class Stream(TorchDispatchMode):
-    """`seen` counts what happened."""
+    """A stream; `seen` counts events."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
         self._queue: list[Work] = []
         self.done = 0
-        self.tape: list[Work] | None = None  # of the capture under way
-        self.private: list[Tensor] = []  # what it allocated
+        self.tape: list[Work] | None = None  # of the current capture
+        self.private: list[Tensor] = []  # its allocations
         self.is_current = self._doing = False
 
     @property
     def notes(self) -> bool:
-        """Whether what is called now is done later."""
+        """Return True if calls are recorded and run later."""
         return self.is_current and not self._doing
 
     def note(self, work: Work) -> None:
@@ -63,7 +65,7 @@ class Stream(TorchDispatchMode):
         return self.done + len(self._queue)
 
     def wait_until(self, place: int) -> None:
-        """Do what was queued before `place`."""
+        """Run what was queued before `place`."""
         if self.tape is not None:
             raise HostReads("the host waits within a capture")
         while self.done < place:
@@ -92,7 +94,7 @@ class Stream(TorchDispatchMode):
             self.synchronize()
             return func(*args, **kwargs)
         if func.is_view or name in ("aten::detach", "aten::alias", "aten::lift_fresh"):
-            out = func(*args, **kwargs)  # some make a copy where no view will do
+            out = func(*args, **kwargs)  # some operations copy where no view is possible
             return out if _shares(out, args) else self._computed(func, args, kwargs)
         if name in _ALLOCATIONS:
             return self._allocated(func(*args, **kwargs))
@@ -108,7 +110,7 @@ class Stream(TorchDispatchMode):
         return out
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Memory for what an operation gives; it is done later."""
+        """Return memory for the result of an operation that runs later."""
         shapes = func(*tree_map(_blank, args), **tree_map(_blank, kwargs))
 
         def allocated(like: Any) -> Any:
@@ -119,10 +121,10 @@ class Stream(TorchDispatchMode):
         out = tree_map(allocated, shapes)
 
         def work() -> None:
-            found = func(*args, **kwargs)
-            for mine, theirs in zip(tree_leaves(out), tree_leaves(found), strict=True):
+            result = func(*args, **kwargs)
+            for mine, computed in zip(tree_leaves(out), tree_leaves(result), strict=True):
                 if isinstance(mine, Tensor):
-                    mine.copy_(theirs)
+                    mine.copy_(computed)
 
         self.note(work)
         return out
@@ -133,20 +135,22 @@ def _ignore(_: object) -> None:
 
 
 def _shares(out: Any, args: tuple[Any, ...]) -> bool:
-    """Whether results lie in the memory of arguments."""
-    held = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
+    """Return True if results share memory with arguments."""
+    addresses = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
     return all(
-        t.untyped_storage().data_ptr() in held for t in tree_leaves(out) if isinstance(t, Tensor)
+        t.untyped_storage().data_ptr() in addresses
+        for t in tree_leaves(out)
+        if isinstance(t, Tensor)
     )
 
 
 def _blank(value: Any) -> Any:
-    """Zeros in its place: any operation takes them."""
+    """Return zeros of the same shape, which any operation takes."""
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation that changes an argument returns: that argument."""
+    """Return the result of an operation that changes an argument: that argument."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return value
@@ -187,14 +191,14 @@ class Graph:
         def work() -> None:
             for tensor in self.private:
                 _spoil(tensor)
-            for each in self.tape:
-                each()
+            for operation in self.tape:
+                operation()
 
         stream.note(work)
 
 
-class StandIn:
-    """In place of the module torch, where a device is made."""
+class TorchSubstitute:
+    """A substitute for the module torch, where a device is made."""
 
     CUDAGraph, Event = Graph, Event
 
@@ -209,7 +213,7 @@ class StandIn:
         return self.only
 
     def zeros(self, *shape: int, pin_memory: bool = False, **more: Any) -> Tensor:
-        """Pinned memory is the host's: it is there at once."""
+        """Return zeros. Pinned memory is the host's, and there at once."""
         with torch.utils._python_dispatch._disable_current_modes():
             return torch.zeros(*shape, **more)
 
@@ -243,9 +247,9 @@ class StandIn:
 
 
 @contextmanager
-def standing_in(torch_here: StandIn | None = None) -> Iterator[Stream]:
-    """`CudaDevice(cpu)` works within, on this stream."""
-    torch_here = torch_here or StandIn()
+def substituted(torch_here: TorchSubstitute | None = None) -> Iterator[Stream]:
+    """Let `CudaDevice(cpu)` work on this stream."""
+    torch_here = torch_here or TorchSubstitute()
     stream, real = torch_here.only, GridExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,7 +259,7 @@ def standing_in(torch_here: StandIn | None = None) -> Iterator[Stream]:
             real(executor, *args, **kwargs)
 
     def to_host(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)  # by its name a mode knows what is called
+        @functools.wraps(method)  # a mode recognises calls by this name
         def read(tensor: Tensor) -> Any:
             if stream.notes:
                 stream.seen["reads"] += 1
@@ -275,8 +279,8 @@ def standing_in(torch_here: StandIn | None = None) -> Iterator[Stream]:
 def noted(
     stream: Stream, function: Callable[..., Any], result: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`function` as one operation of the stream. `result`: memory for what it returns, of the same
-    arguments; the result may be of tensors, or None."""
+    """Return `function` as one operation of the stream. `result` allocates memory for its results
+    from the same arguments; the results are tensors or None."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not stream.notes:
@@ -284,11 +288,11 @@ def noted(
         out = result(*args, **kwargs)
 
         def work() -> None:
-            for mine, theirs in zip(
+            for mine, computed in zip(
                 tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True
             ):
                 if isinstance(mine, Tensor):
-                    mine.copy_(theirs)
+                    mine.copy_(computed)
 
         stream.note(work)
         return out

@@ -1,4 +1,4 @@
-"""One of each fault that the audit is for, planted; and a kernel without any."""
+"""Each kind of fault that the audit finds, planted; and a kernel without any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def copy_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr, REACH: tl.co
 
 @triton.jit
 def neighbour_kernel(memory_ptr, BLOCK: tl.constexpr):
-    """Stores a block, and reads the one before it."""
+    """Store a block, and read the one before it."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = tl.load(memory_ptr + at - BLOCK, mask=at >= BLOCK, other=1.0)
     tl.store(memory_ptr + at, before + 1.0)
@@ -32,7 +32,7 @@ def last_kernel(out_ptr):
 
 @triton.jit
 def own_kernel(memory_ptr, out_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
-    """Stores a block, and reads it the other way round."""
+    """Store a block, and read it in reverse."""
     at = tl.arange(0, BLOCK)
     tl.store(memory_ptr + at, at)
     if BARRIER:
@@ -47,7 +47,7 @@ def lanes_kernel(out_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_kernel(parts_ptr, arrived_ptr, out_ptr, SEM: tl.constexpr):
-    """Whoever comes last adds up what all have stored."""
+    """Sum up all stored values in the last program."""
     me, count = tl.program_id(0), tl.num_programs(0)
     tl.store(parts_ptr + me, me + 1)
     tl.debug_barrier()
@@ -79,7 +79,7 @@ def test_an_address_beyond_a_tensor_is_caught() -> None:
         copy_kernel[(2,)](torch.zeros(64), source[:30], 30, 16, 1)
 
 
-def test_a_read_of_what_nobody_wrote_is_caught() -> None:
+def test_a_read_of_unwritten_memory_is_caught() -> None:
     with Audit().auditing():
         source = torch.empty(32)
         copy_kernel[(1,)](torch.zeros(16), source, 16, 16, 0)

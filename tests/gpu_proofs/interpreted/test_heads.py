@@ -1,5 +1,5 @@
-"""Heads on a stream that does nothing before it is waited for, in graphs that are tapes; and in an
-engine on a GPU that is not there."""
+"""Heads on a stream that runs nothing before the host waits, with graphs that are tapes; and in an
+engine on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.model.shapes import Numerics
 from tests.gpu_proofs.interpreted.references import use_noted_references
-from tests.gpu_proofs.interpreted.stream import HostReads, Stream, standing_in
+from tests.gpu_proofs.interpreted.stream import HostReads, Stream, substituted
 from tests.gpu_proofs.interpreted.test_stream import Captures, replayed
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
 from tests.runtime import made_heads
@@ -41,13 +41,13 @@ pytestmark = [
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     without_overflow_checks(monkeypatch)
-    with standing_in() as stream:
+    with substituted() as stream:
         monkeypatch.setattr(twins, "ReplayingDevice", lambda: Captures(CPU))
         use_noted_references(stream, monkeypatch)
         yield stream
 
 
-def asked() -> list[Any]:
+def requests() -> list[Any]:
     sampled = make_request("sampled", range(5, 15), max_tokens=12, temperature=0.8, seed=1)
     shaped = make_request("shaped", range(9, 12), max_tokens=12, frequency_penalty=2.0)
     return [*prompts(23, 1, 30, max_tokens=12), sampled, shaped]
@@ -60,7 +60,7 @@ def test_captured_steps_are_those_of_the_cpu(
 ) -> None:
     target = Pair()
     _, seen = run_twins(
-        asked(),
+        requests(),
         target,
         make(tmp_path, target, prompts(23, 1, 30, max_tokens=12)),
         lookahead="fixed:3",
@@ -90,7 +90,7 @@ def test_a_host_that_reads_states_is_caught(
 
 
 class Recorded(NoisyWeights):
-    """Keeps what it gave."""
+    """Weights that record what they returned."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -102,7 +102,7 @@ class Recorded(NoisyWeights):
 
 
 def written(folder: Path, target: Pair) -> Path:
-    """The target as a checkpoint."""
+    """Write the target as a checkpoint."""
     source, c = Recorded(), target.config
     Model(c, source, torch.float32, Numerics(mode="fast", may_pack=False))
     folder.mkdir()
@@ -137,8 +137,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 def test_a_gpu_serves_heads(
     make: Any, tmp_path: Path, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads are tried, steps captured, and drafts are as good as on a CPU. One that only guesses is
-    refused."""
+    """Heads pass their self-test, steps are captured, and drafts are as good as on a CPU. A head
+    that only guesses is refused."""
     monkeypatch.setattr(made_heads, "DIM", 16)
     target, head = Pair(), tmp_path / "head"
     model = written(tmp_path / "target", target)
@@ -152,8 +152,8 @@ def test_a_gpu_serves_heads(
     ]
     assert [llm.info.device for llm in llms] == ["cuda", "cpu"]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    found = [[c.token_ids for c in llm.generate(inputs, params)] for llm in llms]
-    assert found[0] == found[1]
+    tokens = [[c.token_ids for c in llm.generate(inputs, params)] for llm in llms]
+    assert tokens[0] == tokens[1]
     stats = [llm.engine.stats.speculation for llm in llms]
     assert stats[0].accepted_tokens == stats[1].accepted_tokens > 0
     assert cuda.only.seen["replayed"] > 10

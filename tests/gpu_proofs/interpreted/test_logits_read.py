@@ -1,4 +1,4 @@
-"""Bytes of logits that a verdict reads, counted by address: of logits as a model makes them."""
+"""Bytes of logits that a verdict reads, counted by address, for logits like a model's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from triton_kernels.sampling.launch import draw
 from triton_kernels.verification.kernel import VerifyOutput, verify_logits
 
 VOCAB, DRAFTS, COUNT = 16_384, 2, 8
-# Temperature, top_k, top_p and min_p, one after the other.
+# Temperature, top_k, top_p and min_p, used in turn.
 USUAL = ((0.8, VOCAB, 0.9, 0.0), (0.7, 20, 0.8, 0.0), (1.0, 50, torch.inf, 0.0))
 USUAL += ((1.0, VOCAB, torch.inf, 0.05), (1.0, VOCAB, 0.95, 0.02))
 
@@ -50,10 +50,14 @@ def batch_of(mode: int, *, filtered: bool) -> tuple[LogitsBatch, Tensor]:
     rows, starts = rows_of(counts, COUNT * (DRAFTS + 1))
     logits = recorded_logits(len(rows.requests), VOCAB)
     drafts = logits[rows.depths < DRAFTS].argmax(dim=1).int()
-    asked = torch.tensor(USUAL if filtered else [(0.9, VOCAB, torch.inf, 0.0)])
-    asked = asked[torch.arange(COUNT) % len(asked)].t().contiguous()
+    filters = torch.tensor(USUAL if filtered else [(0.9, VOCAB, torch.inf, 0.0)])
+    filters = filters[torch.arange(COUNT) % len(filters)].t().contiguous()
     requests = Requests(
-        torch.full((COUNT,), mode, dtype=torch.int32), asked[0], asked[1].int(), asked[2], asked[3]
+        torch.full((COUNT,), mode, dtype=torch.int32),
+        filters[0],
+        filters[1].int(),
+        filters[2],
+        filters[3],
     )
     of_drafts = DraftTokens(drafts, DRAFTS * torch.arange(COUNT).int(), counts.int())
     where = noise_of(np.random.default_rng(5), COUNT)
@@ -63,19 +67,19 @@ def batch_of(mode: int, *, filtered: bool) -> tuple[LogitsBatch, Tensor]:
 @contextmanager
 def reads_of(*watched: Tensor) -> Iterator[list[int]]:
     """Yield the bytes that launches within have read of each tensor."""
-    real, found = InterpreterBuilder.create_masked_load, [0] * len(watched)
+    real, counts = InterpreterBuilder.create_masked_load, [0] * len(watched)
 
     def load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         addresses = Addresses.of(ptrs, mask)
         for i, tensor in enumerate(watched):
             first, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
             inside = (addresses.at >= first) & (addresses.at < first + size)
-            found[i] += addresses.width * int(inside.sum())
+            counts[i] += addresses.width * int(inside.sum())
         return real(builder, ptrs, mask, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_masked_load", load)
-        yield found
+        yield counts
 
 
 def passes(
@@ -84,10 +88,10 @@ def passes(
     """Return the verdict, and how often it reads the target's logits and those of drafts."""
     watched = (batch.logits,) if proposals is None else (batch.logits, proposals.logits)
     blocks = int(batch.requests.modes[0]) == BLOCK
-    with reads_of(*watched) as found:
+    with reads_of(*watched) as counts:
         verdict = verify_logits(batch, starts, proposals, filtered=filtered, blocks=blocks)
     sizes = (each.numel() * each.itemsize for each in watched)
-    return verdict, [count / size for count, size in zip(found, sizes, strict=True)]
+    return verdict, [count / size for count, size in zip(counts, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("mode", [COUPLED, REJECTION, BLOCK])

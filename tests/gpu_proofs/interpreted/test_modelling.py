@@ -1,4 +1,4 @@
-"""A model of transformers' modelling code, on a GPU that is not there: captured and replayed."""
+"""A model of transformers' modelling code on a simulated GPU: captured and replayed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def text(folder: Path, device: str) -> list[list[int]]:
     )
     assert llm.info.device.startswith(device) and llm.info.code.startswith("transformers ")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    found = llm.generate(PROMPTS, params)
-    assert [each.error for each in found] == [None] * len(found)
-    return [[*each.choices[0].token_ids] for each in found]
+    completions = llm.generate(PROMPTS, params)
+    assert [each.error for each in completions] == [None] * len(completions)
+    return [[*each.choices[0].token_ids] for each in completions]
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3"])

@@ -1,4 +1,4 @@
-"""What a GPU's owner would run first, on a GPU that is not there; and what it would not take."""
+"""The first commands of a GPU's owner, on a simulated GPU; and commands that it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu_proofs.pretence.tensors import CUDA, Mixed
 from tests.runtime.pairs import tiny_config
 
 PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(40, 49))]
-ASKED = [
+PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=6),
     SamplingParams(temperature=0.8, seed=3, top_k=9, max_tokens=5, verification="coupled"),
     SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, frequency_penalty=0.5),
@@ -36,7 +36,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Configurations alone: weights are drawn by their names."""
+    """Write configurations only: weights are drawn by their names."""
     c = tiny_config()
     fields = {
         "architectures": ["LlamaForCausalLM"],
@@ -64,16 +64,16 @@ def load(pair: tuple[Path, Path | None], **more: Any) -> LLM:
 
 
 def tokens(llm: LLM) -> list[list[int]]:
-    found = llm.generate(PROMPTS, ASKED)
-    assert [each.error for each in found] == [None] * len(found)
-    return [[*each.choices[0].token_ids] for each in found]
+    completions = llm.generate(PROMPTS, PARAMS)
+    assert [each.error for each in completions] == [None] * len(completions)
+    return [[*each.choices[0].token_ids] for each in completions]
 
 
 def compiles(dtype: torch.dtype) -> bool:
     raise AssertionError("kernels for a CPU, on a GPU")
 
 
-def test_a_gpu_serves_what_nobody_asked_to_run_elsewhere(
+def test_a_gpu_serves_by_default(
     cuda: Cuda, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -81,13 +81,13 @@ def test_a_gpu_serves_what_nobody_asked_to_run_elsewhere(
         llm = load(pair)
     assert llm.info.device == "cuda" and llm.info.lookahead.startswith("adaptive")
     captured = cuda.only.seen["captured"]
-    found = tokens(llm)
-    assert found == tokens(load(pair, device="cpu"))
+    on_gpu = tokens(llm)
+    assert on_gpu == tokens(load(pair, device="cpu"))
     assert cuda.only.seen["captured"] == captured > 10 < cuda.only.seen["replayed"]
 
 
 def on_the_host(builder: ProductBuilder, name: str) -> torch.Tensor:
-    """Norms are forgotten where they were read."""
+    """Broken: norms stay on the host, where they were read."""
     return builder._get(name, builder.config.hidden_size).cpu().float()
 
 

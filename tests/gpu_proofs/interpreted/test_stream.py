@@ -1,5 +1,5 @@
-"""The executor and its `CudaDevice` on a stream that does nothing before it is waited for, with
-graphs that are tapes, beside the CPU executor: step by step they are equal."""
+"""The executor and its `CudaDevice` on a stream that runs nothing before the host waits, with
+graphs that are tapes. Every step equals the CPU executor's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbatch.runtime.gpu.device import CudaDevice, DeviceMark
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
 from tests.gpu_proofs.interpreted.references import use_noted_references
-from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, standing_in
+from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, substituted
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter import twins
 from tests.triton_kernels.interpreter.light import without_overflow_checks
@@ -49,7 +49,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 
 class Captures(CudaDevice):
-    """Whatever it meets: all that an executor captures before it serves would take long here."""
+    """A device that captures a step when it first meets it: capturing all steps ahead would take
+    long here."""
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         self.deferred = (key,)
@@ -59,7 +60,7 @@ class Captures(CudaDevice):
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     without_overflow_checks(monkeypatch)
-    with standing_in() as stream:
+    with substituted() as stream:
         monkeypatch.setattr(twins, "ReplayingDevice", lambda: Captures(CPU))
         yield stream
 
@@ -194,40 +195,40 @@ def test_what_the_planted_faults_break_is_sound() -> None:
 
 
 def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
-    """The host looks how many were drafted."""
+    """Broken: the host reads how many tokens were drafted."""
     int(layout.num_drafted.sum())
     real(state, layout, *rest, **more)
 
 
 def waiting_for_nothing(real: Any, event: Any) -> None:
-    """The result is read before it has come."""
+    """Broken: the result is read before it has come."""
 
 
 def one_message(real: Any, executor: Any, message: Any, buffers: Any) -> None:
-    """All messages are written to the same memory."""
+    """Broken: all messages are written to the same memory."""
     buffers.message = executor.__dict__.setdefault("_only", torch.zeros(9999, dtype=torch.int32))
     real(executor, message, buffers)
 
 
 def moved_result(real: Any, target: Any, *arguments: Any) -> None:
-    """Memory that graphs know is another in every step."""
+    """Broken: memory that graphs use moves in every step."""
     target.result = torch.zeros_like(target.result)
     real(target, *arguments)
 
 
 def key_without_shaping(real: Any, device: Any, key: Any, function: Any) -> None:
-    """One graph for shaped and other steps."""
+    """Broken: one graph for shaped and other steps."""
     unshaped = (part for part in key[1:] if not isinstance(part, bool | tuple))
     real(device, (key[0], *unshaped), function)
 
 
 def key_without_tokens(real: Any, device: Any, key: Any, function: Any) -> None:
-    """One graph for steps of all numbers of tokens."""
+    """Broken: one graph for steps of all numbers of tokens."""
     real(device, key[:1] if key[0] == "target" else key, function)
 
 
-def left_behind(real: Any, target: Any, *arguments: Any) -> None:
-    """Tokens lie in memory that a graph allocated for itself."""
+def private_tokens(real: Any, target: Any, *arguments: Any) -> None:
+    """Broken: tokens are in memory that a graph allocated for itself."""
     real(target, *arguments)
     layout = target.layout
     target.layout = layout._replace(logit_tokens=layout.logit_tokens + 0)
@@ -243,7 +244,7 @@ def left_behind(real: Any, target: Any, *arguments: Any) -> None:
         (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_shaping, Differs),
         (Captures, "run", key_without_tokens, (Differs, DeviceFault)),
-        (TargetPass, "_forward", left_behind, (Differs, DeviceFault)),
+        (TargetPass, "_forward", private_tokens, (Differs, DeviceFault)),
     ],
 )
 def test_planted_faults_are_caught(
@@ -259,16 +260,16 @@ Step = tuple[list[int], ...]
 
 
 def steps_of(run: Callable[..., Any], depth: int) -> tuple[list[Step], Counter[str]]:
-    """What each step of a run came to, and what happened. Without a plan under way a step is that
-    of the CPU executor."""
+    """Return the result of each step of a run, and counts of events. Without a plan in flight a
+    step equals that of the CPU executor."""
     steps: list[Step] = []
 
     class Noting(LateTwins if depth else Twins):  # type: ignore[misc]
         def wait(self) -> StepResult:
-            found: StepResult = super().wait()
-            kept = found.tokens, found.row_splits, found.num_drafted, found.num_accepted
+            result: StepResult = super().wait()
+            kept = result.tokens, result.row_splits, result.num_drafted, result.num_accepted
             steps.append(tuple(each.tolist() for each in kept))
-            return found
+            return result
 
     _, seen = run(depth=depth, twins_kind=Noting)
     return steps, seen
@@ -277,7 +278,7 @@ def steps_of(run: Callable[..., Any], depth: int) -> tuple[list[Step], Counter[s
 def steps_at_once(
     run: Callable[..., Any], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[Step]:
-    """By a device that does what it is told at once."""
+    """Return the steps of a device that runs operations at once."""
     with monkeypatch.context() as patch:
         patch.setattr(twins, "ReplayingDevice", ReplayingDevice)
         return steps_of(run, depth)[0]
@@ -295,11 +296,11 @@ RUNS: dict[str, Callable[..., Any]] = {
 def test_lookups_and_grammars(
     stream: Stream, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, seen = steps_of(RUNS[name], depth)
+    steps, seen = steps_of(RUNS[name], depth)
     happened(seen, "accepted", "rejected" if name == "lookups" else "no token")
     assert seen["plans in flight"] or not depth
     replayed(stream)
-    assert steps_at_once(RUNS[name], depth, monkeypatch) == found
+    assert steps_at_once(RUNS[name], depth, monkeypatch) == steps
 
 
 @pytest.mark.usefixtures("light")
@@ -310,7 +311,7 @@ def test_a_grammar_with_a_plan_under_way(stream: Stream) -> None:
 
 
 def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
-    """Guesses are not moved on by what was emitted since."""
+    """Broken: guesses are not advanced by the tokens emitted since."""
 
     def unmoved(state: Any, layout: Any, **more: Any) -> None:
         state.guess[:, 1] -= 1
@@ -319,28 +320,28 @@ def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(executor_module, "take_guesses", unmoved)
 
 
-def guesses_of_the_step_behind(patch: pytest.MonkeyPatch) -> None:
-    """The message of a step is overwritten before it has gone."""
+def overwritten_guesses(patch: pytest.MonkeyPatch) -> None:
+    """Broken: the message of a step is overwritten before it was sent."""
     real = GpuExecutor.send
     patch.setattr(GpuExecutor, "send", lambda *given: one_message(real, *given))
 
 
-def masks_behind_the_verdict(patch: pytest.MonkeyPatch) -> None:
-    """Masks come when the step has decided."""
+def masks_after_the_verdict(patch: pytest.MonkeyPatch) -> None:
+    """Broken: masks come after the step has decided."""
     decide, waiting = TargetPass.decide, []
     patch.setattr(masking, "mask_logits", lambda *given: waiting.append(given))
 
     def deciding(target: TargetPass, *given: Any) -> None:
         decide(target, *given)
-        for each in waiting:
-            mask_logits(*each)
+        for arguments in waiting:
+            mask_logits(*arguments)
         waiting.clear()
 
     patch.setattr(TargetPass, "decide", deciding)
 
 
 def drafts_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """The grammar is asked about drafts before they have come."""
+    """Broken: the grammar checks drafts before they have come."""
     decide = GpuExecutor.decide
 
     def deciding(executor: GpuExecutor, step: Any) -> None:
@@ -357,9 +358,9 @@ def drafts_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     [
         ("lookups", 0, guesses_of_another_place),
         ("lookups", 1, guesses_of_another_place),
-        ("lookups", 1, guesses_of_the_step_behind),
-        ("grammars", 0, masks_behind_the_verdict),
-        ("grammars", 1, masks_behind_the_verdict),
+        ("lookups", 1, overwritten_guesses),
+        ("grammars", 0, masks_after_the_verdict),
+        ("grammars", 1, masks_after_the_verdict),
         ("grammars", 0, drafts_not_waited_for),
         ("grammars", 1, drafts_not_waited_for),
     ],
@@ -370,7 +371,7 @@ def test_planted_faults_of_the_host_side_are_caught(
     sound = steps_at_once(RUNS[name], depth, monkeypatch) if depth else None
     plant(monkeypatch)
     try:
-        found, _ = steps_of(RUNS[name], depth)
+        steps, _ = steps_of(RUNS[name], depth)
     except (Differs, DeviceFault, AssertionError):
         return
-    assert depth and found != sound
+    assert depth and steps != sound

@@ -1,7 +1,7 @@
-"""A machine with a GPU, as far as torch tells, and `bench.gpu` in full but for its sizes.
+"""A machine with a GPU, as far as torch reports, and the whole of `bench.gpu` except its sizes.
 
-What is queued there is done when the host waits (`interpreted.stream`), kernels are interpreted,
-and a tensor knows on which side it is (`tensors`).
+Queued operations run when the host waits (`interpreted.stream`), kernels are interpreted, and a
+tensor knows its device (`tensors`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cbatch.runtime.gpu import buckets, draft_pass, memory, target_pass
 from tests.gpu_proofs.interpreted.references import use_noted_references
-from tests.gpu_proofs.interpreted.stream import Event, Graph, StandIn, Stream, standing_in
+from tests.gpu_proofs.interpreted.stream import Event, Graph, Stream, TorchSubstitute, substituted
 from tests.gpu_proofs.pretence.tensors import everywhere, is_marked
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 
@@ -29,18 +29,18 @@ _MEMORY_BYTES = 3 << 30
 _PROPERTIES = SimpleNamespace(
     name=NAME, multi_processor_count=2, L2_cache_size=1 << 12, total_memory=_MEMORY_BYTES
 )
-_CAPTURED = (2, 16)  # numbers of tokens: a graph of each takes its time in the interpreter
+_CAPTURED = (2, 16)  # numbers of tokens: a graph of each takes time in the interpreter
 
 
 class _LateStream(Stream):
-    """What it does, it does as the machine that it is on."""
+    """A stream whose operations run on the real machine."""
 
     def wait_until(self, place: int) -> None:
         with torch._C.DisableTorchFunction():
             super().wait_until(place)
 
     def wait_stream(self, other: Stream) -> None:
-        """There is one."""
+        """Do nothing: there is one stream."""
 
 
 class _Event(Event):
@@ -50,8 +50,8 @@ class _Event(Event):
     usual: Stream
 
 
-class Cuda(StandIn):
-    """In place of `torch.cuda`."""
+class Cuda(TorchSubstitute):
+    """A substitute for `torch.cuda`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Cuda(StandIn):
         with current, super().graph(graph, pool, self.only, **more):
             yield
 
-    def told(self) -> dict[str, Any]:
-        """What the project uses of the module."""
+    def members(self) -> dict[str, Any]:
+        """Return the members of the module that the project uses."""
         return {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -95,7 +95,7 @@ _WORK = (
 
 
 def _checked(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """It takes no memory of the host."""
+    """Check that a launch gets no memory of the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = tree_leaves((args, kwargs))
@@ -108,7 +108,8 @@ def _checked(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_references(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
-    """In place of an engine's kernels: a whole model in the interpreter would take minutes."""
+    """Replace an engine's kernels by references: a whole model in the interpreter would take
+    minutes."""
     without_overflow_checks(patch)
     use_noted_references(cuda.only, patch, _checked)
 
@@ -116,7 +117,7 @@ def use_references(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def pretending() -> Iterator[Cuda]:
     cuda = Cuda()
-    with standing_in(cuda), pytest.MonkeyPatch.context() as patch:
+    with substituted(cuda), pytest.MonkeyPatch.context() as patch:
         queued: Callable[..., Any] = GridExecutor.__call__
 
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +125,7 @@ def pretending() -> Iterator[Cuda]:
                 queued(executor, *args, **kwargs)
 
         patch.setattr(GridExecutor, "__call__", _checked(launch))
-        for name, value in cuda.told().items():
+        for name, value in cuda.members().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(buckets, "SMALL", _CAPTURED)

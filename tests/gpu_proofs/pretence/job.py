@@ -1,9 +1,9 @@
-"""A command of this project on a GPU that is not there:
+"""Run a command of this project on a simulated GPU:
 
     TRITON_INTERPRET=1 python -m tests.gpu_proofs.pretence.job cbatch.cli.main generate ...
     TRITON_INTERPRET=1 python -m tests.gpu_proofs.pretence.job bench.gpu --out DIR
 
-Kernels of an engine are their references. The processes that it starts are on the same machine.
+Kernels of an engine are replaced by references. Processes that the command starts see the same GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def settle(scope: ExitStack) -> None:
-    """In this process, until `scope` ends."""
+    """Set up this process, until `scope` ends."""
     from triton_kernels.build import interpreter
 
     interpreter.repair()
@@ -47,6 +47,6 @@ if __name__ == "__main__":
         settle(scope)
         code = run(sys.argv[0], sys.argv[1:])
     sys.exit(code)
-elif __name__ == "__mp_main__":  # a process that it started
-    scope = ExitStack()  # of its whole life
+elif __name__ == "__mp_main__":  # a process started by the command
+    scope = ExitStack()  # for the life of the process
     settle(scope)

@@ -1,8 +1,8 @@
-"""Tests of kernels with `--device cuda` on a GPU that is not there, as a plugin of pytest:
+"""A plugin of pytest that runs tests of kernels with `--device cuda` on a simulated GPU:
 
     TRITON_INTERPRET=1 python -m pytest -p tests.gpu_proofs.pretence.plugin --device cuda ...
 
-Kernels are interpreted as they are launched; tensors know on which side they are (`tensors`).
+Kernels are interpreted as they are launched; tensors know their device (`tensors`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _launched, _from_numpy = GridExecutor.__call__, torch.from_numpy
 
 
 def _launch(executor: Any, *args: Any, **kwargs: Any) -> None:
-    """The interpreter's own arrays are the host's."""
+    """Launch a kernel; the interpreter's own arrays are the host's."""
     with torch._C.DisableTorchFunction(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "from_numpy", _from_numpy)
         _launched(executor, *args, **kwargs)

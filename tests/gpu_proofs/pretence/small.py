@@ -1,4 +1,4 @@
-"""`bench.gpu` as on a device, every branch of it, at sizes that an interpreter can take."""
+"""`bench.gpu` as on a device, with every branch of it, at sizes that an interpreter can take."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from msgspec import structs
 from bench.gpu import limits
 from bench.gpu.limits import GridHeads, Query, workload
 
-_TIMES = 32  # shorter are long queries, and contexts
-_ALIKE = 2  # sequences of a batch
-_CANDIDATES = 2  # tiles that are swept, for each model and page
+_TIMES = 32  # factor by which long queries and contexts are shorter
+_ALIKE = 2  # sequences of a batch with one length
+_CANDIDATES = 2  # tiles of a sweep, for each model and page size
 _TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 320,
@@ -22,17 +22,17 @@ _TINY = {
 
 
 def _shorter(name: str) -> list[Query]:
-    found: list[Query] = []
+    kept: list[Query] = []
     for query in workload(name):
         tokens = query.query_tokens if query.query_tokens <= 8 else query.query_tokens // _TIMES
         one = Query(max(tokens, 2), max(tokens, 2, query.context_tokens // _TIMES))
         one = one if query.query_tokens > 1 else one._replace(query_tokens=1)
-        found += [one] * (found.count(one) < _ALIKE)
-    return found
+        kept += [one] * (kept.count(one) < _ALIKE)
+    return kept
 
 
 def shrink() -> None:
-    """In this process, before what it shrinks is imported."""
+    """Shrink sizes in this process, before the modules that use them are imported."""
     limits.workload = _shorter
     for name, heads in limits.HEADS.items():
         limits.HEADS[name] = GridHeads(1, heads.group, 32)
@@ -40,10 +40,10 @@ def shrink() -> None:
     limits.MODELS = {name: structs.replace(shape, **_TINY) for name, shape in limits.MODELS.items()}
     limits.BATCHES, limits.VOCAB = (2, 1), 2100
     for module, values in _VALUES.items():
-        found = importlib.import_module(f"bench.gpu.{module}")
+        imported = importlib.import_module(f"bench.gpu.{module}")
         for name, value in values.items():
-            assert hasattr(found, name), (module, name)
-            setattr(found, name, value(found) if callable(value) else value)
+            assert hasattr(imported, name), (module, name)
+            setattr(imported, name, value(imported) if callable(value) else value)
 
 
 def _few(module: Any) -> Callable[..., Any]:
@@ -52,27 +52,27 @@ def _few(module: Any) -> Callable[..., Any]:
 
 
 def _started(module: Any) -> Callable[..., Any]:
-    """Its parts are on the same machine."""
+    """Start parts of the run on the same simulated machine."""
     real = module.parts
 
     def parts(*given: Any) -> list[Any]:
-        found = []
+        smaller = []
         for part in real(*given):
             at = part.command.index("bench.gpu")
             words = (*part.command[:at], "tests.gpu_proofs.pretence.job", *part.command[at:])
-            found.append(part._replace(command=words, most_s=3600.0))
-        return found
+            smaller.append(part._replace(command=words, most_s=3600.0))
+        return smaller
 
     return parts
 
 
 def _nothing(_: Any) -> Callable[..., dict[str, int]]:
-    """Kernels are interpreted."""
+    """Do nothing: kernels are interpreted."""
     return lambda *_: {"kernels": 0}
 
 
 def _unprofiled(_: Any) -> Callable[..., list[dict[str, Any]]]:
-    """A torch without CUDA has no profiler of kernels."""
+    """Return no profile: a torch without CUDA has no profiler of kernels."""
 
     def step_kernels(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:
         for _ in range(steps):

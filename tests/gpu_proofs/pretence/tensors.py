@@ -1,8 +1,8 @@
-"""Tensors of a GPU that this machine does not have: they lie in the host's memory, and know it not.
+"""Tensors of a simulated GPU: they are in the host's memory, but claim to be on the device.
 
-Within `Pretence` whatever is made on `cuda` is marked, and so is what is computed of it. A marked
-tensor says that it is on `cuda:0`; as on a GPU, to compute with tensors of both sides is an error,
-and so is to take a tensor of the device for an array.
+Within `Pretence` all tensors made on `cuda`, and all that are computed from them, are marked. A
+marked tensor reports the device `cuda:0`. As on a GPU, it is an error to compute with tensors of
+both sides, or to convert a tensor of the device to an array.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
 _MARK = "_on_pretended_gpu"
-# They take tensors of both sides: copies, and indices of the host.
+# Functions that take tensors of both sides: copies, and indices of the host.
 _BOTH = {"copy_", "to", "__getitem__", "__setitem__", "__get__", "__set__", "type_as"}
 _BOTH |= {"_has_compatible_shallow_copy_type"}
 
 
 class Mixed(RuntimeError):
-    """As torch says it."""
+    """An error in torch's words."""
 
 
 def is_marked(tensor: Tensor) -> bool:
@@ -34,7 +34,7 @@ def is_marked(tensor: Tensor) -> bool:
 
 
 def mark(result: Any, but: Sequence[Tensor] = ()) -> Any:
-    """`but`: what was there before stays where it is."""
+    """Mark tensors as the device's. `but`: tensors that existed before stay where they are."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor) and not any(leaf is one for one in but):
             setattr(leaf, _MARK, True)
@@ -48,7 +48,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class Generator(torch.Generator):
-    """Of either side; it draws on the host."""
+    """A generator of either side; it draws on the host."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         made: Generator = super().__new__(cls, "cpu")
@@ -80,7 +80,7 @@ class Pretence(TorchFunctionMode):
         if there is None:
             there = bool(marked)
         out = func(*args, **kwargs)
-        if name == "__set__" and _field(func) == "data":  # as a module moves what it holds
+        if name == "__set__" and _field(func) == "data":  # as a module moves its tensors
             setattr(args[0], _MARK, is_marked(args[1]))
         return mark(out, but=tensors) if there else out
 
@@ -90,16 +90,16 @@ def _field(func: Any) -> str:
 
 
 def _property(func: Any, args: tuple[Any, ...]) -> Any:
-    told = {"device": CUDA, "is_cuda": True, "is_cpu": False}
+    answers = {"device": CUDA, "is_cuda": True, "is_cpu": False}
     field = _field(func)
-    if field in told:
-        return told[field]
+    if field in answers:
+        return answers[field]
     out = func(*args)
     return mark(out) if isinstance(out, Tensor) else out
 
 
 def _placed(name: str, kwargs: dict[str, Any]) -> bool | None:
-    """Where what is made goes, if the call says so: the call is told another place."""
+    """Return the device that the call asks for, and replace it in the call by the host."""
     generator, device = kwargs.get("generator"), kwargs.get("device")
     if kwargs.pop("pin_memory", False) and _is_cuda(device):
         raise RuntimeError("cannot pin 'cuda', only dense CPU tensors can be pinned")
@@ -114,7 +114,7 @@ def _placed(name: str, kwargs: dict[str, Any]) -> bool | None:
 
 
 def _moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy on the other side, unless it is there already."""
+    """Return a copy on the other side, unless the tensor is there already."""
     tensor, rest, was = args[0], list(args[1:]), is_marked(args[0])
     there = was if name == "to" else name == "cuda"
     if name == "to":
@@ -138,7 +138,7 @@ def _moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @contextmanager
 def everywhere() -> Iterator[None]:
-    """`Pretence` in this thread and in all that it starts."""
+    """Enter `Pretence` in this thread and in all that it starts."""
     run = threading.Thread.run
 
     def pretending(thread: threading.Thread) -> None:
