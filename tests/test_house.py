@@ -140,7 +140,6 @@ SEEN = {
         "cbatch/core/",
         "cbatch/cli/output.py",
         "cbatch/cli/settings.py",
-        "cbatch/engine/options.py",
         "cbatch/steplog/",
     ),
     # The load tester needs neither the simulator's commands nor its replay.

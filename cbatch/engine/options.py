@@ -11,43 +11,16 @@ from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, is_chain
 from cbatch.core.request.typed import convert_fields, knob
+from cbatch.core.scheduler import knobs
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 
 _engine = partial(knob, "engine")
-_LOOKAHEAD = (
-    "off, adaptive, ema or fixed; ema:K drafts at most K tokens, fixed:K always K; module:Class is "
-    "a policy of your own"
-)
 _DRAFTER = (
     f"{', '.join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up repeated text "
     "and need no draft model (default: model, if there is a draft model)"
 )
-# Knobs that the simulator has, too.
-LOOKAHEAD_KNOB = _engine(_LOOKAHEAD, "POLICY", type=str)
-TENSOR_PARALLEL_SIZE_KNOB = _engine(
-    "number of ranks (CPU processes) among which the model is sharded",
-    "N",
-    aliases=("tp", "tensor_parallel"),
-    default=1,
-)
-MAX_NUM_SEQS_KNOB = _engine("maximum number of sequences in a step", "N", aliases=("max_slots",))
-NUM_BLOCKS_KNOB = _engine("number of KV blocks", "N", default="as memory allows")
-BLOCK_SIZE_KNOB = _engine("tokens per KV block", "TOKENS", default="64 on a GPU, else 16")
-MAX_MODEL_LEN_KNOB = _engine(
-    "maximum length of a sequence", "TOKENS", aliases=("max_model_tokens",), default="the model's"
-)
-MAX_NUM_BATCHED_TOKENS_KNOB = _engine(
-    "maximum number of tokens in a step", "TOKENS", aliases=("step_budget",)
-)
-ITL_TARGET_KNOB = _engine(
-    "target for the gap between two tokens of a sequence while prompts are computed",
-    "SECONDS",
-    name="itl_target",
-)
-QUEUE_POLICY_KNOB = _engine("order in which requests get a slot")
-PREFIX_CACHE_KNOB = _engine("disable the prefix cache", name="no_prefix_cache", negated=True)
 ModelImpl = Literal["auto", "own", "transformers"]
 
 
@@ -91,11 +64,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "modelling code; auto: own if it supports the model, else transformers (extra 'models')"
         ),
     ] = "auto"
-    tensor_parallel_size: Annotated[int, TENSOR_PARALLEL_SIZE_KNOB] = 1
-    lookahead: Annotated[str | LookaheadConfig, LOOKAHEAD_KNOB] = "adaptive"
+    tensor_parallel_size: Annotated[int, knobs.TENSOR_PARALLEL_SIZE] = 1
+    lookahead: Annotated[str | LookaheadConfig, knobs.LOOKAHEAD] = "adaptive"
     drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
-    max_num_seqs: Annotated[int, MAX_NUM_SEQS_KNOB] = 32
-    num_blocks: Annotated[int | None, NUM_BLOCKS_KNOB] = None
+    max_num_seqs: Annotated[int, knobs.MAX_NUM_SEQS] = 32
+    num_blocks: Annotated[int | None, knobs.NUM_BLOCKS] = None
     kv_memory_bytes: Annotated[
         int | None,
         _engine("memory for the KV cache", "GIB", name="kv_memory", type=float | None, unit=2**30),
@@ -104,9 +77,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["auto", "fp8", "fp8_e4m3"],
         _engine("dtype of keys and values; auto: the model's; fp8: on GPUs that support it"),
     ] = "auto"
-    block_size: Annotated[int | None, BLOCK_SIZE_KNOB] = None
-    max_model_len: Annotated[int | None, MAX_MODEL_LEN_KNOB] = None
-    max_num_batched_tokens: Annotated[int, MAX_NUM_BATCHED_TOKENS_KNOB] = 1024
+    block_size: Annotated[int | None, knobs.BLOCK_SIZE] = None
+    max_model_len: Annotated[int | None, knobs.MAX_MODEL_LEN] = None
+    max_num_batched_tokens: Annotated[int, knobs.MAX_NUM_BATCHED_TOKENS] = 1024
     prompt_share: Annotated[
         float | None,
         _engine(
@@ -115,12 +88,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "SHARE",
         ),
     ] = None
-    itl_target_s: Annotated[float | None, ITL_TARGET_KNOB] = None
-    queue_policy: Annotated[QueuePolicy, QUEUE_POLICY_KNOB] = "fcfs"
+    itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
+    queue_policy: Annotated[QueuePolicy, knobs.QUEUE_POLICY] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("gain in priority per second in the queue", "N", name="ageing")
     ] = None
-    enable_prefix_caching: Annotated[bool, PREFIX_CACHE_KNOB] = True
+    enable_prefix_caching: Annotated[bool, knobs.PREFIX_CACHE] = True
     overlap: Annotated[
         Literal[0, 1] | None,
         _engine("1: plan the next step while one runs (default: 1 on a GPU, else 0)"),

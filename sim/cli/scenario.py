@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
+from cbatch.core.scheduler import knobs
 from cbatch.core.scheduler.config import QueuePolicy
-from cbatch.engine import options as engine
 from sim.cost.kernel_tables import holds_kernel_tables
 from sim.cost.pool import RULES
 from sim.workload.arrivals import require_positive
@@ -82,7 +82,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     model: Annotated[
         str | None, _cost("model shape, or a config.json", "NAME", default=MODEL_SHAPE)
     ] = None
-    tensor_parallel_size: Annotated[int | None, engine.TENSOR_PARALLEL_SIZE_KNOB] = None
+    tensor_parallel_size: Annotated[int | None, knobs.TENSOR_PARALLEL_SIZE] = None
     draft_model: Annotated[
         str | None,
         _cost(
@@ -101,7 +101,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     step_seconds: Annotated[
         float | None, _cost("constant duration of a step, instead of a roofline", "S")
     ] = None
-    lookahead: Annotated[str, engine.LOOKAHEAD_KNOB] = "off"
+    lookahead: Annotated[str, knobs.LOOKAHEAD] = "off"
     acceptance: Annotated[
         str | None,
         _engine(
@@ -112,11 +112,11 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             default=ACCEPTANCE,
         ),
     ] = None
-    max_num_seqs: Annotated[int | None, engine.MAX_NUM_SEQS_KNOB] = None
-    max_num_batched_tokens: Annotated[int | None, engine.MAX_NUM_BATCHED_TOKENS_KNOB] = None
-    itl_target_s: Annotated[float | None, engine.ITL_TARGET_KNOB] = None
-    block_size: Annotated[int | None, engine.BLOCK_SIZE_KNOB] = None
-    num_blocks: Annotated[int | None, engine.NUM_BLOCKS_KNOB] = None
+    max_num_seqs: Annotated[int | None, knobs.MAX_NUM_SEQS] = None
+    max_num_batched_tokens: Annotated[int | None, knobs.MAX_NUM_BATCHED_TOKENS] = None
+    itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
+    block_size: Annotated[int | None, knobs.BLOCK_SIZE] = None
+    num_blocks: Annotated[int | None, knobs.NUM_BLOCKS] = None
     pool: Annotated[
         str | None,
         _engine(
@@ -128,9 +128,9 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     memory_share: Annotated[
         float | None, _engine("maximum share of a device's memory", "X", default="0.9")
     ] = None
-    max_model_len: Annotated[int | None, engine.MAX_MODEL_LEN_KNOB] = None
-    queue_policy: Annotated[QueuePolicy | None, engine.QUEUE_POLICY_KNOB] = None
-    enable_prefix_caching: Annotated[bool | None, engine.PREFIX_CACHE_KNOB] = None
+    max_model_len: Annotated[int | None, knobs.MAX_MODEL_LEN] = None
+    queue_policy: Annotated[QueuePolicy | None, knobs.QUEUE_POLICY] = None
+    enable_prefix_caching: Annotated[bool | None, knobs.PREFIX_CACHE] = None
     replicas: Annotated[int, _fleet("number of identical engines", "N")] = 1
     router: Annotated[
         str | None,
