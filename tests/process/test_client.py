@@ -88,7 +88,8 @@ def test_kills_before_any_token_convict_no_request(monkeypatch: pytest.MonkeyPat
 def in_flight(client: EngineClient) -> int:
     """Return the requests in the step that runs, as a reader learns them after the engine's
     death."""
-    return len(client._link.journal.read()) if client.up and client._link else 0
+    link = client._link
+    return len(link.journal.read()) if client.up and link else 0
 
 
 def test_a_poison_request_ends_alone() -> None:

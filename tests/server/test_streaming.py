@@ -67,9 +67,9 @@ def events(kind: str, fields: dict[str, Any], texts: Sequence[str], *, whole: bo
     end = Choice(0, "", (), FinishReason.STOP, None, Speculation())
     outputs = [Output("r", at, text, (5, 6)) for text in texts for at in range(num_choices)]
     outputs += [Output("r", at, "end", (7,), finished=end) for at in range(num_choices)]
-    content = b"".join(answer.event(0, each) for each in outputs)
-    assert content.startswith(answer._head)
-    return content.replace(answer._head, b"")  # it has an id of its own
+    content, head = b"".join(answer.event(0, each) for each in outputs), answer._head
+    assert content.startswith(head)
+    return content.replace(head, b"")  # it has an id of its own
 
 
 METRICS = Metrics("m", cast(Any, None))
