@@ -20,8 +20,8 @@ def is_private(name: str) -> bool:
 
 
 def private_names() -> set[str]:
-    """Return names of the product's functions, classes, variables and attributes that begin with one
-    underscore."""
+    """Return the names of functions, classes, variables and attributes of the product that begin
+    with one underscore."""
     names: set[str] = set()
     for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
