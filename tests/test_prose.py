@@ -30,6 +30,7 @@ PLAIN = (
     "tests/process",
     "tests/runtime",
     "tests/server",
+    "tests/sim",
     "tests/steplog",
     "tests/system",
     "tests/test_prose.py",

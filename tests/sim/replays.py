@@ -1,4 +1,4 @@
-"""The engine that replays in these tests drive."""
+"""The configuration and executor of the replays in these tests."""
 
 from __future__ import annotations
 

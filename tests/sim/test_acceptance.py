@@ -1,4 +1,4 @@
-"""Laws of the acceptance models, and that nothing but request and position moves a draft's fate.
+"""Laws of the acceptance models; only request and position decide a draft's fate.
 
 Statistics are compared at 5 standard errors (one seed in 1.7 million); seeds are fixed.
 """
@@ -53,7 +53,8 @@ def model_of(spec: str, max_num_seqs: int, folder: Path) -> AcceptanceModel:
 
 
 def fates(model: AcceptanceModel, requests: int, tokens: int) -> np.ndarray:
-    """Of a draft of depth 1 at every position of every request, bool [requests, tokens]."""
+    """Return the fates of a draft of depth 1 at every position of every request, bool [requests,
+    tokens]."""
     slots = np.arange(requests)
     for slot in range(requests):
         model.admit(admission(slot, slot))
@@ -68,8 +69,8 @@ def fates(model: AcceptanceModel, requests: int, tokens: int) -> np.ndarray:
 def walk(
     model: AcceptanceModel, slot: int, request: int, ks: list[int], stop: int
 ) -> dict[int, bool]:
-    """Fates of the positions that a request tries; it drafts `ks` in turn and is preempted every
-    few steps."""
+    """Return the fates of the positions that a request tries; it drafts `ks` in turn and is
+    preempted every few steps."""
     fates: dict[int, bool] = {}
     position = PROMPT_TOKENS + 1
     for step in range(10_000):
@@ -89,23 +90,25 @@ def walk(
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("positions")])
 def test_only_request_and_position_decide(spec: str, tmp_path: Path) -> None:
-    """Whatever k, slot and preemptions: a position's fate is that of a draft of depth 1 there."""
+    """For any k, slot and preemptions, a position's fate is that of a draft of depth 1 there."""
     model = model_of(spec, 20, tmp_path)
     alone = fates(model, 20, 120)
     seen = set()
     for request in (0, 3, 6):
         for slot, ks in ((0, [1]), (5, [4]), (7, [3, 1, 6])):
-            found = walk(model_of(spec, 20, tmp_path), slot, request, ks, PROMPT_TOKENS + 100)
-            for position, fate in found.items():
+            fate_by_position = walk(
+                model_of(spec, 20, tmp_path), slot, request, ks, PROMPT_TOKENS + 100
+            )
+            for position, fate in fate_by_position.items():
                 assert alone[request, position - PROMPT_TOKENS - 1] == fate
-            seen.add(sum(found.values()))
+            seen.add(sum(fate_by_position.values()))
     assert len(seen) > 3  # drafting more does accept more
     assert not alone.all() and alone.any()
 
 
 def test_noise_of_depth_and_of_position_are_the_same(tmp_path: Path) -> None:
-    """Per-position chances depend on depth; the coin behind them on the position alone: with the
-    greater chance of a lesser depth at least as much is accepted."""
+    """Chances depend on depth, the coin on the position alone: with the greater chance of a smaller
+    depth at least as much is accepted."""
     model = PositionAcceptance([0.8, 0.5, 0.3], max_num_seqs=50)
     constant = PositionAcceptance([0.3], max_num_seqs=50)
     for slot in range(50):
@@ -117,8 +120,8 @@ def test_noise_of_depth_and_of_position_are_the_same(tmp_path: Path) -> None:
     assert (more >= less).all() and (more > less).any()
 
 
-def within(found: float, expected: float, error: float) -> bool:
-    return abs(found - expected) <= STANDARD_ERRORS * error
+def within(value: float, expected: float, error: float) -> bool:
+    return abs(value - expected) <= STANDARD_ERRORS * error
 
 
 def test_constant_and_positions_have_their_chances() -> None:
@@ -155,18 +158,18 @@ def test_beta_differs_between_requests_by_its_law() -> None:
 
 @pytest.mark.parametrize("lag", [1, 5, 20])
 def test_drift_is_correlated_as_long_as_it_says(lag: int) -> None:
-    """Of fates x at p and p + lag: mean m = (high + low) / 2, covariance ((high - low) / 2)^2 times
-    (1 - 1 / tokens)^lag. Standard errors are over requests, which are independent."""
+    """For fates x at p and p + lag: mean m = (high + low) / 2, covariance ((high - low) / 2)^2
+    times (1 - 1 / tokens)^lag. Standard errors are over requests, which are independent."""
     high, low, dwell, requests, tokens = 0.9, 0.2, 20.0, 3000, 120
-    found = fates(DriftingAcceptance(high, low, dwell, max_num_seqs=requests), requests, tokens)
-    centred = found - (high + low) / 2
+    outcomes = fates(DriftingAcceptance(high, low, dwell, max_num_seqs=requests), requests, tokens)
+    centred = outcomes - (high + low) / 2
     products = (centred[:, :-lag] * centred[:, lag:]).mean(axis=1)
     error = float(products.std()) / math.sqrt(requests)
     expected = ((high - low) / 2) ** 2 * (1 - 1 / dwell) ** lag
     assert within(float(products.mean()), expected, error)
-    level = found.mean(axis=1)
+    level = outcomes.mean(axis=1)
     assert within(float(level.mean()), (high + low) / 2, float(level.std()) / math.sqrt(requests))
-    # A chain that is never drawn anew would be noticed.
+    # A chain whose state is never drawn again would be noticed.
     assert not within(float(products.mean()), ((high - low) / 2) ** 2, error)
 
 
@@ -192,7 +195,7 @@ def test_what_is_no_model_is_refused(text: str) -> None:
         parse_acceptance(text, max_num_seqs=1)
 
 
-def test_recordings_hold_noughts_and_ones(tmp_path: Path) -> None:
+def test_recordings_contain_only_zeros_and_ones(tmp_path: Path) -> None:
     path = tmp_path / "fates.json"
     for bad in ("[]", "[[]]", "[[2]]", "{}", "[[1"):
         path.write_text(bad)

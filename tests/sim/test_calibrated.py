@@ -1,4 +1,4 @@
-"""Prices from measured steps: what was put in comes out, on steps that nothing was fitted to."""
+"""Prices from measured steps agree with the true ones, on steps that were not fitted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TRUE = CostProfile(
 
 
 def composition(rng: np.random.Generator) -> StepWork:
-    """A step as they come: decoding rows of some depth, and sometimes a chunk."""
+    """Return a random step: decoding rows of some depth, and sometimes a chunk."""
     rows, k = int(rng.integers(0, 33)), int(rng.choice([0, 0, 1, 3, 8]))
     chunk = int(rng.integers(1, 400)) if rng.random() < 0.3 or not rows else 0
     contexts, drafts = rng.integers(10, 800, rows), k * rows
@@ -80,22 +80,23 @@ def composition(rng: np.random.Generator) -> StepWork:
 
 
 def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[StepSample]:
-    """Of `TRUE`, each duration off by that share, and some ten times as long."""
+    """Return samples of `TRUE`, each duration off by the share `noise`, and some ten times as
+    long."""
     costs = [ProfiledCost(TRUE, controlled=controlled) for controlled in (False, True)]
-    rng, found = np.random.default_rng(seed), []
+    rng, step_samples = np.random.default_rng(seed), []
     for _ in range(count):
         work, controlled = composition(rng), bool(rng.random() < 0.3)
         factors = 1 + noise * rng.standard_normal(3)
         factors *= 10 if rng.random() < stalls else 1
         times_s = np.array(costs[controlled].step_s(work)) * factors
-        found.append(StepSample(work, *times_s.tolist(), controlled))
-    return found
+        step_samples.append(StepSample(work, *times_s.tolist(), controlled))
+    return step_samples
 
 
-def test_prices_foretell_other_steps() -> None:
-    """1,500 steps with 5 % of noise give 40 prices: less than 1 % in all (0.1 % is one standard
-    error of the held-out steps' noise), and of a step little beyond its own noise. Where one step
-    in fifty takes ten times as long, as when the machine stalls, nobody pays for it."""
+def test_prices_predict_other_steps() -> None:
+    """1,500 steps with 5 % of noise give 40 prices. Their error is below 1 % in total (0.1 % is one
+    standard error of the held-out steps' noise), and for one step little more than its own noise.
+    If one step in fifty takes ten times as long, as when the machine stalls, prices do not rise."""
     prices, exact = fit_profile(samples(1500, 0.05, seed=0)), samples(500, 0.0, seed=2)
     other = accuracy(prices, samples(1500, 0.05, seed=1))
     assert abs(other.total) < 0.01 and other.p50 < 0.05
@@ -104,25 +105,27 @@ def test_prices_foretell_other_steps() -> None:
     assert abs(accuracy(fit_profile(stalled), exact).total) < 0.02
 
 
-def test_what_choosing_depths_costs_is_told_apart() -> None:
-    """Half a millisecond an admission; who knows of no such steps charges others for it."""
+def test_the_cost_of_choosing_depths_has_its_own_price() -> None:
+    """An admission costs half a millisecond. A fit that does not know which steps choose depths
+    charges all of them."""
     known = samples(1500, 0.05, seed=0)
-    found = fit_profile(known)
-    assert found.price("host_adaptive_admission_s") == pytest.approx(5e-4, rel=0.15)
-    assert found.price("host_adaptive_row_s") == pytest.approx(1e-5, rel=0.15)
+    prices = fit_profile(known)
+    assert prices.price("host_adaptive_admission_s") == pytest.approx(5e-4, rel=0.15)
+    assert prices.price("host_adaptive_row_s") == pytest.approx(1e-5, rel=0.15)
     blind = [replace(sample, controlled=False) for sample in known]
     assert fit_profile(blind).price("host_admission_s") > 1.5 * TRUE.price("host_admission_s")
 
 
 def test_least_squares_are_the_best_that_are_not_negative() -> None:
-    """Against every choice of columns (the optimum is the plain solution of one of them)."""
+    """The solution is compared with every choice of columns: the optimum is the plain solution of
+    one of them."""
     rng = np.random.default_rng(0)
-    held = 0
+    zeros = 0
     for _ in range(60):
         matrix, values = rng.normal(size=(20, 5)), rng.normal(size=20)
         matrix[:, 4] = 0 if rng.random() < 0.2 else matrix[:, 4]
-        found = nonnegative_least_squares(matrix, values)
-        assert (found >= 0).all()
+        solution = nonnegative_least_squares(matrix, values)
+        assert (solution >= 0).all()
         least = min(
             float(np.square(matrix[:, list(c)] @ x - values).sum())
             for size in range(6)
@@ -130,14 +133,14 @@ def test_least_squares_are_the_best_that_are_not_negative() -> None:
             for x in [np.linalg.lstsq(matrix[:, list(c)], values, rcond=None)[0]]
             if (x >= 0).all()
         )
-        assert np.square(matrix @ found - values).sum() == pytest.approx(least, rel=1e-9)
-        held += int((found == 0).sum())
-    assert held > 60
+        assert np.square(matrix @ solution - values).sum() == pytest.approx(least, rel=1e-9)
+        zeros += int((solution == 0).sum())
+    assert zeros > 60
 
 
 def test_designed_batches_of_an_engine_that_is_known() -> None:
-    """The fake executor's costs are linear, on a virtual clock: fitted to some batches, others come
-    out within a hundredth; and the loop takes no time."""
+    """The fake executor's costs are linear, on a virtual clock. A fit to some batches predicts
+    others within a hundredth, and the loop takes no time."""
     config = make_config(
         lookahead="fixed:4", num_blocks=600, max_num_seqs=8, max_num_batched_tokens=200, eos_ids=()
     )
@@ -154,7 +157,8 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     calibrator = Calibrator(executor, config, clock, pause=clock.advance)
     fitted, held_out = calibrator.fitted, calibrator.held_out
     assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)
-    calibrator.samples(DesignedBatch(4, None), 4, np.random.default_rng(0))  # nothing said before
+    # Samples may be taken before `measure`.
+    calibrator.samples(DesignedBatch(4, None), 4, np.random.default_rng(0))
     calibrator.measure(seed=0, steps=12)
     known, others = calibrator.fitted_samples, calibrator.held_out_samples
     assert (len(known), len(others)) == (12 * len(fitted), 12 * len(held_out))
@@ -164,12 +168,13 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
     hits = [s for s in known if s.work.admitted and s.work.prefill_context_tokens >= 64]
     assert len(hits) > 10, "prompts of which a prefix cache has the beginning"
-    found = accuracy(fit_profile(known), others)
-    assert abs(found.total) < 0.01 and found.p90 < 0.02
+    errors = accuracy(fit_profile(known), others)
+    assert abs(errors.total) < 0.01 and errors.p90 < 0.02
 
 
 def test_every_price_has_its_term_and_is_fitted() -> None:
-    """At start-up the profile's own fields; in full all but the one that a curve replaces."""
+    """At start-up these are the profile's own fields; in full all except the one that a curve
+    replaces."""
     fields = {f.name for f in structs.fields(CostProfile) if f.type is float}
     terms, known = set(TARGET | DRAFT | HOST | ADAPTIVE), samples(200, 0.0, seed=0)
     assert fields <= terms
@@ -224,7 +229,7 @@ def test_files_are_read_back_or_refused(tmp_path: Path) -> None:
 
 
 def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
-    """As an engine's executor does not measure the loop around it."""
+    """An engine's executor does not measure the loop around it, either."""
     config, cost = make_config(lookahead="off"), ProfiledCost(TRUE)
     scheduler = Scheduler(config)
     executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=cost)

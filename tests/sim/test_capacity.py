@@ -1,4 +1,4 @@
-"""The capacity found is the one that can be worked out, and a wrong search is told from it."""
+"""The search gives the capacity that a formula gives, and a wrong search does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDE = {"lowest": 1 / 8, "highest": 8.0}
 def serving(
     level: ServiceLevel, output_tokens: int = OUTPUT_TOKENS, requests: int = REQUESTS
 ) -> Callable[..., Tried]:
-    """One slot, `requests` in steady succession, every step the same: a D/D/1 queue."""
+    """One slot, `requests` at regular intervals, every step the same: a D/D/1 queue."""
     config = SchedulerConfig(num_blocks=100, max_num_seqs=1, max_model_len=500)
 
     def serve(rate: float, rounds: int = 1) -> Tried:
@@ -57,8 +57,8 @@ def serving(
 
 
 def expected_rate(ttft_s: float, rank: float) -> float:
-    """Request i waits for i (service - gap) once the gap is shorter: TTFT at `rank` of the last
-    index is that wait and one step."""
+    """Return the rate by the formula. Request i waits for i (service - gap) once the gap is
+    shorter: TTFT at `rank` of the last index is that wait and one step."""
     wait_s = (ttft_s - STEP_S) / (rank * (REQUESTS - 1))
     return GAP_S / (SERVICE_S - wait_s)
 
@@ -87,7 +87,7 @@ LENIENT = {"ttft": Objectives(ttft_s=0.5), "tpot": Objectives(tpot_s=0.02)}
 @pytest.mark.parametrize("name", LENIENT)
 @pytest.mark.parametrize("requests", [4, 60, 500])
 def test_a_burst_is_no_capacity(name: str, requests: int) -> None:
-    """A queue that grows is not served, however short the trace and lenient the objective."""
+    """A growing queue is no capacity, however short the trace and lenient the objective."""
     serve = serving(ServiceLevel(objectives=LENIENT[name]), requests=requests)
     capacity = find_capacity(lambda rate: try_rate(partial(serve, rate)), **WIDE)
     assert capacity.best is not None
@@ -97,14 +97,15 @@ def test_a_burst_is_no_capacity(name: str, requests: int) -> None:
 
 
 def test_a_single_round_takes_a_burst_for_a_capacity() -> None:
-    """What the test above must tell apart."""
+    """Broken variant of the test above: it searches with a single round."""
     serve = serving(ServiceLevel(objectives=LENIENT["ttft"]), requests=4)
     best = find_capacity(serve, **WIDE).best
     assert best is not None and best.rate > 1.5 * GAP_S / SERVICE_S
 
 
 def test_a_share_of_good_requests_has_a_closed_form() -> None:
-    """90 % within the objective: the one at nine tenths of the queue waits just so long."""
+    """With 90 % within the objective, the request at nine tenths of the queue waits exactly that
+    long."""
     objectives = Objectives(ttft_s=0.5)
     share = ServiceLevel(objectives=objectives, percentile=None, goodput_share=0.9)
     capacity = find_capacity(serving(share), **WIDE)

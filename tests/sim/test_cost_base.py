@@ -1,4 +1,4 @@
-"""Cost models against sums done by hand."""
+"""Cost models compared with sums done by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_weights_by_hand() -> None:
 
 
 def test_few_rows_are_bound_by_memory_and_many_tokens_by_arithmetic() -> None:
-    """Weights once, KV once for each row; 4 x layers x width flops a pair of query and key."""
+    """Weights are read once, KV once for each row; attention is 4 x layers x width flops a (query,
+    key) pair."""
     roofline = Roofline(config())
     read_bytes = 2 * LAYER_WEIGHTS + 2 * HEAD_WEIGHTS + 3 * 50 * SHAPE.kv_token_bytes
     assert roofline.step_s(decoding(3, 150)) == (0.0, pytest.approx(read_bytes / 1e9), 0.0)
@@ -75,17 +76,17 @@ def test_few_rows_are_bound_by_memory_and_many_tokens_by_arithmetic() -> None:
 
 
 def test_a_price_does_not_depend_on_those_before() -> None:
-    """One model is asked for all, and one of its own for each: steps of as many tokens, of which
-    more or fewer lead to logits, with short and long contexts."""
+    """One model prices all steps, and a new one each step. Steps have equal numbers of tokens, more
+    or fewer with logits, and short and long contexts."""
     works = [
         decoding(rows, rows * context, logit_tokens=logits)
         for rows in (3, 4000)
         for context in (1, 5000)
         for logits in (rows, 1)
     ]
-    asked = Roofline(config())
-    assert [asked.step_s(w) for w in works] == [Roofline(config()).step_s(w) for w in works]
-    *_, all_s, one_s = (asked.step_s(w)[1] for w in works)
+    shared = Roofline(config())
+    assert [shared.step_s(w) for w in works] == [Roofline(config()).step_s(w) for w in works]
+    *_, all_s, one_s = (shared.step_s(w)[1] for w in works)
     assert all_s > one_s, "the head is read once, unless it has so much to do"
 
 
@@ -127,9 +128,9 @@ def test_drafts_are_charged_at_their_depth_and_at_k_plus_one() -> None:
 
 
 def test_devices_are_shipped_with_their_sources() -> None:
-    wanted = {"A100", "H100", "H200", "B200", "L4", "L40S", "RTX4090", "MI300X"}
-    assert set(gpu_names()) == wanted
-    for name in wanted:
+    expected = {"A100", "H100", "H200", "B200", "L4", "L40S", "RTX4090", "MI300X"}
+    assert set(gpu_names()) == expected
+    for name in expected:
         gpu = load_gpu(name.lower())
         assert gpu.source and 1e13 < gpu.bf16_flops < 1e16
         assert 1e11 < gpu.memory_bytes_per_s < 1e13 and 2e10 < gpu.memory_bytes < 3e11
@@ -145,8 +146,8 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
         "vocab_size": 1000,
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    found = load_shape(str(tmp_path))
-    assert found.num_key_value_heads == 4 and load_shape(str(tmp_path / "config.json")) == found
+    shape = load_shape(str(tmp_path))
+    assert shape.num_key_value_heads == 4 and load_shape(str(tmp_path / "config.json")) == shape
     for more, word in (
         ({"num_local_experts": 8}, "experts"),
         ({"kv_lora_rank": 512}, "latent"),

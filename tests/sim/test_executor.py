@@ -1,4 +1,4 @@
-"""The fake must catch what it is there to catch: every kind of broken plan raises."""
+"""The fake executor catches every kind of broken plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def deltas(*admitted, reset=False, released=(), zeroed=(), appended=()):
 
 
 def plan(*rows, changes=NO_DELTAS, step_id=0):
-    """Each row is (slot, generation, query_len, num_drafts, catch_up, wants_logits)."""
+    """Make a plan; each row is (slot, generation, query_len, num_drafts, catch_up,
+    wants_logits)."""
     columns = [ints(*column) for column in zip(*rows, strict=True)]
     return StepPlan(step_id, *columns[:5], columns[5].astype(bool), changes)
 
@@ -60,7 +61,7 @@ PREFILL = (0, 0, 5, 0, 0, 1)
 
 
 def prefilled(**settings):
-    """An executor with `a` in slot 0: five prompt tokens in KV and one emitted."""
+    """Return an executor with `a` in slot 0: five prompt tokens in KV and one emitted."""
     fake = executor(**settings)
     result = fake.run(plan(PREFILL, changes=deltas(admit())))
     return fake, result

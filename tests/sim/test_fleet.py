@@ -1,4 +1,4 @@
-"""A fleet is its replicas: each is the replay of what it was sent."""
+"""A fleet consists of its replicas: each is the replay of its requests."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ def sessions(count: int = 12, turns: int = 5, rate: float = 5.0) -> list[TraceRe
 
 
 def too_long(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Every fifth is refused."""
+    """Make every fifth request too long: it is refused."""
     replace = msgspec.structs.replace
     return [replace(r, prompt_tokens=1990) if i % 5 == 2 else r for i, r in enumerate(requests)]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_every_replica_is_the_replay_of_what_it_was_sent(replicas: int) -> None:
-    """In turn: replica i has every n-th request from the i-th on, at its own pace."""
+    """Requests are distributed in turn: replica i has every n-th request from the i-th on, at its
+    own pace."""
     requests = workload(90, 60.0)
     records: list[Record] = []
     report = fleet(OpenLoop(requests), replicas, on_record=records.append)
@@ -92,7 +93,7 @@ def test_clients_and_refusals_of_a_fleet() -> None:
 
 
 def test_least_loaded_beats_taking_turns_on_a_skewed_load() -> None:
-    """Every other request is long: two replicas in turn, and one of them gets all of the work."""
+    """Every other request is long: with two replicas in turn, one of them gets all the work."""
     requests = [
         TraceRequest(arrival_s=i * 0.02, prompt_tokens=20, output_tokens=150 if i % 2 else 5)
         for i in range(120)
@@ -106,17 +107,17 @@ def test_least_loaded_beats_taking_turns_on_a_skewed_load() -> None:
 
 
 def test_prefix_affine_finds_more_in_the_cache() -> None:
-    hits, most = {}, {}
+    hits, most_requests = {}, {}
     for router in routers.ROUTERS:
         report = fleet(OpenLoop(sessions()), 3, router, config_for(num_blocks=4000))
         assert report.replicas is not None
         hits[router] = report.prefix_hit_tokens or 0
-        most[router] = max(part.requests for part in report.replicas)
+        most_requests[router] = max(part.requests for part in report.replicas)
         assert hits[router] == sum(part.prefix_hit_tokens for part in report.replicas)
     alone = fleet(OpenLoop(sessions()), 1, config=config_for(num_blocks=4000)).prefix_hit_tokens
     assert hits["prefix-affine"] == alone, "every turn found all that one engine would have kept"
     assert hits["prefix-affine"] > 1.5 * max(hits["round-robin"], hits["least-loaded"])
-    assert most["prefix-affine"] < 60, "and yet all replicas had work"
+    assert most_requests["prefix-affine"] < 60, "and yet all replicas had work"
 
 
 # -- routers alone

@@ -26,12 +26,12 @@ STEP_S = 0.01
 def served(
     source: Source, host: Host | None, replicas: int = 2, router: str = "round-robin", **more: Any
 ) -> tuple[Report, list[Record]]:
-    config, found = config_for(**more.pop("config", {})), list[Record]()
+    config, records = config_for(**more.pop("config", {})), list[Record]()
     cost = more.pop("cost", None)
     executors = [executor_for(config, cost) for _ in range(replicas)]
     routed = make_router(router) if replicas > 1 else None
-    report = replay(source, config, *executors, router=routed, on_record=found.append, host=host)
-    return report, sorted(found, key=lambda record: record.index)
+    report = replay(source, config, *executors, router=routed, on_record=records.append, host=host)
+    return report, sorted(records, key=lambda record: record.index)
 
 
 def times(records: list[Record]) -> list[tuple[float, ...]]:
@@ -40,20 +40,20 @@ def times(records: list[Record]) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 22}, speculating(3)])
-def test_where_nobody_waits_for_a_processor_it_is_the_replay_without(
+def test_without_waiting_for_processors_it_equals_the_replay_without_a_host(
     router: str, config: dict[str, Any]
 ) -> None:
-    """Whose servers and client take no time; with refusals, and with preemptions."""
+    """Servers and client take no time; there are refusals, and preemptions."""
     plain, expected = served(
         OpenLoop(too_long(workload(80, 150.0))), None, 2, router, config=config
     )
-    report, found = served(
+    report, records = served(
         OpenLoop(too_long(workload(80, 150.0))), Host(cores=2), 2, router, config=config
     )
     assert (report.steps, report.preemptions) == (plain.steps, plain.preemptions)
     assert len(report.refused) == len(plain.refused)
-    assert [r.replica for r in found] == [r.replica for r in expected]
-    for mine, own in zip(times(found), times(expected), strict=True):
+    assert [r.replica for r in records] == [r.replica for r in expected]
+    for mine, own in zip(times(records), times(expected), strict=True):
         assert mine == pytest.approx(own, rel=1e-9, abs=1e-9)
     assert report.mean_running == pytest.approx(plain.mean_running)
     if config == {"num_blocks": 22}:
@@ -64,10 +64,11 @@ def test_where_nobody_waits_for_a_processor_it_is_the_replay_without(
     assert other.ttft_s.mean > 1.2 * plain.ttft_s.mean
 
 
-def test_processors_are_shared_alike() -> None:
-    """Work of 2 s, and of 1 s from 1 s and from 1.5 s on: by a processor each; by one; by two that
-    share a core, of which each is at two thirds of its pace while both are busy."""
-    third_s = (1 - 0.5 * 2 / 3) / (4 / 9)  # three on two: what a and b have left at 1.5 s
+def test_processors_are_shared_equally() -> None:
+    """The work is 2 s from 0 s on, 1 s from 1 s on and 1 s from 1.5 s on. It runs on three
+    processors, on one, and on two that share a core. Each of the two is at two thirds of its pace
+    while both are busy."""
+    third_s = (1 - 0.5 * 2 / 3) / (4 / 9)  # three on two: the remaining work of a and b at 1.5 s
     last_s = 1.5 + third_s + (1 - third_s * 4 / 9)
     for cores, crowded, expected in (
         (3, 1.0, {"a": 2.0, "b": 2.0, "c": 2.5}),
@@ -79,8 +80,8 @@ def test_processors_are_shared_alike() -> None:
         starts = [(0.0, "a", 2.0), (1.0, "b", 1.0), (1.5, "c", 1.0)]
         while starts or processors.next_s() < 1e9:
             now_s = min(processors.next_s(), starts[0][0] if starts else 1e9)
-            for each in processors.take_ended(now_s):
-                each(now_s)
+            for callback in processors.take_ended(now_s):
+                callback(now_s)
             if starts and starts[0][0] == now_s:
                 _, name, work_s = starts.pop(0)
                 processors.start(work_s, partial(_note, ended, name), now_s)
@@ -103,19 +104,20 @@ def test_a_clerk_does_one_thing_after_another() -> None:
 
 
 def test_what_servers_and_client_compute_is_waited_for() -> None:
-    """A request alone: before its step the client's and the server's share of it, behind each step
-    what its tokens take, while the next step runs."""
+    """A request alone waits before its step for the client's and the server's part of it. The
+    parts of its tokens run after each step, during the next one."""
     host = Host(4, server=Work(0.001, 0.002, 0.0005), client=Work(0.003, 0.001, 0.0002))
     one = [TraceRequest(arrival_s=1.0, prompt_tokens=8, output_tokens=5)]
-    _, (found,) = served(OpenLoop(one), host, 1, cost=constant_cost(step_s=STEP_S))
+    _, (record,) = served(OpenLoop(one), host, 1, cost=constant_cost(step_s=STEP_S))
     behind_s = 0.0025 + 0.0012
-    assert found.ttft_s == pytest.approx(0.004 + STEP_S + behind_s)
-    assert found.tpot_s == pytest.approx(STEP_S)
-    assert found.e2e_s == pytest.approx(0.004 + 5 * STEP_S + behind_s)
+    assert record.ttft_s == pytest.approx(0.004 + STEP_S + behind_s)
+    assert record.tpot_s == pytest.approx(STEP_S)
+    assert record.e2e_s == pytest.approx(0.004 + 5 * STEP_S + behind_s)
 
 
-def test_who_finds_no_processor_free_takes_one_from_an_engine_and_more_time() -> None:
-    """Beside one engine's step on one processor; where another is free it costs nothing."""
+def test_work_without_a_free_processor_interrupts_an_engine_at_a_cost() -> None:
+    """The work runs during an engine's step on one processor; if another is free it costs
+    nothing."""
     for cores, taken_s in ((1, 0.005), (2, 0.0)):
         processors, done = Processors(Host(cores=cores, switch_s=0.005)), dict[str, float]()
         processors.start(0.1, partial(_note, done, "step"), 0.0)

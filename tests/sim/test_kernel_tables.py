@@ -1,6 +1,7 @@
-"""Tables of kernels: steps by hand from kernels of known times, and an H100's beside its roofline.
+"""Tables of kernels: steps by hand from kernels of known times, and an H100's compared with its
+roofline.
 
-Reading parquet needs pyarrow, of the extra `tables`; what is read is tested without it.
+Reading parquet needs pyarrow, of the extra `tables`; the tables themselves are tested without it.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ HEADS = (6, 2, 16)
 
 
 def product_s(m: int, n: float, k: float) -> float:
-    """Linear in n and in k, as interpolation is."""
+    """Return a product's time: linear in n and in k, as interpolation is."""
     return 1e-6 * (1 + 0.01 * m) * n * k
 
 
 def tables(*, attention: bool = True) -> KernelTables:
     widths = (32, 64, 128, 512)
     batches = (1, 4, 16)
-    found = KernelTables(
+    all_tables = KernelTables(
         device="NVIDIA H100 80GB HBM3",
         framework="made up",
         products={
             (n, k): {m: product_s(m, n, k) for m in (1, 8, 64)}
             for n, k in itertools.product(widths, widths)
         },
-        # The larger the batch, the less far each row was measured.
+        # The larger the batch, the shorter are the measured contexts.
         decodes={HEADS: {(b, i // b): 1e-6 * (i // b) * b for b in batches for i in (64, 1024)}},
         prefills={HEADS: {(b, s): 1e-9 * b * s * s for b in batches for s in (8, 16, 64)}},
     )
-    return found if attention else msgspec.structs.replace(found, decodes={}, prefills={})
+    return all_tables if attention else msgspec.structs.replace(all_tables, decodes={}, prefills={})
 
 
 def config(**changes: object) -> RooflineConfig:
@@ -82,11 +83,12 @@ def test_steps_are_products_and_attention() -> None:
     cost, given = KernelCost(tables(), config()), config()
     assert cost.from_roofline == ["small kernels", "launches", "host"]
     draft_s, target_s, host_s = cost.step_s(verifying(4, 100))
-    head_s = 2 * product_s(4, 500, 96)  # wider than what was measured: two of half the width
+    head_s = 2 * product_s(4, 500, 96)  # wider than all measured ones: two of half the width
     small_s, attention_s = 3 * given.layer_s, 3 * 1e-6 * 4 * 100
     assert target_s == pytest.approx(layers_s(4) + head_s + attention_s + small_s)
     assert (draft_s, host_s) == (0.0, given.step_host_s)
-    # A chunk is the prompt with as many pairs; between 16 and 64 tokens the square is a chord.
+    # A chunk costs as the prompt with as many pairs; between 16 and 64 tokens the square is
+    # interpolated by a chord.
     work = prefilling(4, 8, history=16)
     chord = 16**2 + (math.sqrt(2 * work.prefill_pairs / 4) - 16) / 48 * (64**2 - 16**2)
     expected_s = layers_s(32) + product_s(4, 1000, 96) + 3 * 4e-9 * chord + small_s
@@ -113,7 +115,7 @@ def test_drafts_are_passes_of_the_draft() -> None:
     assert plain_s < target_s < 4 * plain_s
     ingest = verifying(4, 100)
     ingest.ingested_tokens = 8
-    # It may ingest without drafting: products alone, no logits.
+    # Ingesting without drafting is possible: products alone, no logits.
     assert cost.step_s(ingest)[0] == pytest.approx(layers_s(8) + 3 * config().layer_s)
 
 
@@ -125,8 +127,8 @@ def test_attention_that_was_not_measured_is_the_rooflines() -> None:
         (verifying(4, 200), verifying(4, 100)),
         (prefilling(4, 8, history=900), prefilling(4, 8)),
     ):
-        ours, theirs = (c.step_s(more)[1] - c.step_s(less)[1] for c in (cost, roofline))
-        assert ours == pytest.approx(theirs) and ours > 0
+        by_tables, by_roofline = (c.step_s(more)[1] - c.step_s(less)[1] for c in (cost, roofline))
+        assert by_tables == pytest.approx(by_roofline) and by_tables > 0
 
 
 def test_a_product_that_is_missing_is_named() -> None:
@@ -180,7 +182,7 @@ def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.shared_data
 def test_an_h100_is_near_its_roofline() -> None:
-    """Steps of Llama-3.1-8B: two independent sources of the same device."""
+    """Steps of Llama-3.1-8B by two independent sources for the same device agree."""
     if not H100.is_dir():
         pytest.skip(f"{H100} is absent")
     pytest.importorskip("pyarrow", reason="pyarrow, of the extra `tables`, is absent")

@@ -1,5 +1,5 @@
-"""Who follows a simulated hour by its events alone, over real sockets and with losses, knows at any
-moment what is in the prefix cache."""
+"""A client that follows a simulated hour by its events alone, over real sockets and with losses,
+always knows the contents of the prefix cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOUR_S = 3600.0
 
 
 def hour(sessions: int = 150) -> list[TraceRequest]:
-    """Conversations that begin with one of three system prompts."""
+    """Return conversations that begin with one of three system prompts."""
     made = Conversations(
         turns=uniform(1, 5),
         messages=uniform(20, 200),
@@ -46,8 +46,8 @@ def hour(sessions: int = 150) -> list[TraceRequest]:
 
 
 class Gateway:
-    """An observer of a replay: publishes every step's events, and compares now and then. What is
-    lost on the way comes from the publisher's short queue, and from the network."""
+    """An observer of a replay that publishes every step's events, and compares now and then.
+    Messages are lost in the publisher's short queue, and on the network."""
 
     def __init__(self, folder: Path, every_steps: int) -> None:
         self._every_steps = every_steps
@@ -79,9 +79,9 @@ class Gateway:
             pass
         if self.subscriber.next_seq < self.publisher.num_published:
             self.subscriber.catch_up()
-        found = self.subscriber.follower.prefixes
-        assert found == cached_prefixes(scheduler.state.pool)
-        self.sizes.add(len(found))
+        prefixes = self.subscriber.follower.prefixes
+        assert prefixes == cached_prefixes(scheduler.state.pool)
+        self.sizes.add(len(prefixes))
         self.num_looks += 1
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ def test_an_hour_is_followed(tmp_path: Path, drafts: int) -> None:
 
 
 def test_to_be_followed_moves_nothing() -> None:
-    """The same steps at the same times, fast-forwarded or not."""
+    """A followed replay has the same steps at the same times, fast-forwarded or not."""
     requests = hour(60)
     for more in ({}, speculating(3)):
         reports = []
@@ -124,8 +124,9 @@ def test_to_be_followed_moves_nothing() -> None:
 
 @pytest.mark.shared_data
 def test_a_published_trace_is_followed(tmp_path: Path) -> None:
-    """Mooncake's, whose prefixes are those of its hashes, in blocks of 512 tokens: the first 400
-    requests with a tenth of their outputs, at the rate that makes an hour of them."""
+    """The trace is Mooncake's, whose prefixes are those of its hashes, in blocks of 512 tokens. The
+    test uses its first 400 requests with a tenth of their outputs, at the rate that makes an hour
+    of them."""
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is absent")
     trace = list(Trace(SHARED / "traces/mooncake/synthetic_trace.jsonl"))[:400]

@@ -1,5 +1,5 @@
-"""The fast executor decides and is charged as the checking one: the same scheduler, fed by either,
-makes the same plans."""
+"""The fast executor decides and costs the same as the checking one: the scheduler makes the same
+plans with either."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ ACCEPTANCE = 0.6
 
 
 def requests() -> list[Any]:
-    """Prompts that share their beginning, of many lengths, so many that the pool overflows."""
+    """Return prompts of many lengths that share their beginning, enough to overflow the pool."""
     rng = np.random.default_rng(5)
     common = rng.integers(0, 1000, 12).tolist()
-    found = []
+    made = []
     for i in range(40):
         own = rng.integers(0, 1000, int(rng.integers(1, 50))).tolist()
         prompt = common[: int(rng.integers(0, 13))] + own
         output = int(rng.integers(1, 40))
-        # Greedy: of rows that reject at random the checking one tells more than counts.
+        # Greedy: the checking executor reports more than counts for rows that reject at random.
         params = {"max_tokens": output, "ignore_eos": True, "temperature": 0.0}
-        found.append(make_request(f"r{i}", prompt, seed=i, **params))
-    return found
+        made.append(make_request(f"r{i}", prompt, seed=i, **params))
+    return made
 
 
 def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult], Scheduler]:
-    """Five requests every few steps, then until all have ended."""
+    """Add five requests every few steps, then run until all have ended."""
     scheduler = Scheduler(config)
     plans, results, waiting = [], [], requests()
     now_s = 0.0
@@ -101,14 +101,14 @@ def fast(config: Any, cost: Any = None) -> ModelledExecutor:
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4", "adaptive:4"])
 def test_same_plans_and_counts_as_the_checking_executor(lookahead: str) -> None:
     config = config_for(lookahead)
-    theirs, their_results, their_scheduler = serve(checked(config), config)
-    ours, our_results, scheduler = serve(fast(config), config)
-    assert [columns(p) for p in ours] == [columns(p) for p in theirs]
+    checked_plans, their_results, their_scheduler = serve(checked(config), config)
+    fast_plans, our_results, scheduler = serve(fast(config), config)
+    assert [columns(p) for p in fast_plans] == [columns(p) for p in checked_plans]
     for one, other in zip(our_results, their_results, strict=True):
         assert one.row_splits.tolist() == other.row_splits.tolist()
         assert one.num_drafted.tolist() == other.num_drafted.tolist()
         assert one.num_accepted.tolist() == other.num_accepted.tolist()
-    # It happened: preemptions, prefix hits, and where anybody drafts both verdicts.
+    # It happened: preemptions, prefix hits, and both verdicts if any row drafts.
     stats = scheduler.stats
     assert counts(stats) == counts(their_scheduler.stats)
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
@@ -117,16 +117,16 @@ def test_same_plans_and_counts_as_the_checking_executor(lookahead: str) -> None:
 
 
 def test_durations_are_those_of_the_checking_executor() -> None:
-    """Their formulas are the same but for what a draft costs that was not planned as one."""
+    """Their formulas are the same except for the cost of a draft that was not planned as one."""
     config = config_for("off")
-    _, theirs, _ = serve(checked(config), config)
-    _, ours, _ = serve(fast(config), config)
-    for one, other in zip(ours, theirs, strict=True):
+    _, checked_results, _ = serve(checked(config), config)
+    _, fast_results, _ = serve(fast(config), config)
+    for one, other in zip(fast_results, checked_results, strict=True):
         assert one.target_s == pytest.approx(other.target_s, rel=1e-9)
 
 
 class Watching:
-    """A cost model that keeps what it was asked."""
+    """A cost model that records its calls."""
 
     def __init__(self) -> None:
         self.works: list[dict[str, int]] = []
@@ -138,10 +138,11 @@ class Watching:
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
 def test_composition_of_a_step(lookahead: str) -> None:
-    """Recomputed row by row from the plans: verifying is charged at k + 1, whatever it yields."""
+    """The composition is recomputed row by row from the plans: verification is charged at k + 1,
+    whatever it yields."""
     config, cost = config_for(lookahead), Watching()
     plans, results, _ = serve(fast(config, cost), config)
-    state: dict[int, list[int]] = {}  # by slot: tokens known, in KV
+    state: dict[int, list[int]] = {}  # by slot: known tokens, tokens in KV
     verified = since_prefill = 0
     for plan, result, work in zip(plans, results, cost.works, strict=True):
         for a in plan.deltas.new_sequences:

@@ -1,4 +1,4 @@
-"""The page of a run: what it holds, and that a browser draws it."""
+"""The page of a run: its contents, and that a browser draws it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def seen() -> tuple[Report, Timeline]:
 
 def document(html: str) -> dict[str, object]:
     line = next(line for line in html.splitlines() if line.startswith("const DATA = "))
-    found: dict[str, object] = json.loads(line.removeprefix("const DATA = ").removesuffix(";"))
-    return found
+    data: dict[str, object] = json.loads(line.removeprefix("const DATA = ").removesuffix(";"))
+    return data
 
 
 def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
@@ -62,8 +62,8 @@ def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
     assert view.points is not None and view.points.of == len(times_s)
     assert len(view.points.ttft_s) == len(view.points.tpot_s) == MOST_POINTS
     assert view.points.arrival_s == sorted(view.points.arrival_s)
-    found = document(page("title", [view]))
-    assert found["title"] == "title"
+    data = document(page("title", [view]))
+    assert data["title"] == "title"
     assert len(page("title", [view])) < 400_000
 
 
@@ -123,7 +123,7 @@ def test_axes_say_what_their_ticks_do_and_the_model_is_named(
         assert not units or axis in ("time", "arrival"), (title, axis, units)
 
 
-# As much of a browser's document as the page asks for.
+# The part of a browser's document that the page uses.
 DOM = """
 const made = [];
 const element = (tag) => {

@@ -1,4 +1,4 @@
-"""The pool that vLLM keeps, against sums done by hand and against runs that said it."""
+"""The KV pool of vLLM, compared with sums done by hand and with real runs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: objec
     return pool_blocks(config, PoolSettings(**settings))  # type: ignore[arg-type]
 
 
-# What runs said, by card: memory as CUDA reports it, and blocks of 16 in their logs or records.
-# Versions, from above: 0.19.0, 0.14 or so, 0.28.0, 0.28.0, 0.31.0 and 0.24.0.
+# Real runs by card: memory as CUDA reports it, and blocks of 16 in their logs or records. Versions,
+# from above: 0.19.0, 0.14 or so, 0.28.0, 0.28.0, 0.31.0 and 0.24.0.
 RUNS = {
     "RTX 4090": (25_250_627_584, LLAMA_8B, 1, {"rules": "vllm-0.19"}, 2_588),
     "L20": (47.37 * GIB, QWEN_8B, 1, {"rules": "vllm-0.19"}, 11_804),
@@ -79,8 +79,8 @@ HELD_OUT = ("RTX 4090", "RTX PRO 6000", "2 x RTX PRO 6000", "RTX 5090")
 
 
 @pytest.mark.parametrize("card", RUNS)
-def test_the_pools_of_runs_are_foretold_within_three_percent(card: str) -> None:
-    """Those of `HELD_OUT` were not fitted to."""
+def test_the_pools_of_runs_are_predicted_within_three_percent(card: str) -> None:
+    """The runs of `HELD_OUT` were not fitted to."""
     total_bytes, shape, tp, settings, real = RUNS[card]
     assert abs(blocks(total_bytes, shape, tp, **settings) / real - 1) < 0.03
 
@@ -91,15 +91,15 @@ def test_most_runs_were_not_fitted_to() -> None:
 
 
 def test_parts_of_what_is_kept_as_logs_say_them() -> None:
-    """Two pools of vLLM 0.6 on one card whose steps differ by 9,000 tokens: 1,952 and 1,478 blocks
-    (it ran no sort then). A sort's peak does not depend on the weights: of the same model in FP8
-    (8.80 GiB), on a card of which 18.82 GiB were asked, 8.60 were left."""
+    """Two pools of vLLM 0.6 on one card whose steps differ by 9,000 tokens have 1,952 and 1,478
+    blocks (it ran no sort then). A sort's peak does not depend on the weights. The same model in
+    FP8 (8.80 GiB), on a card with a limit of 18.82 GiB, left 8.60."""
     assert pass_token_bytes(LLAMA_8B) * 9_000 == pytest.approx(
         (1_952 - 1_478) * 2 * 2**20, rel=0.03
     )
     kept = kept_bytes(QWEN_8B, PoolSettings(rules="vllm-0.19"))
     assert (18.82 - 8.80) * GIB - kept == pytest.approx(8.60 * GIB, rel=0.03)
-    assert (num_graphs(256), num_graphs(128)) == (51 + 35, 35 + 19)  # as two runs list them
+    assert (num_graphs(256), num_graphs(128)) == (51 + 35, 35 + 19)  # as listed by two runs
 
 
 def test_the_pool_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +109,13 @@ def test_the_pool_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     # gate, up, their product and three of the hidden size, 2 bytes each; 4 sizes, 3 decoding
     pass_bytes = 512 * 2 * 3 * (128 + 64)
     assert kept_bytes(SMALL, few) == pass_bytes + (4 + 3) * 1e3 + 5e3
-    many = few._replace(max_rows=1_000)  # 512 rows at most have a token in a step
+    many = few._replace(max_rows=1_000)  # at most 512 rows have a token in a step
     sampler_bytes = 512 * 64 * 2 + 10 * 512 * 1_000
     assert kept_bytes(SMALL, many) == sampler_bytes + (51 + 51) * 1e3 + 5e3
     left_bytes = 0.5 * 1e8 - SMALL.weight_bytes - kept_bytes(SMALL, few)
     config = RooflineConfig(gpu=device(2e8, usable_bytes=10**8), shape=SMALL)
-    found = pool_blocks(config, few._replace(memory_share=0.5, block_tokens=8))
-    assert found == left_bytes // (8 * SMALL.kv_token_bytes)
+    num_blocks = pool_blocks(config, few._replace(memory_share=0.5, block_tokens=8))
+    assert num_blocks == left_bytes // (8 * SMALL.kv_token_bytes)
 
 
 def test_a_draft_takes_its_weights_and_its_kv() -> None:
@@ -144,7 +144,7 @@ def test_bad_settings_name_their_option(settings: dict[str, object], words: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "num_and_size"),
     [
         (json.dumps({"kv_cache": {"num_gpu_blocks": 2588, "block_size": 16}}), (2588, 16)),
         (json.dumps([{"a": {"num_gpu_blocks": None}}, {"b": {"num_gpu_blocks": 7}}]), (7, 16)),
@@ -155,11 +155,11 @@ def test_bad_settings_name_their_option(settings: dict[str, object], words: str)
         ("GPU KV cache size: 6,400 tokens\nnum_gpu_blocks is: 200\n", (200, 32)),
     ],
 )
-def test_a_record_says_its_pool(tmp_path: Path, text: str, found: tuple[int, int]) -> None:
+def test_a_record_says_its_pool(tmp_path: Path, text: str, num_and_size: tuple[int, int]) -> None:
     path = tmp_path / "run"
     path.write_text(text, encoding="utf-8")
-    assert recorded_blocks(path, None) == found
-    assert recorded_blocks(path, found[1]) == found
+    assert recorded_blocks(path, None) == num_and_size
+    assert recorded_blocks(path, num_and_size[1]) == num_and_size
 
 
 def test_a_block_size_is_the_callers_where_no_record_says_it(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_a_block_size_is_the_callers_where_no_record_says_it(tmp_path: Path) -> 
         recorded_blocks(tmp_path / "absent", None)
 
 
-def test_the_bench_reads_the_pool_where_it_stands(tmp_path: Path) -> None:
-    """Else it is foretold, from the memory that is recorded."""
+def test_the_bench_reads_the_recorded_pool(tmp_path: Path) -> None:
+    """Otherwise it is predicted, from the recorded memory."""
     engine = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     meta = {"vllm_version": "0.19.0", "engine_kwargs": engine}
 

@@ -1,4 +1,4 @@
-"""A replay measures what its definitions say, refuses what cannot run, and repeats itself."""
+"""A replay measures by its definitions, refuses requests that cannot run, and repeats itself."""
 
 from __future__ import annotations
 
@@ -53,28 +53,29 @@ def run(
 
 
 def measured_from(events: list[Event]) -> dict[str, dict[str, Any]]:
-    """Every request's measures, from the step log alone and one token at a time: slow and plain."""
-    scheduler, found, now_s = None, {}, 0.0
+    """Return every request's measures, from the step log alone and one token at a time: slow and
+    plain."""
+    scheduler, entries, now_s = None, {}, 0.0
     for event in events:
         match event:
             case Added(request, at_s):
                 assert scheduler is not None
                 scheduler.add(request, at_s)
-                found[request.request_id] = {"arrival_s": at_s, "times_s": [], "queue_s": None}
+                entries[request.request_id] = {"arrival_s": at_s, "times_s": [], "queue_s": None}
             case Planned(now_s):
                 assert scheduler is not None
                 plan = scheduler.schedule(now_s)
                 for admission in plan.deltas.new_sequences if plan else ():
-                    entry = found[admission.request_id]
+                    entry = entries[admission.request_id]
                     if entry["queue_s"] is None:
                         entry["queue_s"] = now_s - entry["arrival_s"]
             case Committed(result, now_s):
                 assert scheduler is not None
                 for row in scheduler.update_from_output(result, now_s).updates():
-                    found[row.request_id]["times_s"].append((now_s, len(row.tokens)))
+                    entries[row.request_id]["times_s"].append((now_s, len(row.tokens)))
             case _:
                 scheduler = Scheduler(event.config)  # type: ignore[attr-defined]
-    return found
+    return entries
 
 
 @pytest.mark.parametrize(
@@ -122,14 +123,14 @@ def test_measures_are_what_the_log_says(more: dict[str, Any], what: str) -> None
     assert report.output_tokens == sum(r.output_tokens for r in requests)
     assert report.duration_s == pytest.approx(max(r.arrival_s + r.e2e_s for r in records))
     assert (report.preemptions or 0) == sum(r.preemptions for r in records)
-    # What each case is there for has happened.
+    # The condition of each case has occurred.
     assert (report.preemptions or 0 > 0) if what == "preempts" else not report.preemptions
     assert (report.itl_s.count > report.chunk_gap_s.count) == (what == "drafts")
     assert (report.speculation is not None) == (what == "drafts")
 
 
 def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
-    """Another hash seed and another time of day: the report has neither in it."""
+    """Another hash seed and another time of day give the same report."""
     code = """if True:
         import sys
         from tests.sim.test_replay import *
@@ -189,7 +190,8 @@ def test_what_cannot_run_is_reported_and_the_others_go_on() -> None:
 
 
 def test_constant_cost_by_hand() -> None:
-    """One request at a time, 10 ms a step, prompts of one chunk: n tokens take n steps."""
+    """Requests run one at a time, with 10 ms a step and prompts of one chunk: n tokens take n
+    steps."""
     requests = [
         TraceRequest(arrival_s=i * 1.0, prompt_tokens=50, output_tokens=n)
         for i, n in enumerate((1, 4, 10))
@@ -206,14 +208,14 @@ def test_constant_cost_by_hand() -> None:
 
 
 class WakingCost:
-    """10 ms, and as long as nothing ran."""
+    """A step costs 10 ms, plus the idle time before it."""
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         return 0.0, 0.01 + work.idle_s, 0.0
 
 
-def test_a_step_is_told_for_how_long_nothing_ran() -> None:
-    """A tenth of it counts on in the step after, and so on, in each replica."""
+def test_a_cost_gets_the_idle_time_before_a_step() -> None:
+    """In each replica, a tenth of it counts in the step after, and so on."""
     requests = [
         TraceRequest(arrival_s=at_s, prompt_tokens=50, output_tokens=n)
         for at_s, n in ((0.0, 1), (1.0, 4), (9.0, 1))
@@ -231,8 +233,8 @@ def test_a_step_is_told_for_how_long_nothing_ran() -> None:
 
 
 def test_what_is_spent_outside_of_the_engine_is_the_requests() -> None:
-    """It is in the time to the first token and to the last, between them it is not; a client sends
-    its next request when the answer is back."""
+    """It counts in the times to the first token and to the last, but not between them. A client
+    sends its next request when it has the answer."""
     requests = [
         TraceRequest(arrival_s=i * 1.0, prompt_tokens=50, output_tokens=4) for i in range(3)
     ]
@@ -263,13 +265,13 @@ def test_goodput_counts_requests_that_keep_all_their_objectives() -> None:
 
     def good(**objectives: float) -> float:
         usual = Objectives(**objectives)
-        found = run(OpenLoop(requests), cost=constant_cost(), objectives=usual).goodput
-        assert found is not None and found.objectives == usual
-        assert found.share == found.requests / 5
-        return found.requests
+        goodput = run(OpenLoop(requests), cost=constant_cost(), objectives=usual).goodput
+        assert goodput is not None and goodput.objectives == usual
+        assert goodput.share == goodput.requests / 5
+        return goodput.requests
 
-    assert good() == 3  # all but those whose own objective is missed
-    assert good(ttft_s=0.009) == 1  # only the one whose own is wider
+    assert good() == 3  # all except those whose own objective is missed
+    assert good(ttft_s=0.009) == 1  # only the one whose own objective is wider
     assert good(e2e_s=0.049) == 1  # as is that of the third
     assert run(OpenLoop(requests)).goodput is None
 
@@ -290,7 +292,7 @@ def test_sessions_find_their_history_in_the_prefix_cache() -> None:
     run(OpenLoop(requests), config_for(num_blocks=4000), on_record=records.append)
     for record in records:
         turn = record.index % 5
-        # All but the last token, which is always computed, and what fills no block.
+        # All but the last token, which is always computed, and the tokens that fill no block.
         known = turn * 60 - 1 if turn else 0
         assert record.prefix_hit_tokens == known // 16 * 16
     starts_s = {r.index: r.arrival_s for r in records}
@@ -304,7 +306,7 @@ def test_sessions_find_their_history_in_the_prefix_cache() -> None:
 
 
 class Steps:
-    """The plans that were run."""
+    """An observer that records the plans."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -314,7 +316,8 @@ class Steps:
 
 
 def test_its_step_log_gives_the_same_plans(tmp_path: Path) -> None:
-    """What the simulator's scheduler was told, written, read and told to another one."""
+    """Write and read the log of the simulator's scheduler; a second scheduler that replays it makes
+    the same plans."""
     steps = Steps()
     lengths = {"messages": uniform(20, 60), "outputs": uniform(9, 60)}
     made = Conversations(turns=fixed(4), think_s=0.01, **lengths)
@@ -332,7 +335,7 @@ def test_its_step_log_gives_the_same_plans(tmp_path: Path) -> None:
             assert getattr(one, field).tolist() == getattr(other, field).tolist()
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     seen: list[Progress] = []
     report = run(OpenLoop(workload()), on_progress=seen.append)
     assert 1 < len(seen) <= (report.steps or 0) // 512 + 1
@@ -341,12 +344,12 @@ def test_progress_is_told() -> None:
 
 
 def test_a_policy_is_compared_on_the_same_noise() -> None:
-    """k = 2 and k = 4 on one trace accept the same first drafts at the same positions."""
+    """On one trace, k = 2 and k = 4 accept the same first drafts at the same positions."""
     runs = {k: run(OpenLoop(workload()), config_for(**speculating(k))) for k in (2, 4)}
     shares = [r.speculation.acceptance for r in runs.values() if r.speculation]
     assert shares[0] is not None and shares[1] is not None and shares[0] > shares[1]
     expected = {k: sum(0.6**j for j in range(1, k + 1)) / k for k in runs}
-    for (k, found), share in zip(runs.items(), shares, strict=True):
-        assert found.speculation is not None and share is not None
-        count = found.speculation.drafted_tokens / k
+    for (k, report), share in zip(runs.items(), shares, strict=True):
+        assert report.speculation is not None and share is not None
+        count = report.speculation.drafted_tokens / k
         assert abs(share - expected[k]) < 5 * 0.5 / count**0.5 + 0.02  # ends cut some drafts

@@ -1,4 +1,4 @@
-"""Tables of kernel times: interpolation by hand, reading profiles, and the run they foretell."""
+"""Tables of kernel times: interpolation by hand, reading profiles, and the predicted run."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def write(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def attention_us(chunk: float, history: float, rows: float, context: float) -> float:
-    """Linear on every axis but for the product of rows and context, as interpolation is: and a
-    batch that holds both costs 7 more."""
+    """Return a time that is linear on every axis except for the product of rows and context, as
+    interpolation is. A batch with chunk and rows costs 7 more."""
     both = 7.0 if chunk and rows else 0.0
     return 0.5 * chunk + 0.01 * chunk * history + 0.1 * rows * context + both
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Profiles of kernels whose times are known in closed form."""
+    """Write profiles of kernels whose times are known in closed form."""
     per_block = ("layernorm", "qkv_proj", "rotary_emb", "o_proj", "gate_up_proj", "act_fn")
     dense = [(name, n, 1.0 + n) for name in (*per_block, "down_proj") for n in (1, 8, 64)]
     dense += [(name, n, 100.0) for name in ("embedding", "final_layernorm") for n in (1, 64)]
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     points = [(0, 0, n, kv) for n, kv in itertools.product(ROWS, CONTEXTS)]
     points += [(c, h, 0, 0) for c, h in itertools.product(CHUNKS, HISTORIES)]
     points += list(itertools.product(CHUNKS, HISTORIES, ROWS, CONTEXTS))
-    points += [(32, 32, 1, 64)]  # of another spacing, and not to the shortest context
+    points += [(32, 32, 1, 64)]  # at another spacing, and not to the shortest context
     rows = [(*point, attention_us(*point)) for point in points]
     columns = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
     write(tmp_path / "attention.csv", columns, rows)
@@ -63,7 +63,7 @@ def step_s(tokens: int, logits: int, attention_us: float) -> float:
 
 
 def uneven(*contexts: int) -> StepWork:
-    """Rows that decode, each with its own context."""
+    """Return rows that decode, each with its own context."""
     return decoding(
         len(contexts),
         sum(contexts),
@@ -72,8 +72,8 @@ def uneven(*contexts: int) -> StepWork:
     )
 
 
-def beside(chunk: StepWork, decodes: StepWork) -> StepWork:
-    """Both in one step."""
+def in_one_step(chunk: StepWork, decodes: StepWork) -> StepWork:
+    """Return both in one step."""
     summed = {
         name: getattr(chunk, name) + getattr(decodes, name) for name in chunk.__struct_fields__
     }
@@ -85,7 +85,7 @@ def test_curves_and_lines_run_straight_between_points_and_on_beyond() -> None:
     assert [curve(n) for n in (0, 1, 2, 4, 6, 8, 10)] == pytest.approx([2, 2, 8 / 3, 4, 10, 16, 22])
     total = Curve.total([(2, curve), (1, Curve([1, 5], [1.0, 5.0]))])
     assert total.max_count == 5 and total(3) == pytest.approx(2 * (10 / 3) + 3)
-    # Some lines were measured less far than others.
+    # Some lines were measured to a shorter end than others.
     lines = Lines({(1, 10): 1.0, (1, 100): 10.0, (2, 10): 2.0, (2, 20): 4.0})
     at = [(1, 55), (2, 15), (1.5, 15), (2, 100), (1.5, 100), (3, 10), (1, 0)]
     assert [lines(*point) for point in at] == pytest.approx([5.5, 3, 2.25, 20, 15, 3, 0])
@@ -108,8 +108,8 @@ def test_grids_are_exact_for_multilinear_functions() -> None:
     [
         (uneven(40, 100), 2, 2, (0, 0, 2, 70)),
         (prefilling(1, 40, history=20), 40, 1, (40, 20, 0, 0)),
-        # A chunk beside decoding rows is one launch.
-        (beside(prefilling(1, 40, history=20), uneven(50, 50, 50)), 43, 4, (40, 20, 3, 50)),
+        # A chunk together with decoding rows is one launch.
+        (in_one_step(prefilling(1, 40, history=20), uneven(50, 50, 50)), 43, 4, (40, 20, 3, 50)),
         # Several prompts are one chunk of as many pairs.
         (prefilling(4, 25), 100, 4, ((4 * 25 * 26) ** 0.5, 0, 0, 0)),
     ],
@@ -135,7 +135,7 @@ def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
         ((20, 20, 20, 200), 0.25),
         ((20, 200, 200, 200), 0.75),
         ((50, 50, 50, 50), 0.0),
-        # A bucket that nobody measured: the mean of its chunk's, by samples.
+        # A bucket without measurements gets the mean of its chunk's, weighted by samples.
         ((20, 20, 20, 2000), 5.5 / 8),
     ):
         mean_us, most_us = (attention_us(0, 0, 4, c) for c in (sum(contexts) / 4, max(contexts)))
@@ -188,22 +188,22 @@ def test_bad_profiles_name_their_place(
 
 
 def errors(num_blocks: int | None = None) -> dict[str, float]:
-    """Of the means, as the benchmark prints them."""
+    """Return the errors of the means, as the benchmark prints them."""
     run = MEASURED / "vllm_runs" / simulator_vllm.RUN
-    ours, _ = simulator_vllm.simulated(MEASURED, run, num_blocks or 33_000)
-    rows = simulator_vllm.compare(simulator_vllm.measured(run / "requests.jsonl"), ours)
+    simulated, _ = simulator_vllm.simulated(MEASURED, run, num_blocks or 33_000)
+    rows = simulator_vllm.compare(simulator_vllm.measured(run / "requests.jsonl"), simulated)
     return {row["measure"]: row["error"] for row in rows if row["cut"] == "mean"}
 
 
 @pytest.mark.shared_data
-def test_a_real_vllm_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the bounds of the issue; and not any more once the pool does not match, or attention
-    is taken to cost the same whatever the rows' contexts are."""
+def test_a_real_vllm_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The errors are within the required bounds. They are not with a wrong pool, or if attention
+    costs the same for any contexts of the rows."""
     if not MEASURED.is_dir():
         pytest.skip(f"{MEASURED} is absent")
     bounds = {"ttft_ms": 0.08, "tpot_ms": 0.02, "e2e_ms": 0.03}
-    found = errors()
-    assert all(abs(found[name]) <= bound for name, bound in bounds.items())
+    actual = errors()
+    assert all(abs(actual[name]) <= bound for name, bound in bounds.items())
     assert errors(6000)["ttft_ms"] > 0.5
     monkeypatch.setattr(sim.cost.layer_profiles.Skew, "share", lambda *_: 0.0)
     assert abs(errors()["tpot_ms"]) > bounds["tpot_ms"]
@@ -211,8 +211,8 @@ def test_a_real_vllm_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_comparison_by_hand() -> None:
     real = {name: np.array([1.0, 3.0]) for name in simulator_vllm.BOUNDS}
-    ours = {name: values * 1.025 for name, values in real.items()}
-    rows = {(r["measure"], r["cut"]): r for r in simulator_vllm.compare(real, ours)}
+    simulated = {name: values * 1.025 for name, values in real.items()}
+    rows = {(r["measure"], r["cut"]): r for r in simulator_vllm.compare(real, simulated)}
     assert rows["ttft_ms", "mean"]["vllm"] == 2000 and rows["ttft_ms", "mean"]["error"] == 0.025
     within = [rows[f"{m}_ms", "mean"]["within"] for m in ("ttft", "tpot", "e2e")]
     assert within == [True, False, True] and rows["tpot_ms", "p99"]["within"] is None

@@ -1,4 +1,4 @@
-"""What is kept of a run's course: sums over time, and slices for a trace viewer."""
+"""The recorded course of a run: sums over time, and slices for a trace viewer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOTS = 4
 
 
 def run(*observers: Observer, num_blocks: int = 60) -> Report:
-    """With drafts, and with preemptions if the pool is small."""
+    """Run with drafts, and with preemptions if the pool is small."""
     config = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=16,

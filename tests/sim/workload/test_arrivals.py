@@ -21,9 +21,9 @@ Process = Callable[[np.random.Generator], Iterator[float]]
 
 
 def times_of(process: Process, seed: int = 3) -> np.ndarray:
-    found = np.asarray(list(itertools.islice(process(np.random.default_rng(seed)), COUNT)))
-    assert (np.diff(found) >= 0).all() and found[0] >= 0
-    return found
+    times_s = np.asarray(list(itertools.islice(process(np.random.default_rng(seed)), COUNT)))
+    assert (np.diff(times_s) >= 0).all() and times_s[0] >= 0
+    return times_s
 
 
 def has_rate(gaps: np.ndarray, cv: float) -> bool:
@@ -31,14 +31,14 @@ def has_rate(gaps: np.ndarray, cv: float) -> bool:
 
 
 def has_cv(gaps: np.ndarray, cv: float, skew: float, kurtosis: float) -> bool:
-    """The standard error of a CV by the delta method from the third and fourth standardised moments
-    of a gap."""
+    """Compare a CV. Its standard error follows by the delta method from the third and fourth
+    standardised moments of a gap."""
     error = cv * math.sqrt(((kurtosis - 1) / 4 + cv**2 - cv * skew) / COUNT)
     return bool(abs(gaps.std() / gaps.mean() - cv) < 5 * error)
 
 
 def has_law(gaps: np.ndarray, below: Callable[[np.ndarray], np.ndarray]) -> bool:
-    """Kolmogorov-Smirnov: sqrt(n) D > 2.7 happens once in a million."""
+    """Compare a law by Kolmogorov-Smirnov: sqrt(n) D > 2.7 happens once in a million."""
     gaps = np.sort(gaps)
     ranks = np.arange(len(gaps) + 1) / len(gaps)
     expected = below(gaps)
@@ -47,7 +47,7 @@ def has_law(gaps: np.ndarray, below: Callable[[np.ndarray], np.ndarray]) -> bool
 
 
 def weibull_moments(shape: float) -> tuple[float, float]:
-    """Skewness and kurtosis."""
+    """Return skewness and kurtosis."""
     g = [math.gamma(1 + i / shape) for i in range(5)]
     variance = g[2] - g[1] ** 2
     skew = (g[3] - 3 * g[1] * g[2] + 2 * g[1] ** 3) / variance**1.5
@@ -61,13 +61,13 @@ def weibull_law(shape: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def clamped_poisson(rng: np.random.Generator) -> Iterator[float]:
-    """As one simulator has it: no gap beyond three times the mean."""
+    """Return Poisson arrivals as one simulator makes them: no gap beyond three times the mean."""
     return iter(np.cumsum(np.minimum(rng.exponential(1 / RATE, COUNT), 3 / RATE)).tolist())
 
 
 def test_constant() -> None:
-    found = list(itertools.islice(arrivals.constant(4.0), 9))
-    assert found == [i / 4 for i in range(9)]
+    times_s = list(itertools.islice(arrivals.constant(4.0), 9))
+    assert times_s == [i / 4 for i in range(9)]
     assert list(itertools.islice(arrivals.constant(3.0), 3_001))[-1] == 1000.0, "no error adds up"
 
 
@@ -83,7 +83,7 @@ def test_poisson_has_exponential_gaps_and_a_clamped_one_has_not() -> None:
 def test_gamma_rate_and_cv(cv: float) -> None:
     gaps = np.diff(times_of(lambda rng: arrivals.gamma(RATE, cv, rng)))
     assert has_rate(gaps, cv) and has_cv(gaps, cv, 2 * cv, 3 + 6 * cv**2)
-    # Shape 1 / CV for 1 / CV squared:
+    # Broken: shape 1 / CV for 1 / CV squared.
     wrong = np.diff(times_of(lambda rng: arrivals.gamma(RATE, math.sqrt(cv), rng)))
     assert has_cv(wrong, cv, 2 * cv, 3 + 6 * cv**2) is (cv == 1)
 
@@ -95,7 +95,7 @@ def test_weibull_rate_cv_and_law(cv: float) -> None:
     gaps = np.diff(times_of(lambda rng: arrivals.weibull(RATE, cv, rng)))
     assert has_rate(gaps, cv) and has_cv(gaps, cv, *weibull_moments(shape))
     assert has_law(gaps, weibull_law(shape))
-    # The right rate and CV, and another law:
+    # Broken: the right rate and CV, and another law.
     wrong = np.diff(times_of(lambda rng: arrivals.gamma(RATE, cv, rng)))
     assert has_law(wrong, weibull_law(shape)) is (cv == 1)
 
@@ -104,22 +104,25 @@ ON_S, OFF_S = 4.0, 12.0
 
 
 def on_off_faults(process: Process) -> list[str]:
-    """The count in a time T has mean rate T and, for large T, the variance of a Poisson process in
-    random environment: rate T + 2 T busy^2 p (1 - p) tau, p the share of time that is on and tau
-    the time in which the phases forget each other."""
-    found = times_of(process)
-    span_s = float(found[-1])
+    """Return the names of wrong statistics.
+
+    The count in a time T has mean rate T. For large T it has the variance of a Poisson process in a
+    random environment: rate T + 2 T busy^2 p (1 - p) tau. p is the share of time that is on, and
+    tau the time in which the phases forget each other.
+    """
+    times_s = times_of(process)
+    span_s = float(times_s[-1])
     busy = RATE * (ON_S + OFF_S) / ON_S
     share, tau_s = ON_S / (ON_S + OFF_S), ON_S * OFF_S / (ON_S + OFF_S)
     variance = RATE * span_s + 2 * span_s * busy**2 * share * (1 - share) * tau_s
     # Within a phase gaps average 1 / busy; one longer than 20 of these is a pause (e^-20 is not).
-    gaps = np.diff(found)
+    gaps = np.diff(times_s)
     within = gaps[gaps < 20 / busy]
     pauses = int((gaps >= 20 / busy).sum())
-    long_share = math.exp(-20 / busy / OFF_S)  # of the pauses are that long
+    long_share = math.exp(-20 / busy / OFF_S)  # share of the pauses that are that long
     expected = span_s / (ON_S + OFF_S) * long_share
     checks = {
-        "rate": abs(len(found) - RATE * span_s) < 5 * math.sqrt(variance),
+        "rate": abs(len(times_s) - RATE * span_s) < 5 * math.sqrt(variance),
         "busy rate": abs(within.mean() * busy - 1) < 5 / math.sqrt(len(within)) + 0.02,
         "phases": abs(pauses - expected) < 5 * math.sqrt(2 * expected),
     }
@@ -128,7 +131,7 @@ def on_off_faults(process: Process) -> list[str]:
 
 def test_on_off_rate_and_phases() -> None:
     assert not on_off_faults(lambda rng: arrivals.on_off(RATE, ON_S, OFF_S, rng))
-    slow = RATE * ON_S / (ON_S + OFF_S)  # of busy phases for that of all
+    slow = RATE * ON_S / (ON_S + OFF_S)  # rate of busy phases in place of the total rate
     assert "rate" in on_off_faults(lambda rng: arrivals.on_off(slow, ON_S, OFF_S, rng))
     assert "busy rate" in on_off_faults(lambda rng: arrivals.poisson(RATE, rng)), "no phases"
 
@@ -137,11 +140,11 @@ SWING, PERIOD_S = 0.8, 600.0
 
 
 def is_diurnal(process: Process) -> bool:
-    """Time measured in expected arrivals makes it a Poisson process of rate 1: the gaps are
-    exponential (the law at 1 in a million), and the count is right at 5 standard errors."""
-    found = times_of(process)
+    """Compare with a sine. In units of expected arrivals it is a Poisson process of rate 1: gaps
+    are exponential (the law at 1 in a million), and the count is right at 5 standard errors."""
+    times_s = times_of(process)
     angle = 2 * math.pi / PERIOD_S
-    expected = RATE * (found + SWING / angle * (1 - np.cos(angle * found)))
+    expected = RATE * (times_s + SWING / angle * (1 - np.cos(angle * times_s)))
     count_fits = abs(expected[-1] - COUNT) < 5 * math.sqrt(COUNT)
     return bool(count_fits) and has_law(np.diff(expected), lambda gaps: -np.expm1(-gaps))
 

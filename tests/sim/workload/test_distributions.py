@@ -1,4 +1,4 @@
-"""A law by its name is the law."""
+"""A distribution parsed from its name is the distribution itself."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def rng() -> np.random.Generator:
     ],
 )
 def test_arrivals_by_name(text: str, process: Iterator[float]) -> None:
-    found = parse_arrivals("--arrivals", text)(rng())
-    assert list(islice(found, 50)) == list(islice(process, 50))
+    process_by_name = parse_arrivals("--arrivals", text)(rng())
+    assert list(islice(process_by_name, 50)) == list(islice(process, 50))
     assert is_drawn(text) == (not text.startswith("constant"))
 
 
@@ -49,8 +49,8 @@ def test_arrivals_by_name(text: str, process: Iterator[float]) -> None:
     ],
 )
 def test_lengths_by_name(text: str, law: lengths.Lengths) -> None:
-    found = parse_lengths("--prompt", text, "prompt_tokens")
-    assert found(rng(), 50).tolist() == law(rng(), 50).tolist()
+    law_by_name = parse_lengths("--prompt", text, "prompt_tokens")
+    assert law_by_name(rng(), 50).tolist() == law(rng(), 50).tolist()
     assert is_drawn(text) == (not text.startswith("fixed"))
 
 
@@ -62,8 +62,8 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     )
     write_requests(path, requests)
     for column, least in (("prompt_tokens", 10), ("output_tokens", 100)):
-        found = parse_lengths("--prompt", f"empirical:{path}", column)(rng(), 200)
-        assert set(found.tolist()) == {least, least + 1, least + 2}
+        sampled = parse_lengths("--prompt", f"empirical:{path}", column)(rng(), 200)
+        assert set(sampled.tolist()) == {least, least + 1, least + 2}
 
 
 @pytest.mark.parametrize(

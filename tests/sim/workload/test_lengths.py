@@ -18,10 +18,10 @@ EMPIRICAL = np.array([0, 0, 0.75, 0, 0, 0, 0.25])
 
 
 def draw(law: lengths.Lengths) -> np.ndarray:
-    found = law(np.random.default_rng(7), COUNT)
-    assert found.dtype == np.int64 and found.min() >= 1
-    assert found.tolist() == law(np.random.default_rng(7), COUNT).tolist()
-    return found
+    drawn = law(np.random.default_rng(7), COUNT)
+    assert drawn.dtype == np.int64 and drawn.min() >= 1
+    assert drawn.tolist() == law(np.random.default_rng(7), COUNT).tolist()
+    return drawn
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,18 @@ def test_a_law_has_its_shares_and_another_has_not(
     ("mean", "cv", "wrong"),
     [
         (800, 0.7, None),
-        (800 * math.sqrt(1 + 0.7**2), 0.7, "mean"),  # the median for the mean
-        (800, math.sqrt(math.expm1(0.7**2)), "CV"),  # the CV for the sigma of the logarithm
+        (800 * math.sqrt(1 + 0.7**2), 0.7, "mean"),  # the median in place of the mean
+        (800, math.sqrt(math.expm1(0.7**2)), "CV"),  # the CV in place of the sigma of the logarithm
     ],
 )
 def test_lognormal_mean_and_cv(mean: float, cv: float, wrong: str | None) -> None:
-    """Of 800 and 0.7. Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 + CV^2; skewness
-    CV (w + 2)."""
-    found, w = draw(lengths.lognormal(mean, cv)), 1 + 0.7**2
-    mean_fits = abs(found.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(COUNT) + 0.01
+    """The mean is 800 and the CV 0.7. Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 +
+    CV^2; skewness CV (w + 2)."""
+    drawn, w = draw(lengths.lognormal(mean, cv)), 1 + 0.7**2
+    mean_fits = abs(drawn.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(COUNT) + 0.01
     kurtosis, skew = w**4 + 2 * w**3 + 3 * w**2 - 3, 0.7 * (w + 2)
     error = 0.7 * math.sqrt(((kurtosis - 1) / 4 + w - 1 - 0.7 * skew) / COUNT)
-    cv_fits = abs(found.std() / found.mean() - 0.7) < 5 * error
+    cv_fits = abs(drawn.std() / drawn.mean() - 0.7) < 5 * error
     assert (bool(mean_fits), bool(cv_fits)) == (wrong != "mean", wrong != "CV")
 
 

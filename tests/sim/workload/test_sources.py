@@ -65,8 +65,8 @@ def test_turns_wait_for_the_answer_before_them() -> None:
 
 
 def test_a_turn_read_after_the_answer_still_thinks() -> None:
-    """The turn before it has ended by the time that its line is read: as in a log of real sessions,
-    where each has a stamp of its own. What comes meanwhile is read all the same."""
+    """The turn before it has ended by the time that its line is read, as in a log of real sessions,
+    which has its own stamps. Requests that come meanwhile are read all the same."""
     source = OpenLoop(
         [
             request(0.0, session="a"),
@@ -82,7 +82,7 @@ def test_a_turn_read_after_the_answer_still_thinks() -> None:
     assert source.next_arrival_s() is None, "the last waits for an answer"
     source.ended(request(6.0, session="a"), 7.0)
     assert take(source).arrival_s == 9.0, "its own time is later"
-    # A long thought does not hold up those who come meanwhile.
+    # A long think time does not delay requests that come meanwhile.
     slow = OpenLoop(
         [request(0, session="a"), request(1), request(2, session="a", think_s=50), request(3)]
     )
@@ -91,7 +91,7 @@ def test_a_turn_read_after_the_answer_still_thinks() -> None:
 
 
 def test_a_turn_waits_for_all_before_it() -> None:
-    """Requests of a session that overlap, and a turn after both."""
+    """Some requests of a session overlap, and a turn follows both."""
     turns = [request(i, session="a") for i in range(2)]
     source = OpenLoop([*turns, request(2, session="a", think_s=1.0)])
     first, second = take(source), take(source)
@@ -101,7 +101,7 @@ def test_a_turn_waits_for_all_before_it() -> None:
     assert take(source).arrival_s == 9.0
 
 
-def test_closed_loop_keeps_so_many_open() -> None:
+def test_closed_loop_keeps_a_number_of_requests_open() -> None:
     source = ClosedLoop((request(99.0, prompt=i) for i in range(1, 6)), 2, think_s=0.5)
     first, second = take(source), take(source)
     assert (first.arrival_s, second.arrival_s, source.next_arrival_s()) == (0, 0, None)
@@ -153,7 +153,7 @@ def prompts_of(requests: list[TraceRequest]) -> list[np.ndarray]:
 
 
 def shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Leading tokens that are the same."""
+    """Return the number of equal leading tokens."""
     size = min(len(one), len(other))
     differ = np.flatnonzero(one[:size] != other[:size])
     return int(differ[0]) if len(differ) else size
@@ -169,7 +169,7 @@ def test_a_turn_goes_on_where_the_answer_ended() -> None:
             continue
         pairs += 1
         assert before.session == after.session
-        # What the executor answers: tokens counted on from the prompt's last one.
+        # The executor's answer: tokens counted on from the prompt's last one.
         answer = prompts[i][-1] + 1 + np.arange(before.output_tokens)
         history = np.concatenate([prompts[i], answer])
         assert shared(history, prompts[i + 1]) == len(history) < len(prompts[i + 1])

@@ -35,26 +35,33 @@ def test_statistics_are_those_of_numpy() -> None:
     times_s -= times_s[0]
     prompts, outputs = rng.integers(1, 90, 800), rng.integers(1, 2000, 800)
     columns = times_s.tolist(), prompts.tolist(), outputs.tolist()
-    found = summarise(itertools.starmap(request, zip(*columns, strict=True))).statistics
+    statistics = summarise(itertools.starmap(request, zip(*columns, strict=True))).statistics
     gaps = np.diff(times_s)
-    assert found.requests == 800 and found.span_s == times_s[-1]
-    assert found.rate_per_s == pytest.approx(1 / gaps.mean())
-    assert found.gap_cv == pytest.approx(gaps.std() / gaps.mean())
-    assert found.same_stamp_share == 2 / 800
-    for lengths, values in ((found.prompt_tokens, prompts), (found.output_tokens, outputs)):
+    assert statistics.requests == 800 and statistics.span_s == times_s[-1]
+    assert statistics.rate_per_s == pytest.approx(1 / gaps.mean())
+    assert statistics.gap_cv == pytest.approx(gaps.std() / gaps.mean())
+    assert statistics.same_stamp_share == 2 / 800
+    for lengths, values in (
+        (statistics.prompt_tokens, prompts),
+        (statistics.output_tokens, outputs),
+    ):
         cuts = np.percentile(values, (50, 90, 99)).tolist()
         assert [lengths.p50, lengths.p90, lengths.p99] == pytest.approx(cuts)
         assert (lengths.mean, lengths.max) == (pytest.approx(values.mean()), values.max())
     minutes = np.bincount((times_s // 60).astype(int))
-    assert found.peak_minute_ratio == pytest.approx(minutes.max() / minutes.mean())
-    assert found.empty_minutes == (minutes == 0).sum()
-    assert found.sessions is None and found.shared_prefix_share is None
+    assert statistics.peak_minute_ratio == pytest.approx(minutes.max() / minutes.mean())
+    assert statistics.empty_minutes == (minutes == 0).sum()
+    assert statistics.sessions is None and statistics.shared_prefix_share is None
 
 
 def test_statistics_of_one_request_say_what_is_not_known() -> None:
-    found = summarise([request(0.0)]).statistics
-    assert (found.rate_per_s, found.gap_cv, found.peak_minute_ratio) == (None, None, None)
-    assert found.prompt_tokens.p99 == 5
+    statistics = summarise([request(0.0)]).statistics
+    assert (statistics.rate_per_s, statistics.gap_cv, statistics.peak_minute_ratio) == (
+        None,
+        None,
+        None,
+    )
+    assert statistics.prompt_tokens.p99 == 5
 
 
 def test_shared_prefixes_are_counted_along_the_whole_prefix() -> None:
@@ -65,22 +72,22 @@ def test_shared_prefixes_are_counted_along_the_whole_prefix() -> None:
         named(3, 10, 1, 2, 3),  # all 10: the last block is not full
         request(4, 12),
     ]
-    found = summarise(trace).statistics
-    assert found.shared_prefix_share == pytest.approx((8 + 10) / (10 + 10 + 8 + 10 + 12))
+    statistics = summarise(trace).statistics
+    assert statistics.shared_prefix_share == pytest.approx((8 + 10) / (10 + 10 + 8 + 10 + 12))
 
 
 def test_spreading_keeps_order_bins_and_law() -> None:
     """Offsets in the bin are uniform: chi-square over ten cells, z < 5 (once in 3.5 million)."""
     stamps = np.repeat(np.arange(400) * 3.0, np.random.default_rng(0).integers(0, 20, 400))
     trace = [request(t, prompt=i + 1) for i, t in enumerate(stamps.tolist())]
-    found = list(spread(trace, 3.0, seed=1))
-    times_s = np.asarray([r.arrival_s for r in found])
-    assert (np.diff(times_s) >= 0).all() and len(found) == len(trace)
-    assert [r.prompt_tokens for r in found] == [r.prompt_tokens for r in trace]
+    spread_trace = list(spread(trace, 3.0, seed=1))
+    times_s = np.asarray([r.arrival_s for r in spread_trace])
+    assert (np.diff(times_s) >= 0).all() and len(spread_trace) == len(trace)
+    assert [r.prompt_tokens for r in spread_trace] == [r.prompt_tokens for r in trace]
     assert (times_s // 3 == stamps // 3).all()
     assert chi_square_z(np.bincount((times_s % 3 / 0.3).astype(int), minlength=10), [0.1] * 10) < 5
-    assert found == list(spread(trace, 3.0, seed=1)) != list(spread(trace, 3.0, seed=2))
-    before, after = (summarise(t).statistics.gap_cv for t in (trace, found))
+    assert spread_trace == list(spread(trace, 3.0, seed=1)) != list(spread(trace, 3.0, seed=2))
+    before, after = (summarise(t).statistics.gap_cv for t in (trace, spread_trace))
     assert before is not None and after is not None and after < 0.5 * before
     with pytest.raises(FieldError, match="rounded less than that"):
         list(spread(trace, 3.5, seed=1))
@@ -90,9 +97,9 @@ def test_spreading_keeps_order_bins_and_law() -> None:
 
 def test_scaling() -> None:
     trace = [request(i * 2.0, 10, 3, session="s") for i in range(4)]
-    found = list(scale(trace, rate=4, prompt=1.26, output=0.01))
-    assert [r.arrival_s for r in found] == [0, 0.5, 1, 1.5]
-    assert {(r.prompt_tokens, r.output_tokens, r.session) for r in found} == {(13, 1, "s")}
+    scaled = list(scale(trace, rate=4, prompt=1.26, output=0.01))
+    assert [r.arrival_s for r in scaled] == [0, 0.5, 1, 1.5]
+    assert {(r.prompt_tokens, r.output_tokens, r.session) for r in scaled} == {(13, 1, "s")}
     with pytest.raises(FieldError, match="named blocks"):
         list(scale([named(0, 8, 1, 2)], prompt=2))
     assert list(scale([named(2, 8, 1, 2)], rate=2)) == [named(1, 8, 1, 2)]
@@ -105,8 +112,8 @@ def test_scaling() -> None:
 
 def test_samples_are_windows_shares_and_heads() -> None:
     trace = [request(float(i), prompt=i + 1) for i in range(2000)]
-    found = list(sample(trace, start_s=10, end_s=20))
-    assert [(r.arrival_s, r.prompt_tokens) for r in found] == [(i, i + 11) for i in range(10)]
+    window = list(sample(trace, start_s=10, end_s=20))
+    assert [(r.arrival_s, r.prompt_tokens) for r in window] == [(i, i + 11) for i in range(10)]
     assert list(sample(trace, max_requests=3)) == trace[:3]
     kept = [r.prompt_tokens for r in sample(trace, share=0.3, seed=5)]
     assert abs(len(kept) - 600) < 5 * math.sqrt(2000 * 0.3 * 0.7)  # once in 1.7 million seeds
@@ -124,8 +131,8 @@ def test_samples_are_windows_shares_and_heads() -> None:
 
 def test_samples_keep_sessions_whole() -> None:
     trace = [request(float(i), session=f"s{i % 50}") for i in range(500)]
-    found = list(sample(trace, share=0.5))
-    sizes = {s: sum(r.session == s for r in found) for s in {r.session for r in found}}
+    kept = list(sample(trace, share=0.5))
+    sizes = {s: sum(r.session == s for r in kept) for s in {r.session for r in kept}}
     assert set(sizes.values()) == {10} and 10 < len(sizes) < 40
 
 
@@ -148,25 +155,25 @@ def write_windows(folder: Path, windows: str = WINDOWS, client: int = 1) -> Path
 
 
 def test_windows_have_their_rates_and_lengths(tmp_path: Path) -> None:
-    """Counts at 5 standard errors, which grow with the CV; lengths by chi-square."""
+    """Counts agree at 5 standard errors, which grow with the CV; lengths by chi-square."""
     folder = write_windows(tmp_path / "w")
     write_windows(folder, "0,0.5,1.0,Gamma,1.0,2.0\n", client=12)
     trace = Trace(folder, seed=7)
-    found = list(trace)
-    assert trace.format == "servegen" and found == list(Trace(folder, seed=7))
-    assert found != list(Trace(folder, seed=8))
-    times_s = np.asarray([r.arrival_s for r in found])
+    requests = list(trace)
+    assert trace.format == "servegen" and requests == list(Trace(folder, seed=7))
+    assert requests != list(Trace(folder, seed=8))
+    times_s = np.asarray([r.arrival_s for r in requests])
     assert (np.diff(times_s) >= 0).all()
-    of_one = [r for r in found if r.session == "1"]
+    of_one = [r for r in requests if r.session == "1"]
     counts = np.bincount([int(r.arrival_s // 600) for r in of_one], minlength=37)
     for window, rate, cv in ((0, 2.0, 0.5), (2, 1.0, 2.0), (36, 1.0, 1.0)):
         assert abs(counts[window] - 600 * rate) < 5 * cv * math.sqrt(600 * rate)
     # Time counts from the first request, a second or so after the first window begins.
     assert not any(610 < r.arrival_s < 1190 or 1810 < r.arrival_s < 21590 for r in of_one)
-    early = [r.prompt_tokens for r in found if r.arrival_s < 21000]
+    early = [r.prompt_tokens for r in requests if r.arrival_s < 21000]
     assert chi_square_z([early.count(10), early.count(20)], [0.25, 0.75]) < 5
-    assert {r.prompt_tokens for r in found if r.arrival_s > 21000} == {50}
-    clients = [r for r in found if r.session == "12"]
+    assert {r.prompt_tokens for r in requests if r.arrival_s > 21000} == {50}
+    clients = [r for r in requests if r.session == "12"]
     assert abs(len(clients) - 300) < 5 * math.sqrt(300)
 
 
@@ -207,7 +214,7 @@ def test_bad_histograms_and_folders(tmp_path: Path) -> None:
 
 @pytest.mark.shared_data
 def test_published_figures_are_found_again() -> None:
-    """Rate, CV and reuse as others have worked them out (a cache without limits)."""
+    """Rate, CV and reuse agree with published analyses (a cache without limits)."""
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is absent")
     azure = summarise(Trace(SHARED / "traces/azure2023/AzureLLMInferenceTrace_conv.csv")).statistics

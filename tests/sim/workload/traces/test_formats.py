@@ -1,4 +1,4 @@
-"""Every format: what is read, that it is found out, and that bad input names file, line, field."""
+"""Every format: it is detected and read, and bad input names file, line and field."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_bad_input_names_file_line_and_field(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError) as caught:
         list(Trace(path))
     error = caught.value
-    if name == "truncated gzip":  # where the decoder stops is its own business
+    if name == "truncated gzip":  # the decoder decides where it stops
         assert error.line is not None and 1 <= error.line <= 10_002
     else:
         assert error.line == line
@@ -254,8 +254,8 @@ def test_blocks_of_another_size(tmp_path: Path, size: int, count: int) -> None:
     row = {"timestamp": 0, "input_length": 655, "output_length": 4, "hash_ids": list(range(count))}
     for more in ({}, {"chat_id": 1, "parent_chat_id": -1}):
         path = write(tmp_path, json.dumps(row | more))
-        (found,) = Trace(path, block_tokens=size)
-        assert found.hash_block_tokens == size and found.hash_ids == tuple(range(count))
+        (first,) = Trace(path, block_tokens=size)
+        assert first.hash_block_tokens == size and first.hash_ids == tuple(range(count))
         with pytest.raises(TraceError, match="line 1: hash_ids: names .* --block-tokens"):
             list(Trace(path, block_tokens=size * 4 if count > 1 else size // 4))
 
@@ -264,12 +264,12 @@ def test_blocks_of_another_size(tmp_path: Path, size: int, count: int) -> None:
 def test_stamps_of_another_unit(tmp_path: Path, unit: str, times: float) -> None:
     for text in (MOONCAKE, AIPERF):
         usual = list(Trace(write(tmp_path, text)))
-        found = list(Trace(tmp_path / "trace", time_unit=unit))
-        for request, other in zip(usual, found, strict=True):
+        stamped = list(Trace(tmp_path / "trace", time_unit=unit))
+        for request, other in zip(usual, stamped, strict=True):
             assert other.arrival_s == pytest.approx(request.arrival_s * times)
             assert other.think_s == (request.think_s and pytest.approx(request.think_s * times))
-    found = list(Trace(write(tmp_path, VIDUR), time_unit=unit))
-    assert found[1].arrival_s == pytest.approx(0.25 * times / 1000)
+    stamped = list(Trace(write(tmp_path, VIDUR), time_unit=unit))
+    assert stamped[1].arrival_s == pytest.approx(0.25 * times / 1000)
 
 
 SECONDS = [{"timestamp": t, "input_length": 9, "output_length": 5} for t in (0.0, 60.0, 90.5)]
@@ -336,11 +336,11 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     try:
         count = sum(1 for _ in Trace(path))
         peak_bytes = tracemalloc.get_traced_memory()[1]
-        held = list(Trace(path))
+        requests = list(Trace(path))
         held_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert count == len(held) == 8_000
+    assert count == len(requests) == 8_000
     assert peak_bytes < 1e5 < 5e5 < held_bytes
 
 
