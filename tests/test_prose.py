@@ -18,6 +18,7 @@ PLAIN = (
     "bench",
     "cbatch",
     "sim",
+    "tests/bench",
     "tests/checking",
     "tests/cli",
     "tests/core",

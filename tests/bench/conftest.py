@@ -1,5 +1,5 @@
-"""Benchmarks collect garbage before they time: here that would go through all that the suite holds,
-again and again."""
+"""Benchmarks collect garbage before they measure: here each collection would traverse the whole
+suite's objects."""
 
 from __future__ import annotations
 

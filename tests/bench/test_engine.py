@@ -1,4 +1,4 @@
-"""`python -m bench.engine`: shapes with random weights, and whose modelling code computes."""
+"""`python -m bench.engine`: shapes with random weights, computed by each modelling code."""
 
 from __future__ import annotations
 

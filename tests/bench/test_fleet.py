@@ -1,4 +1,4 @@
-"""The comparison of a simulated fleet with real replicas, on replicas that are scripts."""
+"""The comparison of a simulated fleet with real replicas, here with scripted replicas."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_requests_share_whole_prefixes_and_nothing_else() -> None:
     assert min(map(min, said)) >= 1 and max(map(max, said)) < vocab == workloads.VOCAB_SIZE
     shared = workloads.GROUP_BLOCKS * workloads.BLOCK_TOKENS
     groups: dict[Any, set[tuple[int, ...]]] = {}
-    for request, each in zip(requests, said, strict=True):
-        groups.setdefault(request.hash_ids, set()).add(tuple(each[:shared]))
-    assert len(groups) == workloads.GROUPS and all(len(found) == 1 for found in groups.values())
+    for request, prompt in zip(requests, said, strict=True):
+        groups.setdefault(request.hash_ids, set()).add(tuple(prompt[:shared]))
+    assert len(groups) == workloads.GROUPS and all(len(prompts) == 1 for prompts in groups.values())
     heads = {tuple(each[: workloads.BLOCK_TOKENS]) for each in said}
     assert len(heads) == workloads.GROUPS, "no two groups begin with the same block"
     assert max(request.prompt_tokens + request.output_tokens for request in requests) <= 1024
@@ -58,7 +58,8 @@ def test_requests_share_whole_prefixes_and_nothing_else() -> None:
 
 
 class LessFirst:
-    """To the replica with fewer open requests, of equals the first, whatever the prompt."""
+    """A router to the replica with fewer open requests, of equals to the first, whatever the
+    prompt."""
 
     def __init__(self) -> None:
         self.loads: list[list[int]] = []
@@ -69,8 +70,8 @@ class LessFirst:
 
 
 def test_real_requests_go_where_the_router_says() -> None:
-    """It sees what was sent where and has not ended: one replica does not answer before the last
-    request has come, so that the other one gets all that comes meanwhile."""
+    """The router sees which requests were sent and have not ended. One replica does not answer
+    before the last request has come, so the other one gets all that come meanwhile."""
     requests = [
         TraceRequest(arrival_s=0.1 * i, prompt_tokens=20 + i, output_tokens=3) for i in range(4)
     ]
@@ -113,7 +114,7 @@ def test_a_failed_call_ends_the_comparison() -> None:
         real.serve_by([server.endpoint.port], one)
 
 
-# -- what was measured, foretold
+# -- predictions of measured values
 
 
 HOST = Host(cores=2, switch_s=2e-4, server=Work(2e-3, 1e-4, 3e-5), client=Work(5e-4, 3e-5, 1e-5))
@@ -130,15 +131,17 @@ REPLICAS = SimulatedReplicas(COST, 2, 300, host=msgspec.structs.replace(HOST, sw
         (Outside(0.003, 5e-4, 5e-5), 2e-4),
     ],
 )
-def test_what_prices_do_not_hold_is_found_by_probes(more: Outside, switch_s: float) -> None:
-    """Of replicas that are the simulated ones, and that far away."""
+def test_time_outside_the_prices_is_measured_by_probes(more: Outside, switch_s: float) -> None:
+    """The replicas are simulated ones with known differences."""
     host = msgspec.structs.replace(HOST, switch_s=switch_s)
     probes = SimulatedReplicas(COST, 2, 300, host=host, outside=more).probes()
-    found = REPLICAS.explaining(probes)
-    assert found.host is not None and found.host.switch_s == pytest.approx(switch_s, abs=3e-5)
-    assert found.outside.request_s == pytest.approx(more.request_s, abs=2e-4)
-    assert found.outside.step_s == pytest.approx(more.step_s, abs=5e-5)
-    assert found.outside.row_s == pytest.approx(more.row_s, abs=1e-5)
+    explained = REPLICAS.explaining(probes)
+    assert explained.host is not None and explained.host.switch_s == pytest.approx(
+        switch_s, abs=3e-5
+    )
+    assert explained.outside.request_s == pytest.approx(more.request_s, abs=2e-4)
+    assert explained.outside.step_s == pytest.approx(more.step_s, abs=5e-5)
+    assert explained.outside.row_s == pytest.approx(more.row_s, abs=1e-5)
 
 
 def test_probes_have_a_middle() -> None:
@@ -146,11 +149,11 @@ def test_probes_have_a_middle() -> None:
     assert Probes.middle(several) == Probes(0.2, 2.0, 1.5, 1.0)
 
 
-def test_what_servers_and_client_compute_is_found_from_runs(
+def test_processor_time_of_servers_and_client_is_measured_from_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the processors' seconds that a run took, what its requests, steps and tokens did; what a
-    server does with nobody there is none of it."""
+    """The processor seconds of a run are explained by its requests, steps and tokens. Those of a
+    server without clients do not count."""
     idle_share, clock = 0.01, [0.0, 0.0]  # seconds, and the servers' share of them
     server, client = Work(2e-3, 1e-4, 3e-5), Work(5e-4, 3e-5, 1e-5)
 
@@ -174,25 +177,25 @@ def test_what_servers_and_client_compute_is_found_from_runs(
     monkeypatch.setattr(
         bench_host, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
     )
-    found = bench_host.measure_host([1, 2], COST)
-    for mine, true in ((found.server, server), (found.client, client)):
+    measured = bench_host.measure_host([1, 2], COST)
+    for mine, true in ((measured.server, server), (measured.client, client)):
         assert msgspec.structs.astuple(mine) == pytest.approx(msgspec.structs.astuple(true))
 
 
 def test_what_was_measured_is_predicted_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fleet that served as the simulator says has no error; one twice as slow is out of
+    """A fleet that served as the simulator predicts has no error; one twice as slow is out of
     bounds."""
-    found = compare.Comparison("fleet", 2, COST, [[0]], REPLICAS.host, [])
+    comparison = compare.Comparison("fleet", 2, COST, [[0]], REPLICAS.host, [])
     for router, factor in (("round-robin", 1.0), ("prefix-affine", 2.0)):
         case = compare.Case("off", router, 0.4, workloads.shared_prefixes(20.0, 60, seed=2))
         blocks = compare.KINDS["fleet"].num_blocks
         world = msgspec.structs.replace(REPLICAS, num_blocks=blocks)
         _, run = world.replay(OpenLoop(case.requests), "off", router)
         case.runs, case.probes = [slower(run, factor)], [world.probes()]
-        found.cases.append(case)
-    rows = rows_of(found, tmp_path, capsys)
+        comparison.cases.append(case)
+    rows = rows_of(comparison, tmp_path, capsys)
     assert len(rows) == 2 * 7
     for row in rows:
         if row["bound"] is None:
@@ -207,7 +210,7 @@ def test_what_was_measured_is_predicted_again(
 
 
 def test_a_fleet_is_what_the_command_simulates() -> None:
-    """Each replica has its own pool and slots, and what lies outside of it takes its time."""
+    """Each replica has its own pool and slots, and work outside it takes time."""
     requests = workloads.shared_prefixes(20.0, 60, seed=2)
     plain = SimulatedReplicas(COST, 2, 300)
     near, run = plain.replay(OpenLoop(requests), router="least-loaded")

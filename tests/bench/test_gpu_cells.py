@@ -1,4 +1,4 @@
-"""Cells, turns and the parts of a run: what is measured is kept, and kept apart."""
+"""Cells, turns and the parts of a run: measurements are kept, and kept apart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_cell_leaves_a_row(tmp_path: Path) -> None:
     ]
     run_cells(cells, journal, DeviceTurns(tmp_path))
     read = Journal(journal.path).rows
-    times = [row.pop("at_s") for row in read.values() if "at_s" in row]  # of what was measured
+    times = [row.pop("at_s") for row in read.values() if "at_s" in row]  # of measured cells
     assert len(times) == 2 and all(begin_s <= end_s for begin_s, end_s in times)
     assert read == {
         "good": {"name": "good", "us": 1.5, "status": "ok"},
@@ -50,7 +50,7 @@ def test_every_cell_leaves_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("who", ["CUDA error", "Triton Error [CUDA]"])
 def test_a_lost_device_ends_the_process_after_its_row(tmp_path: Path, who: str) -> None:
-    """In the words of torch and of Triton's launcher."""
+    """The errors are in the words of torch and of Triton's launcher."""
     journal, turns = Journal(tmp_path / "s.jsonl"), DeviceTurns(tmp_path)
     fault = RuntimeError(f"{who}: an illegal memory access was encountered")
     cells = [cell("fault", fault), cell("next", {})]
@@ -93,7 +93,7 @@ while True:
 """
 
 
-def test_while_one_measures_the_others_stand_still(tmp_path: Path) -> None:
+def test_while_one_measures_the_others_are_stopped(tmp_path: Path) -> None:
     turns, line = DeviceTurns(tmp_path), tmp_path / "line"
     command = [sys.executable, "-c", OTHER, str(tmp_path), str(line)]
     other = subprocess.Popen(
@@ -107,7 +107,7 @@ def test_while_one_measures_the_others_stand_still(tmp_path: Path) -> None:
             assert not turns.is_free()
             other.stdin.write("go on\n")
             other.stdin.flush()
-            turns.take()  # as soon as the other gives it
+            turns.take()  # as soon as the other releases it
             stopped_ns = line.stat().st_mtime_ns
             time.sleep(0.2)
             assert line.stat().st_mtime_ns == stopped_ns

@@ -1,4 +1,4 @@
-"""Clocks of the time of a measurement, from a program that writes as nvidia-smi does."""
+"""Clock rates during a measurement, from a program that writes like nvidia-smi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits and workloads of the GPU run, against figures computed by hand."""
+"""Limits and workloads of the GPU run, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_attention_is_bound_by_memory_or_by_products() -> None:
     assert chunk.flop == 4 * 128 * 32 * (2048 * 2049 // 2)
     assert [cost.bound(H100) for cost in (decode, verify, chunk)] == ["memory", "memory", "matmul"]
     assert chunk.limit_s(H100) == pytest.approx(chunk.flop / 798e12)
-    # A token sees itself and what is before it.
+    # A token sees itself and the tokens before it.
     assert visible_pairs([Query(2, 5)]) == 4 + 5
     assert visible_pairs([Query(3, 3), Query(1, 7)]) == 1 + 2 + 3 + 7
 

@@ -1,4 +1,4 @@
-"""Results that are kept can be quoted."""
+"""Stored results have all that is needed to quote them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_file_says_what_made_its_rows(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    found = json.loads(text)
+    document = json.loads(text)
     for name in ("device", "driver", "date", "commit", "made_by"):
-        assert found["about"][name], name
-    assert found["about"]["versions"]["triton"] and len(found["rows"]) > 20
-    assert all(row["section"] for row in found["rows"])
+        assert document["about"][name], name
+    assert document["about"]["versions"]["triton"] and len(document["rows"]) > 20
+    assert all(row["section"] for row in document["rows"])
     assert not re.search(r'"/|\.\./| /\w+/', text), "a path of some machine"
     assert path.name in (path.parent / "README.md").read_text(encoding="utf-8")
 

@@ -25,7 +25,7 @@ from bench.gpu.world import Bench, World
 def test_the_dry_run_ends_with_a_document_of_nulls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sections in processes of their own, as on a device."""
+    """Sections run in processes of their own, as on a device."""
     sections = ("ceilings", "engine", "kernels")
     words = [word for name in sections for word in ("--section", name)]
     cache = tmp_path / "none.txz"
@@ -35,8 +35,8 @@ def test_the_dry_run_ends_with_a_document_of_nulls(
     files = {"results.json", "table.txt", "log.txt", command.CACHE}
     assert {path.name for path in tmp_path.iterdir()} == files
     assert printed == (tmp_path / report.TABLE).read_text() + "\n"
-    found = json.loads((tmp_path / report.RESULTS).read_text())
-    about, rows = found["about"], found["rows"]
+    document = json.loads((tmp_path / report.RESULTS).read_text())
+    about, rows = document["about"], document["rows"]
     assert about["world"] == "listed" and about["device"] is None
     assert about["commit"] and about["versions"]["torch"]
     for section in sections:
@@ -47,7 +47,7 @@ def test_the_dry_run_ends_with_a_document_of_nulls(
 
 
 def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
-    """Nothing runs: each section lists what it would, under keys of their own."""
+    """Nothing runs: each section lists its cells, under keys of their own."""
     bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path)
     for section, least in SECTIONS.items():
         cells = list(CELLS[section](bench))
@@ -62,7 +62,7 @@ SECTIONS = {
 
 
 def test_parts_follow_one_another(tmp_path: Path) -> None:
-    """The engine's steps before vLLM's, and both before what takes long."""
+    """The engine's steps run before vLLM's, and both before long sections."""
     parts = {p.name: p for p in command.parts(tmp_path, tmp_path, command.SECTIONS)}
     assert list(parts) == list(command.SECTIONS) and not parts["engine"].after
     assert not parts["vllm"].after and parts["vllm"].most_s >= 150
@@ -111,7 +111,7 @@ def test_each_test_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 # --- vLLM -----------------------------------------------------------------------------------------
 
-# It says what it is asked, and that a token takes a millisecond.
+# A fake vLLM that prints its calls, and in which a token takes a millisecond.
 VLLM = """
 from types import SimpleNamespace as Some
 import sibling, time
@@ -207,7 +207,7 @@ def test_tables_compare_what_was_measured(tmp_path: Path) -> None:
 
 
 def swept(keys: int, rows: int, us: float | None, *, decoded_us: float | None = None) -> Row:
-    """A candidate that takes `us` for each workload; for decodes another time, if given."""
+    """Return a candidate that takes `us` for each workload; for decodes another time, if given."""
     labels = {"heads": "x", "kv_heads": 8, "group": 4, "head_dim": 128, "page_tokens": 64}
     tile = {"rows": rows, "keys": keys, "num_warps": 4, "num_stages": 3}
     times = {n: decoded_us if decoded_us and n in DECODES else us for n in workloads_of(rows)}
@@ -226,8 +226,8 @@ ROWS = {
 
 
 def test_each_kind_of_query_has_its_best_tile() -> None:
-    """One of few rows that decodes slower than one of more has no use, nor has one of many rows
-    that takes prompts slower than one of fewer."""
+    """A tile of few rows is useless if it decodes slower than one of more. So is a tile of many
+    rows that takes prompts slower than one of fewer."""
     best = {key[2]: row["tile"]["keys"] for key, row in best_tiles(ROWS).items()}
     assert best == {16: 32, 64: 64, 128: 64}
     faster = ROWS | {"c": swept(128, 64, 60.0, decoded_us=35.0)}

@@ -1,4 +1,4 @@
-"""The clock of the GPU run, on a device that is made up: it takes the time that calls say."""
+"""The clock of the GPU run, on a fake device: calls state how long they take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.gpu.world import Bench, World
 
 
 class FakeCuda:
-    """Stands for `torch.cuda`. Calls advance `now_s`, unless they are being captured."""
+    """A fake `torch.cuda`. Calls advance `now_s`, unless they are being captured."""
 
     def __init__(self) -> None:
         self.now_s, self.refusal = 0.0, ""
@@ -69,17 +69,17 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_launches_are_timed_in_a_graph(bench: Bench, cuda: FakeCuda) -> None:
-    found = time_calls(bench, [cuda.call(10e-6), cuda.call(30e-6)])
-    assert found is not None and found.samples == MOST_SAMPLES
-    assert (found.low_s, found.median_s) == pytest.approx((20e-6, 20e-6))
+    measured = time_calls(bench, [cuda.call(10e-6), cuda.call(30e-6)])
+    assert measured is not None and measured.samples == MOST_SAMPLES
+    assert (measured.low_s, measured.median_s) == pytest.approx((20e-6, 20e-6))
     cuda.refusal = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         time_calls(bench, [cuda.call(10e-6)])
 
 
 def test_long_launches_get_fewer_samples(bench: Bench, cuda: FakeCuda) -> None:
-    found = time_calls(bench, [cuda.call(0.5)])
-    assert found is not None and found.samples == FEWEST_SAMPLES
+    measured = time_calls(bench, [cuda.call(0.5)])
+    assert measured is not None and measured.samples == FEWEST_SAMPLES
     assert time_calls(bench._replace(world=World.LISTED), [cuda.call(1.0)]) is None
 
 
@@ -90,13 +90,13 @@ def test_inputs_go_round_until_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_figures_of_a_launch() -> None:
-    found = timing.Timing(2e-6, 1e-6, 3e-6, 7)
-    row = figures(found, Cost(3_000_000, 100), Ceilings(3e12, 1e15))
+    measured = timing.Timing(2e-6, 1e-6, 3e-6, 7)
+    row = figures(measured, Cost(3_000_000, 100), Ceilings(3e12, 1e15))
     assert row["median_us"] == pytest.approx(2.0) and row["limit_us"] == pytest.approx(1.0)
     assert row["fraction_of_limit"] == pytest.approx(0.5) and row["bound"] == "memory"
     assert row["tflop_per_s"] == pytest.approx(100 / 2e-6 / 1e12)
     empty = figures(None, Cost(3_000_000, 100), None)
     assert empty["status"] == "unmeasured" and empty["median_us"] is None and empty["mbytes"] == 3
     assert set(empty) - {"status"} == set(row)
-    unheld = figures(found, Cost(3_000_000, 100), None)
+    unheld = figures(measured, Cost(3_000_000, 100), None)
     assert unheld["median_us"] == row["median_us"] and unheld["fraction_of_limit"] is None

@@ -46,7 +46,7 @@ def test_ratios_are_paired_and_the_best_constant_is_found_afterwards():
     assert row["survival_error"] is None
 
 
-def test_the_error_of_what_was_foretold_is_by_depth_and_over_all_runs():
+def test_the_error_of_predictions_is_by_depth_and_over_all_runs():
     first, second = run_of(1.0), run_of(1.0)
     first.survival = np.array([[60.0, 40.0], [50.0, 20.0], [40.0, 22.0]])
     second.survival = np.array([[60.0, 40.0], [50.0, 20.0], [56.0, 22.0]])
@@ -55,7 +55,7 @@ def test_the_error_of_what_was_foretold_is_by_depth_and_over_all_runs():
 
 
 def test_what_chance_alone_makes_of_that_error():
-    """1,000 runs in which all that was foretold is right; standard error of their mean is 2 %."""
+    """In 1,000 runs all predictions are right; the standard error of their mean is 2 %."""
     rng, run = np.random.default_rng(0), run_of(1.0)
     drafted, chance = np.array([90, 60]), np.array([0.7, 0.3])
     errors = []
@@ -99,7 +99,7 @@ def test_a_loop_stays_full_and_counts_what_comes_out():
 @pytest.mark.parametrize(("way", "same"), [("coupled", True), ("rejection", False)])
 def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
     """Texts of two loops are the same where the noise alone decides them, at any k."""
-    params, found = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
+    params, texts_by_loop = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
     for lookahead in ("off", "fixed:3"):
         options = EngineOptions(lookahead=lookahead, max_num_seqs=2, max_model_len=128)
         engine, _ = load_engine(*demo_paths(), options)
@@ -116,23 +116,23 @@ def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
         engine.step = noted
         loop.start()
         loop.run(60)
-        found.append([texts[f"request-{i}"][:8] for i in range(3)])
-    assert (found[0] == found[1]) == same
-    assert found[0][0] != found[0][1]
+        texts_by_loop.append([texts[f"request-{i}"][:8] for i in range(3)])
+    assert (texts_by_loop[0] == texts_by_loop[1]) == same
+    assert texts_by_loop[0][0] != texts_by_loop[0][1]
 
 
 def test_spoilt_drafts_are_hardly_ever_accepted():
     options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
     engine, _ = load_engine(*demo_paths(), options)
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
-    found = []
+    acceptances = []
     for spoilt in (True, False):
         with spoilt_drafts() if spoilt else nullcontext():
             loop = EndlessLoop(engine, prompts, 2, 40)
             loop.start()
-            found.append(loop.run(400).speculation.acceptance)
+            acceptances.append(loop.run(400).speculation.acceptance)
             loop.stop()
-    assert found[0] < 0.25 < 0.5 < found[1], found
+    assert acceptances[0] < 0.25 < 0.5 < acceptances[1], acceptances
 
 
 def test_a_plot_is_a_picture(tmp_path):

@@ -1,4 +1,4 @@
-"""Micro-benchmarks beside a baseline: what is measured, and what is made of it."""
+"""Micro-benchmarks and their comparison with a baseline."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def test_it_runs_saves_and_compares(
 ) -> None:
     path = tmp_path / "baseline.json"
     options = ["--baseline", str(path), "--only", "survival", "--seconds", "0.05"]
-    assert _told(options + ["--save"], capsys)["ratio"] is None
+    assert _row_of(options + ["--save"], capsys)["ratio"] is None
     measured = json.loads(path.read_bytes())
     assert list(measured["quartile_us"]) == ["adaptive: survival"]
     monkeypatch.setattr(micro, "run", lambda _: measured)
-    assert _told(options, capsys)["ratio"] == 1
+    assert _row_of(options, capsys)["ratio"] == 1
 
 
-def _told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def _row_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     micro.main(argv)
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert row["benchmark"] == "adaptive: survival" and row["quartile_us"] > 0
-    found: dict[str, Any] = row
-    return found
+    parsed: dict[str, Any] = row
+    return parsed
 
 
 def test_every_room_has_one_and_the_baseline_knows_it() -> None:

@@ -1,4 +1,4 @@
-"""The peers compute the same model as ours, and a model that is another is found out."""
+"""The peers compute the same model as ours, and a different model is noticed."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
     kinds = ("--type", "bf16", "--batch", "3", "--startup", "--limits")
     peers.main(["--model", "llama-1m", *kinds, *sizes])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     present = [peer for peer in ("llama.cpp", "vllm") if importlib.util.find_spec(PACKAGE[peer])]
     names = [*present, "transformers", "transformers continuous"]
-    assert [row["system"] for row in told["agreement"]] == names
-    assert all(row["agrees"] and row["sequences"] == 4 for row in told["agreement"])
+    assert [row["system"] for row in summary["agreement"]] == names
+    assert all(row["agrees"] and row["sequences"] == 4 for row in summary["agreement"])
     telling = [name for name in ("cbatch", *names) if name in ("cbatch", "llama.cpp")]
-    assert [(row["figure"], row["system"]) for row in told["results"]] == [
+    assert [(row["figure"], row["system"]) for row in summary["results"]] == [
         *(("startup_s", name) for name in ("cbatch", *names)),
         *(("output_tokens_per_s", name) for name in ("cbatch", *names, "limits")),
         *(("decode_tokens_per_s", name) for name in (*telling, "limits")),
     ]
-    assert all(row["value"] > 0 for row in told["results"])
-    rates = [row for row in told["results"] if row["figure"] != "startup_s"]
+    assert all(row["value"] > 0 for row in summary["results"])
+    rates = [row for row in summary["results"] if row["figure"] != "startup_s"]
     assert all(row["of_limit"] > 0 for row in rates)
     assert all(row["read_gb_per_s"] > 0 for row in rates if row["figure"] == DECODE)
 
 
 def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:
-    """Rotary pairs in the other order, as a conversion would leave them that forgot to."""
+    """Rotary pairs are in the other order, as a wrong conversion would leave them."""
     wrong = tmp_path / "wrong"
     wrong.mkdir()
     (wrong / "config.json").write_bytes((model / "config.json").read_bytes())
@@ -113,23 +113,24 @@ def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
     ):
         assert file.metadata[name] == pytest.approx(fields[key])
     assert file.metadata["tokenizer.ggml.model"] == "no_vocab"
-    found = {
+    arrays = {
         name: tensor.raw.view({"F16": "<f2", "F32": "<f4"}[tensor.type.name]).reshape(tensor.shape)
         for name, tensor in file.tensors.items()
     }
     with safe_open(model / "model.safetensors", framework="np") as tensors:
-        assert len(found) == len(list(tensors.keys()))
+        assert len(arrays) == len(list(tensors.keys()))
         embedding = tensors.get_tensor("model.embed_tokens.weight")
         norm = tensors.get_tensor("model.layers.1.post_attention_layernorm.weight")
         query = tensors.get_tensor("model.layers.1.self_attn.q_proj.weight")
-    assert np.array_equal(found["token_embd.weight"], embedding.astype(np.float16))
-    assert found["blk.1.ffn_norm.weight"].dtype == np.float32
-    assert np.array_equal(found["blk.1.ffn_norm.weight"], norm)
-    _turns_alike(query.astype(np.float16), found["blk.1.attn_q.weight"], HEADS["q_proj"])
+    assert np.array_equal(arrays["token_embd.weight"], embedding.astype(np.float16))
+    assert arrays["blk.1.ffn_norm.weight"].dtype == np.float32
+    assert np.array_equal(arrays["blk.1.ffn_norm.weight"], norm)
+    _check_rotation(query.astype(np.float16), arrays["blk.1.attn_q.weight"], HEADS["q_proj"])
 
 
-def _turns_alike(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None:
-    """Rotating both, each by its own pairing, gives the same numbers in another order."""
+def _check_rotation(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None:
+    """Check that rotating both, each by its own pairing, gives the same numbers in another
+    order."""
     x = np.random.default_rng(0).normal(size=halves.shape[1])
     turns = np.exp(1j * np.linspace(0.1, 2.0, len(halves) // heads // 2))
     h, n = ((m.astype(np.float64) @ x).reshape(heads, -1) for m in (halves, neighbours))
@@ -155,15 +156,16 @@ def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
-    """The same weights as before, the closer the more bits; also of one that is quantised."""
+    """Weights are the same as before, the closer the more bits, and those of a quantised source
+    are, too."""
     build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
     settings: dict[str, Any] = {"llama": sys.executable, "threads": torch.get_num_threads()}
     eight = ModelFormats(str(tmp_path), "Q8_0", tmp_path, **settings).ours
-    wanted = _gate(eight)
+    expected = _gate(eight)
     for kind, least in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
-        found = ModelFormats(str(eight), kind, tmp_path, **settings).ours
-        assert torch.cosine_similarity(wanted, _gate(found), dim=0) > least
-        assert _gate_type(found) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
+        converted = ModelFormats(str(eight), kind, tmp_path, **settings).ours
+        assert torch.cosine_similarity(expected, _gate(converted), dim=0) > least
+        assert _gate_type(converted) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
 
 
 def _gate(path: Path) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `python -m bench.peers` takes, refuses and says, where no peer is there."""
+"""Arguments, refusals and output of `python -m bench.peers`, without any peer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path)
 
 
 class _Quantiser:
-    """In the place of llama.cpp's process."""
+    """A substitute for llama.cpp's process."""
 
     calls: list[tuple[Any, ...]] = []
 
@@ -103,7 +103,7 @@ class _Quantiser:
 def test_a_file_is_turned_into_another_type(
     model: ModelFormats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file all types are llama.cpp's, and the file stays."""
+    """llama.cpp makes all types of a file, and the file itself stays."""
     source = tmp_path / "from" / "a.gguf"
     source.parent.mkdir()
     write_gguf(model.source, source, F16)
@@ -112,8 +112,8 @@ def test_a_file_is_turned_into_another_type(
         _Quantiser.calls.clear()
         turned = ModelFormats(str(source), kind, tmp_path, llama="/l/python", threads=3)
         assert turned.name == f"a.gguf {kind}" and turned.ours == tmp_path / f"a-{kind}.gguf"
-        told = ("quantise", b"GGUF", str(turned.ours), kind, 3)
-        assert _Quantiser.calls == [("llama_cpp", "/l/python", 3), told]
+        call = ("quantise", b"GGUF", str(turned.ours), kind, 3)
+        assert _Quantiser.calls == [("llama_cpp", "/l/python", 3), call]
         assert turned.ours.read_bytes() == b"new" and source.exists()
         with pytest.raises(ValueError, match=f"type: {kind} is written by llama.cpp"):
             _ = ModelFormats(str(source), kind, tmp_path, llama=None, threads=3).ours
@@ -124,25 +124,25 @@ def test_a_file_is_turned_into_another_type(
 
 
 def test_all_compute_in_fp32_where_the_file_is_to_have_it(tmp_path: Path) -> None:
-    """As llama.cpp does, whatever the source had."""
+    """llama.cpp does so, whatever type the source has."""
     build(tmp_path, "llama")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
-    found = {
+    dtypes = {
         kind: ModelFormats(str(tmp_path), kind, tmp_path, llama=None, threads=2).dtype
         for kind in (None, "BF16", "F32")
     }
-    assert found == {None: "bfloat16", "BF16": "bfloat16", "F32": "float32"}
+    assert dtypes == {None: "bfloat16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def test_peers_are_found_where_they_are_named(model: ModelFormats) -> None:
     args = peers.parse(["--llama", "/l/python", "--vllm", "/v/python", "--threads", "3"])
-    found = choices(model, args, Sizes(8, 128, 1024))
-    named = {choice.name: choice for choice in found}
+    chosen = choices(model, args, Sizes(8, 128, 1024))
+    named = {choice.name: choice for choice in chosen}
     assert list(named) == ["cbatch", "llama.cpp", "vllm", "transformers", "transformers continuous"]
     assert named["llama.cpp"].python == "/l/python" and named["vllm"].python == "/v/python"
-    assert {choice.threads for choice in found} == {3}
-    for choice in found:
+    assert {choice.threads for choice in chosen} == {3}
+    for choice in chosen:
         assert choice.settings.get("threads", 3) == 3
     assert named["vllm"].settings["model"] == str(model.source)
     assert named["llama.cpp"].settings["model"].endswith("llama-1m-F32.gguf")
@@ -156,9 +156,9 @@ def test_peers_are_found_where_they_are_named(model: ModelFormats) -> None:
 def test_rows_are_medians_and_ratios_within_a_turn() -> None:
     systems = [_named(name) for name in ("cbatch", "llama.cpp", "vllm")]
     values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
-    ours, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
-    assert (ours["value"], ours["least"], ours["most"]) == (20.0, 10.0, 60.0)
-    assert (ours["to_peer"], ours["to_least"], ours["to_most"]) == (1.5, 1.0, 2.0)
+    own, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
+    assert (own["value"], own["least"], own["most"]) == (20.0, 10.0, 60.0)
+    assert (own["to_peer"], own["to_least"], own["to_most"]) == (1.5, 1.0, 2.0)
     assert (llama["to_peer"], llama["ours_to_it"]) == (1.0, 1.5)
     assert (vllm["to_peer"], vllm["ours_to_it"]) == (0.25, 5.0)
     (alone,) = rows_of("m", STARTUP, 0, systems[:1], values[:1])
@@ -180,17 +180,17 @@ def test_a_table_has_what_its_rows_have() -> None:
 
 def test_our_log_probabilities_are_those_of_the_model(model: ModelFormats) -> None:
     prompts = make_prompts(model.source, 20, 2, real=False)
-    found = started(model=str(model.source)).logprobs(prompts)
+    logprobs = started(model=str(model.source)).logprobs(prompts)
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model.source, dtype=torch.float32).eval()
     ids = torch.tensor(prompts)
     with torch.inference_mode():
-        wanted = peer(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert np.allclose(found, wanted.numpy(), atol=1e-4)
+        expected = peer(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert np.allclose(logprobs, expected.numpy(), atol=1e-4)
 
 
-def test_our_steps_are_told_without_the_first(model: ModelFormats) -> None:
+def test_our_steps_are_reported_without_the_first(model: ModelFormats) -> None:
     prompts = make_prompts(model.source, 12, 3, real=False)
     run = started(model=str(model.source)).run(prompts, 6)
     assert run["outputs"] == build_transformers(model.source, "float32").run(prompts, 6).outputs
@@ -200,11 +200,11 @@ def test_our_steps_are_told_without_the_first(model: ModelFormats) -> None:
 def test_perplexity_and_the_distance_to_the_first() -> None:
     one = np.log(np.array([[0.5, 0.5], [0.25, 0.25]]))
     other = one - np.array([[0.1], [0.3]])
-    ours, theirs = perplexity.rows_of("m", [("cbatch", one), ("llama.cpp", other)])
-    assert ours["perplexity"] == pytest.approx(math.sqrt(8), abs=1e-3) and ours["tokens"] == 4
-    assert ours["more_nats"] == 0.0
-    assert theirs["more_nats"] == pytest.approx(0.2)
-    assert theirs["ci95"] == pytest.approx(12.706 * 0.1, abs=1e-3)
+    own, other_row = perplexity.rows_of("m", [("cbatch", one), ("llama.cpp", other)])
+    assert own["perplexity"] == pytest.approx(math.sqrt(8), abs=1e-3) and own["tokens"] == 4
+    assert own["more_nats"] == 0.0
+    assert other_row["more_nats"] == pytest.approx(0.2)
+    assert other_row["ci95"] == pytest.approx(12.706 * 0.1, abs=1e-3)
     assert perplexity.rows_of("m", [("cbatch", one[:1])])[0]["ci95"] is None
 
 
@@ -212,9 +212,11 @@ def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: ModelFormats) -
     text = tmp_path / "text"
     text.write_text("for i in range(10):\n    print(i)\n" * 200)
     demo = ModelFormats("demo", None, tmp_path, llama=None, threads=2)
-    found = perplexity.windows(demo, text)
-    assert demo.tokenizer is not None and {len(ids) for ids in found} == {perplexity.WINDOW_TOKENS}
-    flat = [token for ids in found for token in ids]
+    windows = perplexity.windows(demo, text)
+    assert demo.tokenizer is not None and {len(ids) for ids in windows} == {
+        perplexity.WINDOW_TOKENS
+    }
+    flat = [token for ids in windows for token in ids]
     whole = list(demo.tokenizer.encode(text.read_text()))
     assert flat == whole[: len(flat)] and len(whole) - len(flat) < perplexity.WINDOW_TOKENS
     text.write_text("short")
@@ -233,12 +235,12 @@ def test_a_worker_that_dies_says_why() -> None:
 
 
 def loops() -> int:
-    found = subprocess.run(["pgrep", "-fc", "getppid.. == parent"], capture_output=True)
-    return int(found.stdout)
+    process = subprocess.run(["pgrep", "-fc", "getppid.. == parent"], capture_output=True)
+    return int(process.stdout)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs processors to be named")
-def test_all_that_is_timed_runs_on_these_processors_beside_the_loops(
+def test_all_that_is_timed_runs_on_these_processors_together_with_the_loops(
     model: ModelFormats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = os.sched_getaffinity(0)
@@ -247,10 +249,10 @@ def test_all_that_is_timed_runs_on_these_processors_beside_the_loops(
 
     def see(what: str) -> None:
         tell = "import os; print(*os.sched_getaffinity(0))"
-        told = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True)
-        seen.append((what, set(map(int, told.stdout.split())), loops() - before))
+        process = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True)
+        seen.append((what, set(map(int, process.stdout.split())), loops() - before))
 
-    def starting(found: list[Entrant]) -> AbstractContextManager[list[System]]:
+    def starting(entrants: list[Entrant]) -> AbstractContextManager[list[System]]:
         see("start")
         return nullcontext([])
 

@@ -65,9 +65,9 @@ def test_the_scaling_of_llama_3(tmp_path: Path) -> None:
     file, directory = written(tmp_path, F32, "llama", "default", rope_parameters=long)
     one, other = open_checkpoint(file).config, open_checkpoint(directory).config
     assert one.rope.divisors and other.rope.type == "llama3" and not other.rope.divisors
-    found, wanted = (inverse_frequencies(c.rope, c.head_dim) for c in (one, other))
-    assert torch.allclose(found, wanted, rtol=1e-5)
-    assert not torch.allclose(found, inverse_frequencies(RopeConfig(theta=5e5), one.head_dim))
+    frequencies, expected = (inverse_frequencies(c.rope, c.head_dim) for c in (one, other))
+    assert torch.allclose(frequencies, expected, rtol=1e-5)
+    assert not torch.allclose(frequencies, inverse_frequencies(RopeConfig(theta=5e5), one.head_dim))
 
 
 def test_other_factors_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What the machine allows is measured beside the systems, and told as a share."""
+"""The limits of the machine are measured together with the systems, which are reported as a share
+of them."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
     monkeypatch.setattr(limits_worker, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(limits_worker, "WIDTH", 16)
     threads = torch.get_num_threads()
-    found = limits_worker.MachineLimits(1 << 14, 10.0, 100.0, 512.0, threads=threads)
-    assert all(step > 0 for step in found.run([[1]], 3)["steps_s"])
+    limits = limits_worker.MachineLimits(1 << 14, 10.0, 100.0, 512.0, threads=threads)
+    assert all(step > 0 for step in limits.run([[1]], 3)["steps_s"])
     done: list[Any] = []
 
     def best_s(do: Any) -> float:
@@ -41,10 +42,10 @@ def test_limits_take_as_long_as_reading_and_multiplying(monkeypatch: pytest.Monk
         return 2.0
 
     monkeypatch.setattr(limits_worker, "best_s", best_s)
-    run = found.run([[1, 2, 3]] * 2, 4)
+    run = limits.run([[1, 2, 3]] * 2, 4)
     assert run["outputs"] == [[0] * 4] * 2
     assert run["steps_s"] == [0.5] * 3, "a quarter of what is read in two seconds"
-    crowd = found.run([[1]] * 10, 3)
+    crowd = limits.run([[1]] * 10, 3)
     assert crowd["steps_s"] == [1.25] * 2, "ten rows of an eighth of a second each"
     reading_prompts_s = 2 * (3 * 10.0 + 100.0) / (2 * 16**3 / 2.0)
     assert run["seconds"] == pytest.approx(1.5 + reading_prompts_s)
@@ -60,7 +61,7 @@ def test_best_is_the_least_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_and_products_are_those_of_the_matrices(tmp_path: Path, tied: bool) -> None:
-    """Of an embedding that is no head rows are looked up: it is not read."""
+    """Rows of an embedding that is no head are looked up: it is not read."""
     source = tmp_path / "source"
     reference = build(source, "llama", tie_word_embeddings=tied)
     matrices = {
@@ -90,12 +91,12 @@ def test_bytes_and_products_are_those_of_the_matrices(tmp_path: Path, tied: bool
 
 
 def test_limits_are_no_peer_and_what_others_are_a_share_of() -> None:
-    ours, limit = _system("cbatch"), _system("limits")
-    rows = rows_of("m", OUTPUT, 8, [ours, limit], [[20.0, 30.0], [40.0, 40.0]])
+    own, limit = _system("cbatch"), _system("limits")
+    rows = rows_of("m", OUTPUT, 8, [own, limit], [[20.0, 30.0], [40.0, 40.0]])
     assert [row["of_limit"] for row in rows] == [0.625, 1.0]
     assert [row["to_peer"] for row in rows] == [None, None]
     values = [[20.0, 30.0], [10.0, 10.0], [40.0, 40.0]]
-    _, llama, _ = rows = rows_of("m", OUTPUT, 8, [ours, _system("llama.cpp"), limit], values)
+    _, llama, _ = rows = rows_of("m", OUTPUT, 8, [own, _system("llama.cpp"), limit], values)
     assert [row["of_limit"] for row in rows] == [0.625, 0.25, 1.0]
     assert llama["to_peer"] == 1.0 and rows[0]["to_peer"] == 2.5
 
@@ -104,8 +105,8 @@ def _system(name: str, run: EngineRun | None = None) -> System:
     return System(name, "off", lambda prompts, _: run or pytest.fail("nothing is run"))
 
 
-def test_decoding_is_told_of_those_that_tell_their_steps(model: ModelFormats) -> None:
-    """Without the first token of each prompt, and without the time until it was there."""
+def test_decoding_is_reported_for_systems_that_report_their_steps(model: ModelFormats) -> None:
+    """The first token of each prompt does not count, nor the time until it."""
     outputs = [[1, 2, 3]] * 4
     systems = [
         _system("cbatch", EngineRun(9.0, outputs, steps_s=[0.5, 1.5])),
@@ -124,7 +125,7 @@ def test_decoding_is_told_of_those_that_tell_their_steps(model: ModelFormats) ->
     assert [row["step_p99_to_median"] for row in whole] == [1.5, None, None]
 
 
-def test_prefill_tells_what_was_multiplied(model: ModelFormats) -> None:
+def test_prefill_reports_its_multiplications(model: ModelFormats) -> None:
     args = argparse.Namespace(repeats=1)
     outputs = [[1]] * figures.PREFILL_PROMPTS
     systems = [_system(name, EngineRun(s, outputs)) for name, s in (("cbatch", 4.0), ("limits", 1))]

@@ -1,4 +1,4 @@
-"""The plot of the README: what it says of the default holds, and it can be drawn."""
+"""The plot of the README: its statements about the default are true, and it can be drawn."""
 
 from __future__ import annotations
 

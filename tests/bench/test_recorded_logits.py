@@ -1,4 +1,4 @@
-"""Recorded logits: peaked as a model's are, in any vocabulary."""
+"""Recorded logits: peaked like a model's, in any vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.gpu.recorded_logits import ROWS, VOCAB, load, profiles, record, recor
 
 
 def nuclei(logits: Tensor) -> Tensor:
-    """Tokens that temperature 0.8 and top_p 0.9 keep, of each row, ascending."""
+    """Return the tokens that temperature 0.8 and top_p 0.9 keep, for each row, ascending."""
     probs = (logits.double() / 0.8).softmax(-1).sort(-1, descending=True).values
     return ((probs.cumsum(-1) < 0.9).sum(-1) + 1).sort().values
 
@@ -32,12 +32,12 @@ def test_a_vocabulary_keeps_the_head_and_stretches_the_tail(vocab: int) -> None:
 
 
 def test_rows_are_permutations_of_profiles() -> None:
-    found = recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3)
-    wanted = torch.from_numpy(profiles(4096))
-    assert torch.equal(found[:ROWS].sort(descending=True).values, wanted)
-    assert torch.equal(found[ROWS:].sort(descending=True).values, wanted[:2])
-    assert not torch.equal(found[0], found[ROWS]), "each row has its own order"
-    assert torch.equal(found, recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3))
+    logits = recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3)
+    expected = torch.from_numpy(profiles(4096))
+    assert torch.equal(logits[:ROWS].sort(descending=True).values, expected)
+    assert torch.equal(logits[ROWS:].sort(descending=True).values, expected[:2])
+    assert not torch.equal(logits[0], logits[ROWS]), "each row has its own order"
+    assert torch.equal(logits, recorded_logits(ROWS + 2, 4096, dtype=torch.float32, seed=3))
     assert recorded_logits(1, 4096).dtype == torch.bfloat16
 
 

@@ -1,4 +1,5 @@
-"""The simulator's speed, and its comparison with engines, on engines whose steps take no time."""
+"""The simulator's speed, and its comparison with engines, here with engines whose steps take no
+time."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def requests(count: int, gap_s: float) -> list[TraceRequest]:
 
 
 def slower(run: ReplayedRun, factor: float) -> ReplayedRun:
-    """All times are `factor` times as long; arrivals too, so that throughput follows."""
+    """Make all times `factor` times as long; arrivals too, so that throughput follows."""
     names = ("arrival_s", "ttft_s", "tpot_s", "e2e_s")
     return ReplayedRun(
         [
@@ -74,11 +75,11 @@ def slower(run: ReplayedRun, factor: float) -> ReplayedRun:
     )
 
 
-def rows_of(found: compare.Comparison, folder: Path, capsys: Any) -> list[dict[str, Any]]:
-    """What the command says of runs that were kept."""
+def rows_of(comparison: compare.Comparison, folder: Path, capsys: Any) -> list[dict[str, Any]]:
+    """Return the command's rows for kept runs."""
     kept = folder / "runs.json"
-    kept.write_bytes(msgspec.json.encode(found))
-    compare.main([found.kind, "--runs", str(kept)])
+    kept.write_bytes(msgspec.json.encode(comparison))
+    compare.main([comparison.kind, "--runs", str(kept)])
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     return rows
 
@@ -116,15 +117,15 @@ def test_fates_are_read_off_outputs(steps: list[Output], fates: list[int]) -> No
 
 def test_recorded_fates_are_those_of_the_drafts() -> None:
     """The scripted acceptance is a coin by position."""
-    found = real.record_fates(engine("fixed:8"), PROMPTS)
-    assert len(found) == len(PROMPTS) and {len(f) for f in found} == {real.FATE_TOKENS}
+    recorded = real.record_fates(engine("fixed:8"), PROMPTS)
+    assert len(recorded) == len(PROMPTS) and {len(f) for f in recorded} == {real.FATE_TOKENS}
     model = ModelledAcceptance(0.7)
     same = [
         model.num_accepted(str(i), 0, 0, len(PROMPTS[i]) + at, 1) == fates[at]
-        for i, fates in enumerate(found)
+        for i, fates in enumerate(recorded)
         for at in range(1, 64)
     ]
-    assert np.mean(same) > 0.98 and 0.5 < np.mean(found) < 0.9
+    assert np.mean(same) > 0.98 and 0.5 < np.mean(recorded) < 0.9
 
 
 def test_served_counts_from_the_scheduled_arrival() -> None:
@@ -137,14 +138,15 @@ def test_served_counts_from_the_scheduled_arrival() -> None:
 def test_what_was_measured_is_predicted_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that went as the simulator says has no error; one twice as slow is out of bounds."""
-    found = compare.Comparison("engine", 1, COST, [[1, 0, 1]], None, [])
+    """A run that went as the simulator predicts has no error; one twice as slow is out of
+    bounds."""
+    comparison = compare.Comparison("engine", 1, COST, [[1, 0, 1]], None, [])
     for policy, factors in (("off", (1.0, 1.0, 1.0)), ("fixed:4", (2.0, 2.2))):
         case = compare.Case(policy, "round-robin", 0.4, requests(20, 0.02))
-        _, run = found.simulated_replicas(()).replay(OpenLoop(case.requests), policy)
+        _, run = comparison.simulated_replicas(()).replay(OpenLoop(case.requests), policy)
         case.runs = [slower(run, factor) for factor in factors]
-        found.cases.append(case)
-    rows = rows_of(found, tmp_path, capsys)
+        comparison.cases.append(case)
+    rows = rows_of(comparison, tmp_path, capsys)
     assert len(rows) == 10
     for row in rows:
         if row["lookahead"] == "off":
@@ -168,7 +170,7 @@ def test_loads_are_shares_of_what_a_policy_serves() -> None:
 
 
 def test_every_batch_is_measured_as_often_as_any_other() -> None:
-    """However many turns there were: a pass that was begun is finished."""
+    """This holds for any number of turns: a pass that has begun is finished."""
     served = engine("fixed:4")
     fitted, held_out = designed(served.scheduler.config)
     calibrating = compare.Calibrating(served, INFO)

@@ -1,5 +1,5 @@
-"""The engine's section at tiny size: kernels of a decoder replaced by their references, graphs by
-what replays as they do."""
+"""The engine's section at tiny size: kernels of a decoder are replaced by references, graphs by a
+device that replays calls."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
     light.without_overflow_checks(monkeypatch)
     light.use_references(monkeypatch)
     light.use_reference_verdicts(monkeypatch)
-    found = ReplayingDevice()
-    monkeypatch.setattr(executor_module, "device_for", lambda _: found)
+    replaying = ReplayingDevice()
+    monkeypatch.setattr(executor_module, "device_for", lambda _: replaying)
     engine.script_verdicts.cache_clear()
-    yield found
+    yield replaying
     engine.script_verdicts.cache_clear()
 
 
@@ -55,7 +55,7 @@ def test_every_policy_is_measured_and_no_capture_is_priced(
         for cell, row in zip(engine.cells(bench), rows, strict=True)
         if cell.labels["what"] == engine.STEPS
     }
-    drafting.pop("adaptive")  # the clock tells it what to do
+    drafting.pop("adaptive")  # measured durations decide in it
     assert drafting == {"off": False, "fixed:4": True}
     ((prices, captured, new),) = priced
     assert captured > 20 and not new and prices.target_s

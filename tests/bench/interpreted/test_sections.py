@@ -1,4 +1,4 @@
-"""Sections at tiny size: what runs on a GPU runs here, but for the clock."""
+"""Sections at tiny size: everything that runs on a GPU runs here, except the clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def rows(section: Any, bench: Bench, only: str = "") -> dict[str, Row]:
-    """Of the cells whose key begins with `only`."""
+    """Return the rows of the cells whose key begins with `only`."""
     cells = [cell for cell in section.cells(bench) if cell.key.startswith(only)]
     journal = Journal(bench.out / "section.jsonl")
     run_cells(cells, journal, DeviceTurns(bench.out))
@@ -33,12 +33,14 @@ def rows(section: Any, bench: Bench, only: str = "") -> dict[str, Row]:
 
 
 def test_every_kernel_is_launched_and_none_is_timed(bench: Bench) -> None:
-    found = rows(kernels, bench)
-    ours = [row for row in found.values() if row.get("implementation") == kernels.OURS]
-    assert {row["status"] for row in ours} == {"unmeasured"}
-    assert all(row["median_us"] is None and row["mbytes"] > 0 for row in ours)
-    assert {row["kernel"] for row in ours} > {"attention", "verify rejection", "sample", "product"}
-    peers = [row["status"] for row in found.values() if row.get("implementation") != kernels.OURS]
+    all_rows = rows(kernels, bench)
+    own = [row for row in all_rows.values() if row.get("implementation") == kernels.OURS]
+    assert {row["status"] for row in own} == {"unmeasured"}
+    assert all(row["median_us"] is None and row["mbytes"] > 0 for row in own)
+    assert {row["kernel"] for row in own} > {"attention", "verify rejection", "sample", "product"}
+    peers = [
+        row["status"] for row in all_rows.values() if row.get("implementation") != kernels.OURS
+    ]
     assert peers and all(status.startswith(("unmeasured", "skipped")) for status in peers)
     swept = rows(sweep, bench._replace(out=bench.out / "sweep"))
     assert [row["median_us"] for row in swept.values()] == [{"3q1s20": None}]
@@ -60,5 +62,5 @@ def test_a_kernel_that_computes_something_else_is_not_timed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "MOST_ERROR", 1e-9)
-    found = rows(kernels, bench, "attention 3q1s20 cbatch")
-    assert [row["status"].split(":")[1] for row in found.values()] == [" ArithmeticError"]
+    failed = rows(kernels, bench, "attention 3q1s20 cbatch")
+    assert [row["status"].split(":")[1] for row in failed.values()] == [" ArithmeticError"]

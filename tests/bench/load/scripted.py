@@ -1,4 +1,4 @@
-"""A server that answers as a test tells it to, on a real socket, in a thread of its own."""
+"""A server that answers by a test's script, on a real socket, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Exchange:
         await self.send(STREAM_HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
 
     async def event(self, data: bytes) -> None:
-        """As a chunk of HTTP; what is empty ends the answer."""
+        """Send an event as a chunk of HTTP; an empty one ends the answer."""
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def whole(self, body: bytes, status: str = "200 OK", length: int | None = None) -> None:
@@ -110,16 +110,16 @@ def scripted(script: Script) -> Iterator[Scripted]:
 
 
 def chunk(text: str, tokens: int | None, *, reason: str | None = None, prompt: int = 5) -> bytes:
-    """An event of a completion; `tokens` is the usage so far."""
-    told: dict[str, Any] = {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
+    """Return an event of a completion; `tokens` is the usage so far."""
+    data: dict[str, Any] = {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
     if tokens is not None:
-        told["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens}
-    return b"data: " + json.dumps(told).encode() + b"\n\n"
+        data["usage"] = {"prompt_tokens": prompt, "completion_tokens": tokens}
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 def usage(tokens: int, prompt: int = 5) -> bytes:
-    told = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}}
-    return b"data: " + json.dumps(told).encode() + b"\n\n"
+    data = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}}
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 async def answer_well(exchange: Exchange, tokens: int = 3) -> None:
@@ -140,7 +140,7 @@ def plan(
     timeout_s: float = 30.0,
     **more: Any,
 ) -> PartPlan:
-    """`count` calls of a closed loop, or calls at those times."""
+    """Return a plan of `count` calls of a closed loop, or of calls at given times."""
     times_s = [0.0] * count if arrivals_s is None else arrivals_s
     requests = [TraceRequest(arrival_s=at, prompt_tokens=5, output_tokens=3) for at in times_s]
     items = (Item(prompt="x"),)

@@ -1,4 +1,4 @@
-"""Answers, in whatever pieces they come."""
+"""Answers, in any pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WELL = (
 
 
 def read(pieces: list[bytes], *, keep_text: bool = True) -> tuple[TimedCall, AnswerReader]:
-    """Piece i comes at i seconds."""
+    """Read pieces; piece i comes at i seconds."""
     call = TimedCall(0, 0.0, 0, 6)
     reader = AnswerReader(call, LiveTally(), streamed=True, keep_text=keep_text)
     reader.begin(200)
@@ -57,12 +57,12 @@ def test_pieces_do_not_matter(line_end: bytes) -> None:
 def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
     pieces = [chunk("", 0), chunk("a", 1), chunk("", 2), chunk("b", 3, reason="stop"), DONE]
     call, _ = read(pieces)
-    # What the third chunk tells is a token without text yet: it came then.
+    # The third chunk's usage counts a token without text yet: it came at that time.
     assert call.chunk_s.tolist() == [1.0, 2.0, 3.0] and call.first_s == 1.0
     assert call.tokens_by_read() == [1, 1, 1] and call.counted_by == "per chunk usage"
 
 
-def test_tokens_that_nobody_counts_one_by_one_are_spread() -> None:
+def test_tokens_that_are_not_counted_one_by_one_are_spread() -> None:
     pieces = [chunk("a", None), chunk("b", None), chunk("c", None, reason="stop"), usage(8), DONE]
     call, _ = read(pieces)
     assert call.counted_by == "usage" and call.tokens_by_read() == [2, 3, 3]
@@ -111,7 +111,8 @@ def test_a_200_alone_is_no_success(pieces: list[bytes], failure: Failure) -> Non
     assert caught.value.failure is failure
 
 
-# What each file says: text, prompt and output tokens, how they were counted, chunks with output.
+# The content of each file: text, prompt and output tokens, how they were counted, chunks with
+# output.
 STREAMS = {
     "openai-chat": ("Rivers run south.", 9, 3, "usage", 3),
     "openai-refusal": ("I cannot do that.", 9, 6, "usage", 2),
@@ -136,7 +137,7 @@ FOLDER = Path(__file__).parent / "streams"
 
 
 def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, int]:
-    """What is read of it, cut into pieces at these places."""
+    """Return the values read from it, cut into pieces at these places."""
     edges = [0, *cuts, len(raw)]
     pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
     call = TimedCall(0, 0.0, 5, 6)
@@ -155,8 +156,8 @@ def test_every_stream_is_tested() -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams_of_other_servers(name: str) -> None:
-    """In whatever pieces, with every line end, with a byte order mark, without the last blank
-    line, and with heartbeats and unknown fields between the events."""
+    """The stream comes in any pieces, with every line end, with a byte order mark, and without the
+    last blank line. Heartbeats and unknown fields are between its events."""
     raw = (FOLDER / f"{name}.txt").read_bytes()
     expected = STREAMS[name]
     assert summary(raw) == expected

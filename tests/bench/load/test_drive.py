@@ -1,4 +1,4 @@
-"""Runs in real time. Nothing here depends on how fast the machine is."""
+"""Runs in real time. No test here depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.bench.load.scripted import (
     scripted,
 )
 
-STALL_S, EVERY_S = 0.3, 0.75  # a stall of so long at the end of every period
+STALL_S, EVERY_S = 0.3, 0.75  # duration of a stall, and the period at whose end it is
 PERIODS = 2
 
 
 def stalling(began: list[float], ends: list[tuple[float, float]]) -> Script:
-    """A server that answers at once, but nothing at all in its stalls."""
+    """A server that answers at once, except in its stalls."""
 
     async def script(exchange: Exchange) -> None:
         now_s = time.monotonic()
@@ -49,9 +49,12 @@ def stalling(began: list[float], ends: list[tuple[float, float]]) -> Script:
 
 
 def test_an_open_loop_sees_stalls_that_a_closed_one_hides() -> None:
-    """Requests due in a stall wait for its end, each from its own time; an open loop has them all,
-    so that the share of slow ones is that of the stalls. A client that waits for its answers sends
-    one request into each, however long it is: it would report the p99 of a server without any."""
+    """Requests due in a stall wait for its end, each from its own time. An open loop has them all,
+    so the share of slow ones is that of the stalls.
+
+    A client that waits for its answers sends one request into each stall, however long it is: it
+    would report the p99 of a server without stalls.
+    """
     rate_per_s = 200
     times_s = [i / rate_per_s for i in range(int(PERIODS * EVERY_S * rate_per_s))]
     began: list[float] = []
@@ -72,7 +75,7 @@ def test_an_open_loop_sees_stalls_that_a_closed_one_hides() -> None:
     assert report.e2e_s.p99 is not None
     expected = float(np.percentile([0.0] * (len(calls) - len(waits)) + waits, 99))
     assert report.e2e_s.p99 > expected - 0.1
-    # A client that blocks would send what is due in a stall after it, and start its clock then.
+    # A client that blocks would send requests due in a stall after it, and start its clock then.
     assert float(np.percentile(blocking_clock(calls), 99)) < expected - 0.1
 
     began, ends = [], []
@@ -83,22 +86,23 @@ def test_an_open_loop_sees_stalls_that_a_closed_one_hides() -> None:
 
 
 def blocking_clock(calls: list[TimedCall]) -> list[float]:
-    """The latencies that a client of one call at a time would have told of the same answers."""
-    found, free_s = [], 0.0
+    """Return the latencies that a client of one call at a time would have measured for the same
+    answers."""
+    latencies_s, free_s = [], 0.0
     for call in calls:
-        found.append(max(call.end_s - max(call.scheduled_s, free_s), 0.0))
+        latencies_s.append(max(call.end_s - max(call.scheduled_s, free_s), 0.0))
         free_s = max(free_s, call.end_s)
-    return found
+    return latencies_s
 
 
 def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of the client is held up in the middle of a run: what was due then is sent late, and
-    its latency is told from when it was due."""
-    prepare, held = Bodies.prepare, 0.2
+    """The client's loop is blocked in the middle of a run: requests due then are sent late, and
+    their latencies count from when they were due."""
+    prepare, held_s = Bodies.prepare, 0.2
 
     def late(self: Bodies, index: int, request: TraceRequest) -> Any:
         if index == 5:
-            time.sleep(held)
+            time.sleep(held_s)
         return prepare(self, index, request)
 
     monkeypatch.setattr(Bodies, "prepare", late)
@@ -106,8 +110,8 @@ def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> N
         calls = calls_of(plan(server.endpoint, arrivals_s=[0.01 * i for i in range(20)]))
     part = driving.Part(calls, 0, False, 0.1, 1.0, [0.0])
     report = measure([LoadRun([part], open_loop=True)], settings={})
-    assert max(call.sent_s - call.scheduled_s for call in calls) >= held
-    assert report.e2e_s.max is not None and report.e2e_s.max >= held
+    assert max(call.sent_s - call.scheduled_s for call in calls) >= held_s
+    assert report.e2e_s.max is not None and report.e2e_s.max >= held_s
     for call in calls:
         late_s = call.sent_s - call.scheduled_s
         assert call.e2e_s - (call.end_s - call.sent_s) == pytest.approx(late_s)
@@ -115,7 +119,7 @@ def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_token_comes_before_it_is_due() -> None:
-    """Of a server whose tokens come at set times."""
+    """The server sends its tokens at set times."""
     first_s, gap_s, tokens = 0.1, 0.02, 6
 
     async def script(exchange: Exchange) -> None:
@@ -123,7 +127,7 @@ def test_no_token_comes_before_it_is_due() -> None:
         await exchange.begin()
         for count in range(1, tokens + 1):
             await asyncio.sleep(due_s - time.monotonic())
-            while time.monotonic() < due_s:  # a timer may ring early
+            while time.monotonic() < due_s:  # a timer may fire early
                 pass
             await exchange.event(chunk("a", count, reason="length" if count == tokens else None))
             due_s += gap_s
@@ -157,14 +161,14 @@ def test_turns_of_a_conversation_go_on_from_what_was_said() -> None:
             sizes: Any = {"requests": tuple(turns), "indices": (0, 1, 2), "total": 3}
             made = driving.PartPlan(endpoint=server.endpoint, bodies=bodies, **sizes)
             assert [call.error for call in calls_of(made)] == [None] * 3
-            told = server.bodies
+            received = server.bodies
         if chat:
-            roles = [message["role"] for message in told[2]["messages"]]
+            roles = [message["role"] for message in received[2]["messages"]]
             assert roles == ["user", "assistant", "user", "assistant", "user"]
-            assert told[2]["messages"][:3] == told[1]["messages"]
-            assert told[2]["messages"][3]["content"] == "aaa"
+            assert received[2]["messages"][:3] == received[1]["messages"]
+            assert received[2]["messages"][3]["content"] == "aaa"
         else:
-            prompts = [body["prompt"] for body in told]
+            prompts = [body["prompt"] for body in received]
             assert prompts[1].startswith(prompts[0] + "aaa")
             assert prompts[2].startswith(prompts[1] + "aaa")
             # 5 tokens more than before, less the 3 of the answer: the new message

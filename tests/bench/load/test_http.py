@@ -1,4 +1,4 @@
-"""Calls over real sockets: what ends well, what does not, and what that is called."""
+"""Calls over real sockets: good ends, bad ends, and their names."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_endings_have_their_names(script: Script, label: str | None, more: Any) 
         assert call.error is not None and "busy" in call.error.detail
 
 
-def test_a_port_where_nobody_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     (call,) = calls_of(plan(Endpoint("127.0.0.1", port, False, "")))

@@ -1,4 +1,4 @@
-"""Figures recounted by hand from random calls, and read by the simulator's own reader."""
+"""Figures recounted from random calls, and read by the simulator's own reader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OBJECTIVES = Objectives(ttft_s=0.6, tpot_s=0.2)
 
 
 def recount(calls: list[TimedCall], report: Measured) -> None:
-    """The definitions of `sim.report.report`, written out naively."""
+    """Compute the figures of `sim.report.report` naively, by their definitions."""
     good = [call for call in calls if call.error is None]
     end_s = max(call.chunk_s[-1] for call in good)
     duration_s = end_s - min(call.scheduled_s for call in calls)
@@ -52,24 +52,24 @@ def recount(calls: list[TimedCall], report: Measured) -> None:
     for call in good:
         count = sum(call.chunk_tokens)
         ttft.append(call.chunk_s[0] - call.scheduled_s)
-        each = None
+        mean_gap_s = None
         if count > 1:
-            each = (call.chunk_s[-1] - call.chunk_s[0]) / (count - 1)
-            tpot.append(each)
+            mean_gap_s = (call.chunk_s[-1] - call.chunk_s[0]) / (count - 1)
+            tpot.append(mean_gap_s)
         for at in range(1, len(call.chunk_s)):
             gap_s, came = call.chunk_s[at] - call.chunk_s[at - 1], call.chunk_tokens[at]
             gaps.append(gap_s)
             itl += [gap_s / came] * came
-        met += ttft[-1] <= 0.6 and (each is None or each <= 0.2)
+        met += ttft[-1] <= 0.6 and (mean_gap_s is None or mean_gap_s <= 0.2)
     assert report.requests == len(good) and report.sent == len(calls)
     assert report.duration_s == pytest.approx(duration_s)
     assert report.output_tokens_per_s == pytest.approx(tokens / duration_s)
     for name, values in (("ttft_s", ttft), ("tpot_s", tpot), ("itl_s", itl), ("chunk_gap_s", gaps)):
         spread = getattr(report, name)
         assert spread.count == len(values), name
-        found = [spread.mean, spread.p50, spread.p90, spread.p99]
+        actual = [spread.mean, spread.p50, spread.p90, spread.p99]
         expected = [np.mean(values), *np.percentile(values, (50, 90, 99))]
-        assert found == pytest.approx(expected), name
+        assert actual == pytest.approx(expected), name
     assert report.goodput is not None
     assert (report.goodput.requests, report.goodput.share) == (met, met / len(calls))
 
@@ -102,11 +102,13 @@ def test_records_are_the_simulator_s() -> None:
     calls = make_calls(5)
     lines = [msgspec.json.encode(record) for record in records([run_of(calls)])]
     good = [line for line in lines if b'"error"' not in line]
-    found = {record.index: record for record in (msgspec.json.decode(r, type=Record) for r in good)}
-    assert sorted(found) == [call.index for call in calls if call.error is None]
+    by_index = {
+        record.index: record for record in (msgspec.json.decode(r, type=Record) for r in good)
+    }
+    assert sorted(by_index) == [call.index for call in calls if call.error is None]
     for call in calls:
         if call.error is None:
-            record = found[call.index]
+            record = by_index[call.index]
             assert (record.ttft_s, record.output_tokens) == (call.ttft_s, call.output_tokens)
     failed = [msgspec.json.decode(line, type=FailedRecord) for line in lines if line not in good]
     assert len(failed) + len(good) == len(calls)
@@ -125,21 +127,21 @@ def test_errors_and_refusals() -> None:
 def test_repeats_are_pooled_and_have_an_interval() -> None:
     runs = [run_of(make_calls(seed, failing=0)) for seed in range(5)]
     report = measure(runs, settings={})
-    each = [measure([run], settings={}) for run in runs]
-    rates = np.array([one.output_tokens_per_s for one in each])
-    found = report.confidence["output_tokens_per_s"]
+    reports = [measure([run], settings={}) for run in runs]
+    rates = np.array([one.output_tokens_per_s for one in reports])
+    interval = report.confidence["output_tokens_per_s"]
     half = 2.776 * rates.std(ddof=1) / 5**0.5
-    assert (found.mean, found.low, found.high) == pytest.approx(
+    assert (interval.mean, interval.low, interval.high) == pytest.approx(
         (rates.mean(), rates.mean() - half, rates.mean() + half)
     )
-    assert report.duration_s == pytest.approx(sum(one.duration_s for one in each))
-    assert report.ttft_s.count == sum(one.ttft_s.count for one in each)
+    assert report.duration_s == pytest.approx(sum(one.duration_s for one in reports))
+    assert report.ttft_s.count == sum(one.ttft_s.count for one in reports)
 
 
 def steady_calls(
     rate_per_s: float, served_per_s: float, *, span_s: float = 20.0
 ) -> list[TimedCall]:
-    """A queue with one server, deterministic."""
+    """Return calls of a queue with one server, deterministic."""
     calls, free_s = [], 0.0
     for index in range(int(rate_per_s * span_s)):
         call = TimedCall(index, index / rate_per_s, 5, 10)
@@ -163,7 +165,7 @@ def test_a_steady_load_and_one_that_piles_up() -> None:
 
 
 def test_the_drain_of_a_closed_loop_is_not_steady() -> None:
-    """Eight clients, one with a last answer that takes as long as all the others together."""
+    """There are eight clients, one with a last answer that takes as long as all others together."""
     calls = []
     for index in range(80):
         start_s = float(index // 8)
@@ -179,7 +181,7 @@ def test_the_drain_of_a_closed_loop_is_not_steady() -> None:
     assert report.steady.output_tokens_per_s == pytest.approx(80, rel=0.02)
 
 
-def test_a_busy_client_and_counts_that_disagree_are_told() -> None:
+def test_a_busy_client_and_counts_that_disagree_are_reported() -> None:
     calls = make_calls(2, failing=0)
     quiet = measure([run_of(calls)], settings={})
     assert not quiet.warnings

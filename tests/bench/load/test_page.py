@@ -1,4 +1,4 @@
-"""What is drawn of a measured run over time."""
+"""The curves over time of a measured run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def call(sent_s: float, reads: list[tuple[float, int]]) -> TimedCall:
 
 
 def test_tokens_and_calls_under_way_add_up() -> None:
-    """A server that stands still from 2 s to 6 s is seen to."""
+    """A pause of the server from 2 s to 6 s is visible."""
     calls = [call(0.0, [(1.0, 3), (2.0, 2), (6.0, 1)]), call(1.0, [(1.5, 1), (8.0, 4)])]
-    whole = TimedCall(2, 3.0, 4, 8)  # that was not streamed
+    whole = TimedCall(2, 3.0, 4, 8)  # it was not streamed
     whole.end_s, whole.output_tokens = 7.0, 5
     failed = TimedCall(3, 2.0, 4, 8)
     failed.end_s, failed.error = 4.0, CallError(Failure.CUT, "")
@@ -46,12 +46,12 @@ def test_nothing_that_came_is_nothing_drawn() -> None:
 
 
 def look(at_s: float, waiting: float, drafted: int, accepted: int | None) -> ServerSample:
-    told = {"running": 1.0, "kv_share": 0.5, "output_tokens": None, "steps": None}
-    told |= {"waiting": waiting, "prompt_tokens": round(10 * at_s)}
-    return ServerSample(at_s=at_s, drafted_tokens=drafted, accepted_tokens=accepted, **told)
+    values = {"running": 1.0, "kv_share": 0.5, "output_tokens": None, "steps": None}
+    values |= {"waiting": waiting, "prompt_tokens": round(10 * at_s)}
+    return ServerSample(at_s=at_s, drafted_tokens=drafted, accepted_tokens=accepted, **values)
 
 
-def test_what_the_server_told_is_drawn_beside() -> None:
+def test_values_of_the_server_are_drawn_too() -> None:
     calls = [call(0.0, [(1.0, 3), (8.0, 1)])]
     looks = [look(0.0, 0, 0, 0), look(2.0, 8, 0, 0), look(6.0, 0, 40, 10), look(8.0, 0, 60, 30)]
     series = series_of(calls, looks)

@@ -37,7 +37,8 @@ def request(output: int = 1, session: str | None = None, think_s: float | None =
 
 
 def play(source: Source) -> list[tuple[float, int]]:
-    """A server on which an output of n takes n seconds: when each request was sent, in order."""
+    """Return when each request was sent, in order, for a server that takes n seconds for an output
+    of n tokens."""
     running: list[tuple[float, int, TraceRequest]] = []
     sent: list[tuple[float, int]] = []
     while True:
@@ -50,7 +51,7 @@ def play(source: Source) -> list[tuple[float, int]]:
             sent.append((due_s, index))
             running.append((due_s + taken.output_tokens, index, taken))
         else:
-            running.sort(key=lambda each: each[:2])
+            running.sort(key=lambda call: call[:2])
             end_s, _, ended = running.pop(0)
             source.ended(ended, end_s)
 
@@ -68,7 +69,7 @@ def test_turns_wait_for_each_other() -> None:
     requests = [*a, *b, request(1, "b", think_s=0.0), request(1)]
     # One client: a, 4 s of thought, a again, b, b, the last.
     assert play(ClosedSessions(requests, 1)) == [(0, 0), (6, 1), (9, 2), (10, 3), (11, 4)]
-    # Two: the other takes b and what is left.
+    # Two clients: the other takes b and the rest.
     assert play(ClosedSessions(requests, 2)) == [(0, 0), (0, 2), (1, 3), (2, 4), (6, 1)]
 
 
@@ -84,9 +85,9 @@ def test_ramps() -> None:
 
 def test_again_and_again() -> None:
     named = replace(request(session="a"), hash_ids=(0, 3), hash_block_tokens=2)
-    found = list(islice(endless([named, request()]), 6))
-    assert [each.hash_ids for each in found[::2]] == [(0, 3), (4, 7), (8, 11)]
-    assert len({each.session for each in found[::2]}) == 3
+    repeated = list(islice(endless([named, request()]), 6))
+    assert [each.hash_ids for each in repeated[::2]] == [(0, 3), (4, 7), (8, 11)]
+    assert len({each.session for each in repeated[::2]}) == 3
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -125,7 +126,8 @@ def test_knee() -> None:
 
 
 def test_arrivals_by_chance_make_no_knee() -> None:
-    """A server that takes 16 requests a second, offered 4, 8 and 16 of which fewer came, and 32."""
+    """The server serves 16 requests a second. It was offered 4, 8 and 16, of which fewer came, and
+    32."""
 
     def point(rate_per_s: float, served_per_s: float, offered: float) -> Point:
         calls = steady_calls(offered, served_per_s)
@@ -135,8 +137,8 @@ def test_arrivals_by_chance_make_no_knee() -> None:
     points = [point(4, 16, 4), point(8, 16, 8), point(16, 16, 12)]
     knee = knee_of(points)
     assert knee is not None and not knee.reached
-    found = find_knee([4, 8, 16], throughputs(points))
-    assert found is not None and found.reached, "what the fit alone would say"
+    by_fit = find_knee([4, 8, 16], throughputs(points))
+    assert by_fit is not None and by_fit.reached, "what the fit alone would say"
     knee = knee_of([*points[:2], point(16, 16, 15), point(32, 16, 32)])
     assert knee is not None and knee.reached and knee.load == pytest.approx(16, rel=0.05)
 
@@ -168,18 +170,18 @@ other:generation_tokens_total 999
 
 def test_counters_are_differences() -> None:
     before, after = parse(PAGE.format(10, 1, 4, 2, 9)), parse(PAGE.format(110, 11, 34, 17, 3))
-    found = difference(before, after)
-    assert found is not None
-    assert (found.output_tokens, found.drafts, found.drafted_tokens) == (100, 10, 30)
-    assert (found.acceptance, found.accepted_length) == (0.5, 2.5)
-    assert found.accepted_by_position == (15,) and found.steps == 0
-    assert found.preemptions is None
-    assert difference(after, before) is None  # it was started anew
+    counters = difference(before, after)
+    assert counters is not None
+    assert (counters.output_tokens, counters.drafts, counters.drafted_tokens) == (100, 10, 30)
+    assert (counters.acceptance, counters.accepted_length) == (0.5, 2.5)
+    assert counters.accepted_by_position == (15,) and counters.steps == 0
+    assert counters.preemptions is None
+    assert difference(after, before) is None  # it was restarted
     assert difference(None, after) is None and difference(before, None) is None
 
 
 def test_looks_at_a_server_tell_how_it_is_and_what_it_has_done_since() -> None:
-    """The queue gets shorter: that is no counter that went back."""
+    """The queue gets shorter: that is no counter that decreased."""
     pages = [PAGE.format(10, 1, 9, 2, 9), PAGE.format(110, 11, 34, 17, 3)]
     assert difference(*(parse(page) for page in pages)) is not None
     looks = [Scrape(100.0 + at, parse(page)) for at, page in enumerate(pages)]
@@ -235,11 +237,11 @@ def test_a_plan_is_shared_out_and_sessions_stay_whole() -> None:
     assert [part.concurrency for part in parts] == [3, 2, 2]
     owners: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
-        for index, each in zip(part.indices, part.requests, strict=True):
-            assert each is requests[index]
-            if each.session is not None:
-                owners.setdefault(each.session, set()).add(number)
-    assert all(len(found) == 1 for found in owners.values())
+        for index, shared in zip(part.indices, part.requests, strict=True):
+            assert shared is requests[index]
+            if shared.session is not None:
+                owners.setdefault(shared.session, set()).add(number)
+    assert all(len(owner) == 1 for owner in owners.values())
     assert split(whole, 1) == [whole]
     with pytest.raises(FieldError, match="processes"):
         split(whole, 8)

@@ -1,4 +1,4 @@
-"""What a server refuses is left out, named, and only that."""
+"""Fields that a server refuses are left out and named, and only those."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT = BodySettings(
     items=(Item(prompt="x"),),
 )
 TEXT = replace(CHAT, chat=False, items=(), corpus=CORPUS)
-Refuses = Callable[[dict[str, Any]], Any]  # the body of a 400, or None
+Refuses = Callable[[dict[str, Any]], Any]  # returns the body of a 400, or None
 
 
 def settled(
@@ -38,7 +38,7 @@ def settled(
     chosen: tuple[str, ...] = (),
     status: str = "400 No",
 ) -> tuple[dict[str, Any], list[str], int]:
-    """The body of a call of the run, what was left out, and how many calls were tried."""
+    """Return the body of a call of the run, the fields left out, and how many calls were tried."""
 
     async def script(exchange: Exchange) -> None:
         refusal = refuses(exchange.body)
@@ -55,14 +55,14 @@ def settled(
             client.close()
 
     with scripted(script) as server:
-        found, refused = asyncio.run(run(server.endpoint))
+        kept, refused = asyncio.run(run(server.endpoint))
         request = TraceRequest(arrival_s=0.0, prompt_tokens=40, output_tokens=50)
-        body = json.loads(Bodies(found).prepare(0, request).body)
+        body = json.loads(Bodies(kept).prepare(0, request).body)
         return body, list(refused), len(server.bodies)
 
 
 def named(field: str) -> Refuses:
-    """A server that knows all but one field, which it names as OpenAI does."""
+    """Return a server that knows all fields but one, which it names as OpenAI does."""
 
     def refuses(body: dict[str, Any]) -> Any:
         options = body.get("stream_options", {})
@@ -92,8 +92,8 @@ USAGE = "continuous_usage_stats"
 def test_what_is_refused_is_left_out_and_nothing_else(
     settings: BodySettings, field: str, left_out: list[str]
 ) -> None:
-    body, found, calls = settled(settings, named(field))
-    assert found == left_out and calls == len(left_out) + 1
+    body, refused, calls = settled(settings, named(field))
+    assert refused == left_out and calls == len(left_out) + 1
     assert field not in body and field not in body.get("stream_options", {})
     assert ("ignore_eos" in body) == ("ignore_eos" not in left_out)
     assert ("temperature" in body) == ("temperature" not in left_out)
@@ -107,13 +107,13 @@ def test_a_server_that_wants_text_gets_text() -> None:
         error = "json: cannot unmarshal array into Go struct field CompletionRequest.prompt"
         return {"error": {"message": error}} if isinstance(body["prompt"], list) else None
 
-    body, found, _ = settled(TEXT, ids_are_refused)
-    assert found == ["prompt"] and isinstance(body["prompt"], str)
+    body, refused, _ = settled(TEXT, ids_are_refused)
+    assert refused == ["prompt"] and isinstance(body["prompt"], str)
     assert len(body["prompt"]) == 80
 
 
 def test_a_server_that_tells_no_tokens_counts_those_of_a_prompt() -> None:
-    """2,000 characters are 5 tokens by its usage."""
+    """The prompt has 2,000 characters, which are 5 tokens by its usage."""
     unknown = replace(TEXT, corpus=PromptText("words " * 100, 4.0))
     body, _, calls = settled(unknown, lambda body: None)
     assert calls == 1 and len(body["prompt"]) == 40 * 2000 / 5
@@ -128,8 +128,8 @@ def test_several_refusals_in_the_words_of_fastapi() -> None:
         ]
         return {"detail": bad} if bad else None
 
-    body, found, _ = settled(CHAT, validates, status="422 Unprocessable")
-    assert sorted(found) == [USAGE, "ignore_eos"]
+    body, refused, _ = settled(CHAT, validates, status="422 Unprocessable")
+    assert sorted(refused) == [USAGE, "ignore_eos"]
     assert body["stream_options"] == {"include_usage": True} and "temperature" in body
 
 
@@ -137,19 +137,19 @@ def test_a_refusal_that_names_nothing() -> None:
     def refuses(body: dict[str, Any]) -> Any:
         return {"error": "bad request"} if "ignore_eos" in body else None
 
-    body, found, _ = settled(CHAT, refuses)
-    assert "ignore_eos" in found and "stream_options" not in found and "temperature" in body
+    body, refused, _ = settled(CHAT, refuses)
+    assert "ignore_eos" in refused and "stream_options" not in refused and "temperature" in body
 
 
 def test_what_the_user_asked_for_is_kept() -> None:
     for field in ("temperature", "ignore_eos"):
-        body, found, _ = settled(CHAT, named(field), chosen=(field,))
-        assert not found and field in body
+        body, refused, _ = settled(CHAT, named(field), chosen=(field,))
+        assert not refused and field in body
 
 
 def test_a_call_that_is_refused_in_any_form_changes_nothing() -> None:
-    body, found, calls = settled(CHAT, lambda body: {"error": {"message": "no such prompt"}})
-    assert not found and calls > 3
+    body, refused, calls = settled(CHAT, lambda body: {"error": {"message": "no such prompt"}})
+    assert not refused and calls > 3
     assert body["stream_options"]["continuous_usage_stats"] and body["ignore_eos"]
 
 
@@ -164,8 +164,8 @@ def test_what_no_call_can_mend_is_said_at_once(status: str, words: str) -> None:
 
 
 def test_a_server_that_is_busy_is_measured() -> None:
-    _, found, calls = settled(CHAT, lambda body: {"error": "later"}, status="429 Later")
-    assert not found and calls == 1
+    _, refused, calls = settled(CHAT, lambda body: {"error": "later"}, status="429 Later")
+    assert not refused and calls == 1
 
 
 def test_remedies_name_options() -> None:

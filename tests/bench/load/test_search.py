@@ -1,4 +1,4 @@
-"""The search for the highest rate within objectives, on a server that is arithmetic."""
+"""The search for the highest rate within objectives, on a server simulated by arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVED_PER_S = 37.0
 
 
 class Queue:
-    """A runner of a server that serves so many requests a second, and no more."""
+    """A runner of a server that serves at most `SERVED_PER_S` requests a second."""
 
     def __init__(self, *, refuses_from_per_s: float = 1e9, stops_after: int = 99) -> None:
         self.rates: list[float] = []
@@ -59,7 +59,7 @@ def test_it_finds_what_the_server_can_take(first_per_s: float) -> None:
 
 
 def test_refused_calls_have_kept_nothing() -> None:
-    """Those that were served are all in time: who counted only these would go on to 37."""
+    """All served calls are in time: a search that counts only these would go on to 37."""
     _, capacity = searched(Queue(refuses_from_per_s=12.0), 4.0)
     assert capacity is not None and capacity.best is not None
     assert 12.0 / (1 + TOLERANCE) < capacity.best.rate < 12.0
