@@ -31,7 +31,7 @@ class Attending(LinearCost, frozen=True):
 
 def sizes(**more: object) -> dict[str, object]:
     return {
-        "num_blocks": 4096,
+        "num_blocks": 1024,
         "max_model_len": 2048,
         "max_num_batched_tokens": 1024,
         "block_size": 16,

@@ -383,7 +383,7 @@ class BlockPool:
         assert (self.ref_counts[cached] == 0).all() and self._ready[cached].all()
         has_node = self._uids != ROOT.uid
         assert not (self._ready & ~has_node).any(), "ready, but no node"
-        assert sorted(self._index.values()) == self._hashed.nonzero()[0].tolist()
-        for (uid, content), block in self._index.items():
-            assert has_node[block] and self._parents[block] == uid
-            assert self._contents.item(block) == content
+        blocks = [*self._index.values()]
+        assert sorted(blocks) == self._hashed.nonzero()[0].tolist() and has_node[blocks].all()
+        names = zip(self._parents[blocks].tolist(), self._contents[blocks].tolist(), strict=True)
+        assert [*names] == [*self._index]
