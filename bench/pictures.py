@@ -1,7 +1,8 @@
 """The pictures of the README and the docs: `python -m bench.pictures`, or `make pictures`.
 
-`policies.png` is simulated, so it is the same on every machine. `live-page.png` is the page of the
-demo server under load in a headless Chromium; it is left out without that browser.
+`peers.png` shows figures of docs/benchmarks.md. `policies.png` is simulated, so it is the same on
+every machine. `live-page.png` is the page of the demo server under load in a headless Chromium, and
+is left out without that browser.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ REQUESTS = 300  # plus six per client, so that the last requests have little wei
 ACCEPTANCE = "beta:0.6,3"  # requests differ widely: some drafts do well, others never.
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
 SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
+MEASURED = Path("docs/benchmarks.md")
 PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
 LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
 WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
@@ -109,6 +111,44 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
+    """Return the ratios that cbatch reached on `machine`, by row, of the first table below
+    `heading` in docs/benchmarks.md: a column for each number of requests in flight."""
+    table = MEASURED.read_text(encoding="utf-8").split(heading)[1].split("\n#")[0]
+    rows = re.findall(
+        rf"^\| {machine} \| (.*?)(?: \[\^\w+\])? \| (.*) \|$", table, flags=re.MULTILINE
+    )
+    return {name: [float(r) for r in re.findall(r"([\d.]+)x", row)] for name, row in rows}
+
+
+def save_peers(path: Path) -> None:
+    """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns of prompts."""
+    llama = {n.split()[-1]: r[:3] for n, r in measured("### llama.cpp").items()}
+    ours = measured("### vLLM")["cbatch"][:5]
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.5, 1))
+    shades = list(COLORS.values())
+    for at, flight in enumerate((1, 8, 32)):
+        bars = [ratios[at] for ratios in llama.values()]
+        places = [x + (at - 1) * 0.27 for x in range(len(llama))]
+        drawn = axes[0].bar(places, bars, 0.25, color=shades[at], label=f"{flight} in flight")
+        axes[0].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
+    axes[0].set_xticks(range(len(llama)), llama)
+    axes[0].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+    drawn = axes[1].bar(range(5), ours, 0.6, color=COLORS["adaptive"])
+    axes[1].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
+    axes[1].set_xticks(range(5), ["1", "8", "32", "64", "128"])
+    axes[1].set_xlabel("bf16, requests in flight", fontsize=9)
+    axes[0].set_xlabel("GGUF type", fontsize=9)
+    for axis, name in zip(axes, ("llama.cpp, same GGUF file", "vLLM for CPUs"), strict=True):
+        axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
+        axis.set_title(f"Tokens per second over {name}", loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylim=(0, 7.2), yticks=(0, 1, 2, 4, 6), yticklabels=("0", "1x", "2x", "4x", "6x"))
+    figure.tight_layout()
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def save_live_page(path: Path) -> None:
     # One thread: idle threads spin, while the browser and the load need a core.
     with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing(SCALE) as (page, _):
@@ -172,13 +212,17 @@ def _shrink(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"a folder ({FOLDER})")
-    parser.add_argument("--only", choices=("policies", "live-page"), help="one of them")
+    parser.add_argument(
+        "--only", choices=("peers", "policies", "live-page"), help="draw this one only"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    if args.only != "live-page":
+    if args.only in (None, "peers"):
+        save_peers(args.out / "peers.png")
+    if args.only in (None, "policies"):
         rows = save_policies(args.out / "policies.png")
-    if args.only != "policies":
+    if args.only in (None, "live-page"):
         if MISSING is not None:
             print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
         else:

@@ -15,7 +15,7 @@ from cbatch.cli.main import TWO_WORDS, main, make_parser
 from sim.workload.traces import formats
 from tests.documents import DOCUMENTS, README, ROOT, blocks, commands, prose, read
 
-MOST_README_LINES = 150
+MOST_README_LINES = 115
 MOST_PICTURE_BYTES = 150_000
 TOPS = "bench|cbatch|deploy|docs|examples|sim|tests|tools|triton_kernels"
 PATH = re.compile(rf"(?<![\w./:-])((?:{TOPS})(?:/[\w-]+)*/[\w.-]*\w)(?![\w*])")

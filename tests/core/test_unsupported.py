@@ -31,7 +31,7 @@ LLAMA = {
 
 
 def test_the_table_names_what_is_missing() -> None:
-    table = README.split("## Not yet")[1].split("\n## ")[0].lower()
+    table = README.split("## What it does not do")[1].split("\n## ")[0].lower()
     missing = "tool calls, quantised weights, gguf, lora, state-space, tensor parallelism"
     missing += ", eagle, mtp, kv offload, embeddings, multimodal"
     for name in missing.split(", "):
