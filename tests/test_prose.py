@@ -1,4 +1,5 @@
-"""Comments, docstrings and names are plain English ("Names and prose" in contributing.md)."""
+"""Comments, docstrings, names, messages and documents are plain English ("Names and prose" in
+contributing.md)."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ BANNED = re.compile(
     r"\b(nobody|somebody|whoever|whomever|told|foretold|foretell\w*|anew|alike|in vain|of late"
     r"|owe[sd]?|dear|so many|behind|beside|besides|stands?|stood)\b",
     re.IGNORECASE,
+)
+# Also banned in strings of the product and in documents, which users see.
+FOR_USERS = re.compile(
+    rf"{BANNED.pattern}|(?<!there )\b(is no (?!longer)|mend(?:s|ed)?\b)", re.IGNORECASE
 )
 FIRST_WORDS = ("Of", "What", "Whether", "Who", "Whom", "Whose", "And", "That", "Those")
 NAMES = frozenset(("found", "told", "asked", "wanted", "held", "most", "gone", "ours", "theirs"))
@@ -159,6 +164,89 @@ def names(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.id
         elif isinstance(node, ast.arg) and node.arg in NAMES | {"each"}:
             yield node.lineno, node.arg
+
+
+PRODUCT = ("bench", "cbatch", "sim", "tools", "triton_kernels")
+# Strings that are data: prompts, and texts on which heads are tried.
+DATA = frozenset(("cbatch/cli/demo_chat.py", "cbatch/engine/heads.py", "bench/data/questions.py"))
+DOCUMENTS = (
+    "README.md",
+    "CHANGELOG.md",
+    "bench/README.md",
+    "bench/results/README.md",
+    "cbatch/demo/head/README.md",
+    "docs",
+    "tools/heads/smollm2/README.md",
+)
+
+
+def messages(path: Path) -> list[Problem]:
+    """Return the banned words in strings of a Python file, except docstrings, or in the text of a
+    script or HTML page."""
+    file, source = path.relative_to(ROOT).as_posix(), path.read_text()
+    if path.suffix != ".py":
+        lines = enumerate(source.splitlines(), 1)
+        return [Problem(file, n, m[0]) for n, line in lines for m in FOR_USERS.finditer(line)]
+    nodes = list(ast.walk(ast.parse(source)))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+    return [
+        Problem(file, node.lineno, match[0])
+        for node in strings
+        if isinstance(node.value, str) and " " in node.value
+        for match in FOR_USERS.finditer(node.value)
+    ]
+
+
+def document(path: Path) -> list[Problem]:
+    """Return the banned words and long sentences of a document. Code is no prose, and neither are
+    quotes, which list names. A cell of a table may be long."""
+    file, prose = (
+        path.relative_to(ROOT).as_posix(),
+        re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M),
+    )
+    plain = re.sub(r"`[^`]*`", "code", re.sub(r"^\[\^\w+\]:", "\n\n", prose, flags=re.M))
+    problems = [Problem(file, 0, match[0]) for match in FOR_USERS.finditer(plain)]
+    lines = [line for line in plain.splitlines() if not line.startswith(("|", "#", ">", "    "))]
+    parts = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) |[.!?;:](?=\s)", "\n".join(lines))
+    long = [part.strip(" -*\n") for part in parts if len(part.split()) > MOST_WORDS]
+    return problems + [Problem(file, 0, part) for part in long]
+
+
+def test_messages_are_plain() -> None:
+    names = [path for top in PRODUCT for path in (ROOT / top).rglob("*")]
+    chosen = [path for path in names if path.suffix in (".py", ".js", ".html")]
+    remaining = [
+        problem
+        for path in sorted(chosen)
+        if path.relative_to(ROOT).as_posix() not in DATA
+        for problem in messages(path)
+        if (problem.file, problem.text.lower()) not in EXCEPTIONS
+    ]
+    assert not remaining, "\n".join(f"{p.file}:{p.line}: {p.text}" for p in remaining)
+
+
+def test_documents_are_plain() -> None:
+    places = [ROOT / name for name in DOCUMENTS]
+    chosen = [
+        file for place in places for file in ([place] if place.suffix else place.glob("*.md"))
+    ]
+    remaining = [problem for path in sorted(chosen) for problem in document(path)]
+    remaining = [
+        problem for problem in remaining if (problem.file, problem.text.lower()) not in EXCEPTIONS
+    ]
+    assert not remaining, "\n".join(f"{p.file}: {p.text}" for p in remaining)
+
+
+def test_offences_in_messages_and_documents_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    code, page = tmp_path / "code.py", tmp_path / "page.md"
+    code.write_text('raise ValueError("nobody is there")\n')
+    assert [problem.text for problem in messages(code)] == ["nobody"]
+    page.write_text(f"It stands.\n\n- {'word ' * 31}\n\n| {'word ' * 31} |\n\n```\nbehind\n```\n")
+    assert [problem.text[:6] for problem in document(page)] == ["stands", "word w"]
 
 
 RULES = ("banned words", "first words of docstrings", "long sentences", "names")

@@ -179,4 +179,4 @@ def _span(seconds: float) -> str:
 
 
 def _number(value: float | None, spec: str) -> str:
-    return "not told" if value is None else format(value, spec)
+    return "unknown" if value is None else format(value, spec)

@@ -97,7 +97,7 @@ TEXT = struct.pack("<Q", 1) + b"x"
         (head(keys=1) + key(b"", 0, FULL), "key 1 of 1: its name has 0 bytes"),
         (head(keys=1) + struct.pack("<Q", 2**64 - 1) + FULL, "name has 18446744073709551615"),
         (head(keys=1) + key(b"a\xffb", 0, FULL), "key 1 of 1: its name b'a.*' is not printable"),
-        (head(keys=2) + key(b"a", 0, b"1") * 2 + FULL, "a: stands twice"),
+        (head(keys=2) + key(b"a", 0, b"1") * 2 + FULL, "a: appears twice"),
         (head(keys=1) + key(b"a", 13, FULL), "a: its type 13 is not known"),
         (head(keys=1) + key(b"a", 8, struct.pack("<Q", 2**62)) + FULL, "a: the file ends at byte"),
         (head(keys=1) + key(b"a", 8, struct.pack("<Q", 2) + b"\xc3\x28"), "a: string 0 is not UTF"),
@@ -119,7 +119,7 @@ TEXT = struct.pack("<Q", 1) + b"x"
             head(tensors=1) + entry((32,), offset=5) + FULL,
             "tensor t: offset 5 is not a multiple of",
         ),
-        (head(tensors=2) + entry((32,)) * 2 + FULL, "tensor t: stands twice"),
+        (head(tensors=2) + entry((32,)) * 2 + FULL, "tensor t: appears twice"),
         (
             head(tensors=2) + entry((32,)) + entry((32,), offset=96, name=b"u") + FULL,
             "tensor u: its data overlap those of t",

@@ -40,7 +40,7 @@ The target learns its first half with 4 layers; each is then followed by two cop
 output projections are zero, so that the function stays the same while the depth becomes 12. Its
 context grows from 128 to 256 to 512 tokens, and its learning rate falls to zero over the last 30 %.
 The draft's embedding starts as a projection of an unfinished target's, and its text stage can run
-beside the target's training. The minutes are those of a CPU of two cores that did other work at the
+during the target's training. The minutes are those of a CPU of two cores that did other work at the
 same time; how many steps fit depends on that, so another run gives other weights.
 
 ## Held-out figures

@@ -85,5 +85,5 @@ def cases() -> list[KernelCase]:
     case = partial(case_of, limits=LIMITS, num_warps=_NUM_WARPS, types=types)
     return [
         case("slots_guesses", config, guess_kernel, {"ALONE": alone, "SLOTS": _SLOTS})
-        for config, alone in (("alone", True), ("beside a model", False))
+        for config, alone in (("alone", True), ("with a model", False))
     ]

@@ -228,7 +228,7 @@ def _item(where: str, line: str, chat: bool) -> Item:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FieldError("--prompts", f"{where} is not JSON ({error})", "mend it") from error
+        raise FieldError("--prompts", f"{where} is not JSON ({error})", "fix it") from error
     if not isinstance(record, dict):
         raise FieldError("--prompts", f"{where} is not an object", 'write {"prompt": "..."}')
     prompt, messages = record.pop("prompt", None), record.pop("messages", None)

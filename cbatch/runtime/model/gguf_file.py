@@ -187,7 +187,7 @@ class _Reader:
         for i in range(num_keys):
             key = self._name(f"key {i + 1} of {num_keys}")
             if key in metadata:
-                raise self._error(key, "stands twice")
+                raise self._error(key, "appears twice")
             metadata[key] = self._value(self._scalar("I", key), key)
             if self.at > _MOST_HEAD_BYTES:
                 raise self._error(key, f"ends at byte {self.at}, the limit is {_MOST_HEAD_BYTES}")
@@ -297,7 +297,7 @@ class _Reader:
         for name, kind, shape, offset in heads:
             field, num_bytes = f"tensor {name}", math.prod(shape) // kind.elements * kind.bytes
             if name in tensors:
-                raise self._error(field, "stands twice")
+                raise self._error(field, "appears twice")
             if offset % alignment:
                 raise self._error(field, f"offset {offset} is not a multiple of {alignment}")
             self.at = base + offset
