@@ -124,7 +124,7 @@ def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
 def save_peers(path: Path) -> None:
     """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns of prompts."""
     llama = {n.split()[-1]: r[:3] for n, r in measured("### llama.cpp").items()}
-    ours = measured("### vLLM")["cbatch"][:5]
+    vllm = measured("### vLLM")["cbatch"][:5]
     figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.5, 1))
     shades = list(COLORS.values())
     for at, flight in enumerate((1, 8, 32)):
@@ -134,7 +134,7 @@ def save_peers(path: Path) -> None:
         axes[0].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
     axes[0].set_xticks(range(len(llama)), llama)
     axes[0].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
-    drawn = axes[1].bar(range(5), ours, 0.6, color=COLORS["adaptive"])
+    drawn = axes[1].bar(range(5), vllm, 0.6, color=COLORS["adaptive"])
     axes[1].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
     axes[1].set_xticks(range(5), ["1", "8", "32", "64", "128"])
     axes[1].set_xlabel("bf16, requests in flight", fontsize=9)

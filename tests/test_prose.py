@@ -55,7 +55,7 @@ FOR_USERS = re.compile(
 )
 FIRST_WORDS = ("Of", "What", "Whether", "Who", "Whom", "Whose", "And", "That", "Those")
 NAMES = frozenset(("found", "told", "asked", "wanted", "held", "most", "gone", "ours", "theirs"))
-MOST_WORDS = 30
+MOST_WORDS, MOST_WORDS_OF_DOCUMENTS = 30, 25
 
 # What a rule would find and a reader would not: (file, text).
 EXCEPTIONS = frozenset(
@@ -208,8 +208,8 @@ def document(path: Path) -> list[Problem]:
     plain = re.sub(r"`[^`]*`", "code", re.sub(r"^\[\^\w+\]:", "\n\n", prose, flags=re.M))
     problems = [Problem(file, 0, match[0]) for match in FOR_USERS.finditer(plain)]
     lines = [line for line in plain.splitlines() if not line.startswith(("|", "#", ">", "    "))]
-    parts = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) |[.!?;:](?=\s)", "\n".join(lines))
-    long = [part.strip(" -*\n") for part in parts if len(part.split()) > MOST_WORDS]
+    parts = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) |[.!?;:]\**(?=\s)", "\n".join(lines))
+    long = [part.strip(" -*\n") for part in parts if len(part.split()) > MOST_WORDS_OF_DOCUMENTS]
     return problems + [Problem(file, 0, part) for part in long]
 
 
