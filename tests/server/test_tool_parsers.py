@@ -89,8 +89,10 @@ def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
 
 
 def check(kind: Any, text: str, content: str, calls: Calls) -> None:
-    cuts = [[text], list(text)] if len(text) > 1000 else [list(text)]
-    cuts += [[text[:at], text[at:]] for at in range(min(len(text), 1000) + 1)]
+    cuts, last = [list(text)], len(text)
+    if len(text) > 1000:  # of a few characters again and again
+        cuts, last = [[text], list(text)], 20
+    cuts += [[text[:at], text[at:]] for at in range(last + 1)]
     for pieces in cuts:
         assert read(kind(parallel=True), pieces) == (content, calls)
     assert read(kind(parallel=False), [text]) == (content, calls[:1])
