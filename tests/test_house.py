@@ -207,7 +207,7 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
     "bench/load/cli/session.py": 16,
-    "cbatch/cli/generate.py": 17,
+    "cbatch/cli/generate.py": 16,
     "cbatch/engine/backends.py": 30,
     "cbatch/engine/build.py": 25,
     "cbatch/runtime/cpu/decoder.py": 17,

@@ -12,8 +12,7 @@ from rich.console import Console
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
 from cbatch.cli.options import MODEL_HELP, EngineSettings, model_paths
 from cbatch.cli.output import INTERRUPTED, add_json_option
-from cbatch.cli.result_file import ResultFile, ResultStream, open_results
-from cbatch.cli.results import result_line
+from cbatch.cli.result_file import ResultFile, ResultStream, open_results, result_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError

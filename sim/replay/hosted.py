@@ -8,19 +8,12 @@ from functools import partial
 
 from sim.replay.host import Clerk, Host, Processors
 from sim.replay.intake import Arrival, Intake
-from sim.replay.replica import (
-    PROGRESS_STEPS,
-    EndedStep,
-    Progress,
-    ReplayedEngine,
-    num_steps,
-    progress_of,
-)
-from sim.replay.routers import ReplicaLoad, Router
+from sim.replay.replica import EndedStep, Progress, ReplayedEngine, ReplayLoop
+from sim.replay.routers import Router
 from sim.workload.sources import Source
 
 
-class HostedLoop:
+class HostedLoop(ReplayLoop):
     """A replay loop. At one time, work ends first, then requests arrive, then idle replicas begin a
     step. Routers and records see the end of a request when its last token has reached the
     client."""
@@ -31,18 +24,18 @@ class HostedLoop:
         intake: Intake,
         replicas: Sequence[ReplayedEngine],
         router: Router,
+        on_progress: Callable[[Progress], None] | None,
         host: Host,
     ) -> None:
-        self._source, self._intake, self._router = source, intake, router
-        self._replicas, self._host = replicas, host
-        self._load = ReplicaLoad(len(replicas))
+        super().__init__(source, intake, replicas, router, on_progress)
+        self._host = host
         self._processors = Processors(host)
         self._servers = [Clerk(self._processors) for _ in replicas]
         self._client = Clerk(self._processors)
         self._free: set[int] = set()  # replicas that may begin a step
 
-    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        replicas, now_s, report_steps = self._replicas, 0.0, PROGRESS_STEPS
+    def run(self) -> None:
+        now_s = 0.0
         while (next_s := min(self._processors.next_s(), self._arrival_s())) < math.inf:
             now_s = max(now_s, next_s)
             for ended in self._processors.take_ended(now_s):
@@ -52,13 +45,8 @@ class HostedLoop:
                     self._host.client.request_s, partial(self._send, self._intake.take()), now_s
                 )
             self._begin(now_s)
-            if on_progress is not None and (steps := num_steps(replicas)) >= report_steps:
-                report_steps = steps + PROGRESS_STEPS
-                on_progress(progress_of(replicas, now_s))
-        if any(replica.scheduler.has_work for replica in replicas):
-            raise RuntimeError("a scheduler holds requests that it will not run")
-        if on_progress is not None:
-            on_progress(progress_of(replicas, now_s))
+            self._report(now_s)
+        self._finish(now_s)
 
     def _arrival_s(self) -> float:
         arrival_s = self._source.next_arrival_s()
@@ -82,10 +70,7 @@ class HostedLoop:
             replica = self._replicas[i]
             if not replica.is_idle:
                 continue
-            arrivals, replica.inbox = replica.inbox, []
-            for arrival in arrivals:
-                if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
-                    self._load.remove(i, arrival.traced.prompt_tokens)
+            self._deliver(i, now_s)
             end_s = replica.begin(now_s)
             if end_s is not None:
                 self._processors.start(end_s - now_s, partial(self._step_ended, i), now_s)
@@ -98,9 +83,4 @@ class HostedLoop:
 
     def _give(self, i: int, step: EndedStep, now_s: float) -> None:
         work_s = self._host.client.of_step(len(step.commit.tokens))
-        self._client.do(work_s, partial(self._came, i, step), now_s)
-
-    def _came(self, i: int, step: EndedStep, now_s: float) -> None:
-        for request in self._replicas[i].tell(step, now_s):
-            self._load.remove(i, request.prompt_tokens)
-            self._source.ended(request, now_s)
+        self._client.do(work_s, partial(self._reached_client, i, step), now_s)

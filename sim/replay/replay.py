@@ -26,15 +26,8 @@ from sim.replay.hosted import HostedLoop
 from sim.replay.intake import Intake
 from sim.replay.metrics import MetricsRecorder
 from sim.replay.outcome import Served, report_of
-from sim.replay.replica import (
-    PROGRESS_STEPS,
-    Progress,
-    ReplayedEngine,
-    StepExecutor,
-    num_steps,
-    progress_of,
-)
-from sim.replay.routers import ReplicaLoad, RoundRobin, Router
+from sim.replay.replica import Progress, ReplayedEngine, ReplayLoop, StepExecutor
+from sim.replay.routers import RoundRobin, Router
 from sim.report.report import Objectives, Record, Report
 from sim.report.timeline import Observer
 from sim.workload.sources import Source
@@ -73,61 +66,46 @@ def replay(
         )
         for i, executor in enumerate(executors)
     ]
-    parts = source, intake, replicas, router or RoundRobin()
-    (_Loop(*parts) if host is None else HostedLoop(*parts, host)).run(on_progress)
+    parts = source, intake, replicas, router or RoundRobin(), on_progress
+    (_Loop(*parts) if host is None else HostedLoop(*parts, host)).run()
     served = [Served(replica.scheduler, replica.recorder) for replica in replicas]
     return report_of(intake, served, objectives, settings or {}, by_replica=router is not None)
 
 
-class _Loop:
-    def __init__(
-        self, source: Source, intake: Intake, replicas: Sequence[ReplayedEngine], router: Router
-    ) -> None:
-        self._source, self._intake, self._router = source, intake, router
-        self._replicas = replicas
-        self._load = ReplicaLoad(len(replicas))
-        self._ends: list[tuple[float, int]] = []  # a heap: (end of a step, replica)
-
-    def run(self, on_progress: Callable[[Progress], None] | None) -> None:
-        ends, replicas, now_s, report_steps = self._ends, self._replicas, 0.0, PROGRESS_STEPS
-        next_s = self._next_s()
+class _Loop(ReplayLoop):
+    def run(self) -> None:
+        ends: list[tuple[float, int]] = []  # a heap: (end of a step, replica)
+        replicas, now_s = self._replicas, 0.0
+        next_s = self._next_s(ends)
         while next_s < math.inf:
             now_s = max(now_s, next_s)
-            free = self._end_steps(now_s)
+            free = self._end_steps(ends, now_s)
             arrival_s = self._source.next_arrival_s()
             arrives = arrival_s is not None and arrival_s <= now_s
             if arrives or any([replicas[i].inbox for i in free]):
                 free |= self._take_in(now_s, free)
-            next_s = self._next_s()
+            next_s = self._next_s(ends)
             for i in sorted(free):
                 end_s = replicas[i].begin(now_s)
                 if end_s is not None:
                     heapq.heappush(ends, (end_s, i))
                     next_s = min(next_s, end_s)
-            if on_progress is not None and (steps := num_steps(replicas)) >= report_steps:
-                report_steps = steps + PROGRESS_STEPS
-                on_progress(progress_of(replicas, now_s))
-        if any(replica.scheduler.has_work for replica in replicas):
-            raise RuntimeError("a scheduler holds requests that it will not run")
-        if on_progress is not None:
-            on_progress(progress_of(replicas, now_s))
+            self._report(now_s)
+        self._finish(now_s)
 
-    def _next_s(self) -> float:
+    def _next_s(self, ends: list[tuple[float, int]]) -> float:
         """Return the time of the next event, not counting steps that begin now."""
-        end_s = self._ends[0][0] if self._ends else math.inf
+        end_s = ends[0][0] if ends else math.inf
         arrival_s = self._source.next_arrival_s()
         return end_s if arrival_s is None or end_s < arrival_s else arrival_s
 
-    def _end_steps(self, now_s: float) -> set[int]:
+    def _end_steps(self, ends: list[tuple[float, int]], now_s: float) -> set[int]:
         """End all steps that are due; return their replicas."""
         ended: set[int] = set()
-        while self._ends and self._ends[0][0] <= now_s:
-            _, i = heapq.heappop(self._ends)
+        while ends and ends[0][0] <= now_s:
+            _, i = heapq.heappop(ends)
             ended.add(i)
-            replica = self._replicas[i]
-            for request in replica.tell(replica.end(now_s), now_s):
-                self._load.remove(i, request.prompt_tokens)
-                self._source.ended(request, now_s)
+            self._reached_client(i, self._replicas[i].end(now_s), now_s)
         return ended
 
     def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
@@ -152,10 +130,3 @@ class _Loop:
             arrival_s = source.next_arrival_s()
             if arrival_s is None or arrival_s > now_s:
                 return served
-
-    def _deliver(self, i: int, now_s: float) -> None:
-        replica = self._replicas[i]
-        arrivals, replica.inbox = replica.inbox, []
-        for arrival in arrivals:
-            if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
-                self._load.remove(i, arrival.traced.prompt_tokens)

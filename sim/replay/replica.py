@@ -1,8 +1,8 @@
-"""One engine of a replay: its scheduler, its executor, and the step that it runs."""
+"""One engine of a replay: its scheduler, its executor, the step that it runs; the base of loops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -10,9 +10,11 @@ import msgspec
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
-from sim.replay.intake import Arrival
+from sim.replay.intake import Arrival, Intake
 from sim.replay.metrics import MetricsRecorder
+from sim.replay.routers import ReplicaLoad, Router
 from sim.report.timeline import Observer, TimelineStep
+from sim.workload.sources import Source
 from sim.workload.traces.request import TraceRequest
 
 PROGRESS_STEPS = 512  # least number of steps between two reports of progress
@@ -101,16 +103,57 @@ class EndedStep(NamedTuple):
     commit: Commit
 
 
-def num_steps(replicas: Sequence[ReplayedEngine]) -> int:
-    return sum(replica.num_steps for replica in replicas)
+class ReplayLoop:
+    """What the loops of a replay have in common: deliveries, ends of requests, and progress."""
 
+    def __init__(
+        self,
+        source: Source,
+        intake: Intake,
+        replicas: Sequence[ReplayedEngine],
+        router: Router,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._source, self._intake, self._router = source, intake, router
+        self._replicas, self._on_progress = replicas, on_progress
+        self._load = ReplicaLoad(len(replicas))
+        self._report_steps = PROGRESS_STEPS  # number of steps at the next report of progress
 
-def progress_of(replicas: Sequence[ReplayedEngine], now_s: float) -> Progress:
-    schedulers = [replica.scheduler for replica in replicas]
-    return Progress(
-        now_s,
-        sum(replica.recorder.num_finished for replica in replicas),
-        sum(scheduler.num_running for scheduler in schedulers),
-        sum(s.num_waiting for s in schedulers) + sum(len(r.inbox) for r in replicas),
-        num_steps(replicas),
-    )
+    def _deliver(self, i: int, now_s: float) -> None:
+        """Give a replica, which runs no step, the requests of its inbox."""
+        replica = self._replicas[i]
+        arrivals, replica.inbox = replica.inbox, []
+        for arrival in arrivals:
+            if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
+                self._load.remove(i, arrival.traced.prompt_tokens)
+
+    def _reached_client(self, i: int, step: EndedStep, now_s: float) -> None:
+        for request in self._replicas[i].tell(step, now_s):
+            self._load.remove(i, request.prompt_tokens)
+            self._source.ended(request, now_s)
+
+    def _report(self, now_s: float, *, is_last: bool = False) -> None:
+        """Report progress if it is due, or if `is_last`."""
+        if self._on_progress is None:
+            return
+        steps = sum(replica.num_steps for replica in self._replicas)
+        if steps < self._report_steps and not is_last:
+            return
+        self._report_steps = steps + PROGRESS_STEPS
+        schedulers = [replica.scheduler for replica in self._replicas]
+        inboxes = sum(len(replica.inbox) for replica in self._replicas)
+        self._on_progress(
+            Progress(
+                now_s=now_s,
+                finished=sum(replica.recorder.num_finished for replica in self._replicas),
+                running=sum(scheduler.num_running for scheduler in schedulers),
+                waiting=sum(scheduler.num_waiting for scheduler in schedulers) + inboxes,
+                steps=steps,
+            )
+        )
+
+    def _finish(self, now_s: float) -> None:
+        """Report progress at the end. Raises RuntimeError if a scheduler still holds requests."""
+        if any(replica.scheduler.has_work for replica in self._replicas):
+            raise RuntimeError("a scheduler holds requests that it will not run")
+        self._report(now_s, is_last=True)
