@@ -23,19 +23,24 @@ from bench.gpu.world import Bench, World
 
 
 def test_the_dry_run_ends_with_a_document_of_nulls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sections run in processes of their own, as on a device."""
+    """Sections run in processes of their own, as on a device. The user's cache is not packed."""
+    out, kernels = tmp_path / "out", tmp_path / "kernels"
+    (kernels / "key").mkdir(parents=True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
     sections = ("ceilings", "engine", "kernels")
     words = [word for name in sections for word in ("--section", name)]
     cache = tmp_path / "none.txz"
-    assert command.main(["--out", str(tmp_path), *words, "--triton-cache", str(cache)]) == 0
+    assert command.main(["--out", str(out), *words, "--triton-cache", str(cache)]) == 0
     printed = capsys.readouterr().out
     assert "every figure is null" in printed
     files = {"results.json", "table.txt", "log.txt", command.CACHE}
-    assert {path.name for path in tmp_path.iterdir()} == files
-    assert printed == (tmp_path / report.TABLE).read_text() + "\n"
-    document = json.loads((tmp_path / report.RESULTS).read_text())
+    assert {path.name for path in out.iterdir()} == files
+    with tarfile.open(out / command.CACHE) as packed:
+        assert "key" in packed.getnames()
+    assert printed == (out / report.TABLE).read_text() + "\n"
+    document = json.loads((out / report.RESULTS).read_text())
     about, rows = document["about"], document["rows"]
     assert about["world"] == "listed" and about["device"] is None
     assert about["commit"] and about["versions"]["torch"]
