@@ -1,4 +1,4 @@
-"""A model that writes what it is told to: after each token one other, whatever came before."""
+"""A model with scripted output: after each token always the same next one, whatever came before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_tokens() -> Tokenizer:
-    """One token a byte, then the control tokens, then one that is added but no control token."""
+    """Return a tokenizer with one token a byte, then control tokens, then an added token that is no
+    control token."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -26,7 +27,8 @@ def byte_tokens() -> Tokenizer:
 
 
 def pieces() -> Tokenizer:
-    """Pieces as of SentencePiece, byte fallback, and a decoder that drops the first space."""
+    """Return a tokenizer with pieces like SentencePiece's, byte fallback, and a decoder that drops
+    the first space."""
     words = ["▁", *"abcdefghijklmnopqrstuvwxyz", "tr", "ue", "true", "▁true", "▁b"]
     vocab = {name: at for at, name in enumerate(["<unk>", "<s>", "</s>"])}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -43,8 +45,8 @@ def pieces() -> Tokenizer:
 def write_chained(
     folder: Path, raw: Tokenizer, *chains: Sequence[int], eos: int | None = None, **config: Any
 ) -> Path:
-    """A directory whose model follows each token of a chain with the next one. No token may be
-    followed by two. `config` are fields of its config.json."""
+    """Write a model that follows each token of a chain with the next one. A token must not have two
+    successors. `config` are fields of its config.json."""
     folder.mkdir(parents=True)
     raw.save(str(folder / "tokenizer.json"))
     vocab = raw.get_vocab_size()

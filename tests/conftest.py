@@ -1,6 +1,7 @@
-"""Settings for the whole suite: few threads, and hypothesis that gives the same verdict twice.
+"""Settings for the whole suite: few threads, and a deterministic hypothesis.
 
-Tests of interpreted kernels need processes of their own, in which TRITON_INTERPRET is 1."""
+Tests of interpreted kernels need processes of their own, in which TRITON_INTERPRET is 1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from cbatch.system.cache import cache_folder
 
-# Nothing that is collected is garbage: half a million objects, looked through again and again.
+# Nothing that would be collected is garbage: a collection traverses half a million objects each
+# time.
 gc.disable()
 
 CACHE = "cbatch-tests-"
@@ -26,9 +28,9 @@ CACHE = "cbatch-tests-"
 if os.environ.pop("PYTEST_XDIST_WORKER", None) is not None:
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Step costs measured while other tests run are not for the user's engines. Compiled kernels
-# are keyed by their source, so test runs share those of the user. A process that a test starts
-# shares the cache of its parent.
+# Step costs measured while other tests run are not for the user's engines. Compiled kernels are
+# keyed by their source, so test runs share those of the user. A process that a test starts shares
+# the cache of its parent.
 if not Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(CACHE):
     compiled = cache_folder("compiled")
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=CACHE)
@@ -58,14 +60,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without `--device cuda` the suite is that of the CPU, on a machine with a GPU too."""
+    """Without `--device cuda` the suite is that of the CPU, on a machine with a GPU, too."""
     if config.getoption("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def short_profiles() -> Iterator[None]:
-    """Engines measure their steps once each before they serve, not for three seconds."""
+    """Let engines measure their steps once each before they serve, not for three seconds."""
     from cbatch.engine.prices.startup import profile_costs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _runs_on_a_device(item: pytest.Item) -> bool:
-    """A compiled kernel does not see what a test patches."""
+    """Return True if a test can run on a device: a compiled kernel does not see a test's
+    patches."""
     fixtures = getattr(item, "fixturenames", ())
     return "device" in fixtures and "monkeypatch" not in fixtures
 

@@ -16,16 +16,16 @@ def read(path: Path) -> str:
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """Code blocks of that language; "" are those of commands."""
+    """Return the code blocks of a language; "" are those of commands."""
     return [body for name, body in _FENCE.findall(read(path)) if name == language]
 
 
 def prose(path: Path) -> str:
-    """Without code blocks."""
+    """Return a document without code blocks."""
     return _FENCE.sub("", read(path))
 
 
 def commands(path: Path) -> list[str]:
-    """Lines of the command blocks, those that go on behind a backslash as one."""
+    """Return the lines of the command blocks; lines continued by a backslash are joined."""
     lines = "\n".join(blocks(path, "")).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip()]

@@ -32,8 +32,8 @@ VOCAB_SIZE = 1000
 def decoding(
     rows: int, context_tokens: int = 0, *, depth: int = 0, drafts: int | None = None, **more: int
 ) -> StepWork:
-    """A step of decoding rows alone, which read so much in all and draft `depth` tokens each, or so
-    many in all."""
+    """Return a step of decoding rows alone. They read `context_tokens` in total, and draft `depth`
+    tokens each, or `drafts` in total."""
     drafts = rows * depth if drafts is None else drafts
     fields = {
         "rows": rows,
@@ -49,7 +49,7 @@ def decoding(
 
 
 def prefilling(chunks: int, tokens: int, history: int = 0, **more: int) -> StepWork:
-    """A step of equal chunks, each of so many tokens after so many."""
+    """Return a step of equal chunks, each of some tokens after a history."""
     fields = {
         "rows": chunks,
         "target_tokens": chunks * tokens,
@@ -118,7 +118,8 @@ class RowsToPlan(msgspec.Struct):
 
 
 def make_config(**overrides: Any) -> SchedulerConfig:
-    """Small sizes. `lookahead="fixed:3"` (or "ema:4", "off") is short for a LookaheadConfig."""
+    """Return a configuration with small sizes. `lookahead="fixed:3"` (or "ema:4", "off") is short
+    for a LookaheadConfig."""
     lookahead = overrides.pop("lookahead", "off")
     if isinstance(lookahead, str):
         policy, _, k = lookahead.partition(":")
@@ -140,7 +141,8 @@ def make_config(**overrides: Any) -> SchedulerConfig:
 def make_request(
     name: str, prompt: int | Iterable[int] = 8, *, seed: int = 0, choice: int = 0, **params: Any
 ) -> Request:
-    """`prompt` is its token ids, or a number of tokens that no other name shares."""
+    """Return a request. `prompt` is its token ids, or a number of tokens that no other name
+    shares."""
     if isinstance(prompt, int):
         rng = np.random.default_rng([ord(c) for c in name])
         prompt = rng.integers(0, VOCAB_SIZE, prompt).tolist()
@@ -157,7 +159,7 @@ def make_request(
 
 
 class RecordingExecutor(SimExecutor):
-    """Keeps every plan it was given."""
+    """An executor that records its plans."""
 
     plans: list[StepPlan]
 
@@ -167,7 +169,8 @@ class RecordingExecutor(SimExecutor):
 
 
 class World:
-    """Steps an engine; checks every invariant, and what the caller may see, after each commit."""
+    """An engine that is stepped by hand; it checks every invariant, and all that the caller sees,
+    after each commit."""
 
     def __init__(
         self,
@@ -227,7 +230,7 @@ class World:
         return commit
 
     def follow(self) -> None:
-        """Who hears of what enters and leaves the prefix cache knows what is in it."""
+        """Check that a follower of the events knows the contents of the prefix cache."""
         changes = self.scheduler.take_cache_changes()
         if changes:
             self.follower.take(encode_changes(changes, 0.0, self.config.block_size))
@@ -259,7 +262,7 @@ class World:
         return self.finished[name].output.tolist()
 
     def reference(self, name: str) -> tuple[list[int], FinishReason]:
-        """What the request gives when it is served alone."""
+        """Return the output of the request served alone."""
         return reference_output(
             self.requests[name],
             vocab_size=self.config.vocab_size,
@@ -268,7 +271,8 @@ class World:
         )
 
     def assert_reference(self, *names: str) -> None:
-        """These (or all) requests ended of themselves, with exactly their reference output."""
+        """Check that these (or all) requests ended by themselves, with exactly their reference
+        output."""
         for name in names or tuple(self.requests):
             expected, reason = self.reference(name)
             assert self.output(name) == self.shown[name] == expected, name
@@ -276,7 +280,8 @@ class World:
 
 
 def rows_of(world: World, plan: StepPlan) -> dict[str, dict[str, int]]:
-    """The rows of a recorded plan by request id; every admission so far must be recorded too."""
+    """Return the rows of a recorded plan by request id; every admission so far must be recorded
+    too."""
     names: dict[int, str] = {}
     for earlier in world.plans:
         for admission in earlier.deltas.new_sequences:

@@ -1,4 +1,4 @@
-"""What is in `deploy` says what the command line understands."""
+"""The files in `deploy` use options that the command line knows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ UNIT = (ROOT / "deploy" / "cbatch.service").read_text(encoding="utf-8")
 IMAGE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 KUBERNETES = (ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
 RAY_SERVE = (ROOT / "deploy" / "ray_serve.yaml").read_text(encoding="utf-8")
-# By what holds them: fields of Kubernetes' API (v1 and apps/v1) that may be there. A misspelt one
-# would be refused, or worse, left out.
+# Fields of Kubernetes' API (v1 and apps/v1) that may occur, by their owner. A misspelt one would be
+# refused, or worse, ignored.
 FIELDS = {
     "Deployment": "apiVersion kind metadata spec",
     "spec": "replicas selector strategy template minReadySeconds",
@@ -96,9 +96,9 @@ def test_kubernetes_asks_the_servers_own_probes_and_gives_it_its_grace() -> None
     pod = template["spec"]
     (container,) = pod["containers"]
     probes = [container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
-    found = (deployment, deployment["spec"], pod, container, *probes, container["resources"])
+    parts = (deployment, deployment["spec"], pod, container, *probes, container["resources"])
     kinds = ("Deployment", "spec", "pod", "container", *["probe"] * 3, "resources")
-    for fields, kind in zip(found, kinds, strict=True):
+    for fields, kind in zip(parts, kinds, strict=True):
         assert fields.keys() <= set(FIELDS[kind].split()), kind
 
     paths = [probe["httpGet"]["path"] for probe in probes]

@@ -1,4 +1,4 @@
-"""What README and docs name exists, what they tell to type is understood, and their code runs."""
+"""Names in README and docs exist, commands are accepted, and code runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMBER = re.compile(r"`(_?[A-Z]\w*)\.(\w+)(?:\([^`]*\))?`")
 CLASS = re.compile(r"`(_?[A-Z][a-z]+[A-Z]\w*)(?:\([^`]*\))?`")
 MODULE = re.compile(rf"(?<![\w./-])((?:{TOPS})(?:\.[A-Za-z_]\w*)+)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-TYPES = {"PolicyName"}  # that are no classes
+TYPES = {"PolicyName"}  # they are no classes
 by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -36,7 +36,7 @@ def test_paths_exist(path: Path) -> None:
 
 
 @by_document
-def test_names_are_defined_in_the_files_that_are_named_beside_them(path: Path) -> None:
+def test_names_are_defined_in_the_files_that_are_named_with_them(path: Path) -> None:
     for name, argument, file in SAID_TO_BE_IN.findall(read(path)):
         owner, _, member = name.rpartition(".")
         if argument:
@@ -56,11 +56,11 @@ def test_classes_exist_and_have_the_members_that_are_named(path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [SAID_TO_BE_IN, MEMBER, CLASS])
-def test_such_names_are_told(pattern: re.Pattern[str]) -> None:
+def test_documents_have_such_names(pattern: re.Pattern[str]) -> None:
     assert len([m for path in DOCUMENTS for m in pattern.findall(read(path))]) > 20
 
 
-def test_names_that_do_not_exist_are_found_out() -> None:
+def test_names_that_do_not_exist_are_noticed() -> None:
     file = ROOT / "cbatch" / "core" / "scheduler" / "state.py"
     assert "_add_nodes" in members("SchedulerState") and "observe" in members("EmaPolicy")
     assert "add_nodes" not in members("SchedulerState") and not members("ScheduleState")
@@ -95,8 +95,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 @by_document
 def test_footnotes_are_there(path: Path) -> None:
     text = read(path)
-    told = set(re.findall(r"^\[\^(\w+)\]:", text, flags=re.MULTILINE))
-    assert told == set(re.findall(r"\[\^(\w+)\](?!:)", text))
+    defined_notes = set(re.findall(r"^\[\^(\w+)\]:", text, flags=re.MULTILINE))
+    assert defined_notes == set(re.findall(r"\[\^(\w+)\](?!:)", text))
 
 
 @by_document
@@ -116,7 +116,7 @@ def test_commands_are_understood(path: Path) -> None:
 
 @by_document
 def test_flags_exist(path: Path) -> None:
-    """Of `cbatch`, or of a benchmark."""
+    """A flag is one of `cbatch`, or of a benchmark."""
     tops = ("bench", "tools", "triton_kernels")
     files = (file for top in tops for file in (ROOT / top).rglob("*.py"))
     known = flags(make_parser()) | set(re.findall(r'"(--[a-z-]+)"', "".join(map(read, files))))
@@ -162,7 +162,7 @@ def test_the_simulation_of_the_readme_runs(
         (path, number)
         for path in DOCUMENTS
         for number, block in enumerate(blocks(path, "python"))
-        if "OpenAI" not in block  # those need a server, and are tested beside it
+        if "OpenAI" not in block  # those need a server, and are tested with one
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else str(value),
 )
@@ -175,11 +175,11 @@ def test_code_runs(
     assert capsys.readouterr().out.strip()
 
 
-# -- what is named
+# -- resolution of names
 
 
 def resolves(name: str) -> bool:
-    """Whether it is a package, a module, or something that a module defines or hands on."""
+    """Return True if it is a package, a module, or a name that a module defines or re-exports."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         place = ROOT.joinpath(*parts[:length])
@@ -192,12 +192,12 @@ def resolves(name: str) -> bool:
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Those of its commands, too."""
-    found = set(parser._option_string_actions)
+    """Return the options of a parser and its commands."""
+    options = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found = found.union(*map(flags, action.choices.values()))
-    return found
+            options = options.union(*map(flags, action.choices.values()))
+    return options
 
 
 def classes(file: Path) -> dict[str, ast.ClassDef]:
@@ -214,7 +214,7 @@ def all_classes() -> dict[str, ast.ClassDef]:
 
 @cache
 def members(name: str) -> frozenset[str]:
-    """What a class has, and those that it inherits from."""
+    """Return the members of a class, inherited ones too."""
     if name not in all_classes():
         return frozenset()
     node, names = all_classes()[name], set[str]()
@@ -244,6 +244,6 @@ def defined(file: Path) -> frozenset[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """As GitHub makes them from headings."""
+    """Return anchors as GitHub makes them from headings."""
     heads = re.findall(r"^#+ (.+)$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}

@@ -1,4 +1,4 @@
-"""T6: whole engines, speculating and not, say the same things equally often.
+"""T6: whole engines give the same texts equally often with and without speculation.
 
 Two samples are compared, so nothing is assumed about the model. Run by `make test-statistics`; the
 small joint law that every test run checks is in `tests/runtime/test_statistics.py`. Seeds are
@@ -22,7 +22,7 @@ from cbatch.runtime.cpu.drafters import draft_model as drafter
 pytestmark = pytest.mark.statistics
 
 VOCAB, LENGTH = 24, 12
-NONE = VOCAB  # stands where a sequence has ended
+NONE = VOCAB  # after the end of a sequence
 PARAMS: dict[str, Any] = {
     "max_tokens": LENGTH,
     "temperature": 0.1,
@@ -50,7 +50,7 @@ MODES = pytest.mark.parametrize("mode", ["rejection", "coupled"])
 
 
 def write_model(folder: Path, layers: int, hidden: int) -> Path:
-    """A configuration without weights: they are drawn when it is loaded."""
+    """Write a configuration without weights: they are drawn when it is loaded."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -74,7 +74,8 @@ def write_model(folder: Path, layers: int, hidden: int) -> Path:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
-    """An engine with a given lookahead. The draft is another model, not a part of the target."""
+    """Return an engine with a given lookahead. The draft is another model, not a part of the
+    target."""
     folder = tmp_path_factory.mktemp("models")
     pair = write_model(folder / "target", 2, 32), write_model(folder / "draft", 1, 24)
     torch.set_num_threads(1)
@@ -93,13 +94,17 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
     return load
 
 
-def sample(llm: LLM, prompts: list[list[int]], each: int, seed: int, **params: Any) -> np.ndarray:
-    """Tokens of `each` choices behind every prompt: int64 [prompts, each, LENGTH]."""
+def sample(
+    llm: LLM, prompts: list[list[int]], num_choices: int, seed: int, **params: Any
+) -> np.ndarray:
+    """Return the tokens of `num_choices` choices for every prompt: int64 [prompts, num_choices,
+    LENGTH]."""
     settings = PARAMS | params
     completions = llm.generate(
-        prompts, [SamplingParams(n=each, seed=seed + i, **settings) for i in range(len(prompts))]
+        prompts,
+        [SamplingParams(n=num_choices, seed=seed + i, **settings) for i in range(len(prompts))],
     )
-    out = np.full((len(prompts), each, LENGTH), NONE)
+    out = np.full((len(prompts), num_choices, LENGTH), NONE)
     for i, completion in enumerate(completions):
         assert completion.error is None
         for choice in completion.choices:
@@ -108,14 +113,14 @@ def sample(llm: LLM, prompts: list[list[int]], each: int, seed: int, **params: A
 
 
 def speculated(llm: LLM) -> None:
-    """Drafts were accepted, rejected, and looked at in runs of several."""
+    """Check that drafts were accepted, rejected, and verified in runs of several."""
     seen = llm.engine.stats.speculation
     assert 0.2 < seen.accepted_tokens / (seen.accepted_tokens + seen.rejections) < 0.95
     assert seen.rejections > 1000 and seen.k_histogram.get(3, 0) > 1000
 
 
 def two_sample_z(a: np.ndarray, b: np.ndarray) -> float:
-    """z of the homogeneity of two equally large samples of cells, pooled below 10 a cell.
+    """Return z of the homogeneity of two equally large samples of cells, pooled below 10 a cell.
 
     Given their sum, a cell's counts are binomial with chance one half; with m cells the sum of
     (a - b)**2 / (a + b) is chi-square with m - 1 degrees of freedom.
@@ -132,7 +137,8 @@ def two_sample_z(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def pair_zs(a: np.ndarray, b: np.ndarray) -> list[float]:
-    """z of the first token, and of pairs of tokens at the first places: samples [each, LENGTH]."""
+    """Return z of the first token, and of pairs of tokens at the first places, for samples
+    [num_choices, LENGTH]."""
 
     def cells(tokens: np.ndarray) -> list[np.ndarray]:
         pairs = [tokens[:, i] * (VOCAB + 1) + tokens[:, i + 1] for i in range(4)]
@@ -143,23 +149,31 @@ def pair_zs(a: np.ndarray, b: np.ndarray) -> list[float]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["filters", "filters and penalties"])
 def pairs_case(request: pytest.FixtureRequest, make: Callable[[str], LLM]) -> dict[str, Any]:
-    """Two prompts, 10 000 choices each (3000 with penalties) by plain decoding, at the temperature
-    under test and at a higher one."""
-    prompts, each = [[4, 8, 2], [11, 3, 20, 20, 9]], 3000 if request.param else 10_000
+    """Return samples of two prompts, 10 000 choices each (3000 with penalties) by plain decoding,
+    at the temperature under test and at a higher one."""
+    prompts, num_choices = [[4, 8, 2], [11, 3, 20, 20, 9]], 3000 if request.param else 10_000
     params = {"max_tokens": 5, "temperature": 0.25} | ({} if request.param else NEUTRAL)
-    plain = sample(make("off"), prompts, each, seed=100, **params)
-    warmer = sample(make("off"), prompts, each, seed=300, **(params | {"temperature": 0.4}))
-    return {"prompts": prompts, "each": each, "params": params, "plain": plain, "warmer": warmer}
+    plain = sample(make("off"), prompts, num_choices, seed=100, **params)
+    warmer = sample(make("off"), prompts, num_choices, seed=300, **(params | {"temperature": 0.4}))
+    return {
+        "prompts": prompts,
+        "num_choices": num_choices,
+        "params": params,
+        "plain": plain,
+        "warmer": warmer,
+    }
 
 
 @MODES
 def test_t6_first_tokens_and_pairs(
     make: Callable[[str], LLM], pairs_case: dict[str, Any], mode: str
 ) -> None:
-    """Speculating against plain decoding with other seeds."""
+    """Speculation is compared with plain decoding with other seeds."""
     engine, plain = make("fixed:3"), pairs_case["plain"]
-    prompts, each, params = (pairs_case[name] for name in ("prompts", "each", "params"))
-    drafted = sample(engine, prompts, each, seed=200, verification=mode, **params)
+    prompts, num_choices, params = (
+        pairs_case[name] for name in ("prompts", "num_choices", "params")
+    )
+    drafted = sample(engine, prompts, num_choices, seed=200, verification=mode, **params)
     speculated(engine)
     for i in range(len(prompts)):
         assert max(abs(z) for z in pair_zs(plain[i], drafted[i])) < Z_BOUND
@@ -167,12 +181,13 @@ def test_t6_first_tokens_and_pairs(
 
 
 def permutation_p(a: np.ndarray, b: np.ndarray, seed: int) -> float:
-    """p-value of MMD with the Hamming kernel between samples [prompts, each, LENGTH], labels
-    permuted within each prompt 1000 times (Gao, Liang, Guestrin 2024, "Model equality testing",
-    arXiv 2410.20247).
+    """Return the p-value of MMD with the Hamming kernel between samples [prompts, num_choices,
+    LENGTH].
 
-    The kernel counts the places where two sequences agree, so the squared MMD of a prompt is the
-    squared distance between the frequencies of tokens, summed over places.
+    Labels are permuted within each prompt 1000 times (Gao, Liang, Guestrin 2024, "Model equality
+    testing", arXiv 2410.20247). The kernel counts the places where two sequences agree. The squared
+    MMD of a prompt is therefore the squared distance between the frequencies of tokens, summed over
+    places.
     """
     rng = np.random.default_rng(seed)
     statistics = np.zeros(1001)
@@ -185,7 +200,7 @@ def permutation_p(a: np.ndarray, b: np.ndarray, seed: int) -> float:
 
 
 def report_raw_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts still come from the filtered q; the q reported has seen neither temperature nor
+    """Broken: drafts come from the filtered q; the q reported is without temperature and
     filters."""
     filtered: list[torch.Tensor] = []
 
@@ -205,8 +220,8 @@ def report_raw_q(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_t6_mmd_of_whole_outputs(
     make: Callable[[str], LLM], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """25 prompts, 40 outputs each, against plain decoding: p >= 0.01 (wrong in 1 of 100 seeds, and
-    this one is fixed). Another temperature is found out, and so is a raw q."""
+    """25 prompts, 40 outputs each, are compared with plain decoding: p >= 0.01 (wrong in 1 of 100
+    seeds, and this one is fixed). Another temperature is noticed, and so is a raw q."""
     rng = np.random.default_rng(6)
     prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).tolist() for _ in range(25)]
     engine = make("fixed:3")

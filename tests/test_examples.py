@@ -1,4 +1,4 @@
-"""Every script of `examples/`, on the demo models, as somebody who tries it would run it."""
+"""Every script of `examples/` runs on the demo models, as a user would run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.documents import ROOT
 from tests.server.http_client import Client, serving
 
 MOST_LINES = 40
-# What each prints, and whether it asks a server.
+# By script: its output, and whether it needs a server.
 PRINTS = {
     "client": ("24 tokens", True),
     "load_test": ("4 clients: ", True),

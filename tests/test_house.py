@@ -1,4 +1,4 @@
-"""The layers: every import goes down, nothing goes in a circle, each package says what it is."""
+"""The layers: every import goes down, none goes in a circle, each package has a docstring."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Of each folder, from the top layer to the bottom. A part (a package or a file) may import what is
-# on a line below its own; parts of one line know nothing of each other.
+# By folder, the layers from the top to the bottom. A part (a package or a file) may import parts on
+# a line below its own; parts of one line import no part of each other.
 LAYERS = {
     ".": ("bench tools", "sim", "cbatch", "triton_kernels"),
     "cbatch": (
@@ -56,8 +56,8 @@ TOPS = " ".join(LAYERS["."]).split()
 
 @cache
 def imports_by_file() -> dict[str, frozenset[str]]:
-    """The files of each file's imports, without tests and without the faces of packages, which
-    only hand names on."""
+    """Return the files of each file's imports, without tests and without the `__init__` files of
+    packages, which only re-export names."""
     files = {
         path.relative_to(ROOT).as_posix()
         for top in TOPS
@@ -87,25 +87,25 @@ def _parsed(file: str) -> tuple[str, ast.Module]:
 
 
 def _imports(file: str, named: dict[str, str]) -> set[str]:
-    found = set()
+    modules = set()
     for node in ast.walk(_parsed(file)[1]):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {part if part in named else node.module for part in parts}
-    return found & named.keys()
+            modules |= {part if part in named else node.module for part in parts}
+    return modules & named.keys()
 
 
 def _part(file: str, folder: str) -> str | None:
-    """The child of `folder` that `file` is in."""
+    """Return the child of `folder` that `file` is in."""
     path = PurePosixPath(file)
     inside = path.is_relative_to(folder)
     return path.relative_to(folder).parts[0].removesuffix(".py") if inside else None
 
 
 def _between(folder: str) -> dict[str, dict[str, tuple[str, str]]]:
-    """Parts that a part imports, with a pair of files for each."""
+    """Return the parts that a part imports, with a pair of files for each."""
     parts: dict[str, dict[str, tuple[str, str]]] = {}
     for file, imports in imports_by_file().items():
         part = _part(file, folder)
@@ -161,7 +161,8 @@ def test_a_part_imports_no_inside_of_another(top: str, other: str) -> None:
 
 
 def test_nothing_goes_in_a_circle() -> None:
-    """Neither files, nor the parts of any folder. Raises `CycleError`, which names it."""
+    """There is no circle of files, nor of the parts of any folder. Raises `CycleError`, which names
+    it."""
     graphlib.TopologicalSorter(imports_by_file()).prepare()
     files = imports_by_file()
     folders = {parent.as_posix() for file in files for parent in PurePosixPath(file).parents}
@@ -244,9 +245,9 @@ def test_files_and_functions_are_short_and_import_few_of_ours() -> None:
 # that benchmarks compare with. Any function may import them.
 OPTIONAL = {"PIL", "matplotlib", "playwright", "pyarrow", "ray", "transformers", "vllm"}
 OPTIONAL |= {"fcntl", "resource", "uvloop"}
-# Other modules that functions import, at most so many in a file. The reason is start-up: `--help`,
-# the process that listens, `from cbatch import LLM` and a parent of measuring processes do not load
-# what computes (torch, the grammar library, the hub's client).
+# Numbers of other modules that functions of a file may import. The reason is start-up: some
+# processes need neither torch, the grammar library nor the hub's client. They are `--help`, the
+# process that listens, `from cbatch import LLM`, and a parent of measuring processes.
 LATE = {
     "bench/gpu/__main__.py": 2,
     "bench/gpu/child.py": 1,
@@ -278,7 +279,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def _late_imports(tree: ast.Module) -> set[str]:
-    """Modules that functions import; of a package outside of this project its name."""
+    """Return the modules that functions import; for a package outside this project its name."""
     nodes = {
         node
         for function in ast.walk(tree)
@@ -287,8 +288,8 @@ def _late_imports(tree: ast.Module) -> set[str]:
     }
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-    ours = tuple(f"{top}." for top in TOPS)
-    return {name if name.startswith(ours) else name.partition(".")[0] for name in names}
+    project = tuple(f"{top}." for top in TOPS)
+    return {name if name.startswith(project) else name.partition(".")[0] for name in names}
 
 
 # Files that import a module by its name, since the name comes from outside.

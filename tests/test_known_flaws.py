@@ -9,10 +9,10 @@
     B1 a threshold in place of a coin, and p in place  here
        of the residual
     C1 q made up: 1 / V                                here
-    D1 the target's best token or none; token 0 for    here
-       want of another
+    D1 the target's best token or none; token 0 if     here
+       there is no other
 
-Here they are set into the whole engine: scheduler, executor, draft model.
+Here they are planted in a whole engine: scheduler, executor, draft model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from triton_kernels.noise import host as noise
 
 
 def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:
-    """A1: behind a rejection the history goes on from the draft; the replacement is only shown."""
+    """A1: after a rejection the history continues from the draft; the replacement is only
+    emitted."""
     drafted = self.table.tokens[rows.slots].copy()
     tokens, counts, kv_lens = ADVANCE(self, rows, verified)
     if rows.wants.all():
@@ -45,7 +46,7 @@ def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:
 
 
 class _MadeUpQ(DraftModel):
-    """C1: says that each draft was drawn with chance 1 / V."""
+    """C1: report that each draft was drawn with chance 1 / V."""
 
     def propose(self, rows: DraftRows) -> Proposal:
         proposal = super().propose(rows)
@@ -56,12 +57,13 @@ class _MadeUpQ(DraftModel):
 def above_threshold(
     p: Tensor, x: Tensor, q: Tensor, k: Tensor, rows: NoiseRows, starts: Tensor, firsts: Tensor
 ) -> Tensor:
-    """B1: no coin. A draft stands if p(y) / q(x) > 0.5, y being a draw of the target's own."""
+    """B1: no coin. A draft is accepted if p(y) / q(x) > 0.5, where y is a draw of the target's
+    own."""
     row = torch.repeat_interleave(k)
     depth = torch.arange(len(x)) - firsts[row]
     at = starts[row] + depth
-    each = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
-    own = verify.draw(p[at], each, noise.BONUS)
+    noise_rows = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
+    own = verify.draw(p[at], noise_rows, noise.BONUS)
     ratio = p[at, own] / q[torch.arange(len(x)), x]
     return verify.leading_run(ratio > 0.5, row, depth, k)
 
@@ -69,14 +71,14 @@ def above_threshold(
 def best_or_none(
     p: Tensor, x: Tensor, q: Tensor, k: Tensor, rows: NoiseRows, starts: Tensor, firsts: Tensor
 ) -> Tensor:
-    """D1: a draft stands if it is the target's likeliest token."""
+    """D1: a draft is accepted if it is the target's likeliest token."""
     row = torch.repeat_interleave(k)
     depth = torch.arange(len(x)) - firsts[row]
     return verify.leading_run(p[starts[row] + depth].argmax(dim=1) == x, row, depth, k)
 
 
-def zero_for_want_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> Tensor:
-    """D1: where no draft was left to check, the token emitted is number 0."""
+def zero_in_place_of_a_bonus(weights: Tensor, rows: NoiseRows, purpose: Any) -> Tensor:
+    """D1: if no draft is left to check, the emitted token is number 0."""
     drawn: Tensor = DRAW(weights, rows, purpose)
     return torch.where(torch.as_tensor(purpose) == noise.BONUS, 0, drawn)
 
@@ -93,14 +95,14 @@ FLAWS: dict[str, tuple[tuple[str, Any], ...]] = {
     ),
     "C1 q of 1 / V": (("tests.runtime.engines.DraftModel", _MadeUpQ),),
     "D1 argmax match": ((f"{SAMPLER}.count_accepted", best_or_none),),
-    "D1 token 0": ((f"{SAMPLER}.draw", zero_for_want_of_a_bonus),),
+    "D1 token 0": ((f"{SAMPLER}.draw", zero_in_place_of_a_bonus),),
 }
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_flaws_of_verification_are_caught_by_the_joint_law_of_the_engine(flaw, monkeypatch):
-    """z > 10 on the joint law of three tokens; that of the engine as it is stays below 5 (by chance
-    beyond it in 6 of 10 million, see test_statistics, which has the same sample)."""
+    """z > 10 on the joint law of three tokens. For the correct engine it is below 5, except by
+    chance in 6 of 10 million (see test_statistics, which has the same sample)."""
     for name, broken in FLAWS[flaw]:
         monkeypatch.setattr(name, broken)
     run = sample(lookahead="fixed:3")
@@ -109,7 +111,7 @@ def test_flaws_of_verification_are_caught_by_the_joint_law_of_the_engine(flaw, m
 
 
 def test_flaw_a1_is_caught_by_comparing_kv_with_what_was_emitted(monkeypatch):
-    """After every step, not by the tokens alone."""
+    """KV is compared after every step; the tokens alone would not show it."""
     monkeypatch.setattr(TorchExecutor, "advance_rows", keeps_rejected)
     with pytest.raises(AssertionError):
         test_executor.test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature=0.0)

@@ -1,14 +1,14 @@
-"""Traps that other engines fell into with speculation that adapts, under continuous batching: each
-has a test that names it and fails when it is set.
+"""Traps of adaptive speculation under continuous batching that other engines fell into. Each has a
+test that names it and fails when it is planted.
 
     trap                                            where
      1 k = 0 starves the draft's KV                 runtime/test_drafter: acceptance_recovers
      2 k = 0 is not free                            here; runtime/test_executor: plain_steps
      3 accepted / k is a biased statistic           core/test_policies, core/test_acceptance
-     4 k = 0 absorbs a slot, or everybody           here
+     4 k = 0 absorbs a slot, or all                 here
      5 a policy of acceptance alone ignores load    here; core/test_adaptive_policy: never_below
      6 one k for the batch, or padding to max k     here
-     7 a shared estimator lets tenants meddle       here
+     7 a shared estimator lets tenants interfere    here
      8 replicas that measure for themselves differ  here; steplog: replay
      9 KV accounting that drifts                    Scheduler.check, after every step of every test
     10 a slot whose index is wrong drafts garbage   runtime/test_drafter: same_in_every_slot
@@ -48,7 +48,7 @@ NOISE = 0.08  # of the draft's weights: about half of its drafts are accepted
 HOPELESS = CostProfile((1, 1024), (2e-3, 100e-3), draft_pass_s=1.0)  # drafting never pays
 K = 6
 ADAPTIVE = LookaheadConfig(policy="adaptive", k=K)
-# What the simulator's executor costs (`sim.cost.base.LinearCost`).
+# Costs of the simulator's executor (`sim.cost.base.LinearCost`).
 PROFILE = CostProfile(
     (1, 1024), (2.1e-3, 104.4e-3), row_s=1e-5, draft_pass_s=2e-4, draft_token_s=1e-5
 )
@@ -64,8 +64,8 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def make_world(acceptance: dict[str, float], **settings: Any) -> World:
-    """Room for everybody; the acceptance of each request may be changed while it runs. All are
-    greedy: what is known of their acceptance is counts alone."""
+    """Return a world with room for all requests, whose acceptance may be changed while it runs. All
+    are greedy: only counts of their acceptance are known."""
     roomy = {
         "num_blocks": 2048,
         "block_size": 16,
@@ -83,7 +83,7 @@ def make_world(acceptance: dict[str, float], **settings: Any) -> World:
 
 
 def drafts_of(world: World) -> dict[str, int]:
-    """One step; k of each row in it that decoded."""
+    """Run one step; return k of each row that decoded."""
     commit = world.loop.step()
     assert commit is not None
     return {row.request_id: row.num_drafted for row in commit.updates()}
@@ -99,14 +99,14 @@ def believed(world: World, name: str) -> float:
 # --- 2: steps without drafts ----------------------------------------------------------------------
 
 
-class _NeverAsked(DraftModel):
+class _NeverCalled(DraftModel):
     def propose(self, rows: DraftRows) -> Proposal:
         pytest.fail("the drafter was asked")
 
 
 def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every plan of a run in which nothing is drafted, as bytes: because each request `opts_out`,
-    or because of what the policy finds."""
+    """Return every plan of a run without drafts, as bytes. Either each request `opts_out`, or the
+    policy finds that drafts do not pay."""
     plans: list[bytes] = []
 
     class Watched(RecordingExecutor):
@@ -118,7 +118,7 @@ def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) ->
     requests = [make_request(f"r{i}", prompt, **params) for i, prompt in enumerate(prompts(6))]
     target = tiny_model()
     draft = None if policy == "off" else tiny_model(noise=NOISE)
-    drafter = None if draft is None else _NeverAsked(draft)
+    drafter = None if draft is None else _NeverCalled(draft)
     executor = Watched(target, drafter=drafter, num_blocks=256, block_size=4, max_num_seqs=8)
     settings = {"cost_profile": HOPELESS} if policy == "adaptive:4" else {}
     with monkeypatch.context() as patch:
@@ -129,7 +129,7 @@ def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("policy", ["fixed:4", "ema:4", "adaptive:4"])
 def test_trap_2_a_step_with_k_of_zero_for_everyone_is_a_plain_step(policy, monkeypatch):
-    """The same plans to the byte as with lookahead off, blocks too; the drafter is never asked."""
+    """Plans equal those with lookahead off to the byte, blocks too; the drafter is never called."""
     opts_out = policy == "fixed:4"
     plain = plain_steps("off", opts_out, monkeypatch)
     assert len(plain) >= 30
@@ -140,7 +140,8 @@ def test_trap_2_a_step_with_k_of_zero_for_everyone_is_a_plain_step(policy, monke
 
 
 def steps_until_all_draft_again(limit: int) -> int | None:
-    """A drafter that is hopeless until speculation is off for everybody, and good from then on."""
+    """Return the steps until all rows draft again, with a drafter that is hopeless until
+    speculation is off, and good from then on."""
     acceptance = dict.fromkeys("abcd", 0.03)
     world = make_world(acceptance)
     policy = world.scheduler.state.policy
@@ -154,7 +155,7 @@ def steps_until_all_draft_again(limit: int) -> int | None:
 
 
 def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
-    """A probe finds out; without it speculation stays off."""
+    """A probe notices it; without probes speculation stays off."""
     back = steps_until_all_draft_again(1000)
     assert back is not None and back > 20
     monkeypatch.setattr(AdaptivePolicy, "_single_draft", lambda *_: None)
@@ -162,15 +163,16 @@ def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
 
 
 def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Its drafts in 200 steps amid rows that draft, once it would accept as many as they do. (Later
-    it may be tried in any case: prices move, and a draft more can look like none for a while.)"""
+    """Return its drafts in 200 steps among rows that draft, once it would accept as many as they
+    do. (Later it may be tried in any case: prices move, and a further draft may seem free for a
+    while.)"""
     acceptance = dict.fromkeys(["a", "b", "c", "given up"], 0.9)
     world = make_world(acceptance)
     with monkeypatch.context() as patch:
         if not drifts:
             patch.setattr(estimator, "drift", lambda config, estimate, *_: estimate)
         acceptance["given up"] = 0.0
-        for _ in range(400):  # until nothing but the drift would have it drafted again
+        for _ in range(400):  # until only the drift can make it draft again
             world.loop.step()
         while (k := drafts_of(world))["given up"] or not k["a"]:  # it is tried now and then
             pass
@@ -181,13 +183,14 @@ def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 def test_trap_4_k_of_zero_does_not_absorb_a_row(monkeypatch):
-    """The drift to the prior brings it back; without it nothing does."""
+    """The drift to the prior restores it; without the drift nothing does."""
     assert drafts_of_a_row_given_up(False, monkeypatch) == 0
     assert drafts_of_a_row_given_up(True, monkeypatch) > 400
 
 
 def mean_k(lookahead: LookaheadConfig, batch: int) -> float:
-    """Of rows that decode, acceptance 0.7, after 20 steps in which prices and rows settle."""
+    """Return mean k of decoding rows with acceptance 0.7, after 20 steps in which prices and rows
+    settle."""
     world = make_world(dict.fromkeys((f"r{i}" for i in range(batch)), 0.7), lookahead=lookahead)
     for _ in range(20):
         world.loop.step()
@@ -213,11 +216,12 @@ def test_trap_6_easy_and_hard_rows_of_one_step_get_different_k():
         world.step()
     seen = [drafts_of(world) for _ in range(60)]
     apart = [min(k[name] for name in easy) - max(k[name] for name in hard) for k in seen]
-    assert np.mean(np.array(apart) >= 2) > 0.8, apart  # 3 to 5 drafts are as good to 3 %
+    assert np.mean(np.array(apart) >= 2) > 0.8, apart  # 3 to 5 drafts are equally good to 3 %
 
 
 def test_trap_6_rows_of_different_k_are_verified_in_one_pass_without_padding(monkeypatch):
-    """The target computes 1 + k_i tokens for row i, no more; 1 + max k for each would show."""
+    """The target computes 1 + k_i tokens for row i, no more; 1 + max k for each would be
+    noticed."""
     target, draft = tiny_model(), tiny_model(noise=NOISE)
     executor = RecordingExecutor(
         target, drafter=DraftModel(draft), num_blocks=256, block_size=4, max_num_seqs=8
@@ -247,11 +251,11 @@ def test_trap_6_rows_of_different_k_are_verified_in_one_pass_without_padding(mon
     assert ragged >= 10
 
 
-# --- 7, 8: on what k depends ----------------------------------------------------------------------
+# --- 7, 8: inputs of k --------------------------------------------------------------------------
 
 
-def beliefs_beside(policy: str, accepted_by_others: int) -> list[float]:
-    """Of four rows, of which the first accepts 4 of 6 in every step."""
+def estimates_with_others(policy: str, accepted_by_others: int) -> list[float]:
+    """Return the estimates of four rows, of which the first accepts 4 of 6 in every step."""
     config = LookaheadConfig(policy=policy, k=K)
     lookahead = build_policy(config, PolicyLimits(4, 64))
     for slot in range(4):
@@ -269,14 +273,14 @@ def beliefs_beside(policy: str, accepted_by_others: int) -> list[float]:
 
 @pytest.mark.parametrize("policy", ["ema", "adaptive"])
 def test_trap_7_what_is_believed_of_a_request_is_its_own(policy):
-    """No other tenant's acceptance enters. (The prior of a newcomer and the price of a token are
-    shared, and meant to be.)"""
-    (mine, *bad), (same, *good) = beliefs_beside(policy, 0), beliefs_beside(policy, K)
+    """Other tenants' acceptance does not enter. (The prior of a newcomer and the price of a token
+    are shared on purpose.)"""
+    (mine, *bad), (same, *good) = estimates_with_others(policy, 0), estimates_with_others(policy, K)
     assert mine == pytest.approx(same, abs=1e-3) and max(bad) < 0.2 < mine < 0.9 < min(good)
 
 
 def first_k_after(acceptance: float) -> tuple[float, int]:
-    """What a newcomer's acceptance is taken for, and its first k, after 40 short requests."""
+    """Return a newcomer's estimated acceptance and its first k, after 40 short requests."""
     names = [f"r{i}" for i in range(40)]
     world = make_world({})
     world.executor.acceptance = ModelledAcceptance(acceptance)
@@ -290,7 +294,7 @@ def first_k_after(acceptance: float) -> tuple[float, int]:
 
 
 def test_trap_7_a_short_request_starts_from_the_fleets_prior(monkeypatch):
-    """It would end before an estimate of its own tells anything."""
+    """It would end before an estimate of its own is known."""
     belief, k = first_k_after(0.95)
     assert belief > 0.85 and k >= 4
     belief, k = first_k_after(0.05)
@@ -300,8 +304,8 @@ def test_trap_7_a_short_request_starts_from_the_fleets_prior(monkeypatch):
 
 
 def first_step_apart(*, own_clocks: bool) -> int | None:
-    """Two schedulers are fed the same requests and results. With `own_clocks` the second has the
-    durations as another machine measured them."""
+    """Feed two schedulers the same requests and results; return the first step in which they
+    differ. With `own_clocks` the second gets durations as another machine measured them."""
     rng = np.random.default_rng(2)
     acceptance = {f"r{i}": float(rng.uniform(0.1, 0.95)) for i in range(24)}
     world = make_world({}, max_num_seqs=16, cost_profile=None)
@@ -332,7 +336,7 @@ def first_step_apart(*, own_clocks: bool) -> int | None:
 
 
 def test_trap_8_replicas_that_are_fed_the_same_choose_the_same_k():
-    """Every decision follows from the inputs, durations among them: a replica that measures them
-    for itself comes to differ."""
+    """Every decision follows from the inputs, which include durations: a replica that measures its
+    own differs."""
     assert first_step_apart(own_clocks=False) is None
     assert first_step_apart(own_clocks=True) is not None

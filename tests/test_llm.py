@@ -24,7 +24,8 @@ PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 def write_model(
     folder: Path, *, layers: int = 2, hidden: int = 32, tokenizer: Tokenizer | None = None
 ) -> Path:
-    """A directory with a tokenizer and a configuration; weights are drawn when it is loaded."""
+    """Write a directory with a tokenizer and a configuration; weights are drawn when it is
+    loaded."""
     folder.mkdir()
     tokenizer = tokenizer or printable()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -82,12 +83,12 @@ def test_a_lone_surrogate_names_its_field(llm: LLM) -> None:
     assert good.error is None
     with pytest.raises(FieldError, match=r"cache_salt: character [0-9]+ is half of a surrogate"):
         llm.engine.add("a", cache_salt="\ud800")
-    asked: list[tuple[str, dict[str, Any]]] = [
+    prompts: list[tuple[str, dict[str, Any]]] = [
         (r"stop\[1\]", {"stop": ("a", "\udfff")}),
         (r"structured_outputs\.regex", {"structured_outputs": {"regex": "\ud800"}}),
         (r"outputs\.json", {"structured_outputs": {"json": {"enum": ["\ud800"]}}}),
     ]
-    for place, given in asked:
+    for place, given in prompts:
         with pytest.raises(FieldError, match=f"{place}: character [0-9]+ is half of a surrogate"):
             SamplingParams(**given)
 
@@ -114,8 +115,8 @@ def test_n_choices_and_the_drawn_seed(llm: LLM) -> None:
 
 @pytest.mark.parametrize("extreme", [1e-320, 1e-50, 1e50, 7e307])
 def test_temperatures_beyond_float32_are_served(llm: LLM, extreme: float) -> None:
-    """Like the nearest that float32 has: the least is as good as greedy, the most has no say in
-    what is likely, so that two seeds differ."""
+    """They act like the nearest ones in float32. The smallest is as good as greedy. With the
+    largest the model has no influence, so that two seeds differ."""
     params = [
         SamplingParams(temperature=t, seed=seed, max_tokens=12, ignore_eos=True)
         for t, seed in ((0.0, 1), (extreme, 1), (extreme, 2))
@@ -233,7 +234,7 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
 
 @pytest.fixture
 def with_generation_config(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., LLM]:
-    """The target alone, with such a file beside it."""
+    """Return a function that loads the target alone, with such a file next to it."""
 
     def load(values: dict[str, Any], **options: Any) -> LLM:
         for file in pair[0].iterdir():
@@ -251,20 +252,20 @@ def test_every_eos_id_of_the_generation_config_ends_a_text(
     (whole,) = llm.generate(PROMPTS[0], params)
     end = whole.token_ids[7]
     for setting in ("auto", "none"):
-        found = with_generation_config({"eos_token_id": [0, end]}, generation_config=setting)
-        (cut,) = found.generate(PROMPTS[0], params)
+        loaded = with_generation_config({"eos_token_id": [0, end]}, generation_config=setting)
+        (cut,) = loaded.generate(PROMPTS[0], params)
         assert cut.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
         assert cut.finish_reason is FinishReason.STOP
 
 
-def test_the_models_defaults_are_for_who_gives_no_parameters(
+def test_the_models_defaults_apply_without_parameters(
     with_generation_config: Callable[..., LLM], caplog: pytest.LogCaptureFixture
 ) -> None:
     own = {"temperature": 0.0, "max_new_tokens": 3, "do_sample": True}
-    told = "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 3"
+    logged = "defaults of calls, by generation_config.json: temperature 0.0, max_tokens 3"
     with caplog.at_level(logging.INFO, logger="cbatch"):
         llm = with_generation_config(own)
-    assert told in caplog.messages and told in llm.info.lines()
+    assert logged in caplog.messages and logged in llm.info.lines()
     (greedy,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0))
     assert len(greedy.token_ids) == 16
     five = SamplingParams(max_tokens=5, ignore_eos=True)  # its seed is drawn
@@ -277,7 +278,7 @@ def test_the_models_defaults_are_for_who_gives_no_parameters(
     assert not any("generation_config" in line for line in plain.info.lines())
 
 
-def test_a_generation_config_that_cannot_be_followed_is_told(
+def test_a_generation_config_that_cannot_be_followed_is_refused(
     with_generation_config: Callable[..., LLM],
 ) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: top_p: 1\.5 is not allowed"):

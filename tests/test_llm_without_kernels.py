@@ -1,4 +1,4 @@
-"""Models where our kernels cannot be made, or not be kept: a line says so, and they are served."""
+"""Models where our kernels cannot be compiled or cached: a warning says so, and they are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runtime.test_gguf_model import as_gguf
 
 
 @pytest.fixture(autouse=True)
-def looked_for_anew() -> Iterator[None]:
+def uncached_library() -> Iterator[None]:
     build.library.cache_clear()
     yield
     build.library.cache_clear()
@@ -27,10 +27,10 @@ def looked_for_anew() -> Iterator[None]:
 
 def serves(model: Path, caplog: pytest.LogCaptureFixture, expected: str, computes: str) -> None:
     llm = LLM(model, tokenizer="none", max_num_seqs=2, threads=1, num_blocks=20, lookahead="off")
-    found = llm.generate([[1, 2, 3], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert [len(each.token_ids) for each in found] == [4, 4]
-    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert re.fullmatch(expected, told), told
+    completions = llm.generate([[1, 2, 3], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [len(each.token_ids) for each in completions] == [4, 4]
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert re.fullmatch(expected, warning), warning
     assert re.search(computes, llm.info.row_invariance)
 
 
@@ -63,7 +63,7 @@ def test_with_a_compiler_that_fails(
 def test_with_a_cache_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not even by root. Kernels are compiled without optimisation, which takes 2 s."""
+    """Not even root can write it. Kernels are compiled without optimisation, which takes 2 s."""
     build_model(tmp_path, "llama")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))

@@ -1,4 +1,4 @@
-"""The public face is small, and it is what the README shows."""
+"""The public names are few, and they are those that the README shows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_the_wheel_holds_no_training_and_is_light() -> None:
-    """Compressed as a wheel compresses, file by file; a wheel leaves out a little more."""
+    """Files are compressed one by one, as a wheel does; a wheel leaves out a little more."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     include = settings["tool"]["setuptools"]["packages"]["find"]["include"]
     files = [file for top in include for file in (ROOT / top.rstrip("*")).rglob("*")]
@@ -99,8 +99,8 @@ def test_the_ranges_of_the_dependencies_are_the_stated_ones() -> None:
 
 
 def test_an_editable_install_puts_the_folder_on_the_path() -> None:
-    """The finder that setuptools installs otherwise loses to the namespace package which a clone
-    named `cbatch` is for programs that are started from the folder above it."""
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    assert found["setuptools"]["package-dir"] == {"": "."}
-    assert found["setuptools"]["dynamic"]["version"] == {"attr": "cbatch.__version__"}
+    """Otherwise a clone named `cbatch` is a namespace package for programs started in the folder
+    above it. That package wins over the finder that setuptools installs."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert tool["setuptools"]["package-dir"] == {"": "."}
+    assert tool["setuptools"]["dynamic"]["version"] == {"attr": "cbatch.__version__"}

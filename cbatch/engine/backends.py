@@ -11,7 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead, policy_class
-from cbatch.engine.model_impl import Impl, refuse_beside
+from cbatch.engine.model_impl import Impl, refuse_together
 from cbatch.engine.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def refuse_unserved(
     impl: Impl = "own",
 ) -> None:
     """Raise `FieldError` for an option that this device cannot serve."""
-    refuse_beside(impl, head=head)
+    refuse_together(impl, head=head)
     if tensor_parallel_size > 1:
         _refuse_unshared(device, tensor_parallel_size)
     if not is_gpu(device):

@@ -118,7 +118,7 @@ def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
     return ModelFiles(path, impl, gguf)
 
 
-def refuse_beside(impl: Impl, *, head: Path | None) -> None:
+def refuse_together(impl: Impl, *, head: Path | None) -> None:
     """Raise `FieldError` if the modelling code of the target does not support `head` drafters."""
     if head is not None and impl != "own":
         problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"

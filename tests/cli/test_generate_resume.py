@@ -34,10 +34,10 @@ def tokens_of(path: Path) -> dict[int, Any]:
     """Return tokens by index; check that every line is there once."""
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     assert sorted(row["index"] for row in rows) == list(range(NUM_LINES))
-    return {row["index"]: (row["seed"], row["choices"] and told(row)) for row in rows}
+    return {row["index"]: (row["seed"], row["choices"] and tokens_by_choice(row)) for row in rows}
 
 
-def told(row: dict[str, Any]) -> list[list[int]]:
+def tokens_by_choice(row: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in row["choices"]]
 
 

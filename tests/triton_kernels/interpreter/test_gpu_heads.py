@@ -349,7 +349,7 @@ def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray
 def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
     """Return the laws of the second and of the third token, by all ways that lead there."""
 
-    def behind(texts: list[list[int]]) -> Tensor:
+    def law_after(texts: list[list[int]]) -> Tensor:
         model, tokens = target.model, torch.tensor(texts)
         count, length = tokens.shape
         lens = np.full(count, length, dtype=np.int32)
@@ -359,9 +359,9 @@ def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
         flat = RaggedBatch(tokens.flatten(), positions, lens, lens, tables, last * length - 1)
         return model.forward(flat, kv).double().softmax(-1)
 
-    first = behind([list(PROMPT)])[0]
-    second = behind([[*PROMPT, i] for i in range(VOCAB)])
-    third = behind([[*PROMPT, i, j] for i in range(VOCAB) for j in range(VOCAB)])
+    first = law_after([list(PROMPT)])[0]
+    second = law_after([[*PROMPT, i] for i in range(VOCAB)])
+    third = law_after([[*PROMPT, i, j] for i in range(VOCAB) for j in range(VOCAB)])
     both = first[:, None] * second
     return both.sum(0).numpy(), (both.flatten()[:, None] * third).sum(0).numpy()
 
