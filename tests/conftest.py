@@ -98,4 +98,5 @@ def _runs_on_a_device(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
     gc.enable()
