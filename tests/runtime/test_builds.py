@@ -103,7 +103,7 @@ def test_a_name_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         build.library.__wrapped__()
     monkeypatch.setenv("CBATCH_KERNELS", "avx512")
     lacking = "avx512f and avx512bw and avx512cd and avx512dq and avx512vl"
-    with pytest.raises(FieldError, match=f"'avx512' needs {lacking} of the processor; {others}"):
+    with pytest.raises(FieldError, match=f"'avx512' needs a CPU with {lacking}; {others}"):
         build.library.__wrapped__()
 
 

@@ -150,7 +150,7 @@ def test_what_is_no_plain_file_is_named(tmp_path: Path) -> None:
     """Opening a pipe would wait for its writer."""
     pipe = tmp_path / "pipe.gguf"
     os.mkfifo(pipe)
-    with pytest.raises(ModelError, match=r"pipe\.gguf: cannot be read \(no file"):
+    with pytest.raises(ModelError, match=r"pipe\.gguf: cannot be read \(not a regular file"):
         read_gguf(pipe)
 
 

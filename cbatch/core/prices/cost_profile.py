@@ -50,7 +50,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         for field, ok, remedy in (
             ("tokens", len(self.tokens) >= 2, "give at least two points"),
             ("tokens", _ascend(self.tokens) and self.tokens[0] >= 1, "give ascending counts"),
-            ("target_s", len(self.target_s) == len(self.tokens), "give one duration a count"),
+            ("target_s", len(self.target_s) == len(self.tokens), "give one duration per count"),
             ("target_s", all(0 < s < math.inf for s in self.target_s), "give positive seconds"),
             ("slopes", all(0 <= s < math.inf for s in prices), "give seconds of 0 or more"),
             ("curves", all(_is_curve(*curve) for curve in curves), "give ascending points"),

@@ -82,7 +82,7 @@ def offered() -> list[Build]:
     if not chosen:
         known = {each.name: each.features for each in builds_of(platform.machine())}
         lacking = [word for word in known.get(name, ()) if word not in cpu_features().split()]
-        problem = f"needs {' and '.join(lacking)} of the processor" if lacking else "is not known"
+        problem = f"needs a CPU with {' and '.join(lacking)}" if lacking else "is not known"
         names = ", ".join(each.name for each in runnable_builds)
         raise FieldError(KERNELS, f"{name!r} {problem}", f"use one of {names}, or leave it out")
     return chosen

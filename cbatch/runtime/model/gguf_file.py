@@ -118,7 +118,7 @@ def read_gguf(path: Path) -> Gguf:
     except OSError as err:
         raise _unreadable(path, err) from None
     if not S_ISREG(stat.st_mode):  # opening a pipe would block until it has a writer
-        raise ModelError(f"{path}: cannot be read (no file; give a copy of it)")
+        raise ModelError(f"{path}: cannot be read (not a regular file; use a copy of it)")
     key = str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns
     file = _open_files.get(key)
     if file is None:
