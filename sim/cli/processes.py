@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from typing import TypeVar
 
 from rich.console import Console
@@ -34,38 +35,29 @@ def run_scenarios(
 ) -> list[T]:
     """Return the results of `work` in order of `scenarios`, with a progress bar. A single process
     is this process. The first exception cancels the rest and is raised."""
-    with _bar() as bar:
-        task = bar.add_task("scenarios", total=len(scenarios))
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        track = partial(bar.track, total=len(scenarios), description="scenarios")
         if processes == 1:
-            return [_step(bar, task, work(scenario)) for scenario in scenarios]
+            return list(track(map(work, scenarios)))
         # Spawn: a forked child could inherit a lock that another thread of this process holds.
         pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("spawn"), initializer=_exit_on_interrupt
         )
         try:
             futures = [pool.submit(work, scenario) for scenario in scenarios]
-            for future in as_completed(futures):
-                _step(bar, task, future.result())
+            for future in track(as_completed(futures)):
+                future.result()
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _bar() -> Progress:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(
-        *columns,
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-
-
-def _step(bar: Progress, task: object, result: T) -> T:
-    bar.advance(task)  # type: ignore[arg-type]
-    return result
 
 
 def _exit_on_interrupt() -> None:
