@@ -66,7 +66,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("srve",), "cbatch", "serve"),
         (("generat",), "cbatch", "generate"),
-        (("serve", "--max-slotts", "4"), "cbatch serve", "--max-num-seqs"),
+        (("serve", "--max-num-seqss", "4"), "cbatch serve", "--max-num-seqs"),
         (("generate", "x", "--temprature=1"), "cbatch generate", "--temperature"),
         (("bench", "http://x", "--concurency", "4"), "cbatch bench", "--concurrency"),
         (("sim", "t.csv", "--replicaz", "2"), "cbatch sim", "--replicas"),

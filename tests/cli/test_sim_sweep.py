@@ -89,8 +89,8 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         (("--sweep", "max-num-seqs=2,,3"), "is not NAME=VALUES"),
         (("--sweep", "max-num-seqs=2,2"), "has a value twice"),
         (
-            ("--sweep", "slots=2,3"),
-            "'slots' is not an option of a simulation; did you mean max-num-seqs?; use one of",
+            ("--sweep", "num-seqs=2,3"),
+            "'num-seqs' is not an option of a simulation; did you mean max-num-seqs?; use one of",
         ),
         (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is not an option of a simulation"),
         (
