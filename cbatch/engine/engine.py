@@ -9,6 +9,7 @@ import msgspec
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import COMPILING_TICK_S, EngineCore
@@ -111,7 +112,8 @@ class Engine:
         running = tuple(self._groups.get(request_id, ()))
         for core_id in running:
             self.core.cancel(core_id)
-            self._ready.append(self._forget(core_id).end(FinishReason.CANCELLED))
+            row = OutputRow(core_id, finish_reason=FinishReason.CANCELLED)
+            self._ready.append(self._forget(core_id).extend(row))
         return bool(running)
 
     def step(self) -> list[Output]:

@@ -210,7 +210,8 @@ class EngineClient:
 
     def _forget(self, sequence: OpenSequence) -> None:
         del self._open[sequence]
-        self._suspects.clear(sequence)
+        if sequence in self._suspects.strikes:
+            self._suspects.clear(sequence)
         if sequence.wire_id is not None:
             del self._by_wire_id[sequence.wire_id]
             sequence.wire_id = None
@@ -289,7 +290,8 @@ class EngineClient:
                 link.committed = True
                 sequence.tokens += row.tokens
                 self.num_tokens += len(row.tokens)
-                self._suspects.clear(sequence)
+                if sequence in self._suspects.strikes:
+                    self._suspects.clear(sequence)
             if row.finish_reason is not None:
                 self._forget(sequence)
             self._notify(sequence, sequence.on_step, row)

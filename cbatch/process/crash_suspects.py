@@ -18,17 +18,17 @@ _CULPRIT_ALONE = 2  # deaths with no other group in flight
 
 
 class CrashSuspects:
-    """Suspected sequences. Those of one group are tried together, but cleared one by one: a token
-    of one choice says nothing about another."""
+    """Suspected sequences, with their `strikes`. Those of one group are tried together, but cleared
+    one by one: a token of one choice says nothing about another."""
 
     def __init__(self) -> None:
-        self._strikes: dict[OpenSequence, int] = {}
+        self.strikes: dict[OpenSequence, int] = {}
         self._lone_deaths: dict[OpenSequence, int] = {}  # by group
 
     @property
     def groups(self) -> list[OpenSequence]:
         """The groups to try, in this order."""
-        groups = [s.group for s, strikes in self._strikes.items() if strikes >= SUSPECT_STRIKES]
+        groups = [s.group for s, strikes in self.strikes.items() if strikes >= SUSPECT_STRIKES]
         return sorted(dict.fromkeys(groups), key=lambda group: self._lone_deaths.get(group, 0))
 
     def on_death(self, in_flight: Collection[OpenSequence], *, alone: bool) -> OpenSequence | None:
@@ -38,14 +38,14 @@ class CrashSuspects:
             for group in {sequence.group for sequence in in_flight}:
                 self._lone_deaths[group] = self._lone_deaths.get(group, 0) + 1
         for sequence in in_flight:
-            strikes = self._strikes[sequence] = self._strikes.get(sequence, 0) + 1
+            strikes = self.strikes[sequence] = self.strikes.get(sequence, 0) + 1
             lone_deaths = self._lone_deaths.get(sequence.group, 0)
             if strikes > SUSPECT_STRIKES and lone_deaths >= _CULPRIT_ALONE:
                 return sequence.group
         return None
 
     def clear(self, sequence: OpenSequence) -> None:
-        """Clear a sequence, after a committed token or its end."""
-        suspected = self._strikes.pop(sequence, None) is not None
-        if suspected and all(other.group is not sequence.group for other in self._strikes):
+        """Clear a suspected sequence, after a committed token or its end."""
+        del self.strikes[sequence]
+        if all(other.group is not sequence.group for other in self.strikes):
             self._lone_deaths.pop(sequence.group, None)

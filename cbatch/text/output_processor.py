@@ -166,7 +166,9 @@ class LiveChoice:
         """Return the output of a step, with the final choice if the sequence ended. If the row has
         no `finish_reason`, a stop string ended it: the scheduler must keep `num_tokens` tokens."""
         if not row.tokens and row.finish_reason is not None:
-            return self.end(row.finish_reason, row.message)
+            rest = self._rest()
+            choice = self._choice(rest, row.finish_reason, row.message)
+            return Output(self.group_id, self.request.choice, rest, (), finished=choice)
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
             self._speculation.observe(row.num_drafted, row.num_accepted)
@@ -207,12 +209,6 @@ class LiveChoice:
             prompt_logprobs=prompt_logprobs,
             pieces=tuple(self._stream.pieces) if self._stream else (),
         )
-
-    def end(self, reason: FinishReason, error: str | None = None) -> Output:
-        """Return the last output of a choice that ends without further tokens."""
-        rest = self._rest()
-        choice = self._choice(rest, reason, error)
-        return Output(self.group_id, self.request.choice, rest, (), finished=choice)
 
     def _without_stop(self, row: OutputRow) -> list[int]:
         """Return the tokens to decode: without a stop token, unless the request includes it."""

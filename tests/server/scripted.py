@@ -79,5 +79,5 @@ class ScriptedService:
                 if output.finished is not None:
                     break
             else:
-                opened.put(choice.end(self.reason))
+                opened.put(choice.extend(OutputRow("r", finish_reason=self.reason)))
         yield opened

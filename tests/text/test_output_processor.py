@@ -62,7 +62,7 @@ def reachable(root: Any, kind: type) -> list[Any]:
 def test_a_whole_one_is_all_of_its_outputs() -> None:
     live, outputs = run(whole=True)
     assert len(reachable(live, TokenLogprob)) > len(outputs)
-    choice = live.end(FinishReason.LENGTH).finished
+    choice = live.extend(OutputRow("r", finish_reason=FinishReason.LENGTH)).finished
     assert choice is not None and choice.text == TEXT
     assert list(choice.token_ids) == TOKENIZER.encode(TEXT)
     assert choice.logprobs == tuple(o.logprobs[0] for o in outputs if o.logprobs)
@@ -76,7 +76,7 @@ def test_one_that_is_streamed_keeps_nothing_it_has_handed_on() -> None:
     text = "".join(output.text for output in outputs)
     assert all(len(output.logprobs or ()) == 1 for output in outputs)
     assert outputs[0].prompt_logprobs is not None
-    last = live.end(FinishReason.LENGTH)
+    last = live.extend(OutputRow("r", finish_reason=FinishReason.LENGTH))
     choice = last.finished
     assert choice is not None and text + last.text == TEXT
     assert (choice.text, choice.token_ids, choice.logprobs) == ("", (), None)

@@ -35,6 +35,7 @@ class ServerConfig(uvicorn.Config):
     def __init__(self, app: RequestMiddleware, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(app, http=BoundedProtocol, ws="none", access_log=False, **options)
         self.limits, self.reject = limits, app.reject
+        self.most_connections = limits.most_connections
         self.lingering: set[BoundedProtocol] = set()
 
 
@@ -73,6 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._reject = config.limits, config.reject
+        self._most_connections = config.most_connections
         self._lingering = config.lingering
         self._watch: asyncio.TimerHandle | None = None
         self._request_since_s: float | None = None  # since when a request has been arriving
@@ -87,7 +89,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        limit = self._limits.most_connections
+        limit = self._most_connections
         if len(self.connections) > limit:
             self._refuse(503, "connections", f"{limit} connections are open", b"retry-after: 1\r\n")
         else:

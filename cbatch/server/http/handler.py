@@ -25,7 +25,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.open_request import OpenRequest, joined
-from cbatch.server.serving.response_builder import DONE, CompletionBuilder, ResponseBuilder, encode
+from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
@@ -137,8 +137,8 @@ class CompletionHandler:
                     body = error_body(str(error), error.kind)
                 else:
                     body = unforeseen(error, "a stream")
-                last = b"data: " + encode(body) + b"\n\n"
-            yield last + DONE
+                last = builder.error_event(body)
+            yield last
 
 
 async def or_disconnect(request: AnyRequest, work: Awaitable[T]) -> T:

@@ -157,8 +157,8 @@ class LiveFeed:
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 
     def _short_id(self, wire_id: str) -> str | None:
-        """Return a few characters of the request's id, which the server drew. A page can find its
-        own request by them, but cannot name another's."""
+        """Return a few characters of the request's id. A page can find its own request by them, but
+        cannot name another's."""
         request_id = self._service.request_id(wire_id)
         return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 

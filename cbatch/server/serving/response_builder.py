@@ -128,13 +128,17 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return self._chunk(encode(part), extra)
 
     def last_event(self) -> bytes:
-        """Return the event with usage and metrics, if requested; otherwise empty."""
+        """Return the end of the stream, with usage and metrics if requested."""
         if not self.api_request.include_usage:
-            return b""
+            return DONE
         extra = b',"usage":' + encode(self.usage())
         if self.api_request.fields.return_metrics:
             extra += b',"metrics":' + encode(self.record.report())
-        return self._head + b"]" + extra + b"}\n\n"
+        return self._head + b"]" + extra + b"}\n\n" + DONE
+
+    def error_event(self, body: dict[str, Any]) -> bytes:
+        """Return the end of a stream that failed. `body` is that of an error response."""
+        return b"data: " + encode(body) + b"\n\n" + DONE
 
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
