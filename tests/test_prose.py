@@ -4,6 +4,7 @@ contributing.md)."""
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -29,6 +30,7 @@ FOR_USERS = re.compile(
 FIRST_WORDS = ("Of", "What", "Whether", "Who", "Whom", "Whose", "And", "That", "Those")
 NAMES = frozenset(("found", "told", "asked", "wanted", "held", "most", "gone", "ours", "theirs"))
 MOST_WORDS, MOST_WORDS_OF_DOCUMENTS = 30, 25
+NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Offences that a reader would not see as such: (file, text).
 EXCEPTIONS = frozenset(
@@ -71,9 +73,8 @@ def files() -> list[Path]:
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every docstring."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, owners) and (text := ast.get_docstring(node)):
+        if isinstance(node, (ast.Module, *NAMED)) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
 
 
@@ -102,9 +103,14 @@ def sentences(text: str) -> Iterator[str]:
     yield from re.split(r"\n\s*\n|\n(?=[-*] )|[.!?;:](?=\s)", plain)
 
 
+@functools.cache
+def prose_of(source: str) -> list[tuple[int, str]]:
+    return [*docstrings(source), *comments(source)]
+
+
 def problems(rule: str, path: Path) -> list[Problem]:
     file, source = path.relative_to(ROOT).as_posix(), path.read_text()
-    prose = [*docstrings(source), *comments(source)]
+    prose = prose_of(source)
     offences: list[tuple[int, str]]
     if rule == "banned words":
         offences = [
@@ -137,9 +143,8 @@ def names(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.id
         elif isinstance(node, ast.arg) and node.arg in NAMES | {"each"}:
             yield node.lineno, node.arg
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if BANNED.search(node.name.replace("_", " ")):
-                yield node.lineno, node.name
+        elif isinstance(node, NAMED) and BANNED.search(node.name.replace("_", " ")):
+            yield node.lineno, node.name
 
 
 PRODUCT = ("bench", "cbatch", "sim", "tools", "triton_kernels")
