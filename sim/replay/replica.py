@@ -104,7 +104,7 @@ class EndedStep(NamedTuple):
 
 
 class ReplayLoop:
-    """What the loops of a replay have in common: deliveries, ends of requests, and progress."""
+    """Common parts of the loops of a replay: deliveries, ends of requests, and progress."""
 
     def __init__(
         self,
