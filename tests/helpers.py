@@ -23,6 +23,7 @@ from cbatch.kv_events.wire import encode_changes
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
 from tests.checking.follower import Follower, cached_prefixes
+from tests.checking.invariants import check_scheduler
 from tests.checking.language import reference_output
 from tests.checking.models import ModelledAcceptance
 
@@ -217,7 +218,7 @@ class World:
 
     def step(self) -> Commit | None:
         commit = self.loop.step()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.follow()
         if commit is not None:
             self.commits.append(commit)

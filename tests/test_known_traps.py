@@ -10,7 +10,7 @@ test that names it and fails when it is planted.
      6 one k for the batch, or padding to max k     here
      7 a shared estimator lets tenants interfere    here
      8 replicas that measure for themselves differ  here; steplog: replay
-     9 KV accounting that drifts                    Scheduler.check, after every step of every test
+     9 KV accounting that drifts                    check_scheduler, after every step of a test
     10 a slot whose index is wrong drafts garbage   runtime/test_drafter: same_in_every_slot
 
 Flaws of verification (A1 to D1) are in test_known_flaws.

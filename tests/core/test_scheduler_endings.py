@@ -13,6 +13,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from tests.checking.executor import Faults
+from tests.checking.invariants import check_scheduler
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
@@ -38,7 +39,7 @@ def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead, max_tokens):
                 executor.submit(plan)
         while scheduler.num_in_flight:
             ended += scheduler.update_from_output(executor.wait(), 0.0).finished
-            scheduler.check()
+            check_scheduler(scheduler)
     assert [end.output.tolist() for end in ended] == [world.reference("a")[0]]
 
 
@@ -127,7 +128,7 @@ def test_commit_itself_cuts_at_a_stop_id_but_not_before_min_tokens(min_tokens, k
     (end,) = emit(7, 6, 7, 6, 6).finished
     assert end.output.tolist() == [5, 7, 6, 7, 6, 6][:kept]
     assert end.reason is FinishReason.STOP
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_the_parameters_of_a_call_are_looked_through_once(monkeypatch):

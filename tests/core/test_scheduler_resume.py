@@ -6,6 +6,7 @@ import pytest
 
 from cbatch.core.request.errors import FieldError
 from cbatch.steplog.step_log import replay
+from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_config, make_request
 
 
@@ -16,7 +17,7 @@ def finish(request, known=(), **world_settings):
     ends = []
     while world.scheduler.has_work:
         commit = world.loop.step()
-        world.scheduler.check()
+        check_scheduler(world.scheduler)
         ends += [end.output.tolist() for end in commit.finished]
     (output,) = ends
     return output, world.scheduler.stats.emitted_tokens

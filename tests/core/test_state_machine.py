@@ -19,6 +19,7 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from tests.checking.executor import Faults
+from tests.checking.invariants import check_scheduler
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_request
 
@@ -179,7 +180,7 @@ class Serving(RuleBasedStateMachine):
 
     def _disturb(self, name):
         self.disturbed.add(name)
-        self.world.scheduler.check()
+        check_scheduler(self.world.scheduler)
         self.world.end(self.world.scheduler.take_finished())
         self.world.follow()
 

@@ -10,6 +10,7 @@ import pytest
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.core import EngineCore, StepOutput
 from cbatch.runtime.gpu.late import BLOCKS, SHAPED
+from tests.checking.invariants import check_scheduler
 from tests.engine.late import held_kernels
 from tests.helpers import make_request
 from tests.toy_engine import make_engine
@@ -19,7 +20,7 @@ def run(core: EngineCore) -> list[StepOutput]:
     steps = []
     while core.busy:
         steps.append(core.step())
-        core.scheduler.check()
+        check_scheduler(core.scheduler)
     return steps
 
 

@@ -5,6 +5,7 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.text.outputs import Choice
+from tests.checking.invariants import check_scheduler
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -18,7 +19,7 @@ def run(engine: Engine) -> tuple[dict[tuple[str, int], Choice], list[Output]]:
         if not engine.has_work:
             break
         outputs += engine.step()
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     assert not engine.has_work
     ended: dict[tuple[str, int], Choice] = {}
     for output in outputs:

@@ -13,6 +13,7 @@ from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED
 from cbatch.text.outputs import Choice
+from tests.checking.invariants import check_scheduler
 from tests.engine.late import HeldKernels, held_kernels
 from tests.toy_engine import make_engine
 
@@ -47,7 +48,7 @@ def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
         for output in engine.step():
             if output.finished is not None:
                 ended[output.request_id] = output.finished
-        engine.scheduler.check()
+        check_scheduler(engine.scheduler)
     assert set(engine._groups) == left
     return ended
 

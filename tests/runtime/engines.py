@@ -25,6 +25,7 @@ from cbatch.runtime.cpu.threaded import ThreadedExecutor
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.sampling.structured import GrammarSource
+from tests.checking.invariants import check_scheduler
 
 LogitBits = dict[tuple[str, int], bytes]
 
@@ -176,7 +177,7 @@ def run_engine(
             scheduler.add(due.pop(0)[1], clock())
         commit = loop.step()
         if check:
-            scheduler.check()
+            check_scheduler(scheduler)
         step += 1
         for end in commit.finished if commit is not None else ():
             run.outputs[end.request_id] = end.output.tolist()

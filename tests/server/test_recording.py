@@ -13,6 +13,7 @@ from cbatch.core.scheduler.sequence import Commit
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import engines_of, read_step_log, replay
 from sim.workload.traces.step_log import read_recording, recorded_requests
+from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_request
 from tests.process.factories import SimFactory
 from tests.server.processes import Answer, Served, call, serving_process
@@ -80,7 +81,7 @@ def test_it_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
         emitted += sum(len(row.tokens) for row in commit.updates())
 
     for engine in engines_of(log.events):
-        replay(engine, on_commit=count).check()
+        check_scheduler(replay(engine, on_commit=count))
     assert emitted > 400
     recorded = recorded_requests(log.events)
     assert all(each.ended for each in recorded)

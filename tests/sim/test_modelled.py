@@ -17,6 +17,7 @@ from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.cost import LinearCost
 from tests.checking.executor import SimExecutor
+from tests.checking.invariants import check_scheduler
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import make_config, make_request
 
@@ -57,7 +58,7 @@ def serve(executor: Any, config: Any) -> tuple[list[StepPlan], list[StepResult],
         results.append(executor.run(plan))
         now_s += results[-1].draft_s + results[-1].target_s
         scheduler.update_from_output(results[-1], now_s)
-        scheduler.check()
+        check_scheduler(scheduler)
     assert not scheduler.has_work
     return plans, results, scheduler
 

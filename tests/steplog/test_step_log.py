@@ -8,6 +8,7 @@ from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, encode_array, read_step_log, replay
 from tests.checking.executor import Faults
+from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_config, make_request
 
 
@@ -58,7 +59,7 @@ def test_replay_reproduces_every_decision(tmp_path, depth, kv_events):
     scheduler = replay(
         read.events, on_plan=plans.append, on_commit=commits.append, log=again.append
     )
-    scheduler.check()
+    check_scheduler(scheduler)
     assert [encode(p) for p in plans if p is not None] == [encode(p) for p in world.plans]
     assert [list(map(str, c.updates())) for c in commits] == [
         list(map(str, c.updates())) for c in world.commits
@@ -94,7 +95,7 @@ def test_a_last_record_cut_short_is_dropped_with_a_word(tmp_path, cut_bytes):
     read = read_step_log(path)
     assert len(read.events) == all_events - 1
     assert "cut short" in read.warning and str(path) in read.warning
-    replay(read.events).check()
+    check_scheduler(replay(read.events))
 
 
 def test_damage_before_the_end_names_the_line(tmp_path):

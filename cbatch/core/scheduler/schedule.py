@@ -99,7 +99,7 @@ def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndar
     if num_drafts is None:
         return batch.plain
     lag, budget = step.draft_kv_lag, step.budget_tokens
-    drafts = batch.draft_limits(state.table).max_tokens
+    drafts = batch.max_drafts
     if num_drafts is not drafts.num_drafts:
         drafts = RowTokens.of(num_drafts, lag, 0)
     total = int(np.add.reduce(lag))
@@ -301,9 +301,6 @@ def _admit(
     return budget_tokens
 
 
-# ---- the plan -----------------------------------------------------------------------------------
-
-
 def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
@@ -344,11 +341,9 @@ def _build_plan(
     return plan
 
 
-# ---- what a lookahead policy sees ---------------------------------------------------------------
-
-
 class DraftableRows:
-    """The decoding rows: `policy.PlannedRows`. Slow properties are computed when first read."""
+    """The decoding rows as a lookahead policy sees them: `policy.PlannedRows`. Slow properties are
+    computed when they are first read."""
 
     def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
         self._state, self._batch, self._num_known = state, batch, num_known
@@ -357,7 +352,7 @@ class DraftableRows:
     @cached_property
     def max_drafts(self) -> np.ndarray:
         state, batch = self._state, self._batch
-        max_drafts = batch.draft_limits(state.table).max_tokens.num_drafts
+        max_drafts = batch.max_drafts.num_drafts
         if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
             max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
         return max_drafts
@@ -369,7 +364,7 @@ class DraftableRows:
         if not self._state.has_draft_kv:
             return table.zeros[: self.num_rows]
         lag: np.ndarray = num_known - ONE - table.draft_kv[rows]
-        if not self._state.decode_batch().draft_limits(table).all_catch_up:
+        if not self._state.decode_batch().all_catch_up:
             lag = lag * (num_known <= table.catch_up_end[rows])
         return lag
 

@@ -15,27 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler import events
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.events import (
-    Added,
-    Cancelled,
-    Committed,
-    Configured,
-    Event,
-    ExecutorReset,
-    Failed,
-    Planned,
-    TextFinished,
-)
+from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.recorded_pool import CacheChange, RecordedBlockPool
 from cbatch.core.scheduler.schedule import schedule
-from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats, Sequence
+from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats
 from cbatch.core.scheduler.state import SchedulerState
 from cbatch.core.scheduler.update_from_output import update_from_output
 
@@ -52,7 +42,7 @@ class Scheduler:
         # The last valid ones, because the choices of a request share them.
         self._checked: SamplingParams | None = None
         if log:
-            log(Configured(config))
+            log(events.Configured(config))
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -67,7 +57,7 @@ class Scheduler:
             self._checked = request.params
         tokens = self.config.check_tokens(request, output)
         if self._log:
-            self._log(Added(request, now_s, output))
+            self._log(events.Added(request, now_s, output))
         if not self._state.sequences:
             self._state.last_commit_s = None  # the engine was idle since
         self._state.enqueue(request, tokens, now_s)
@@ -75,20 +65,20 @@ class Scheduler:
     def cancel(self, request_id: str, now_s: float) -> bool:
         """End a waiting or running request as CANCELLED. Return False if it is unknown or ended."""
         if self._log:
-            self._log(Cancelled(request_id, now_s))
+            self._log(events.Cancelled(request_id, now_s))
         return self._end(request_id, FinishReason.CANCELLED)
 
     def finish(self, request_id: str, keep_tokens: int, now_s: float) -> bool:
         """End a request as STOP, because its text has a stop string. Its output is cut to
         `keep_tokens` tokens. Return False if it is unknown or ended."""
         if self._log:
-            self._log(TextFinished(request_id, keep_tokens, now_s))
+            self._log(events.TextFinished(request_id, keep_tokens, now_s))
         return self._end(request_id, FinishReason.STOP, keep_tokens=keep_tokens)
 
     def fail(self, request_id: str, message: str, now_s: float) -> bool:
         """End a request as ERROR, with a message for its client. Return False as `cancel` does."""
         if self._log:
-            self._log(Failed(request_id, message, now_s))
+            self._log(events.Failed(request_id, message, now_s))
         return self._end(request_id, FinishReason.ERROR, message=message)
 
     # ---- steps --------------------------------------------------------------------------------
@@ -99,7 +89,7 @@ class Scheduler:
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError("two plans are uncommitted; commit the older one first")
         if self._log:
-            self._log(Planned(now_s))
+            self._log(events.Planned(now_s))
         plan = schedule(self._state)
         if plan is None:
             self._state.last_commit_s = None
@@ -111,7 +101,7 @@ class Scheduler:
         if self._log:
             # Log probabilities do not affect decisions, so the log has none.
             logged = structs.replace(result, logprobs=()) if result.logprobs else result
-            self._log(Committed(logged, now_s))
+            self._log(events.Committed(logged, now_s))
         commit = update_from_output(self._state, result, now_s)
         if self.config.kv_events:  # events report blocks at once, not only at the next lookup
             self._state.cache_completed_blocks()
@@ -122,7 +112,7 @@ class Scheduler:
         return to the head of the queue with their tokens, the prefix cache is cleared, and the next
         plan is a full snapshot."""
         if self._log:
-            self._log(ExecutorReset(now_s))
+            self._log(events.ExecutorReset(now_s))
         self._state.reset_executor()
         self._state.stats.executor_resets += 1
 
@@ -189,40 +179,3 @@ class Scheduler:
         if sequence is not None:
             self._state.end(sequence, reason, keep_tokens=keep_tokens, message=message)
         return sequence is not None
-
-    def check(self) -> None:
-        """Raise `AssertionError` if an invariant that holds between calls is violated."""
-        state, table = self._state, self._state.table
-        state.pool.check()
-        references = np.zeros(state.pool.num_blocks, dtype=np.int32)
-        leaving = [slot for step in state.in_flight for slot in step.slots_to_free]
-        running = [owner for owner in state.owners if owner is not None]
-        for slot in [*leaving, *(owner.slot for owner in running if owner.slot is not None)]:
-            references[state.block_row(slot)] += 1
-        assert (references == state.pool.ref_counts).all(), "references and tables disagree"
-        slots = sorted([*state.prefilling, *state.decoding])
-        assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
-        assert len(slots) + len(leaving) + table.num_free == self.config.max_num_seqs
-        assert len(running) + len(state.waiting) == len(state.sequences)
-        for owner in running:
-            self._check_row(owner)
-        if state.cached_batch is not None:
-            state.cached_batch.check(table, state.owners_of(state.decoding))
-
-    def _check_row(self, owner: Sequence) -> None:
-        state, table, slot = self._state, self._state.table, owner.slot
-        assert slot is not None
-        tokens, kv_len = int(table.num_tokens[slot]), table.kv_len(slot)
-        assert owner.num_prompt_tokens <= tokens < owner.max_total_tokens
-        assert 0 <= table.draft_kv[slot] <= kv_len <= tokens - 1
-        plans = [step.plan for step in state.in_flight]
-        pending_tokens = [plan.query_lens[plan.slots == slot].sum() for plan in plans]
-        used_tokens = min(kv_len + int(sum(pending_tokens)), owner.max_total_tokens)
-        assert used_tokens <= table.capacity[slot], "computes beyond its blocks"
-        if slot in state.decoding and not any(pending_tokens):
-            assert kv_len == tokens - 1, f"kv_len {kv_len}, but {tokens} tokens are known"
-        kept_tokens = max(used_tokens, int(table.reserved_tokens[slot]))
-        spare_tokens = int(table.capacity[slot]) - kept_tokens
-        assert spare_tokens < state.pool.block_size, (
-            f"{spare_tokens} tokens are reserved and not released"
-        )

@@ -7,7 +7,6 @@ compute in a step, `InFlightStep` is a plan whose result has not come.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,15 +16,6 @@ from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.sequence import Sequence
 
 _INITIAL_WIDTH_TOKENS = 256
-
-
-def advance(column: np.ndarray, rows: slice | np.ndarray, by: np.ndarray | int) -> None:
-    """Do `column[rows] += by`, without the copy that numpy makes of a slice."""
-    if isinstance(rows, slice):
-        view = column[rows]
-        view += by
-    else:
-        column[rows] += by
 
 
 class SlotTable:
@@ -124,13 +114,6 @@ class RowTokens(msgspec.Struct, frozen=True, eq=False):
         return not (self.total_drafts or self.total_catch_up or self.num_chunks)
 
 
-class DraftLimits(NamedTuple):
-    """Limits of drafting that stay the same while the set of decoding rows does."""
-
-    max_tokens: RowTokens  # each row drafts as much as its request allows
-    all_catch_up: bool  # every row may plan catch-up wherever it may draft
-
-
 class DecodeBatch:
     """Decoding rows in ascending order of slots, and what is constant while they decode.
 
@@ -153,16 +136,14 @@ class DecodeBatch:
         zeros = table.zeros[:count]
         self.plain = RowTokens(zeros, table.ones[:count], zeros, 0)  # one token per row
         self.may_draft = bool(np.count_nonzero(table.max_lookahead[self.rows]))  # any row
-        self._limits: DraftLimits | None = None  # None: not computed yet
-        self.tokens_until_end = 0  # lower bound of each row's tokens until its `lookahead_end`
-
-    def draft_limits(self, table: SlotTable) -> DraftLimits:
-        """Return the limits, computed at the first call."""
-        if self._limits is None:
-            tokens = RowTokens.of(table.max_lookahead[self.rows].copy(), self.plain.num_drafts, 0)
+        # What each row drafts at most, by its request; and whether catch-up is allowed to every row
+        # for as long as drafts are.
+        self.max_drafts, self.all_catch_up = self.plain, True
+        if self.may_draft:
+            self.max_drafts = RowTokens.of(table.max_lookahead[self.rows].copy(), zeros, 0)
             ends_earlier = table.catch_up_end[self.rows] < table.lookahead_end[self.rows]
-            self._limits = DraftLimits(tokens, not np.count_nonzero(ends_earlier))
-        return self._limits
+            self.all_catch_up = not np.count_nonzero(ends_earlier)
+        self.tokens_until_end = 0  # lower bound of each row's tokens until its `lookahead_end`
 
     def may_end(self, table: SlotTable, max_emitted: int) -> bool:
         """Return whether a row may reach its last token in the step that commits, in which each row
@@ -173,16 +154,6 @@ class DecodeBatch:
             self.tokens_until_end = min(until_end.tolist(), default=0)
         self.tokens_until_end -= max_emitted
         return self.tokens_until_end < 0
-
-    def check(self, table: SlotTable, decoding: list[Sequence]) -> None:
-        """Raise `AssertionError` unless this is the batch of the `decoding` sequences."""
-        assert len(decoding) == len(self.owners), "the set of decoding rows has changed"
-        assert all(a is b for a, b in zip(decoding, self.owners, strict=True))
-        assert (self.generations == table.generation[self.index]).all()
-        until_end = table.lookahead_end[self.index] - table.num_tokens[self.index]
-        assert (until_end >= self.tokens_until_end).all(), (
-            "has fewer remaining tokens than recorded"
-        )
 
 
 class InFlightStep(msgspec.Struct, eq=False):

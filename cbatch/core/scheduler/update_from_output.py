@@ -16,14 +16,13 @@ from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.plan import RowStatus, ShadowEvidence, StepPlan, StepResult
 from cbatch.core.scheduler.sequence import Commit
-from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable, advance
+from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable
 from cbatch.core.scheduler.state import SchedulerState
 from cbatch.core.speculation.policy import Shadow
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 _NO_TOKEN = int(RowStatus.NO_TOKEN)
-_NO_ROWS = np.zeros(0, dtype=np.intp)
 _ERROR_MESSAGE = "the model's logits were not finite for this request"
 NO_TOKEN_MESSAGE = (
     "structured_outputs: no token is allowed next; allow the ids that it needs, or simplify it"
@@ -46,7 +45,7 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
     if step.has_chunks or not result.step_id % PLAIN_EVERY or planned.itl_target_s is not None:
         _observe_costs(state, step, planned.itl_target_s)
 
-    ended = _find_ends(state, step, may_end) if may_end or len(state.stop_union) else []
+    ended = _find_ends(state, step, may_end)
     if step.has_errors:
         _reset_draft_kv(state, step)
         _end_failed(state, step)
@@ -194,7 +193,7 @@ def _append_tokens(state: SchedulerState, step: CommittedStep) -> None:
     if step.has_chunks:
         # A row computes its query without the rejected drafts. A decoding row emits as many.
         computed = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
-        advance(table.num_uncomputed_tokens, rows, step.counts - computed)
+        table.num_uncomputed_tokens[rows] += step.counts - computed
     if state.has_draft_kv and not (step.drafter_idle and step.result.draft_kv_lens is None):
         _advance_draft(table, step)
 
@@ -243,11 +242,12 @@ def _find_ends(
     state: SchedulerState, step: CommittedStep, may_end: bool
 ) -> list[tuple[int, FinishReason]]:
     """Return rows that ended, with reasons; cut `step.counts` and the table after the end."""
-    table, stop_rows = state.table, _find_stops(state.stop_union, step)
-    if not (may_end or len(stop_rows)):
+    table, stop_rows = state.table, _stop_rows(state.stop_union, step)
+    if not (may_end or stop_rows is not None):
         return []
     candidates = table.num_tokens[step.rows] >= table.max_total[step.rows]
-    candidates[stop_rows] = True
+    if stop_rows is not None:
+        candidates[stop_rows] = True
     rows_to_cut = candidates.nonzero()[0].tolist()
     if not rows_to_cut:
         return []
@@ -256,16 +256,14 @@ def _find_ends(
     return [(row, reason) for row, reason in reasons if reason is not None]
 
 
-def _find_stops(union: np.ndarray, step: CommittedStep) -> np.ndarray:
-    """Return the rows that emitted an id of `union`, the stop ids of all running sequences, with
-    repeats."""
-    if not len(union):
-        return _NO_ROWS
-    # Usually the only stop id is EOS; `isin` would take twenty times as long.
-    stops = step.tokens == union if len(union) == 1 else np.isin(step.tokens, union)
-    if not np.count_nonzero(stops):
-        return _NO_ROWS
-    return np.arange(len(step.slots)).repeat(step.counts)[stops]
+def _stop_rows(union: np.ndarray, step: CommittedStep) -> np.ndarray | None:
+    """Return the rows that emitted an id of `union`, the stop ids of all running sequences."""
+    if len(union):
+        # Usually the only stop id is EOS; `isin` would take twenty times as long.
+        stops = step.tokens == union if len(union) == 1 else np.isin(step.tokens, union)
+        if np.count_nonzero(stops):
+            return np.arange(len(step.slots)).repeat(step.counts)[stops]
+    return None
 
 
 def _cut(table: SlotTable, step: CommittedStep, row: int) -> FinishReason | None:

@@ -33,6 +33,7 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.sampling.structured import GrammarSource
+from tests.checking.invariants import check_scheduler
 from tests.runtime.engines import parse_lookahead
 from tests.runtime.pairs import NoisyWeights, tiny_config
 
@@ -270,7 +271,7 @@ def run_twins(
             if step == end:
                 assert scheduler.cancel(name, time.monotonic())
         commit = loop.step()
-        scheduler.check()
+        check_scheduler(scheduler)
         step += 1
         for end in commit.finished if commit is not None else ():
             outputs[end.request_id] = end.output.tolist()
