@@ -12,7 +12,7 @@ import numpy as np
 from bench.simulator.real import serve_by
 from bench.simulator.simulated import SimulatedReplicas
 from cbatch.core.prices.calibration import Calibration
-from cbatch.core.prices.fit import nonnegative_least_squares
+from cbatch.engine.prices.fit import nonnegative_least_squares
 from sim.replay.host import Host, Work
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from cbatch.core.prices.calibration import Accuracy, Calibration, accuracy
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.fit import fit_profile, nonnegative_least_squares
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.prices.terms import ADAPTIVE, DRAFT, HOST, TARGET, ProfiledCost
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.prices.calibrator import Calibrator, DesignedBatch, designed
+from cbatch.engine.prices.fit import fit_profile, nonnegative_least_squares
 from sim.cli.costs import read_calibration
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.clock import VirtualClock

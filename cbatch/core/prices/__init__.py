@@ -1,1 +1,1 @@
-"""The cost model of a step: its composition, its measured durations, and prices fitted to them."""
+"""The cost model of a step: its composition, its measured durations, and its prices."""

@@ -1,1 +1,2 @@
-"""Measurement of an executor's steps: briefly at start-up, thoroughly for `cbatch calibrate`."""
+"""Measurement of an executor's steps, briefly at start-up, thoroughly for `cbatch calibrate`, and
+the fit of prices to it."""

@@ -17,7 +17,6 @@ import numpy as np
 from msgspec import structs
 
 from cbatch.core.prices.calibration import Calibration, accuracy
-from cbatch.core.prices.fit import fit_profile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, SamplingParams
@@ -28,6 +27,7 @@ from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.loop import Executor
+from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.machine import describe_machine, describe_versions
 

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.fit import fit_profile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.state import NO_DELTAS
 from cbatch.engine.loop import Executor
+from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.cache import cache_folder
 
