@@ -177,7 +177,7 @@ def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(polic
     begins = range(300, 500, 40)  # an experiment may happen to come in any single one of these
     informed, scores = np.mean([steps_until_drafting(begin) for begin in begins], axis=0)
     assert scores > 5
-    monkeypatch.setattr(CommittedStep, "_live_shadow", lambda *_: None)
+    monkeypatch.setattr(CommittedStep, "live_shadow", lambda *_: None)
     deaf, _ = np.mean([steps_until_drafting(begin) for begin in begins], axis=0)
     assert informed < 60 and deaf > 1.5 * informed
 

@@ -113,7 +113,7 @@ def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(step: CommittedStep) -> StepSample:
-        step._elapsed_s = None
+        step.elapsed_s = None
         return of_wall(step)
 
     of_wall = CommittedStep.sample

@@ -133,13 +133,13 @@ def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch
 def test_blocks_taken_for_draft_valid_though_a_lookup_drafted_them_are_caught(monkeypatch):
     """The same run, ignoring the executor's report of the draft's KV: the model's next drafts are
     wrong."""
-    advance = update_from_output._advance_draft
+    advance = update_from_output.advance_draft_kv
 
     def credulous(table: Any, step: Any) -> None:
         step.result = structs.replace(step.result, draft_kv_lens=None)
         advance(table, step)
 
-    monkeypatch.setattr(update_from_output, "_advance_draft", credulous)
+    monkeypatch.setattr(update_from_output, "advance_draft_kv", credulous)
     chained, _ = requests(GREEDY)
     arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
     with pytest.raises(AssertionError):

@@ -86,7 +86,7 @@ class CommittedStep:
         self, table: SlotTable, planned: InFlightStep, result: StepResult, elapsed_s: float | None
     ) -> None:
         """`elapsed_s`: seconds since the previous commit, or None if the engine was idle since."""
-        self._table, self._planned, self._elapsed_s = table, planned, elapsed_s
+        self._table, self._planned, self.elapsed_s = table, planned, elapsed_s
         self.plan, self.result = planned.plan, result
         self.owners, self.rows = planned.owners, planned.rows
         if planned.cancelled_slots:
@@ -94,7 +94,7 @@ class CommittedStep:
         self.slots, self.tokens = self.plan.slots, self.result.tokens
         self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
         self.evidence = self.result.expected_accepted
-        self.shadow = None if result.shadow is None else self._live_shadow(result.shadow)
+        self.shadow = None if result.shadow is None else self.live_shadow(result.shadow)
         # Counted in bytes, because numpy takes ten times as long for an array that short.
         self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
         tokens = planned.tokens
@@ -131,7 +131,7 @@ class CommittedStep:
         )
         self.rows = self.plan.slots
 
-    def _live_shadow(self, evidence: ShadowEvidence) -> Shadow:
+    def live_shadow(self, evidence: ShadowEvidence) -> Shadow:
         """Return the evidence by slot, without cancelled slots."""
         slots = self._planned.plan.slots[evidence.rows]
         live = ~np.isin(slots, self._planned.cancelled_slots)
@@ -150,8 +150,8 @@ class CommittedStep:
         If there was no previous commit, or the executor measured more, it is that measurement."""
         plan, result = self.plan, self.result
         target_s = result.target_s
-        if self._elapsed_s is not None:
-            target_s = max(self._elapsed_s - result.draft_s, target_s)
+        if self.elapsed_s is not None:
+            target_s = max(self.elapsed_s - result.draft_s, target_s)
         rows = len(self.slots)
         work = StepWork(
             rows=rows,
@@ -195,10 +195,10 @@ def _append_tokens(state: SchedulerState, step: CommittedStep) -> None:
         computed = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
         table.num_uncomputed_tokens[rows] += step.counts - computed
     if state.has_draft_kv and not (step.drafter_idle and step.result.draft_kv_lens is None):
-        _advance_draft(table, step)
+        advance_draft_kv(table, step)
 
 
-def _advance_draft(table: SlotTable, step: CommittedStep) -> None:
+def advance_draft_kv(table: SlotTable, step: CommittedStep) -> None:
     """Update the length of each row's draft KV.
 
     To draft k tokens after n known ones, the draft model writes positions up to n - 2 + k. The
