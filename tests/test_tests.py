@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("bench", "cbatch", "sim", "tools", "triton_kernels")
-MOST = 39  # such reads: lower it when one goes, never raise it
+MOST = 35  # such reads: lower it when one goes, never raise it
 # Of named tuples, ctypes (the file of a library), torch and Triton.
 FOREIGN = {"_asdict", "_fields", "_make", "_name", "_replace", "_schema", "_update_hash"}
 
