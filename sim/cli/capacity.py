@@ -26,7 +26,7 @@ from sim.cli.sweep import (
 )
 from sim.report.capacity import Capacity, ServiceLevel, Tried, find_capacity, judge, try_rate
 from sim.report.display import wide_console
-from sim.report.report import Objectives, Record, parse_objectives
+from sim.report.report import Objectives, Record, parse_objectives, to_json
 from sim.workload.options import SHARE_KNOB
 
 COMMAND = "sim capacity"
@@ -97,8 +97,7 @@ def _run(args: argparse.Namespace, options: Search) -> int:
             capacities = [search(scenarios[0], level, options.range, bar)]
     documents = [_document(*each, level) for each in zip(runs, capacities, strict=True)]
     if names_file(args.json):
-        text = msgspec.json.format(msgspec.json.encode(documents), indent=2)
-        args.json.write_bytes(text + b"\n")
+        args.json.write_bytes(to_json(documents))
     print(prices_of(*(document["settings"] for document in documents)))
     for variant, capacity in zip(runs, capacities, strict=True):
         _print(variant, capacity)

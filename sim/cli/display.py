@@ -29,13 +29,7 @@ PRICED = (
     "tensor_parallel_size",
     "step_duration_s",
 )
-SPREADS = (
-    ("time to first token, ms", "ttft_s"),
-    ("time per output token, ms", "tpot_s"),
-    ("between tokens, ms", "itl_s"),
-    ("end to end, ms", "e2e_s"),
-    ("in the queue, ms", "queue_s"),
-)
+_SPREADS = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
 
 class Bar:
@@ -129,7 +123,7 @@ class Files:
 def print_report(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
     console.print(prices_of(report.settings), soft_wrap=True)
-    console.print(spread_table(str(report.settings["trace"]), report, SPREADS))
+    console.print(spread_table(str(report.settings["trace"]), report, _SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True)
     print_line(summary_of(report), json_file)

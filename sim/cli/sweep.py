@@ -22,7 +22,7 @@ from sim.cli.scenario import Scenario
 from sim.cli.simulation import build, refuse_ignored
 from sim.report.display import wide_console
 from sim.report.page.view import PageCollector, RunView, write_page
-from sim.report.report import Report
+from sim.report.report import Report, to_json
 from sim.report.timeline import Timeline
 
 _FIXED = ("trace", "slo")  # options that cannot be swept
@@ -115,7 +115,7 @@ def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
         reports = [view.report for view in views]
         _write_page(args.page, variants, views)
     if names_file(args.json):
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
+        args.json.write_bytes(to_json(reports))
     rows = [figures(report) for report in reports]
     _print(variants, reports, rows)
     lines = [variant.values | row for variant, row in zip(variants, rows, strict=True)]

@@ -12,6 +12,16 @@ from rich.table import Table
 from sim.report.report import Report, Spread
 
 PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
+LABELS = {  # by field of a report
+    "ttft_s": "time to first token, ms",
+    "ttft_from_send_s": "  from the actual send, ms",
+    "tpot_s": "time per output token, ms",
+    "itl_s": "between tokens, ms",
+    "chunk_gap_s": "between chunks, ms",
+    "e2e_s": "end to end, ms",
+    "normalised_s": "end to end per token, ms",
+    "queue_s": "in the queue, ms",
+}
 
 
 def wide_console() -> Console:
@@ -20,15 +30,15 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def spread_table(name: str, report: Report, spreads: Iterable[tuple[str, str]]) -> Table:
-    """Return a table with a row per (label, field of `report`), in milliseconds."""
+def spread_table(name: str, report: Report, fields: Iterable[str]) -> Table:
+    """Return a table with a row per field of `report`, in milliseconds."""
     table = Table(title=f"{name}, {report.kind}", title_justify="left")
     for column in ("", "mean", "p50", "p90", "p99", "max"):
         table.add_column(column, justify="right" if column else "left")
-    for label, field in spreads:
+    for field in fields:
         spread: Spread = getattr(report, field)
         cells = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
-        table.add_row(label, *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
+        table.add_row(LABELS[field], *("-" if c is None else f"{c * 1e3:,.2f}" for c in cells))
     return table
 
 

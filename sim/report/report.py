@@ -174,9 +174,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
 
-def to_json(report: Report) -> bytes:
-    """Return a JSON document that ends with a newline. Equal reports give equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+def to_json(document: Any) -> bytes:
+    """Return a report, or other data, as JSON that ends with a newline. Equal documents give equal
+    bytes."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 
 def to_line(record: msgspec.Struct) -> bytes:

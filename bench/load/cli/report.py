@@ -12,7 +12,7 @@ from rich.table import Table
 from bench.load.run.report import read_records, read_reports
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-from sim.report.display import wide_console
+from sim.report.display import LABELS, wide_console
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.workload.traces.files import read_whole
@@ -24,14 +24,7 @@ RATES = (
     ("output tokens/s", "output_tokens_per_s"),
     ("prompt tokens/s", "prompt_tokens_per_s"),
 )
-SPREADS = (
-    ("time to first token, ms", "ttft_s"),
-    ("time per output token, ms", "tpot_s"),
-    ("between tokens, ms", "itl_s"),
-    ("between chunks, ms", "chunk_gap_s"),
-    ("end to end, ms", "e2e_s"),
-    ("in the queue, ms", "queue_s"),
-)
+SPREADS = ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "queue_s")
 CUTS = ("mean", "p50", "p90", "p99")
 Row = tuple[str, float | None, float | None]
 
@@ -113,11 +106,11 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
     """Yield (name, first, second) for measures that a report has; times are in milliseconds."""
     for name, field in RATES:
         yield name, getattr(first, field), getattr(second, field)
-    for name, field in SPREADS:
+    for field in SPREADS:
         for cut in CUTS:
             one, other = (_ms(getattr(getattr(r, field), cut)) for r in (first, second))
             if (one, other) != (None, None):
-                yield f"{name}, {cut}", one, other
+                yield f"{LABELS[field]}, {cut}", one, other
     shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
     if shares != [None, None]:
         yield "goodput, share of calls", shares[0], shares[1]

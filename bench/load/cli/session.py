@@ -17,12 +17,12 @@ from bench.load.run.processes import loop_of
 from bench.load.run.refusals import settle
 from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
-from bench.load.run.sweep import Point, find_rate, sweep, to_json
+from bench.load.run.sweep import Point, document_of, find_rate, sweep
 from bench.load.run.table import write_csv
 from cbatch.cli.output import INTERRUPTED, names_file
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity
-from sim.report.report import parse_objectives, to_line
+from sim.report.report import parse_objectives, to_json, to_line
 
 FAILED_RUN = 1  # exit status if too many calls failed
 
@@ -112,7 +112,7 @@ def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None)
     """Write the files of --json, --csv, --records and --page. Raises `FieldError`."""
     try:
         if names_file(options.json):
-            options.json.write_bytes(to_json(points, capacity))
+            options.json.write_bytes(to_json(document_of(points, capacity)))
         if options.csv is not None:
             write_csv(options.csv, points)
         if options.records is not None:

@@ -176,10 +176,6 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
 
-def sweep_to_json(sweep: Sweep) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(sweep), indent=2) + b"\n"
-
-
 def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
     """Return the reports of a document, and the names of their loads; a single report's name is
     empty. They may be simulated or measured. Raises ValueError (also msgspec's) for other JSON."""

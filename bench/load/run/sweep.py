@@ -10,10 +10,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from bench.load.run.measure import LoadRun
-from bench.load.run.report import Knee, Measured, Sweep, sweep_to_json
+from bench.load.run.report import Knee, Measured, Sweep
 from bench.load.run.runner import OfferedLoad, Runner
 from sim.report.capacity import Capacity, Tried, rounds_needed, search_rates
-from sim.report.report import to_json as report_to_json
 
 MAX_POINTS = 16  # loads of a sweep that doubles.
 GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growth.
@@ -201,17 +200,15 @@ def knee_of(points: Sequence[Point]) -> Knee | None:
     return knee
 
 
-def to_json(points: Sequence[Point], capacity: Capacity | None = None) -> bytes:
-    """Return the JSON of a single report, or of a sweep; a search is always a sweep."""
+def document_of(points: Sequence[Point], capacity: Capacity | None = None) -> Measured | Sweep:
+    """Return the document of --json: a single report, or a sweep; a search is always a sweep."""
     if len(points) == 1 and capacity is None:
-        return report_to_json(points[0].report)
+        return points[0].report
     by_rate = points[0].load.rate_per_s is not None
-    return sweep_to_json(
-        Sweep(
-            over="rate_per_s" if by_rate else "concurrency",
-            loads=tuple(point.load.value for point in points),
-            reports=tuple(point.report for point in points),
-            knee=knee_of(points),
-            capacity=capacity,
-        )
+    return Sweep(
+        over="rate_per_s" if by_rate else "concurrency",
+        loads=tuple(point.load.value for point in points),
+        reports=tuple(point.report for point in points),
+        knee=knee_of(points),
+        capacity=capacity,
     )

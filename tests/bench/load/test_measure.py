@@ -12,7 +12,7 @@ import pytest
 from bench.load.client.call import CallError, Failure, TimedCall
 from bench.load.run.drive import Part
 from bench.load.run.measure import LoadRun, measure, records
-from bench.load.run.report import FailedRecord, Measured, Sweep, read_reports, sweep_to_json
+from bench.load.run.report import FailedRecord, Measured, Sweep, read_reports
 from sim.report.report import Objectives, Record, Report, to_json
 
 
@@ -91,7 +91,7 @@ def test_the_simulator_reads_it() -> None:
         assert getattr(read, name) == getattr(report, name), name
     assert read_reports(document) == ([report], [""])
     sweep = Sweep(over="concurrency", loads=(1, 2), reports=(report, report), knee=None)
-    reports, names = read_reports(sweep_to_json(sweep))
+    reports, names = read_reports(to_json(sweep))
     assert reports == [report, report] and names == ["concurrency 1", "concurrency 2"]
     for wrong in (b'{"schema": "x", "version": 1}', b"[]", document.replace(b": 1,", b": 2,")):
         with pytest.raises(ValueError):
@@ -159,7 +159,7 @@ def test_a_steady_load_and_one_that_piles_up() -> None:
     assert fine.steady is not None and fine.saturated is False
     assert fine.steady.output_tokens_per_s == pytest.approx(200, rel=0.01)
     over = measure([run_of(steady_calls(20, 15), open_loop=True)], settings={})
-    assert over.saturated is True and any("pile up" in warning for warning in over.warnings)
+    assert over.saturated is True and any("queue up" in warning for warning in over.warnings)
     assert over.steady is not None
     assert over.steady.output_tokens_per_s == pytest.approx(150, rel=0.02)
 

@@ -11,9 +11,9 @@ from bench.load.client.call import CallError, Failure
 from bench.load.run.measure import LoadRun, measure
 from bench.load.run.report import Measured
 from bench.load.run.runner import OfferedLoad
-from bench.load.run.sweep import RANGE, TOLERANCE, Point, find_rate, to_json, tried
+from bench.load.run.sweep import RANGE, TOLERANCE, Point, document_of, find_rate, tried
 from sim.report.capacity import Capacity
-from sim.report.report import Objectives
+from sim.report.report import Objectives, to_json
 from tests.bench.load.test_measure import run_of, steady_calls
 
 SERVED_PER_S = 37.0
@@ -54,7 +54,7 @@ def test_it_finds_what_the_server_can_take(first_per_s: float) -> None:
     assert SERVED_PER_S / (1 + TOLERANCE) < capacity.best.rate < SERVED_PER_S * 1.03
     assert [each.rate for each in capacity.tried] == queue.rates
     assert [point.load.value for point in points] == sorted(queue.rates)
-    document = to_json(points, capacity)
+    document = to_json(document_of(points, capacity))
     assert b'"capacity"' in document and b"cbatch-sweep" in document
 
 
