@@ -98,9 +98,9 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     axis.set_yticks([0.5, 0.75, 1.0, 1.25, 1.5], ["0.5x", "0.75x", "1x", "1.25x", "1.5x"])
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("requests at once")
-    axis.set_title("Tokens a second, over those without drafts", loc="left", fontsize=12, pad=22)
-    what = "Simulated: Llama-3.1-8B with a 1B draft on one H100, requests whose acceptance differs"
+    axis.set_xlabel("requests in flight")
+    axis.set_title("Tokens per second over no drafts", loc="left", fontsize=12, pad=22)
+    what = "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
     axis.annotate(what, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
     figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
     figure.savefig(path, dpi=160, metadata={"Software": None})
@@ -228,7 +228,7 @@ def main() -> None:
         else:
             save_live_page(args.out / "live-page.png")
     if rows:
-        print_report("tokens a second over no drafts, by clients; simulated", rows)
+        print_report("tokens per second over no drafts, by clients; simulated", rows)
 
 
 if __name__ == "__main__":
