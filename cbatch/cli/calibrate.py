@@ -14,8 +14,8 @@ from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.prices.calibration import Accuracy
 from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.executor import Executor
 from cbatch.engine.build import load_engine
-from cbatch.engine.loop import Executor
 from cbatch.engine.prices.calibrator import Calibrator
 from cbatch.engine.progress import ProgressBar
 

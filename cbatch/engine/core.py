@@ -13,10 +13,11 @@ from msgspec import structs
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.scheduler.executor import Executor, OverlappedExecutor
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats
 from cbatch.core.speculation.policy import PolicyStats
-from cbatch.engine.loop import Executor, OverlappedExecutor, StepLoop
+from cbatch.engine.loop import StepLoop
 
 if TYPE_CHECKING:
     from cbatch.grammars import Grammars

@@ -1,22 +1,16 @@
-"""Loading of a draft head with a trial on a few texts, which rejects a head of another model."""
+"""Texts that a draft head is tried on, to reject a head of another model."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.core.request.errors import FieldError
-from cbatch.engine.backends import is_gpu
+from cbatch.runtime.backend import TrialTexts
 
 if TYPE_CHECKING:
-    from cbatch.engine.backends import AnyModel
-    from cbatch.runtime.drafting.heads.head import Head
     from cbatch.text import TextTokenizer
 
-_logger = logging.getLogger("cbatch")
 
 _TEXTS = (
     "The water cycle describes how water moves through the air, the land and the sea. "
@@ -43,35 +37,6 @@ _TEXTS = (
     "together, such as a point with two coordinates.",
 )
 _MADE_UP_TOKENS = 256
-TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts that a head is tried on
-
-
-def take_head(path: Path, target: AnyModel, target_path: str | Path, texts: TrialTexts) -> Head:
-    """Load a head in the reading of its files that predicts the target best on `texts`. With tensor
-    parallelism all ranks must call it. Raises ModelError for a file that does not fit the model,
-    FieldError for a head that is no better than always guessing one token."""
-    from cbatch.runtime.drafting.heads.loading import load_heads
-    from cbatch.runtime.drafting.heads.trial import best_reading
-
-    tried: Any = target
-    heads: list[Head]
-    if is_gpu(str(target.device)):
-        from cbatch.runtime.gpu.heads import CLASSES
-        from cbatch.runtime.gpu.one_call import OneCall
-
-        tried, heads = OneCall(target), load_heads(path, target, target_path, CLASSES)
-    else:
-        from cbatch.runtime.cpu.drafters.kinds import HEADS
-
-        heads = load_heads(path, target, target_path, HEADS)
-    best = best_reading(heads, tried, texts)
-    summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
-    summary += "drafts are the model's own choice"
-    if best.guesses:
-        problem = f"{summary}, no more than always guessing the same token ({best.chance:.0%})"
-        raise FieldError("draft", problem, "use a head that was trained for this model")
-    _logger.info("%s", summary)
-    return best.head
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cbatch.core.request.request import MODEL
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import lookahead_name
+from cbatch.runtime.backend import LoadedModels, ModelFacts
 from cbatch.runtime.model.config import GENERATION_FILE
 from cbatch.runtime.model.gguf_file import SUFFIX
+from cbatch.runtime.model.shapes import head_rows, num_weights
+from cbatch.system.machine import mib
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -67,5 +73,49 @@ class EngineInfo(msgspec.Struct, frozen=True):
         )
 
 
-def mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"
+def describe_engine(
+    model: str | Path,
+    draft: str | Path | None,
+    models: LoadedModels,
+    config: SchedulerConfig,
+    defaults: dict[str, Any],
+    invariance: tuple[bool, str],
+) -> EngineInfo:
+    """Return the description of an engine; `defaults` are the sampling defaults of its model."""
+    import torch
+
+    target, ranks = models.target, models.num_ranks
+    draft_bytes = 0 if models.draft is None else weight_bytes(models.draft)
+    return EngineInfo(
+        model=str(model),
+        draft=None if draft is None else str(draft),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        code=models.code,
+        numerics=target.numerics,
+        row_invariant=invariance[0],
+        row_invariance=invariance[1],
+        lookahead=lookahead_name(config.lookahead),
+        drafter=config.default_chain,
+        weight_bytes=ranks * (weight_bytes(target, ranks) + draft_bytes),
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        kv_memory_bytes=config.num_blocks * models.kv_block_bytes(config.block_size),
+        max_model_len=config.max_model_len,
+        num_threads=torch.get_num_threads(),
+        ranks=ranks,
+        sampling_defaults=defaults,
+    )
+
+
+def weight_bytes(model: ModelFacts, num_ranks: int = 1) -> int:
+    """Return the bytes of the matrices of one rank, as they are in memory. Norms and biases are
+    negligible and not counted."""
+    if model.block_bytes is not None:
+        return model.block_bytes
+    c = model.config
+    count = num_weights(c)
+    if not c.tie_embeddings:
+        count += c.vocab_size * c.hidden_size
+    count -= (c.vocab_size - head_rows(c, num_ranks)) * c.hidden_size
+    return count * model.dtype.itemsize

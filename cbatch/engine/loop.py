@@ -5,36 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Protocol, runtime_checkable
 
+from cbatch.core.scheduler.executor import Executor, OverlappedExecutor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
 
 MAX_CONSECUTIVE_FAULTS = 3
 _logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """Runs one step at a time. After any `Exception` the loop calls `reset`."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def reset(self) -> None:
-        """Forget every sequence and the KV cache; the next plan has the whole state."""
-
-
-@runtime_checkable
-class OverlappedExecutor(Protocol):
-    """Takes a second plan while one runs. `wait` returns results in the order of `submit`, or
-    raises that step's error. `reset` also drops the steps in flight."""
-
-    def submit(self, plan: StepPlan) -> None: ...
-
-    def wait(self) -> StepResult: ...
-
-    def reset(self) -> None: ...
 
 
 class StepLoop:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.unsupported import refuse_model_files
+from cbatch.engine.backends import backend_of
 from cbatch.engine.model_files import gguf_of
 from cbatch.engine.options import EngineOptions
+from cbatch.runtime.backend import Impl
 from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf
 from cbatch.runtime.transformers_backend.support import refuse_unsupported
 
-# "compiled": our own code, for a family that it supports only with compiled kernels on a CPU.
-Impl = Literal["own", "compiled", "transformers"]
 _MIN_VERSION = 5  # of transformers: the first with the interfaces that our backend uses
 _REMEDY = "pip install 'cbatch[models]'"
 
@@ -60,18 +60,10 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
     config = load_config(path)
     if config.plain:
         return "own"
-    if options.device.startswith("cuda"):
-        problem = "is not supported on a GPU"
-    elif options.tensor_parallel_size > 1:
-        problem = "cannot be sharded over ranks"
-    else:
-        from cbatch.runtime.compiled import compiles
-        from cbatch.runtime.model.checkpoint import resolve_dtype
-
-        dtype = resolve_dtype(options.dtype, config.torch_dtype)
-        if compiles(dtype):
-            return "compiled"
-        problem = f"needs a C compiler, and float32 or bfloat16, not {dtype}"
+    backend = backend_of("cpu" if options.device == "auto" else options.device)
+    problem = backend.why_not_compiled(config, options.dtype, options.tensor_parallel_size)
+    if problem is None:
+        return "compiled"
     raise UnsupportedModelError(f"{path}: {config.family} {problem}")
 
 

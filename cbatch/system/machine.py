@@ -51,3 +51,8 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # not a POSIX system
         return 4 * 2**30
+
+
+def mib(size_bytes: int) -> str:
+    """Return a size as text, in MiB."""
+    return f"{size_bytes / 2**20:,.0f} MiB"

@@ -229,7 +229,7 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: 
 
 def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given threads and memory are divided among the ranks; each rank holds part of a block."""
-    monkeypatch.setattr("cbatch.engine.loading.given_cpus", lambda: 2)
+    monkeypatch.setattr("cbatch.runtime.cpu.backend.given_cpus", lambda: 2)
     torch.set_num_threads(2)
     two = LLM(
         TARGET, tensor_parallel_size=2, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none"

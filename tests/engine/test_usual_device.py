@@ -14,16 +14,13 @@ from cbatch import LLM, EngineOptions, FieldError
 from cbatch.cli import demo
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from cbatch.engine.backends import usual_device
+from cbatch.engine.backends import default_device
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
+from cbatch.runtime.backend import Requirements
 
-OPTIONS: dict[str, Any] = {
-    "numerics": "auto",
-    "block_size": 16,
-    "kv_cache_dtype": "auto",
-}
+DEFAULT = Requirements("a model", block_size=16)
 
 
 @pytest.fixture
@@ -37,14 +34,14 @@ def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_without_a_gpu_the_cpu_serves() -> None:
     assert not torch.cuda.is_available(), "the suite hides GPUs from itself"
-    assert usual_device(**OPTIONS) == "cpu"
+    assert default_device(DEFAULT) == "cpu"
 
 
 def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
-    assert usual_device(**OPTIONS) == "cuda"
-    assert usual_device(**OPTIONS | {"kv_cache_dtype": "fp8"}) == "cuda"
-    assert usual_device(**OPTIONS | {"numerics": "invariant"}) == "cpu"
-    assert usual_device(**OPTIONS | {"impl": "transformers"}) == "cpu"
+    assert default_device(DEFAULT) == "cuda"
+    assert default_device(DEFAULT._replace(kv_cache_dtype="fp8")) == "cuda"
+    assert default_device(DEFAULT._replace(numerics="invariant")) == "cpu"
+    assert default_device(DEFAULT._replace(impls=("own", "transformers"))) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "cbatch"):
-        assert usual_device(**OPTIONS | {field: value}) == "cpu"
+        assert default_device(DEFAULT._replace(**{field: value})) == "cpu"
     assert f"not used: {field}: " in caplog.text
     with pytest.raises(FieldError, match=f"^{field}: .*or --device cpu"):
         load_engine(demo_paths()[0], None, EngineOptions(device="cuda", **{field: value}))
@@ -83,14 +80,14 @@ def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
 
     for name, value, reason in (
         ("torch.version.cuda", None, "not built with CUDA"),
-        ("cbatch.engine.backends.find_spec", lambda _: None, "triton is not installed"),
+        ("cbatch.runtime.gpu.backend.find_spec", lambda _: None, "triton is not installed"),
         ("torch.cuda.get_device_capability", lambda: (7, 5), "is 7.5; kernels need 8.0"),
         ("torch.cuda.get_device_capability", lost, "does not respond: CUDA unknown error"),
     ):
         caplog.clear()
         with seen_gpu.context() as patch, caplog.at_level(logging.WARNING, "cbatch"):
             patch.setattr(name, value)
-            assert usual_device(**OPTIONS) == "cpu"
+            assert default_device(DEFAULT) == "cpu"
         assert reason in caplog.text
 
 

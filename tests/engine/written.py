@@ -19,14 +19,15 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
-from cbatch.engine.backends import executor_for
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
+from cbatch.engine.prices.startup import most_drafts
+from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.threaded import ThreadedExecutor
+from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.text import TextTokenizer
 from tests.runtime.engines import made_up_durations
 from tests.runtime.logit_bits import digests
@@ -146,7 +147,9 @@ def write(
     )
     # Prices of a made-up machine: on this one drafts may never pay.
     priced = config.lookahead.policy == "adaptive"
-    steps = Watched(executor_for(pair.target, draft, config), priced=priced)
+    steps = Watched(
+        CpuModels(pair.target, draft).executor(config, most_drafts(config)), priced=priced
+    )
     runner = ThreadedExecutor(steps) if depth else steps
     core = EngineCore(Scheduler(config), runner, depth=depth)
     engine = Engine(core, tokenizer=pair.tokenizer)

@@ -13,12 +13,12 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.engine.backends import kv_dtype_of
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import executor as executor_module
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.gpu.kv_types import kv_dtype_of
 from cbatch.runtime.gpu.late import GROUPS
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused

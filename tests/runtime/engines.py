@@ -17,11 +17,11 @@ from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.loop import StepLoop
+from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.runtime.cpu import executor as executor_module
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.threaded import ThreadedExecutor
 from cbatch.runtime.cpu.verify import Verified, Wanted, verify
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.sampling.structured import GrammarSource

@@ -10,10 +10,10 @@ import torch
 
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
+from cbatch.engine.threaded import ThreadedExecutor, VoidedStepError
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.threaded import ThreadedExecutor, VoidedStepError
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup

@@ -20,23 +20,20 @@ from cbatch.core.request.request import StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.engine.backends import (
-    allowed_drafters,
-    block_size_for,
-    depth_for,
-    executor_for,
-    kv_dtype_of,
-    refuse_unserved,
-    row_invariance_of,
-)
+from cbatch.engine.backends import backend_of
 from cbatch.engine.options import EngineOptions
+from cbatch.engine.scheduler_config import allowed_drafters
+from cbatch.runtime.backend import Requirements
 from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.gpu.kv_types import kv_dtype_of
+from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
@@ -134,11 +131,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     [("block_size", 48), ("block_size", 8)],
 )
 def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
-    options: dict[str, Any] = {"block_size": 16, "kv_cache_dtype": "auto"}
-    refuse_unserved("cuda:1", **options)
-    refuse_unserved("cpu", **options | {field: value})
+    needs = Requirements("a model", block_size=16)
+    backend_of("cuda:1").refuse(needs)
+    backend_of("cpu").refuse(needs._replace(**{field: value}))
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
-        refuse_unserved("cuda:1", **options | {field: value})
+        backend_of("cuda:1").refuse(needs._replace(**{field: value}))
 
 
 def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +166,10 @@ def test_queries_have_tiles_of_their_kind(
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
-    options: dict[str, Any] = {"block_size": 16}
+    needs = Requirements("a model", block_size=16, kv_cache_dtype="fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
-        refuse_unserved("cpu", **options, kv_cache_dtype="fp8")
-    refuse_unserved("cuda", **options, kv_cache_dtype="fp8")
+        backend_of("cpu").refuse(needs)
+    backend_of("cuda").refuse(needs)
     with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not supported .* on sm_80"):
         kv_dtype_of(decoder(), "fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not allowed; use 'auto'"):
@@ -186,26 +183,29 @@ def test_the_cpu_keeps_its_executor() -> None:
         draft_context_tokens=64,
         lookahead=LookaheadConfig(policy="fixed", k=2),
     )
-    assert isinstance(executor_for(tiny_model(), tiny_model(noise=0.1), config), TorchExecutor)
+    models = CpuModels(tiny_model(), tiny_model(noise=0.1))
+    assert isinstance(models.executor(config, max_drafts=2), TorchExecutor)
     assert allowed_drafters(config) == ("model", "ngram", "suffix")
     assert allowed_drafters(structs.replace(config, draft_context_tokens=None)) == ()
 
 
-@pytest.mark.parametrize("device, usual", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
-def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, usual: int) -> None:
-    assert depth_for(device, EngineOptions().overlap) == usual
-    assert [depth_for(device, EngineOptions(overlap=depth).overlap) for depth in (0, 1)] == [0, 1]
+@pytest.mark.parametrize("device, overlap", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
+def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, overlap: int) -> None:
+    assert backend_of(device).default_overlap == overlap
 
 
 def test_blocks_are_what_attention_reads_fastest() -> None:
-    for device, usual in (("cpu", 16), ("cuda:0", 64)):
-        target: Any = SimpleNamespace(device=device)
-        assert block_size_for(target, EngineOptions()) == usual
-        assert block_size_for(target, EngineOptions(block_size=32)) == 32
+    for device, tokens in (("cpu", 16), ("cuda:0", 64)):
+        assert backend_of(device).default_block_size == tokens
+
+
+def on_gpu(**target: Any) -> GpuModels:
+    model: Any = SimpleNamespace(**target)
+    return GpuModels(model, None, "auto")
 
 
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:
-    invariant, words = row_invariance_of(SimpleNamespace(device="cuda:0", numerics="fast"))
+    invariant, words = on_gpu(numerics="fast").row_invariance()
     assert not invariant and words.startswith("row_invariant: no (numerics=fast")
 
 
@@ -214,10 +214,8 @@ def test_invariant_numerics_are_tried_on_the_device() -> None:
         (True, "row_invariant: yes (numerics=invariant"),
         (False, "are not row-invariant"),
     ):
-        target = SimpleNamespace(
-            device="cuda:0", numerics="invariant", keeps_bits=lambda k=keeps: k
-        )
-        invariant, words = row_invariance_of(target)  # type: ignore[arg-type]
+        models = on_gpu(numerics="invariant", keeps_bits=lambda k=keeps: k)
+        invariant, words = models.row_invariance()
         assert invariant == keeps and reason in words
 
 

@@ -17,10 +17,10 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
+from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu import verify as verification
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
-from cbatch.runtime.cpu.threaded import ThreadedExecutor
 from cbatch.runtime.sampling.logprobs import describe
 from cbatch.text.outputs import Completion, TokenLogprob
 from tests.runtime.engines import RecordingExecutor, parse_lookahead

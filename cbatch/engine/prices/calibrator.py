@@ -21,12 +21,12 @@ from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
-from cbatch.engine.loop import Executor
 from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.machine import describe_machine, describe_versions

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from cbatch.core.prices.step_work import StepSample
+from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
-from cbatch.engine.loop import Executor
 
 
 class StepMeter:

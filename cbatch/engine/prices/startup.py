@@ -20,11 +20,13 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.state import NO_DELTAS
-from cbatch.engine.loop import Executor
+from cbatch.core.speculation.build import policy_class
 from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
+from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cache_folder
 
 VERSION = 4  # of measurement and fit; cached prices of another version are measured again
@@ -70,6 +72,48 @@ class StepShape(NamedTuple):
     def most_tokens(self) -> int:
         """Most tokens of a row: after `_LIKE_STEPS` steps that accept all drafts, and one more."""
         return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
+
+
+def with_prices(
+    config: SchedulerConfig,
+    executor: Executor,
+    paths: tuple[str | Path, str | Path | None],
+    models: LoadedModels,
+    kv_cache_dtype: str,
+) -> SchedulerConfig:
+    """Return `config` with what steps cost here, measured now or at an earlier start, if its policy
+    goes by prices. Where no shape of a step fits, prices are learned while serving."""
+    import torch
+
+    if not policy_class(config.lookahead.policy).priced or not can_profile(config):
+        return config
+    target, given = models.target, [m for m in (models.target, models.draft) if m is not None]
+    key = {
+        "version": VERSION,
+        "models": [None if path is None else str(path) for path in paths],
+        "shapes": [repr(m.config) for m in given],
+        "dtype": [str(target.dtype), kv_cache_dtype],
+        "numerics": target.numerics,
+        "weights": [m.block_bytes for m in given],
+        **models.price_key,
+        "threads": torch.get_num_threads(),
+        "ranks": models.num_ranks,
+        "torch": str(torch.__version__),
+        "slots": config.max_num_seqs,
+        "blocks": [config.num_blocks, config.block_size],
+        "tokens": [config.max_num_batched_tokens, config.max_model_len],
+        "drafter": config.default_chain,
+    }
+    profile = cached_profile(key, lambda: profile_costs(executor, config))
+    return msgspec.structs.replace(config, cost_profile=profile)
+
+
+def most_drafts(config: SchedulerConfig) -> int:
+    """Return the most drafts of a row in a step, those that are measured included; 0: none."""
+    if not config.default_chain or config.lookahead.policy == "off":
+        return 0
+    shapes = shapes_for(config) if policy_class(config.lookahead.policy).priced else []
+    return max(config.lookahead.k, *(shape.num_drafts for shape in shapes), 0)
 
 
 def profile_costs(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.core.scheduler.executor import WatchedExecutor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.engine.ranks.group import Ranks
 from cbatch.engine.ranks.messages import Reset, digest
-
-if TYPE_CHECKING:
-    from cbatch.runtime.cpu.executor import TorchExecutor
 
 
 class RankedExecutor:
@@ -20,7 +16,7 @@ class RankedExecutor:
     plans are sent; every step compares the ranks' results. After any fault all ranks end, and `run`
     and `reset` raise `RanksLostError`."""
 
-    def __init__(self, own: TorchExecutor, ranks: Ranks) -> None:
+    def __init__(self, own: WatchedExecutor, ranks: Ranks) -> None:
         self.own, self.ranks = own, ranks
 
     def run(self, plan: StepPlan) -> StepResult:

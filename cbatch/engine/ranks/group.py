@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine.options import EngineOptions
-from cbatch.engine.ranks.messages import READY, Message, RankFiles, Start
+from cbatch.engine.ranks.messages import READY, Message, Start
+from cbatch.runtime.backend import LoadRequest
 
 if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
@@ -74,14 +74,10 @@ class _Health:
 class Ranks:
     """The processes of ranks 1 .. size - 1. They end with this object, `close`, or this process."""
 
-    def __init__(
-        self,
-        size: int,
-        files: RankFiles,
-        options: EngineOptions,
-        threads: int,
-    ) -> None:
+    def __init__(self, size: int, request: LoadRequest, tokenizer: str | None) -> None:
         """Start the ranks and wait until all are ready. Raises `RanksLostError` if one fails."""
+        import torch
+
         self.size = size
         self._health = _Health()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -89,10 +85,11 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="cbatch-ranks-"))
         parts = self._health, self._processes, self._connections, self._folder
         self._finalizer = weakref.finalize(self, _end, *parts)
+        threads = torch.get_num_threads()
         try:
             for rank in range(1, size):
                 self._begin(rank)
-                start = Start(rank, size, self._folder, threads, files, options)
+                start = Start(rank, size, self._folder, threads, request, tokenizer)
                 self._connections[-1].send(start)
             self.hear(READY)
             self.group = self._join()

@@ -13,32 +13,21 @@ import msgspec
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from cbatch.engine.heads import TrialTexts
-from cbatch.engine.model_impl import Impl
-from cbatch.engine.options import EngineOptions
+from cbatch.runtime.backend import LoadRequest
 
 READY, LOADED = "ready", "loaded"
 
 
-class RankFiles(msgspec.Struct, frozen=True):
-    """Files to load. `impls`: the modelling code of the model and of the draft. `trial_texts` are
-    the texts to try a head on; empty without a head."""
-
-    model: str | Path
-    draft: str | Path | None
-    impls: tuple[Impl, Impl]
-    trial_texts: TrialTexts
-
-
 class Start(msgspec.Struct, frozen=True):
-    """A rank's number and the files that it loads. The ranks connect by files in `folder`."""
+    """A rank's number and the models that it loads. The ranks connect by files in `folder`.
+    `tokenizer` is the option of the engine."""
 
     rank: int
     size: int
     folder: Path
     threads: int
-    files: RankFiles
-    options: EngineOptions
+    request: LoadRequest
+    tokenizer: str | None
 
 
 class Probe(msgspec.Struct, frozen=True):

@@ -8,24 +8,17 @@ import logging
 import os
 import sys
 import threading
-from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.engine.backends import executor_for, load_for, row_invariance_of
-from cbatch.engine.heads import take_head
+from cbatch.engine.backends import backend_of
 from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.prices.startup import most_drafts
 from cbatch.engine.ranks.messages import LOADED, READY, Probe, Reset, Serve, Start, digest
 from cbatch.grammars import Grammars
-
-if TYPE_CHECKING:
-    from cbatch.engine.backends import AnyModel
-    from cbatch.runtime.cpu.decoder import Model
-    from cbatch.runtime.cpu.executor import TorchExecutor
-    from cbatch.runtime.rank_group import RankGroup
 
 
 def main() -> None:
@@ -53,49 +46,28 @@ def _serve(connection: Connection[Any, Any]) -> None:
     connection.send(READY)
     ranks = join(start.rank, start.size, start.folder)
     try:
-        target, draft = _load(start, ranks)
+        models = backend_of(start.request.device).load(start.request, ranks)
     except ValueError as error:  # invalid model or options; rank 0 raises the same error
         connection.send(str(error))
         return
     connection.send(LOADED)
-    executor: TorchExecutor | None = None
+    executor: Executor | None = None
     while True:
         match connection.recv():
             case StepPlan() as plan:
                 assert executor is not None
                 connection.send(digest(executor.run(plan)))
             case Probe():
-                row_invariance_of(target)
+                models.row_invariance()
             case Serve(config):
-                grammars = _grammars(start, config)
-                executor = cast("TorchExecutor", executor_for(target, draft, config, grammars))
+                executor = models.executor(config, most_drafts(config), _grammars(start, config))
             case Reset():
                 assert executor is not None
                 executor.reset()
 
 
-def _load(start: Start, ranks: RankGroup) -> tuple[Model, AnyModel | None]:
-    """Load this rank's share of the model, and the whole draft, as rank 0 does."""
-    files, options = start.files, start.options
-    load = partial(
-        load_for,
-        "cpu",
-        dtype=options.dtype,
-        numerics=options.numerics,
-        random_weights_seed=options.random_weights_seed,
-    )
-    target = cast("Model", load(files.model, ranks=ranks, impl=files.impls[0]))
-    if files.trial_texts:
-        assert files.draft is not None
-        return target, take_head(Path(files.draft), target, files.model, files.trial_texts)
-    if files.draft is None:
-        return target, None
-    return target, load(files.draft, impl=files.impls[1])
-
-
 def _grammars(start: Start, config: SchedulerConfig) -> Grammars | None:
-    options = start.options
-    if options.tokenizer == "none":
+    if start.tokenizer == "none":
         return None
-    source = options.tokenizer or start.files.model
+    source = start.tokenizer or start.request.model
     return Grammars(lambda: tokenizer_of(source), config.vocab_size, config.eos_ids)

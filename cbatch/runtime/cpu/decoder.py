@@ -25,8 +25,8 @@ from cbatch.runtime.layers import Layer
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
 from cbatch.runtime.model.rope import RotaryTable
-from cbatch.runtime.model.shapes import Numerics
-from cbatch.runtime.model.sharding import ShardedWeights, head_rows, shard_config
+from cbatch.runtime.model.shapes import Numerics, head_rows
+from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.runtime.rank_group import RankGroup
 
@@ -100,6 +100,11 @@ class Model:
             problem = f"{config.family} needs compiled kernels in {dtype}"
             remedy = "install a C compiler (gcc), or use model_impl transformers"
             raise UnsupportedModelError(f"model: {problem}; {remedy}")
+
+    @property
+    def code(self) -> str:
+        """The modelling code in use, in words."""
+        return f"our own ({self.config.family})"
 
     @property
     def block_bytes(self) -> int | None:

@@ -184,6 +184,11 @@ class Decoder:
                 config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
             )
 
+    @property
+    def code(self) -> str:
+        """The modelling code in use, in words."""
+        return f"our own ({self.config.family})"
+
     def _products(self) -> list[Any]:
         return [p for layer in self.layers for p in layer.products()] + [self.head]
 

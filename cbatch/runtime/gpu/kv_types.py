@@ -7,15 +7,19 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import heads_of
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.memory import Draft
 from triton_kernels.attention.table import arch_of, tile_for
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _LEAST_PAGE_TOKENS = 16
 
 
-def fp8_for(decoder: Decoder) -> torch.dtype:
-    """Return the E4M3 type of the decoder's device (AMD has a variant of its own). Raises
-    FieldError if the attention kernel has no tile for this model and device with that type."""
+def kv_dtype_of(decoder: Draft, kv_cache_dtype: str) -> torch.dtype:
+    """Return the type of a model's KV cache: the model's own if `kv_cache_dtype` is "auto", else
+    the E4M3 type of its device (AMD has a variant of its own). Raises FieldError if the attention
+    kernel has no tile for this model and device with that type."""
+    if kv_cache_dtype == "auto":
+        return decoder.dtype
     dtype = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
     arch = arch_of(decoder.device)
     try:

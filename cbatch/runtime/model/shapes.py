@@ -38,3 +38,13 @@ def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
 def num_weights(config: ModelConfig) -> int:
     """Return the number of weights in the matrices of a forward pass."""
     return sum(out * width * count for (out, width), count in weight_shapes(config).items())
+
+
+def head_rows(config: ModelConfig, size: int) -> int:
+    """Return the number of logits per rank. Together the ranks may have more rows of the LM head
+    than the vocabulary; these rows are 0."""
+    return columns_per_rank(config.vocab_size, size)
+
+
+def columns_per_rank(count: int, size: int) -> int:
+    return -(-count // size)

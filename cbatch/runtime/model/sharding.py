@@ -16,6 +16,7 @@ from torch import Tensor
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.gguf_file import GgufTensor
+from cbatch.runtime.model.shapes import head_rows
 from cbatch.runtime.model.weight_files import WeightSource
 
 FIELD = "tensor_parallel_size"
@@ -55,16 +56,6 @@ def _remedy(config: ModelConfig) -> str:
     if not fitting:
         return "leave it out"
     return f"use {' or '.join(map(str, fitting))}, or leave it out"
-
-
-def head_rows(config: ModelConfig, size: int) -> int:
-    """Return the number of logits per rank. Together the ranks may have more rows of the LM head
-    than the vocabulary; these rows are 0."""
-    return columns_per_rank(config.vocab_size, size)
-
-
-def columns_per_rank(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 class ShardedWeights(WeightSource):

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
-from cbatch.engine import memory as engine_memory
-from cbatch.engine.options import EngineOptions
-from cbatch.runtime.gpu import memory
+from cbatch.runtime.backend import LargestStep
+from cbatch.runtime.gpu import loaded, memory
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
@@ -137,13 +136,14 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Pair(vocab_size=4000).decoder
     free = 8 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 5 << 30)
+    monkeypatch.setattr(loaded, "step_memory_bytes", lambda *_: 5 << 30)
     decoder.device = torch.device("cuda")
-    kv_bytes = engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+    models, step = loaded.GpuModels(decoder, None, "auto"), LargestStep(32, 64, 1024, 64, 0)
+    kv_bytes = models.kv_memory_bytes(step)
     assert kv_bytes == int(0.85 * (3 << 30))
-    monkeypatch.setattr(engine_memory, "gpu_step_bytes", lambda *_: 9 << 30)
+    monkeypatch.setattr(loaded, "step_memory_bytes", lambda *_: 9 << 30)
     with pytest.raises(
         FieldError, match="max_num_seqs: steps need 9,216 MiB, and the weights leave 8,192 MiB"
     ):
-        engine_memory.memory_for_kv_bytes(decoder, None, EngineOptions(), 64)
+        models.kv_memory_bytes(step)
     decoder.device = CPU

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.model.config import ModelError
-from cbatch.runtime.model.sharding import FIELD, columns_per_rank
+from cbatch.runtime.model.shapes import columns_per_rank
+from cbatch.runtime.model.sharding import FIELD
 from cbatch.runtime.rank_group import RankGroup
 
 _ROWS, _GATHERED = "colwise", "colwise_gather_output"

@@ -4,25 +4,30 @@ readings of an ambiguous config, and finds heads that only guess before they are
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.kv_cache import KVCache
 
 _BLOCK_TOKENS = 16
+_logger = logging.getLogger("cbatch")
+H = TypeVar("H", bound=Head)
 
 
-class Tested(NamedTuple):
+class Tested(NamedTuple, Generic[H]):
     """The first drafts of a head on a text: `hits` (bool [trials]) marks those equal to the
     target's greedy choice. `chance` is the share of hits of the best constant draft."""
 
-    head: Head
+    head: H
     hits: Tensor
     chance: float
 
@@ -34,7 +39,7 @@ class Tested(NamedTuple):
     def agreement(self) -> float:
         return float(self.hits.float().mean())
 
-    def beats(self, other: Tested) -> bool:
+    def beats(self, other: Tested[H]) -> bool:
         """Return whether it has more hits than `other`, by over two standard errors of the
         difference."""
         wins, losses = int((self.hits & ~other.hits).sum()), int((other.hits & ~self.hits).sum())
@@ -47,8 +52,24 @@ class Tested(NamedTuple):
         return self.agreement <= self.chance + 2 * spread
 
 
+def take_head(
+    path: str | Path, heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]
+) -> H:
+    """Return the reading of the head's files at `path` that predicts the target best on `texts`.
+    With tensor parallelism all ranks must call it. Raises FieldError for a head that is no better
+    than always guessing one token."""
+    best = best_reading(heads, target, texts)
+    summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
+    summary += "drafts are the model's own choice"
+    if best.guesses:
+        problem = f"{summary}, no more than always guessing the same token ({best.chance:.0%})"
+        raise FieldError("draft", problem, "use a head that was trained for this model")
+    _logger.info("%s", summary)
+    return best.head
+
+
 @torch.inference_mode()
-def best_reading(heads: Sequence[Head], target: Any, texts: Sequence[Sequence[int]]) -> Tested:
+def best_reading(heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
     """Return the first (likeliest) reading, or another that `beats` it. `texts` are token ids.
     `target` is a `Model` on a CPU, a `OneCall` on a GPU."""
     kept = target.hidden_layers
@@ -63,7 +84,7 @@ def best_reading(heads: Sequence[Head], target: Any, texts: Sequence[Sequence[in
     return best
 
 
-def _test(head: Head, target: Any, texts: Sequence[Sequence[int]]) -> Tested:
+def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
     hits, choices = [], []
     for tokens in texts:
         ids = torch.tensor(tokens, dtype=torch.int64)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
+from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-
-
-class StepRunner(Protocol):
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def reset(self) -> None: ...
 
 
 class VoidedStepError(RuntimeError):
@@ -26,7 +20,7 @@ class ThreadedExecutor:
     `reset()` or a plan whose deltas reset every slot.
     """
 
-    def __init__(self, executor: StepRunner) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbatch-step")
         self._pending: deque[Future[StepResult]] = deque()

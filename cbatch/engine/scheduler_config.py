@@ -1,0 +1,96 @@
+"""The configuration of the scheduler for loaded models, and memory in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import DRAFTERS, LOOKUPS
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import parse_lookahead
+from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.engine.info import weight_bytes
+from cbatch.engine.options import EngineOptions
+from cbatch.engine.prices.startup import MOST_DRAFTS
+from cbatch.runtime.backend import LargestStep, LoadedModels
+from cbatch.runtime.model.config import eos_ids_of
+from cbatch.system.machine import mib
+
+
+def scheduler_config(
+    models: LoadedModels, options: EngineOptions, default_block_size: int, kv_events: bool
+) -> SchedulerConfig:
+    """Return the configuration for an engine's options. Raises `FieldError` for limits that the
+    models or the memory do not allow."""
+    target, draft = models.target, models.draft
+    context = target.config.max_position_tokens
+    max_tokens = options.max_model_len or context
+    if max_tokens > context:
+        problem = f"{max_tokens} is more than the model's context"
+        raise FieldError("max_model_len", problem, f"use <= {context}")
+    drafts = draft is not None or options.drafter is not None
+    lookahead = parse_lookahead(options.lookahead) if drafts else LookaheadConfig()
+    eos_ids = target.config.eos_token_ids
+    if options.tokenizer is not None and Path(options.tokenizer).is_dir():
+        eos_ids = tuple(dict.fromkeys((*eos_ids, *eos_ids_of(Path(options.tokenizer)))))
+    largest = LargestStep(
+        max_num_seqs=options.max_num_seqs,
+        max_sequence_tokens=max_tokens,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        block_size=options.block_size or default_block_size,
+        max_drafts=0 if lookahead.policy == "off" else max(lookahead.k, MOST_DRAFTS),
+    )
+    size = models.kv_block_bytes(largest.block_size)
+    blocks = _num_blocks(models, options, largest, size)
+    least = -(-max_tokens // largest.block_size)
+    if options.max_model_len and blocks < least:
+        raise FieldError(
+            "num_blocks" if options.num_blocks is not None else "kv_memory_bytes",
+            f"{blocks} blocks cannot hold a sequence of {max_tokens} tokens",
+            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_len",
+        )
+    return SchedulerConfig(
+        num_blocks=blocks,
+        block_size=largest.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_tokens,
+        max_num_batched_tokens=largest.max_num_batched_tokens,
+        vocab_size=target.config.vocab_size,
+        eos_ids=eos_ids,
+        prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
+        itl_target_s=options.itl_target_s,
+        queue_policy=options.queue_policy,
+        ageing_per_s=options.ageing_per_s,
+        enable_prefix_caching=options.enable_prefix_caching,
+        kv_events=kv_events,
+        draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
+        # Cost of a draft token relative to a target token, estimated by the size of the weights.
+        catch_up_price=1.0
+        if draft is None
+        else min(weight_bytes(draft) / weight_bytes(target, models.num_ranks), 1.0),
+        drafter=None if options.drafter is None else tuple(options.drafter),
+        lookahead=lookahead,
+    )
+
+
+def _num_blocks(
+    models: LoadedModels, options: EngineOptions, largest: LargestStep, block_bytes: int
+) -> int:
+    """Return the number of KV blocks: `options.num_blocks`, or as many as fit
+    `options.kv_memory_bytes`, or enough for all slots at full length within the memory for KV."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    if options.kv_memory_bytes is not None:
+        if options.kv_memory_bytes < block_bytes:
+            remedy = f"give at least {block_bytes} bytes ({block_bytes / 2**30:.2g} GiB)"
+            raise FieldError("kv_memory_bytes", "does not hold one block", remedy)
+        return options.kv_memory_bytes // block_bytes
+    full_slots = options.max_num_seqs * -(-largest.max_sequence_tokens // largest.block_size)
+    return max(1, min(full_slots, models.kv_memory_bytes(largest) // block_bytes))
+
+
+def allowed_drafters(config: SchedulerConfig) -> tuple[str, ...]:
+    """Return the drafters that requests may choose; none if speculation is off."""
+    if not config.default_chain:
+        return ()
+    return DRAFTERS if config.draft_context_tokens is not None else LOOKUPS

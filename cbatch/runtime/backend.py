@@ -1,0 +1,154 @@
+"""The interface of a device, as the engine uses it. Each wing implements it in its `backend.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import Executor
+from cbatch.runtime.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from cbatch.runtime.rank_group import RankGroup
+    from cbatch.runtime.sampling.structured import GrammarSource
+
+# The modelling code of a model: our own, for any device; our own, for a family that only its
+# compiled kernels support; transformers'.
+Impl = Literal["own", "compiled", "transformers"]
+TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts that a head is tried on
+
+
+class Requirements(NamedTuple):
+    """Properties of an engine that a device may not support. `impls` is the modelling code of the
+    model and of its draft."""
+
+    model: str | Path
+    impls: tuple[Impl, Impl] = ("own", "own")
+    numerics: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    tensor_parallel_size: int = 1
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """The models to load. `impls`: the modelling code of the model and of the draft. With
+    `trial_texts` the draft is a head."""
+
+    device: str
+    model: str | Path
+    draft: str | Path | None
+    impls: tuple[Impl, Impl]
+    trial_texts: TrialTexts
+    dtype: str
+    numerics: str
+    kv_cache_dtype: str
+    random_weights_seed: int | None
+
+
+class LargestStep(NamedTuple):
+    """Limits of the steps of an executor. `max_drafts` is that of a row; 0: no speculation."""
+
+    max_num_seqs: int
+    max_sequence_tokens: int
+    max_num_batched_tokens: int
+    block_size: int
+    max_drafts: int
+
+
+class ModelFacts(Protocol):
+    """A loaded model or head. `block_bytes` is the size of its matrices if it does not follow from
+    `dtype`."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    numerics: str
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def block_bytes(self) -> int | None: ...
+
+
+class LoadedModels(Protocol):
+    """A target and its draft, a model or a head, on a device. `num_ranks` share the target; each
+    has the whole draft. `code` describes the target's modelling code."""
+
+    @property
+    def target(self) -> ModelFacts: ...
+
+    @property
+    def draft(self) -> ModelFacts | None: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def code(self) -> str: ...
+
+    @property
+    def price_key(self) -> dict[str, object]:
+        """Return the facts that step durations depend on, in addition to models and options."""
+        ...
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of a block of `block_size` tokens, summed over all ranks."""
+        ...
+
+    def kv_memory_bytes(self, step: LargestStep) -> int:
+        """Return the default memory for KV, in bytes. Raises `FieldError` if steps leave none."""
+        ...
+
+    def row_invariance(self) -> tuple[bool, str]:
+        """Return whether the target is batch-invariant, and a description of the answer. All ranks
+        must call it."""
+        ...
+
+    def executor(
+        self,
+        config: SchedulerConfig,
+        max_drafts: int,
+        grammars: GrammarSource | None = None,
+        default_params: SamplingParams | None = None,
+    ) -> Executor:
+        """Create the executor, ready for requests with `default_params`. A row has at most
+        `max_drafts` drafts in a step; 0: no speculation."""
+        ...
+
+
+class Backend(Protocol):
+    """A kind of device. Its own libraries are imported when it loads a model, not before."""
+
+    default_block_size: int
+    default_overlap: Literal[0, 1]  # plans made ahead of the running one
+
+    def suits(self, needs: Requirements) -> bool:
+        """Return whether `device` "auto" may be this one. Logs why a device is not used."""
+        ...
+
+    def require(self, device: str) -> None:
+        """Raise `FieldError` for a device that this machine does not have."""
+        ...
+
+    def refuse(self, needs: Requirements) -> None:
+        """Raise `FieldError` for an option that this kind of device does not support."""
+        ...
+
+    def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
+        """Return why a family that is not `plain` cannot be computed by our own code, or None."""
+        ...
+
+    def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
+        """Set the number of threads of this process."""
+        ...
+
+    def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> LoadedModels:
+        """Load models, of the target this rank's shard. Raises the runtime's error naming file and
+        field, and FieldError for a head that does not predict the target."""
+        ...

@@ -1,0 +1,83 @@
+"""Models on a CPU, and what an engine needs of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.runtime.backend import LargestStep
+from cbatch.runtime.compiled import compiles, version
+from cbatch.runtime.cpu.decoder import Model
+from cbatch.runtime.cpu.drafters.kinds import drafter_of
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.drafting.chain import ChainDrafter
+from cbatch.runtime.drafting.heads.head import Head
+from cbatch.runtime.drafting.lookup import LookupDrafter
+from cbatch.runtime.drafting.lookups import all_lookups
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.sampling.structured import GrammarSource
+from cbatch.system.machine import memory_bytes
+
+KV_SHARE = 0.25  # default part of the machine's memory that is for KV
+
+
+class CpuModels:
+    """A target and its draft. With other ranks the target is this rank's shard."""
+
+    def __init__(self, target: Model, draft: Model | Head | None) -> None:
+        self.target, self.draft = target, draft
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.target.ranks is None else self.target.ranks.size
+
+    @property
+    def code(self) -> str:
+        return self.target.code
+
+    @property
+    def price_key(self) -> dict[str, object]:
+        return {
+            "compiled": version() if compiles(self.target.dtype) else None,
+            "processor": f"{platform.node()} {platform.machine()} {platform.processor()} "
+            f"{os.cpu_count()}",
+        }
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        models = (self.target,) if self.draft is None else (self.target, self.draft)
+        sizes = [KVCache.block_bytes(each.config, block_size, each.dtype) for each in models]
+        return self.num_ranks * sum(sizes)
+
+    def kv_memory_bytes(self, step: LargestStep) -> int:
+        return int(memory_bytes() * KV_SHARE)
+
+    def row_invariance(self) -> tuple[bool, str]:
+        report = probe_row_invariance(self.target)
+        return report.row_invariant, str(report)
+
+    def executor(
+        self,
+        config: SchedulerConfig,
+        max_drafts: int,
+        grammars: GrammarSource | None = None,
+        default_params: SamplingParams | None = None,
+    ) -> TorchExecutor:
+        return TorchExecutor(
+            self.target,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            drafter=self._drafter(config) if max_drafts else None,
+            grammars=grammars,
+        )
+
+    def _drafter(self, config: SchedulerConfig) -> ChainDrafter:
+        return ChainDrafter(
+            model=None if self.draft is None else drafter_of(self.draft),
+            lookups={name: LookupDrafter(lookup) for name, lookup in all_lookups().items()},
+            default=config.default_chain,
+            model_price=config.catch_up_price,
+        )

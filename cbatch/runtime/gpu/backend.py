@@ -1,0 +1,92 @@
+"""GPUs as devices of an engine. This module alone can be imported without triton."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.backend import LoadRequest, Requirements
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from cbatch.runtime.gpu.loaded import GpuModels
+
+_LEAST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies to shared memory
+_UNTESTED = "was never tested on one; --device cuda uses it"
+_logger = logging.getLogger("cbatch")
+
+
+class GpuBackend:
+    """Triton kernels. A device would idle while the host plans, so a plan is made ahead by default.
+    Attention reads pages of 64 tokens fastest."""
+
+    default_block_size = 64
+    default_overlap: Literal[0, 1] = 1
+
+    def suits(self, needs: Requirements) -> bool:
+        """Return whether torch sees a GPU that supports `needs`. Invariant numerics and
+        transformers' modelling code default to the CPU, because they were only tested there."""
+        if not torch.cuda.is_available():
+            return False
+        problem = _problem()
+        if problem is None and needs.numerics == "invariant":
+            problem = f"numerics: 'invariant' {_UNTESTED}"
+        if problem is None and needs.impls != ("own", "own"):
+            problem = f"this model's code {_UNTESTED}"
+        if problem is None:
+            try:
+                self.refuse(needs)
+                return True
+            except FieldError as error:
+                problem = f"{error.field}: {error.problem}"
+        _logger.warning("the GPU that torch sees is not used: %s", problem)
+        return False
+
+    def require(self, device: str) -> None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            built = "" if torch.version.cuda else f" ({torch.__version__} is built without CUDA)"
+            problem = f"{device!r} is not available: torch sees {count} GPUs{built}"
+            raise FieldError("device", problem, "use auto or cpu")
+
+    def refuse(self, needs: Requirements) -> None:
+        size = needs.block_size
+        if needs.tensor_parallel_size > 1:
+            problem = f"{needs.tensor_parallel_size} ranks are supported on CPUs only"
+            raise FieldError("tensor_parallel_size", problem, "use --device cpu, or leave it out")
+        if size is not None and (size < 16 or size & (size - 1)):
+            problem = f"{size!r} is not supported on a GPU"
+            raise FieldError("block_size", problem, "use 16, 32, 64 or 128, or --device cpu")
+
+    def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
+        return "is not supported on a GPU"
+
+    def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
+        pass
+
+    def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> GpuModels:
+        from cbatch.runtime.gpu.loading import load_models
+
+        return load_models(request)
+
+
+def _problem() -> str | None:
+    """Return why the kernels cannot run on the GPU that torch sees, or None if they can."""
+    if torch.version.cuda is None:
+        return "this torch was not built with CUDA"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        capability = torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return f"it does not respond: {error}"
+    if capability < _LEAST_CAPABILITY:
+        return "its compute capability is {}.{}; kernels need {}.{}".format(
+            *capability, *_LEAST_CAPABILITY
+        )
+    return None

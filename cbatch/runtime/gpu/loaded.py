@@ -1,0 +1,97 @@
+"""Models on a GPU, and what an engine needs of them."""
+
+from __future__ import annotations
+
+import torch
+
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.runtime.backend import LargestStep
+from cbatch.runtime.drafting.lookups import all_lookups
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.executor import GpuExecutor
+from cbatch.runtime.gpu.heads import GpuHead
+from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.gpu.kv_types import kv_dtype_of
+from cbatch.runtime.gpu.late import groups_of
+from cbatch.runtime.gpu.memory import Draft, StepLimits, step_memory_bytes
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.sampling.structured import GrammarSource
+from cbatch.system.machine import mib
+
+KV_SHARE = 0.85  # default part for KV of the memory that weights and steps leave free
+
+
+class GpuModels:
+    """A target and its draft. `kv_cache_dtype` is an option of the engine."""
+
+    num_ranks = 1
+
+    def __init__(self, target: Decoder, draft: Draft | None, kv_cache_dtype: str) -> None:
+        self.target, self.draft = target, draft
+        self._kv_cache_dtype = kv_cache_dtype
+
+    @property
+    def code(self) -> str:
+        return self.target.code
+
+    @property
+    def price_key(self) -> dict[str, object]:
+        return {"compiled": None, "processor": torch.cuda.get_device_name(self.target.device)}
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        size = 0
+        for model in (self.target, self.draft):
+            if model is not None:
+                dtype = kv_dtype_of(model, self._kv_cache_dtype)
+                size += KVCache.block_bytes(model.config, block_size, dtype)
+        if isinstance(self.draft, GpuHead):  # it stores a state per block, too
+            size += self.draft.state_bytes
+        return size
+
+    def kv_memory_bytes(self, step: LargestStep) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.target.device)
+        limits = StepLimits(*step, reads=isinstance(self.draft, GpuHead))
+        step_bytes = step_memory_bytes(self.target, self.draft, limits)
+        if step_bytes >= free_bytes:
+            raise FieldError(
+                "max_num_seqs",
+                f"steps need {mib(step_bytes)}, and the weights leave {mib(free_bytes)}",
+                "use fewer slots, a smaller max_num_batched_tokens or max_model_len",
+            )
+        return int((free_bytes - step_bytes) * KV_SHARE)
+
+    def row_invariance(self) -> tuple[bool, str]:
+        mode = self.target.numerics
+        if mode != "invariant":
+            return False, f"row_invariant: no (numerics={mode}; products of a library)"
+        holds = self.target.keeps_bits()
+        reason = "" if holds else "; products on this device are not row-invariant"
+        answer = "yes" if holds else "no"
+        return holds, f"row_invariant: {answer} (numerics=invariant; fixed tiles{reason})"
+
+    def executor(
+        self,
+        config: SchedulerConfig,
+        max_drafts: int,
+        grammars: GrammarSource | None = None,
+        default_params: SamplingParams | None = None,
+    ) -> GpuExecutor:
+        """Create the executor, as `LoadedModels.executor`: compile kernels and capture graphs."""
+        lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
+        executor = GpuExecutor(
+            self.target,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_sequence_tokens=config.max_sequence_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            draft=self.draft if max_drafts else None,
+            max_drafts=max_drafts,
+            lookups=lookups if max_drafts else None,
+            grammars=grammars,
+            kv_dtype=kv_dtype_of(self.target, self._kv_cache_dtype),
+        )
+        executor.capture(groups_of(default_params or SamplingParams()))
+        return executor
