@@ -100,7 +100,9 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("requests in flight")
     axis.set_title("Tokens per second over no drafts", loc="left", fontsize=12, pad=22)
-    what = "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
+    what = (
+        "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
+    )
     axis.annotate(what, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
     figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
     figure.savefig(path, dpi=160, metadata={"Software": None})

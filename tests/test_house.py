@@ -207,7 +207,6 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 # Places where an engine, a server, a simulation or a run is put together from its parts.
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
-    "bench/load/cli/session.py": 16,
     "cbatch/cli/generate.py": 16,
     "cbatch/runtime/cpu/decoder.py": 17,
     "cbatch/runtime/gpu/executor.py": 28,

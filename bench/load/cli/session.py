@@ -11,14 +11,13 @@ from bench.load.cli.display import View, print_points
 from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
 from bench.load.cli.workload_options import Workload, parse_loads
 from bench.load.client.http import Endpoint, HttpClient
+from bench.load.run.files import write_csv, write_points
 from bench.load.run.measure import LoadRun, measure, records
-from bench.load.run.page import write_points
 from bench.load.run.processes import loop_of
 from bench.load.run.refusals import settle
 from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
 from bench.load.run.sweep import Point, document_of, find_rate, sweep
-from bench.load.run.table import write_csv
 from cbatch.cli.output import INTERRUPTED, names_file
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.load.client.call import CallError, Failure, TimedCall
-from bench.load.run.page import series_of
+from bench.load.run.files import series_of
 from bench.load.run.report import ServerSample
 
 
