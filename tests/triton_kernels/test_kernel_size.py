@@ -30,7 +30,7 @@ def launched(name: str) -> list[Specialisation]:
     """Return all kernels that an executor compiles before it serves, for every kind of step."""
     with recording(TARGETS["sm_90"]) as launches:
         Run(size(name), "sm_90", launches).capture()
-    return [each for _, each in launches.found.values()]
+    return [each for _, each in launches.specialisations.values()]
 
 
 _built: dict[str, int] = {}
