@@ -194,12 +194,7 @@ def test_no_class_name_means_two_things() -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 MAX_LINES, MAX_FUNCTION_LINES, MAX_IMPORTED = 400, 60, 15
-# Files and functions beyond these limits, each with the most that it may have and the reason.
-LONG_FILES = {
-    "cbatch/core/scheduler/state.py": 405,  # one invariant check for all of a scheduler's state
-    "cbatch/process/client.py": 408,  # all that can happen to an engine in another process
-    "cbatch/server/serving/metrics.py": 436,  # the names and help texts of all metrics
-}
+# Functions and files beyond these limits, each with the most that it may have. No file is too long.
 LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost registers
     "triton_kernels/attention/kernel.py:attention_kernel": 64,
     "triton_kernels/verification/residual.py:residual_kernel": 63,
@@ -210,8 +205,7 @@ WIDE_FILES = {
     "cbatch/cli/generate.py": 16,
     "cbatch/runtime/cpu/decoder.py": 17,
     "cbatch/runtime/gpu/executor.py": 28,
-    "cbatch/server/http/app.py": 17,
-    "cbatch/server/serving/service.py": 17,
+    "cbatch/server/serving/service.py": 16,
     "sim/cli/simulation.py": 20,
     "tools/heads/train_head.py": 17,
 }
@@ -228,7 +222,7 @@ def test_files_and_functions_are_short_and_import_few_of_ours() -> None:
                 functions[f"{file}:{node.name}"] = node.end_lineno - node.lineno + 1
     imported = {file: len(imports) for file, imports in imports_by_file().items()}
     for sizes, limit, exceptions in (
-        (lines, MAX_LINES, LONG_FILES),
+        (lines, MAX_LINES, {}),
         (functions, MAX_FUNCTION_LINES, LONG_FUNCTIONS),
         (imported, MAX_IMPORTED, WIDE_FILES),
     ):
