@@ -175,7 +175,8 @@ class OpenRequest:
         """Return all unread outputs."""
         taken, self._unread = self._unread, []
         self.unread_tokens = 0
-        self._num_untaken -= sum(output.finished is not None for output in taken)
+        for output in taken:
+            self._num_untaken -= output.finished is not None
         return taken
 
     def ended(self) -> bool:
