@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -314,8 +315,34 @@ def test_request_ids(client: Client) -> None:
         ]
         assert request_id != bad and request_id.isalnum()
     assert "x-request-id" in call(client, "GET", "/nowhere")[2]
-    same = {**JSON, "X-Request-ID": "twice"}
-    assert [call(client, "POST", "/v1/completions", raw, same)[0] for _ in range(2)] == [200, 200]
+
+
+def test_the_id_of_a_response_is_the_request_id(client: Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for path, body, prefix in (
+        (COMPLETIONS, BODY | {"n": 2}, "cmpl"),
+        (COMPLETIONS, BODY | {"prompt": ["a", "b"], "stream": True}, "cmpl"),
+        (CHAT, chat | {"stream": True}, "chatcmpl"),
+    ):
+        for own in ({}, {"X-Request-ID": "twice-1"}):
+            _, raw, headers = call(client, "POST", path, json.dumps(body).encode(), JSON | own)
+            request_id = headers["x-request-id"]
+            assert request_id == "twice-1" or (not own and re.fullmatch("[0-9a-f]{32}", request_id))
+            ids = set(re.findall(rb'"id":"([^"]*)"', raw))
+            assert ids == {f"{prefix}-{request_id}".encode()}
+
+
+def test_requests_of_one_id_run_at_the_same_time(client: Client) -> None:
+    own = JSON | {"X-Request-ID": "same"}
+    bodies = [json.dumps(BODY | {"seed": seed, "max_tokens": 40}).encode() for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda raw: call(client, "POST", COMPLETIONS, raw, own), bodies))
+    alone = [call(client, "POST", COMPLETIONS, raw, own) for raw in bodies]
+    texts = [
+        [json.loads(raw)["choices"][0]["text"] for _, raw, _ in answers]
+        for answers in (together, alone)
+    ]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
 @pytest.mark.parametrize(
