@@ -1,6 +1,6 @@
-"""The plan of a step, by `schedule` (vLLM's `Scheduler.schedule`), which reads from top to bottom.
+"""Schedule a step: decoding rows and their drafts, then chunks of prompts, then new requests.
 
-A step takes rows in this order, within `max_num_batched_tokens`:
+`schedule` is vLLM's `Scheduler.schedule`. Within `max_num_batched_tokens` a step has, in order:
 
 1. Decoding rows: the next token of each, then the drafts that the lookahead policy chooses. Blocks
    are reserved for both. Where the pool is short, drafts are cut and rows are preempted
@@ -9,8 +9,8 @@ A step takes rows in this order, within `max_num_batched_tokens`:
    does not wait for a long one. To bound the delay, a row goes first once later prompts have
    computed as many tokens before it as it had at admission. Under the `priority` policy no row
    overtakes a row of higher priority.
-3. New requests, in service order (queue.py), and those that overtake every prompt before the
-   prompts. Admission needs a slot, and blocks for all known tokens and a decode reserve. The first
+3. New requests in service order (queue.py). Those that are shorter than the first prompt go before
+   it. Admission needs a slot, and blocks for all known tokens and a decode reserve. The first
    request that does not fit blocks those after it. One whose next prefix block is being computed
    waits for that block, and lets others overtake it.
 """
@@ -37,6 +37,7 @@ def schedule(state: SchedulerState) -> StepPlan | None:
     batch, tokens = _schedule_decodes(state)
     chunks: list[Chunk] = []
     if state.prefilling or (state.waiting and state.table.num_free):
+        # A new request would take the blocks for which sequences were preempted.
         may_admit = state.stats.preemptions == num_preemptions and not state.pending_preemption
         chunks = _schedule_prompts(state, batch, tokens, may_admit=may_admit)
     if not (len(batch.slots) or chunks):

@@ -1,8 +1,9 @@
-"""The commit of a step's result, by `update_from_output` (vLLM's `Scheduler.update_from_output`).
+"""Commit the result of a step: new tokens, estimates, ends of requests, freed blocks.
 
-In this order: the emitted tokens enter the slot table; the lookahead policy and the step costs
-observe the step; sequences that reached their end or failed leave; the slots of cancelled rows and
-the blocks that no row needs are freed; sequences that waited for this step to be preempted are.
+`update_from_output` is vLLM's `Scheduler.update_from_output`. In order: the emitted tokens enter
+the slot table; the lookahead policy and the step costs observe the step; sequences that reached
+their end or failed leave; the slots of cancelled rows and the blocks that no row needs are freed;
+sequences that waited for this step to be preempted are.
 """
 
 from __future__ import annotations
