@@ -219,7 +219,7 @@ def unfiltered(requests, request, vocab):
 def test_broken_draws_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
-    batch, _ = random_batch(np.random.default_rng(8), 24, 40, shaped=False)
+    batch, _ = random_batch(np.random.default_rng(8), 8, 40, shaped=False)
     assert torch.equal(sample(batch), reference_tokens(batch))
     monkeypatch.setattr(module, name, broken)
     assert not torch.equal(sample(batch), reference_tokens(batch))
@@ -244,7 +244,7 @@ def drafts_unseen(patch: pytest.MonkeyPatch) -> None:
 def test_broken_shaping_is_caught(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    batch, _ = random_batch(np.random.default_rng(9), 24, 40, filters=False)
+    batch, _ = random_batch(np.random.default_rng(9), 8, 40, filters=False)
     assert batch.shaping is not None
     batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # emitted tokens never come again
     assert torch.equal(sample(batch), reference_tokens(batch))

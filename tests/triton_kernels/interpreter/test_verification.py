@@ -205,8 +205,8 @@ BROKEN = [
 def weighed() -> tuple[LogitsBatch, Proposals, tuple[Tensor, ...]]:
     """Return requests by rejection and in blocks, in turn, and the verdict of the reference."""
     rng = np.random.default_rng(24)
-    batch, _ = random_batch(rng, 44, 24, shaped=False)
-    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(22)
+    batch, _ = random_batch(rng, 16, 24, shaped=False)
+    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(8)
     batch = batch._replace(requests=batch.requests._replace(modes=modes))
     batch, proposals = proposals_for(rng, batch)
     return batch, proposals, verify_reference(batch, proposals)
@@ -227,7 +227,7 @@ def test_broken_verification_is_caught(
 
 
 def test_a_rejected_draft_that_may_come_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, _ = random_batch(np.random.default_rng(27), 40, 12, filters=False, shaped=False)
+    batch, _ = random_batch(np.random.default_rng(27), 16, 12, filters=False, shaped=False)
     assert differing(batch, None) == 0
     monkeypatch.setattr(order, "race_of", every_row_races)
     assert differing(batch, None) > 0
