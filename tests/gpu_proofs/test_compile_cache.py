@@ -18,6 +18,8 @@ import triton_kernels
 from tests.gpu_proofs.sizes import MORE, USUAL
 
 _FIRST = USUAL[0].name  # a target and a draft: every kind of kernel
+_QUICK = USUAL[2].name
+_COMMAND = (sys.executable, "-m", "tests.gpu_proofs.cache_keys", "--processes", "2")
 _ROOT = Path(__file__).parents[2]
 _TRITONS = [path for path in (_ROOT / ".tritons").glob("3.*") if (path / "triton").is_dir()]
 
@@ -26,7 +28,7 @@ def started(folder: Path, *arguments: str, triton: Path | None = None) -> list[d
     """Start in a process of its own, with the Triton in a folder or the installed one."""
     paths = [str(triton)] * (triton is not None) + [str(_ROOT)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_proofs.cache_keys", str(folder), *arguments],
+        [*_COMMAND, str(folder), *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         cwd=_ROOT,
         capture_output=True,
@@ -51,7 +53,7 @@ def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
 
 
 def test_keys_that_depend_on_their_order_are_caught(tmp_path: Path) -> None:
-    (start,) = started(tmp_path, "--size", _FIRST, "--unsettled")
+    (start,) = started(tmp_path, "--size", _QUICK, "--unsettled")
     assert sum(start["missing"].values()) > 2
 
 

@@ -26,7 +26,7 @@ from tests.runtime import made_heads
 from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
 from tests.runtime.made_heads import MedusaReference
 from tests.runtime.pairs import VOCAB, tiny_model
-from tests.runtime.test_eagle import Cold, hard_life, prompts, target_head, two_samples_z
+from tests.runtime.test_eagle import Cold, hard_life, law_distance, prompts, target_head
 
 LAST = (2,)  # the last layer's output
 
@@ -210,38 +210,13 @@ class _Lies(MedusaDrafter):
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
-    """The test is that of `test_eagle`."""
     target = tiny_model()
     head = load_medusa(medusa(tmp_path)[0], target)
-    drafters = {"off": None, "heads": MedusaDrafter(head), "broken": _Lies(head)}
-    token_counts = {}
-    for name, drafter in drafters.items():
-        asks = {"temperature": 1.0, "max_tokens": 4, "verification": verification}
-        requests = [
-            make_request(f"r{i}", [5, 9, 11], seed=1000 + i + 10**6 * (drafter is None), **asks)
-            for i in range(2000)
-        ]
-        run = run_engine(
-            requests,
-            target,
-            None if drafter is None else head,  # type: ignore[arg-type]
-            drafting=drafter,
-            lookahead="off" if drafter is None else "fixed:2",
-            max_num_seqs=64,
-            check=False,
-            arrivals=[i // 64 for i in range(2000)],
-        )
-        assert drafter is None or (run.accepted > 0).any()
-        tokens = np.array(list(run.outputs.values()))
-        token_counts[name] = [np.bincount(tokens[:, at], minlength=VOCAB) for at in (1, 2)]
-    z = {
-        name: [
-            two_samples_z(*pair)
-            for pair in zip(token_counts[name], token_counts["off"], strict=True)
-        ]
-        for name in ("heads", "broken")
-    }
-    assert max(z["heads"]) < 5 < max(z["broken"])
+    kept, broken = (
+        law_distance(target, head, drafter, verification)
+        for drafter in (MedusaDrafter(head), _Lies(head))
+    )
+    assert kept < 5 < broken
 
 
 def test_the_scheduler_sees_heads_that_never_lag(tmp_path):
