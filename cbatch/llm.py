@@ -8,10 +8,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.request import SamplingParams
-from cbatch.core.request.unsupported import refuse_options
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
-from cbatch.engine.options import EngineOptions
+from cbatch.engine.options import settings_of_keywords
 from cbatch.engine.progress import ProgressBar
 from cbatch.text.output_processor import Prompt
 from cbatch.text.outputs import Accepted, Choice, Completion, Output
@@ -21,11 +20,12 @@ Key = TypeVar("Key")
 
 class LLM:
     """A loaded model that completes prompts. `model` and `draft` are Hugging Face directories, hub
-    names or `.gguf` files; `options` are fields of `EngineOptions`. `info` is an `EngineInfo`."""
+    names or `.gguf` files; `options` are fields of `EngineOptions`, also under vLLM's names, and
+    `speculative_config`. `info` is an `EngineInfo`."""
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, **options: Any) -> None:
-        refuse_options(options)
-        self.engine, self.info = load_engine(model, draft, EngineOptions(**options))
+        settings = settings_of_keywords(options if draft is None else {"draft": draft} | options)
+        self.engine, self.info = load_engine(model, settings.draft, settings.engine)
 
     def generate(
         self,

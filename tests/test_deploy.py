@@ -122,7 +122,7 @@ def test_kubernetes_asks_the_servers_own_probes_and_gives_it_its_grace() -> None
     assert settings.model == mounts["model"]
     assert str(settings.api_key_file).startswith(mounts["keys"])
     memory_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
-    assert settings.engine.kv_memory_bytes < memory_gib * 2**30
+    assert settings.engine.kv_cache_memory_bytes < memory_gib * 2**30
 
 
 def test_the_config_file_of_ray_serve_has_options_of_ours() -> None:

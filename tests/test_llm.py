@@ -195,12 +195,34 @@ def test_what_was_put_together_is_logged(
 
 
 def test_memory_for_kv_sets_the_number_of_blocks(pair: tuple[Path, Path]) -> None:
-    with_draft = make(pair, kv_memory_bytes=2**20).info
-    alone = make(pair, draft=False, kv_memory_bytes=2**20).info
+    with_draft = make(pair, kv_cache_memory_bytes=2**20).info
+    alone = make(pair, draft=False, kv_cache_memory_bytes=2**20).info
     assert alone.num_blocks > with_draft.num_blocks > 1
-    assert with_draft.kv_memory_bytes <= 2**20
-    with pytest.raises(FieldError, match="kv_memory_bytes: does not hold one block"):
-        make(pair, kv_memory_bytes=10)
+    assert with_draft.kv_cache_memory_bytes <= 2**20
+    with pytest.raises(FieldError, match="kv_cache_memory_bytes: does not hold one block"):
+        make(pair, kv_cache_memory_bytes=10)
+
+
+def test_a_share_of_the_memory_is_for_weights_and_kv(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.runtime.cpu.loaded.memory_bytes", lambda: 2**20)
+    for share in (0.25, 0.3):
+        info = make(pair, gpu_memory_utilization=share).info
+        block_bytes = info.kv_cache_memory_bytes // info.num_blocks
+        assert 0 <= share * 2**20 - info.weight_bytes - info.kv_cache_memory_bytes < block_bytes
+    with pytest.raises(FieldError, match="gpu_memory_utilization: weights and .* more than 0.0001"):
+        make(pair, gpu_memory_utilization=0.0001)
+
+
+def test_vllms_words_make_the_same_engine(pair: tuple[Path, Path]) -> None:
+    words: dict[str, Any] = {"model": str(pair[1]), "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {"random_weights_seed": 0, "max_num_seqs": 4, "max_model_len": 64}
+    llm = LLM(pair[0], speculative_config=words, enforce_eager=False, **settings)
+    assert (llm.info.lookahead, llm.info.draft) == ("adaptive:3", str(pair[1]))
+    assert llm.info.max_model_len == 64 and llm.engine.scheduler.config.max_num_seqs == 4
+    with pytest.raises(FieldError, match="method 'eagle3', but the draft is of method 'draft_mod"):
+        LLM(pair[0], speculative_config=words | {"method": "eagle3"}, **settings)
 
 
 def test_without_a_tokenizer(pair: tuple[Path, Path]) -> None:
@@ -221,7 +243,7 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
         ({"num_blocks": 0}, "num_blocks"),
         ({"max_model_len": 129}, "max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"queue_policy": "lifo"}, "queue_policy"),
+        ({"queue_policy": "lifo"}, "scheduling_policy"),
     ):
         with pytest.raises(FieldError) as caught:
             make(pair, **options)

@@ -41,7 +41,7 @@ class _Pair:
             return {"status": "unmeasured"}
         began_s = time.perf_counter()
         options: dict[str, Any] = {"device": "cuda", "lookahead": self._lookahead}
-        self._llm = LLM(*demo_paths(), seed=1, kv_memory_bytes=_KV_BYTES, **options)
+        self._llm = LLM(*demo_paths(), seed=1, kv_cache_memory_bytes=_KV_BYTES, **options)
         return {"seconds": time.perf_counter() - began_s}
 
     def measure(self, streams: int) -> Row:

@@ -30,7 +30,7 @@ LIMIT = 0.9  # lowest ratio to `LLM.generate`
 
 def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
     words = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-num-seqs"]
-    words += [str(args.streams), "--max-model-len", "256", "--no-prefix-cache"]
+    words += [str(args.streams), "--max-model-len", "256", "--no-enable-prefix-caching"]
     words += ["--draft", str(draft)] if draft else []
     words += ["--tokenizer", "none"] if args.shape else []
     return started(words)

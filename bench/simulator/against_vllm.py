@@ -71,7 +71,7 @@ def run_blocks(run: Path, model: str) -> int:
         block_tokens=BLOCK_TOKENS,
         step_tokens=engine["max_num_batched_tokens"],
         max_rows=engine["max_num_seqs"],
-        memory_share=recorded.get("gpu_memory_utilization", MEMORY_SHARE),
+        gpu_memory_utilization=recorded.get("gpu_memory_utilization", MEMORY_SHARE),
         rules="vllm-0.21" if (int(version[0]), int(version[1])) >= (0, 21) else "vllm-0.19",
     )
     shape, parts = load_shape(model), engine.get("tensor_parallel_size", 1)

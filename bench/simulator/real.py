@@ -135,7 +135,9 @@ def replicas_of(
     model, draft = demo_paths()
     words = [str(model), "--draft", str(draft), "--lookahead", policy]
     words += ["--max-num-seqs", str(max_num_seqs), "--max-queued-requests", str(_MAX_QUEUED)]
-    words += ["--no-prefix-cache"] if num_blocks is None else ["--num-blocks", str(num_blocks)]
+    words += (
+        ["--no-enable-prefix-caching"] if num_blocks is None else ["--num-blocks", str(num_blocks)]
+    )
     with contextlib.ExitStack() as stack:
         servers = [started(words, {"OMP_NUM_THREADS": "1"}) for _ in range(count)]
         yield [stack.enter_context(server) for server in servers]

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from cbatch.cli.options import ModelSettings, model_paths
+from cbatch.cli.options import ModelSettings, add_engine_flags, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
-from cbatch.cli.settings import add_flags, read_settings
+from cbatch.cli.settings import read_settings
 from cbatch.core.prices.calibration import Accuracy
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.executor import Executor
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--seed", type=int, default=0, help="seed of lengths and of the order of batches"
     )
     add_json_option(parser, "the accuracy of the profile")
-    add_flags(parser, ModelSettings)
+    add_engine_flags(parser, ModelSettings)
     parser.set_defaults(run=run)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
-from cbatch.cli.options import MODEL_HELP, EngineSettings, model_paths
+from cbatch.cli.options import MODEL_HELP, add_engine_flags, model_paths
 from cbatch.cli.output import INTERRUPTED, add_json_option
 from cbatch.cli.result_file import ResultFile, ResultStream, open_results, result_line
 from cbatch.cli.settings import add_flags, read_settings
@@ -20,7 +20,7 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
-from cbatch.engine.options import EngineOptions
+from cbatch.engine.options import EngineOptions, EngineSettings
 from cbatch.engine.progress import ProgressBar
 from cbatch.llm import Batch
 from cbatch.text.output_processor import seed_at
@@ -57,8 +57,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--no-progress", action="store_true")
     add_json_option(parser)
-    add_flags(parser, EngineSettings)
     add_flags(parser, SamplingParams, defaults=SAMPLING)
+    add_engine_flags(parser, EngineSettings)
     parser.set_defaults(run=run)
 
 

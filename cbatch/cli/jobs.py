@@ -13,7 +13,7 @@ from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.from_json import sampling_from_json, sampling_to_json
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.request.typed import require_text
-from cbatch.core.request.unsupported import without_neutral_fields
+from cbatch.engine.unsupported import without_neutral_fields
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 LINE_FIELDS = ("prompt", "id", "priority")  # all other fields of a line are sampling parameters

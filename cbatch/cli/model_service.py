@@ -95,7 +95,7 @@ class ModelParts:
             _logger.info(line)
         settings = self._settings
         served = ServedModel(
-            settings.served_name or Path(settings.model or "cbatch-demo").name,
+            settings.served_model_name or Path(settings.model or "cbatch-demo").name,
             max_model_len=engine.config.max_model_len,
             vocab_size=engine.config.vocab_size,
             created_s=int(time.time()),

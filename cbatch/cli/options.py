@@ -1,39 +1,43 @@
-"""Settings that several commands share: the model, the draft model and the engine's options."""
+"""Settings that several commands share: the model, and flags of the engine's options."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import msgspec
-
+from cbatch.cli.settings import add_flags, flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.demo import demo_paths
-from cbatch.engine.options import EngineOptions
+from cbatch.engine.options import EngineSettings
+from cbatch.engine.unsupported import OPTIONS, require_neutral_option
 
 MODEL_HELP = "model directory, .gguf file, hub name or smollm2 (default: the demo pair)"
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The draft model and the engine's options."""
-
-    draft: Annotated[
-        str | None,
-        knob(
-            "engine",
-            "draft model, or an EAGLE or Medusa head of the model",
-            "MODEL",
-            aliases=("draft_model",),
-        ),
-    ] = None
-    engine: EngineOptions = EngineOptions()
 
 
 class ModelSettings(EngineSettings, frozen=True, kw_only=True):
     """Settings of a command whose first positional argument is the model."""
 
     model: Annotated[str | None, knob("", MODEL_HELP, "MODEL")] = None
+
+
+class _RefuseOption(argparse.Action):
+    """An option of other engines: raises `FieldError` unless the value asks for nothing."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, name: str | None = None) -> None:
+        given = str(name).removeprefix("--").replace("-", "_")
+        require_neutral_option(given, self.nargs == 0 or values, str(name), ())
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, kind: type[EngineSettings]) -> None:
+    """Add the flags of `kind`, and hidden ones of other engines' options."""
+    add_flags(parser, kind)
+    for name, option in OPTIONS.items():
+        is_switch = any(isinstance(value, bool) for value in option.neutral)
+        flags = [flag_of(name), *([flag_of(f"no_{name}")] if is_switch else [])]
+        more: dict[str, Any] = {"nargs": 0} if is_switch else {}
+        parser.add_argument(*flags, action=_RefuseOption, help=argparse.SUPPRESS, **more)
 
 
 def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str | Path | None]:

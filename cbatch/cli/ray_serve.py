@@ -89,6 +89,8 @@ def build(args: Mapping[str, Any]) -> Any:
     """Return the Serve application for the `args` of a Serve config file. Raises `FieldError`."""
     settings = settings_of(ServeSettings, args, "args")
     require_fit(settings, IN_A_FILE)
+    for warning in settings.warnings:
+        _logger.warning(warning)
     return application(settings.values)
 
 

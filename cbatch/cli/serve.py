@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from cbatch.cli.options import add_engine_flags
 from cbatch.cli.serve_settings import ServeSettings
-from cbatch.cli.settings import PREFIX, Settings, add_flags, read_settings, unknown_variables
+from cbatch.cli.settings import PREFIX, Settings, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.limits import ConnectionLimits, connections_for
 from cbatch.server.protocol.errors import EngineLostError
@@ -37,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=EPILOG,
     )
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
-    add_flags(parser, ServeSettings)
+    add_engine_flags(parser, ServeSettings)
     parser.set_defaults(run=run)
 
 
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
+    for warning in settings.warnings:
+        _logger.warning(warning)
     for name in unknown_variables(os.environ, ServeSettings):
         _logger.warning("%s is not a setting of cbatch serve and is ignored", name)
     try:

@@ -24,13 +24,14 @@ HeaderName = Annotated[str, Meta(pattern="^[A-Za-z0-9-]+$")]
 class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     host: Annotated[str, _server("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _server("port; 0: any free port", "N")] = 8000
-    served_name: Annotated[str | None, _server("name of the model in the API", "NAME")] = None
+    served_model_name: Annotated[str | None, _server("name of the model in the API", "NAME")] = None
     chat_template: Annotated[
         str | None,
         _server("Jinja template, or the name of one of the model's (default: its own)", "FILE"),
     ] = None
     tool_parser: Annotated[
-        ToolParser | None, _server("format of the model's tool calls, for tool_choice auto")
+        ToolParser | None,
+        _server("format of the model's tool calls, for tool_choice auto", name="tool_call_parser"),
     ] = None
     reasoning_parser: Annotated[
         ReasoningParser,

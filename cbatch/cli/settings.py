@@ -7,6 +7,8 @@ Nested structs add their settings to the same namespace. Errors use the name tha
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +19,21 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-from cbatch.core.request.errors import FieldError, did_you_mean
-from cbatch.core.request.typed import kinds_of
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import OLD_NAMES, kinds_of, mark_of, names_of
+from cbatch.engine.unsupported import OPTIONS, require_neutral_option
 
 PREFIX = "CBATCH_"
+# Numbers as in vLLM: 32k is 32,000 and 32K is 32,768.
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
+_FACTORS = {
+    suffix: base ** (1 + i)
+    for base, suffixes in ((1000, "kmgt"), (1024, "KMGT"))
+    for i, suffix in enumerate(suffixes)
+}
 T = TypeVar("T", bound=msgspec.Struct)
-Layer = dict[str, tuple[Any, str]]  # setting: (value, origin); an origin is its name in errors
+# By setting: value, origin (its name in errors), and the name by which it was given.
+Layer = dict[str, tuple[Any, str, str]]
 
 
 class Setting:
@@ -30,31 +41,22 @@ class Setting:
 
     def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
         more = mark.extra or {}
-        # A flag takes one id of a list at a time, so its name is in the singular.
-        singular = info.name.removesuffix("s") if info.name.endswith("_ids") else info.name
-        self.field, self.name = info.name, str(more.get("name", singular))
-        self.aliases: tuple[str, ...] = more.get("aliases", ())
+        self.field, self.names = info.name, names_of(info)
+        self.name = self.names[0]
         self.type = more.get("type", info.type)
         self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
         self.required = info.required
-        self._unit, self._negated = more.get("unit"), more.get("negated", False)
+        self._units: dict[str, int] = more.get("units", {})
         self.default: Any = None if info.default is NODEFAULT else info.default  # as help shows it
         if self.default is None:
             self.default = more.get("default")
-        elif self._negated:
-            self.default = not self.default
-        elif self._unit is not None:
-            self.default /= self._unit
+        elif self.name in self._units:
+            self.default /= self._units[self.name]
         self.plain = kinds_of(kinds_of(self.type)[0])[0]
 
     @property
     def flag(self) -> str:
         return flag_of(self.name) if self.group else self.metavar or self.name.upper()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The setting's name, then its aliases."""
-        return (self.name, *self.aliases)
 
     @property
     def repeats(self) -> bool:
@@ -66,7 +68,8 @@ class Setting:
 
     def add_to(self, group: argparse._ActionsContainer, default: Any = None) -> None:
         """Add the flag or positional argument. Help hides aliases, and the `--no-` flag of a switch
-        that is off by default. `default` overrides the field's default."""
+        that is off by default. `default` overrides the field's default. A hidden flag gives way to
+        another option's."""
         default = self.default if default is None else default
         has_default = default is not None and default is not False and default != ()
         text = f"{self.help} (default: {default})" if has_default else self.help
@@ -74,11 +77,8 @@ class Setting:
         options["action"] = partial(_StoreSetting, self)
         optional = not self.group and not self.required
         flags = [self.flag]
-        hidden = [flag_of(each) for each in (self.names if optional else self.aliases)]
         if self.plain is bool:
-            other = flag_of(self.name.removeprefix("no_"))
-            other = other if other != self.flag else flag_of(f"no_{self.name}")
-            (hidden if default is False else flags).append(other)
+            flags += [] if default is False else [flag_of(f"no_{self.name}")]
             options["nargs"] = 0
         elif get_origin(self.plain) is Literal:
             options["choices"] = self.choices
@@ -89,20 +89,29 @@ class Setting:
         else:
             place = options | {"default": argparse.SUPPRESS, "nargs": "?" if optional else None}
             group.add_argument(place.pop("dest"), **place)
+        others = self.names if optional else self.names[1:]
+        hidden = [flag_of(name) for name in others]
+        hidden += [f"-{name}" for name in others if len(name) == 2]
+        hidden = [flag for flag in hidden if flag not in (*flags, *group._option_string_actions)]
         if hidden:
             group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
 
-    def convert(self, value: Any, origin: str, *, strict: bool) -> Any:
-        """Convert a value to the setting's type. With `strict` it has a TOML type; otherwise it is
-        text. Raises `FieldError` naming `origin`."""
+    def convert(self, value: Any, origin: str, name: str, *, strict: bool) -> Any:
+        """Convert a value that is given as `name` to the field's type and unit. With `strict` it
+        has a TOML type; otherwise it is text. Raises `FieldError` naming `origin`."""
         if self.plain is bool and not strict:
             value = {"on": True, "off": False}.get(value, value)
+        unit = self._units.get(name)
         try:
             if isinstance(value, str) and _is_struct(self.plain):
                 return msgspec.json.decode(value, type=self.plain)
             if get_origin(self.plain) is dict and not strict:
                 value = dict(each.split("=", 1) for each in value)
-            result = msgspec.convert(value, self.type, strict=strict, dec_hook=_from_text)
+            size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+            if size and self.plain is int:
+                value = int(float(size[1]) * _FACTORS[size[2]])
+            kind = self.type if unit is None else float
+            result = msgspec.convert(value, kind, strict=strict, dec_hook=_from_text)
         except (ValueError, msgspec.MsgspecError) as error:
             remedies: dict[Any, str] = {
                 dict: f"write {self.metavar}",
@@ -110,20 +119,18 @@ class Setting:
                 bool: "use on or off",
             }
             remedy = remedies.get(get_origin(self.plain) or self.plain, str(error))
+            if _is_struct(self.plain):
+                remedy += f" (fields: {', '.join(self.plain.__struct_fields__)})"
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
         if result != result:  # NaN
             raise FieldError(origin, f"{result} is not allowed", "give a number")
-        return result
-
-    def to_field(self, value: Any) -> Any:
-        """Return the field's value for a setting's value: in the field's unit, not negated."""
-        if self._unit is not None and value is not None:
-            return int(value * self._unit)
-        return not value if self._negated else value
+        if self.plain is bool and name.startswith("no_"):
+            return not result
+        return result if unit is None else int(result * unit)
 
 
 class _StoreSetting(argparse.Action):
-    """Store (value, flag as typed) in the namespace."""
+    """Store (value, flag as typed, name) in the namespace, and warn of an old name."""
 
     def __init__(self, setting: Setting, **options: Any) -> None:
         super().__init__(**options)
@@ -134,10 +141,15 @@ class _StoreSetting(argparse.Action):
         if earlier is not None and not self._setting.group and earlier[1] != name:
             raise argparse.ArgumentError(self, "is given twice")
         if self.nargs == 0:
-            values = str(name).startswith("--no-") == self._setting.flag.startswith("--no-")
+            values = True
         elif self._setting.repeats:
             values = [*(earlier[0] if earlier else ()), values]
-        setattr(namespace, self.dest, (values, name or self._setting.flag))
+        flag = name or self._setting.flag
+        given = name.lstrip("-").replace("-", "_") if name else self._setting.name
+        if given.removeprefix("no_") in OLD_NAMES:
+            new = flag_of(("no_" if given.startswith("no_") else "") + self._setting.name)
+            print(f"{parser.prog}: warning: {flag} is deprecated; use {new}", file=sys.stderr)
+        setattr(namespace, self.dest, (values, flag, given))
 
 
 def flag_of(name: str) -> str:
@@ -167,8 +179,8 @@ def _part_or_settings(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] |
     if _is_struct(info.type):
         part: type[msgspec.Struct] = info.type
         return part
-    marks = [each for each in get_args(info.type) if isinstance(each, Meta) and each.extra]
-    return [Setting(info, mark) for mark in marks]
+    mark = mark_of(info)
+    return [Setting(info, mark)] if mark.extra else []
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -179,7 +191,7 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
         if isinstance(member, type):
             given[info.name] = _build(member, values)
         else:
-            given |= {s.field: s.to_field(values[s.name]) for s in member if s.name in values}
+            given |= {s.field: values[s.name] for s in member if s.name in values}
     return kind(**given)
 
 
@@ -205,7 +217,7 @@ def add_flags(
 
 class Settings(Generic[T]):
     """The struct `values`, and the names of the settings that were `given`. Later `layers` override
-    earlier ones."""
+    earlier ones. `warnings` are about old names in files and variables."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
@@ -214,10 +226,15 @@ class Settings(Generic[T]):
         self.given = frozenset(merged)
         fields = fields_of(kind).values()
         self._origins = {each.name: each.flag for each in fields}
-        self._origins |= {name: origin for name, (_, origin) in merged.items()}
+        self._origins |= {name: origin for name, (_, origin, _) in merged.items()}
+        self.warnings = [
+            f"{origin} is deprecated; use {name}"
+            for name, (_, origin, given) in merged.items()
+            if given.removeprefix("no_") in OLD_NAMES and not origin.startswith("-")
+        ]
         self._names = {known: each.name for each in fields for known in (each.field, each.name)}
         with self.naming():
-            self.values = _build(kind, {name: value for name, (value, _) in merged.items()})
+            self.values = _build(kind, {name: value for name, (value, *_) in merged.items()})
 
     def origin(self, name: str) -> str:
         """Return a setting's name in messages: as the user gave it, otherwise its flag."""
@@ -252,7 +269,7 @@ def read_settings(
     Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     own = defaults or {}
-    layers = [{s.name: (own[s.field], s.flag) for s in fields.values() if s.field in own}]
+    layers = [{s.name: (own[s.field], s.flag, s.name) for s in fields.values() if s.field in own}]
     layers += [] if file is None else [_of_file(file, fields)]
     layers += [_of_environment(environment or {}, fields), _of_flags(args, fields)]
     return Settings(kind, layers)
@@ -266,7 +283,7 @@ def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Setting
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Return environment variables with the prefix that name no setting: probably misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
-    known = {PREFIX + name.upper() for name in (*names, "config", *_READ_ELSEWHERE)}
+    known = {PREFIX + name.upper() for name in (*names, *OPTIONS, "config", *_READ_ELSEWHERE)}
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in unknown if not name.startswith(_LINKS)]
 
@@ -280,24 +297,27 @@ _LINK_ADDRESS = "tcp://"
 def _of_flags(args: argparse.Namespace, fields: Mapping[str, Setting]) -> Layer:
     layer = {}
     for name, field in fields.items():
-        if (given := getattr(args, name, None)) is not None:
-            text, flag = given
-            layer[name] = (field.convert(text, flag, strict=False), flag)
+        if (stored := getattr(args, name, None)) is not None:
+            text, flag, given = stored
+            layer[name] = (field.convert(text, flag, given, strict=False), flag, given)
     return layer
 
 
 def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting]) -> Layer:
-    layer = {}
+    layer: Layer = {}
+    for name in OPTIONS:
+        if variable := environment.get(PREFIX + name.upper()):
+            require_neutral_option(name, variable, PREFIX + name.upper(), fields)
     for name, field in fields.items():
-        variables = [PREFIX + known.upper() for known in field.names]
-        variable = next((known for known in variables if known in environment), variables[0])
+        given = next((n for n in field.names if PREFIX + n.upper() in environment), name)
+        variable = PREFIX + given.upper()
         text = environment.get(variable)
         if text is None or text.startswith(_LINK_ADDRESS):
             continue
         value: Any = text
         if field.repeats:
             value = [part.strip() for part in text.split(",") if part.strip()]
-        layer[name] = (field.convert(value, variable, strict=False), variable)
+        layer[name] = (field.convert(value, variable, given, strict=False), variable, given)
     return layer
 
 
@@ -311,12 +331,15 @@ def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
 
 
 def _of_mapping(values: Mapping[str, Any], fields: Mapping[str, Setting], where: str) -> Layer:
-    layer = {}
+    layer: Layer = {}
     own_names = {alias: name for name, field in fields.items() for alias in field.names}
-    for given, value in values.items():
-        origin, name = f"{where}: {given}", own_names.get(given, given)
-        if name not in fields:
-            problem = f"is not known{did_you_mean(name, fields)}"
-            raise FieldError(origin, problem, f"use {', '.join(sorted(fields))}")
-        layer[name] = (fields[name].convert(value, origin, strict=True), origin)
+    for key, value in values.items():
+        origin, given = f"{where}: {key}", key.replace("-", "_")
+        name = own_names.get(given)
+        if name is None:
+            require_neutral_option(given, value, origin, fields)
+        elif name in layer:
+            raise FieldError(origin, f"is given twice, with {layer[name][2]}", "leave one out")
+        else:
+            layer[name] = (fields[name].convert(value, origin, given, strict=True), origin, given)
     return layer

@@ -33,7 +33,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int  # of both models, in all ranks
     num_blocks: int
     block_size: int
-    kv_memory_bytes: int
+    kv_cache_memory_bytes: int
     max_model_len: int
     num_threads: int  # of each rank
     ranks: int = 1  # of tensor parallelism
@@ -54,7 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             f"code: {self.code}",
             self.row_invariance,
             f"KV: {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"{mib(self.kv_memory_bytes)}; {self._context()}",
+            f"{mib(self.kv_cache_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
             f"engine threads: {factor}{self.num_threads} of {os.cpu_count()}",
             *([f"defaults of calls, by {self._defaults_from()}: {defaults}"] if defaults else ()),
@@ -85,7 +85,6 @@ def describe_engine(
     import torch
 
     target, ranks = models.target, models.num_ranks
-    draft_bytes = 0 if models.draft is None else weight_bytes(models.draft)
     return EngineInfo(
         model=str(model),
         draft=None if draft is None else str(draft),
@@ -97,15 +96,21 @@ def describe_engine(
         row_invariance=invariance[1],
         lookahead=lookahead_name(config.lookahead),
         drafter=config.default_chain,
-        weight_bytes=ranks * (weight_bytes(target, ranks) + draft_bytes),
+        weight_bytes=total_weight_bytes(models),
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        kv_memory_bytes=config.num_blocks * models.kv_block_bytes(config.block_size),
+        kv_cache_memory_bytes=config.num_blocks * models.kv_block_bytes(config.block_size),
         max_model_len=config.max_model_len,
         num_threads=torch.get_num_threads(),
         ranks=ranks,
         sampling_defaults=defaults,
     )
+
+
+def total_weight_bytes(models: LoadedModels) -> int:
+    """Return the bytes of target and draft, summed over all ranks."""
+    draft_bytes = 0 if models.draft is None else weight_bytes(models.draft)
+    return models.num_ranks * (weight_bytes(models.target, models.num_ranks) + draft_bytes)
 
 
 def weight_bytes(model: ModelFacts, num_ranks: int = 1) -> int:

@@ -61,6 +61,17 @@ def find_model(model: str | Path, field: str = "model") -> str | Path:
     return Path(package.submodule_search_locations[0]) / packaged.file
 
 
+def refuse_model_files(path: Path, field: str) -> None:
+    """Raise `FieldError` for a directory with a LoRA adapter, or with GGUF files but no
+    safetensors."""
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        for file in sorted(path.glob("*.gguf")):
+            raise FieldError(field, f"{path} is a folder of GGUF files", f"name one, say {file}")
+    if (path / "adapter_config.json").is_file():
+        problem = f"LoRA ({path}) is not supported"
+        raise FieldError(field, problem, "merge the adapter into its model first")
+
+
 def tokenizer_of(model: str | Path) -> TextTokenizer:
     """Return the tokenizer in a model's files, without loading weights. Raises `TokenizerError`, or
     `ModelError` for a GGUF file."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.unsupported import refuse_model_files
 from cbatch.engine.backends import backend_of
-from cbatch.engine.model_files import gguf_of
+from cbatch.engine.model_files import gguf_of, refuse_model_files
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.backend import Impl
 from cbatch.runtime.model.config import UnsupportedModelError
@@ -89,10 +88,18 @@ def check_files(
 
     path = resolve_directory(draft, weights=True)
     if not is_head(path):
+        _require_method(options.draft_method, "draft_model")
         return target, _check(draft, "draft", options)
     if target.impl == "own":
-        read_head(path, read_config(target.path))
+        kind = read_head(path, read_config(target.path))[0].kind
+        _require_method(options.draft_method, kind)
     return target, ModelFiles(path, "own")
+
+
+def _require_method(method: str | None, kind: str) -> None:
+    if method not in (None, kind):
+        problem = f"method {method!r}, but the draft is of method {kind!r}"
+        raise FieldError("speculative_config", problem, "correct the method, or leave it out")
 
 
 def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:

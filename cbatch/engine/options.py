@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import DRAFTERS, is_chain
-from cbatch.core.request.typed import convert_fields, knob
+from cbatch.core.request.request import DRAFTERS, LOOKUPS, is_chain
+from cbatch.core.request.typed import OLD_NAMES, convert_fields, knob, names_of
 from cbatch.core.scheduler import knobs
 from cbatch.core.scheduler.config import QueuePolicy
-from cbatch.core.speculation.build import parse_lookahead
-from cbatch.core.speculation.config import LookaheadConfig
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead
+from cbatch.core.speculation.config import MAX_DRAFTS, LookaheadConfig
+from cbatch.engine.unsupported import require_neutral_option
 
 _engine = partial(knob, "engine")
 _DRAFTER = (
     f"{', '.join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up repeated text "
     "and need no draft model (default: model, if there is a draft model)"
 )
+NumDrafts = Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelImpl = Literal["auto", "own", "transformers"]
+DraftMethod = Literal["draft_model", "eagle", "eagle3", "medusa"]
+_logger = logging.getLogger("cbatch")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +39,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     "model" (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Its
     default is the draft model, or no drafting without one.
 
-    The KV cache has `num_blocks` blocks, or as many as fit `kv_memory_bytes`, or as many as fit a
-    share of the memory. Its dtype is the model's; `kv_cache_dtype` "fp8" ("fp8_e4m3" is the same)
+    The KV cache has `num_blocks` blocks, or as many as fit `kv_cache_memory_bytes`, or as many as
+    weights and buffers leave of `gpu_memory_utilization`. That is a share of the GPU's memory, on a
+    CPU of the machine's. Its dtype is the model's; `kv_cache_dtype` "fp8" ("fp8_e4m3" is the same)
     halves its size. `overlap` 1, the default on a GPU, plans a step while another one runs. `seed`
     makes the seeds that are drawn for requests without a seed reproducible.
 
@@ -66,13 +74,21 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "auto"
     tensor_parallel_size: Annotated[int, knobs.TENSOR_PARALLEL_SIZE] = 1
     lookahead: Annotated[str | LookaheadConfig, knobs.LOOKAHEAD] = "adaptive"
+    num_speculative_tokens: Annotated[
+        NumDrafts | None,
+        _engine(
+            "maximum number of drafts of a sequence in a step: K of --lookahead",
+            "N",
+            aliases=("spec_tokens",),
+        ),
+    ] = None
     drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
     max_num_seqs: Annotated[int, knobs.MAX_NUM_SEQS] = 32
     num_blocks: Annotated[int | None, knobs.NUM_BLOCKS] = None
-    kv_memory_bytes: Annotated[
-        int | None,
-        _engine("memory for the KV cache", "GIB", name="kv_memory", type=float | None, unit=2**30),
+    kv_cache_memory_bytes: Annotated[
+        int | None, _engine("memory for the KV cache, as 4G", "BYTES", units={"kv_memory": 2**30})
     ] = None
+    gpu_memory_utilization: Annotated[Share | None, knobs.GPU_MEMORY_UTILIZATION] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
         _engine("dtype of keys and values; auto: the model's; fp8: on GPUs that support it"),
@@ -89,32 +105,139 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = None
     itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
-    queue_policy: Annotated[QueuePolicy, knobs.QUEUE_POLICY] = "fcfs"
+    scheduling_policy: Annotated[QueuePolicy, knobs.SCHEDULING_POLICY] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("gain in priority per second in the queue", "N", name="ageing")
     ] = None
-    enable_prefix_caching: Annotated[bool, knobs.PREFIX_CACHE] = True
+    enable_prefix_caching: Annotated[bool, knobs.ENABLE_PREFIX_CACHING] = True
     overlap: Annotated[
         Literal[0, 1] | None,
         _engine("1: plan the next step while one runs (default: 1 on a GPU, else 0)"),
     ] = None
     seed: Annotated[
         int | None,
-        _engine("seed from which requests without a seed get theirs", "SEED", name="engine_seed"),
+        _engine(
+            "seed from which requests without a seed get theirs",
+            "SEED",
+            name="engine_seed",
+            aliases=("seed",),
+        ),
     ] = None
     generation_config: Literal["auto", "none"] = "auto"
     random_weights_seed: int | None = None
+    draft_method: DraftMethod | None = None  # kind of the draft; None: as its files say
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str):  # a dtype of torch
             msgspec.structs.force_setattr(self, "dtype", str(self.dtype).removeprefix("torch."))
         convert_fields(self)
-        counts = "num_blocks", "kv_memory_bytes", "max_model_len", "threads", "tensor_parallel_size"
-        for field in counts:
+        if self.dtype == "float":  # as in vLLM
+            msgspec.structs.force_setattr(self, "dtype", "float32")
+        counts = "num_blocks kv_cache_memory_bytes max_model_len threads tensor_parallel_size"
+        for field in counts.split():
             value = getattr(self, field)
             if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")
-        parse_lookahead(self.lookahead)
+        pool = self.num_blocks, self.kv_cache_memory_bytes
+        if self.gpu_memory_utilization is not None and pool != (None, None):
+            problem = "would be ignored, since the size of the KV cache is given"
+            raise FieldError("gpu_memory_utilization", problem, "leave one of them out")
+        self._limit_drafts()
         if self.drafter is not None and not is_chain(self.drafter):
             remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
+
+    def _limit_drafts(self) -> None:
+        """Move `num_speculative_tokens` into `lookahead`, as its k."""
+        lookahead, k = parse_lookahead(self.lookahead), self.num_speculative_tokens
+        if k is None:
+            return
+        has_k = not isinstance(self.lookahead, str) or self.lookahead.split(":")[-1].isdecimal()
+        if lookahead.policy == "off" or (has_k and lookahead.k != k):
+            problem = f"{k} and lookahead {lookahead_name(lookahead)} exclude each other"
+            raise FieldError("num_speculative_tokens", problem, "leave one of them out")
+        if not has_k:
+            msgspec.structs.force_setattr(self, "lookahead", f"{self.lookahead}:{k}")
+        msgspec.structs.force_setattr(self, "num_speculative_tokens", None)
+
+
+# Every rank holds the whole draft; `ngram` looks up endings of 2 to 4 tokens.
+_FIXED = {"draft_tensor_parallel_size": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of vLLM's `speculative_config` that this engine has options for."""
+
+    model: str | None = None
+    method: Literal["ngram", "suffix"] | DraftMethod | None = None
+    num_speculative_tokens: NumDrafts | None = None
+    draft_tensor_parallel_size: int | None = None
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The draft model and the engine's options. `speculative_config` is moved into them. Raises
+    `FieldError`."""
+
+    draft: Annotated[
+        str | None,
+        _engine(
+            "draft model, or an EAGLE or Medusa head of the model",
+            "MODEL",
+            aliases=("draft_model", "speculative_model", "spec_model"),
+        ),
+    ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _engine("draft, drafter and number of drafts, as in vLLM", "JSON", aliases=("sc",)),
+    ] = None
+    engine: EngineOptions = EngineOptions()
+
+    def __post_init__(self) -> None:
+        set_field = msgspec.structs.force_setattr
+        if self.speculative_config is None:
+            return
+        try:  # from a caller of `LLM` it is a dict
+            config = msgspec.convert(self.speculative_config, SpeculativeConfig)
+        except msgspec.ValidationError as error:
+            remedy = f"use {', '.join(SpeculativeConfig.__struct_fields__)}"
+            raise FieldError("speculative_config", str(error), remedy) from error
+        for name, only in _FIXED.items():
+            if (value := getattr(config, name)) not in (None, only):
+                problem = f"{name} {value} is not supported"
+                raise FieldError("speculative_config", problem, f"use {only}, or leave it out")
+        lookup, k = config.method in LOOKUPS, config.num_speculative_tokens
+        if lookup == (config.model is not None):
+            problem = f"method {config.method!r} with model {config.model!r}"
+            remedy = "give a model, or method ngram or suffix alone"
+            raise FieldError("speculative_config", problem, remedy)
+        if self.draft is not None or (lookup and self.engine.drafter is not None):
+            problem = "and draft or drafter exclude each other"
+            raise FieldError("speculative_config", problem, "leave one out")
+        method = {"drafter": (config.method,)} if lookup else {"draft_method": config.method}
+        more = method if k is None else method | {"num_speculative_tokens": k}
+        set_field(self, "draft", config.model)
+        set_field(self, "engine", msgspec.structs.replace(self.engine, **more))
+        set_field(self, "speculative_config", None)
+
+
+def settings_of_keywords(options: Mapping[str, Any]) -> EngineSettings:
+    """Return the settings that are given as keywords, by any of their names and in the fields' own
+    types and units. Raises `FieldError` for an option that is unknown or not supported."""
+    infos = [*msgspec.structs.fields(EngineSettings)[:-1], *msgspec.structs.fields(EngineOptions)]
+    known = {name: info.name for info in infos for name in (info.name, *names_of(info))}
+    del known["kv_memory"]  # GiB, and only in settings of commands
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        field = known.get(name)
+        if field is None:
+            require_neutral_option(name, value, name, set(known.values()))
+        elif field in given:
+            raise FieldError(name, f"{field} is given twice", "leave one out")
+        else:
+            given[field] = not value if name.startswith("no_") else value
+        if name in OLD_NAMES:
+            _logger.warning(f"{name} is deprecated; use {field}")
+    own = {name: given.pop(name) for name in ("draft", "speculative_config") if name in given}
+    return EngineSettings(**own, engine=EngineOptions(**given))

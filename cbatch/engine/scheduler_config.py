@@ -9,7 +9,7 @@ from cbatch.core.request.request import DRAFTERS, LOOKUPS
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.engine.info import weight_bytes
+from cbatch.engine.info import total_weight_bytes, weight_bytes
 from cbatch.engine.options import EngineOptions
 from cbatch.engine.prices.startup import MOST_DRAFTS
 from cbatch.runtime.backend import LargestStep, LoadedModels
@@ -45,7 +45,7 @@ def scheduler_config(
     least = -(-max_tokens // largest.block_size)
     if options.max_model_len and blocks < least:
         raise FieldError(
-            "num_blocks" if options.num_blocks is not None else "kv_memory_bytes",
+            "num_blocks" if options.num_blocks is not None else "kv_cache_memory_bytes",
             f"{blocks} blocks cannot hold a sequence of {max_tokens} tokens",
             f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_len",
         )
@@ -59,7 +59,7 @@ def scheduler_config(
         eos_ids=eos_ids,
         prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
         itl_target_s=options.itl_target_s,
-        queue_policy=options.queue_policy,
+        queue_policy=options.scheduling_policy,
         ageing_per_s=options.ageing_per_s,
         enable_prefix_caching=options.enable_prefix_caching,
         kv_events=kv_events,
@@ -77,16 +77,22 @@ def _num_blocks(
     models: LoadedModels, options: EngineOptions, largest: LargestStep, block_bytes: int
 ) -> int:
     """Return the number of KV blocks: `options.num_blocks`, or as many as fit
-    `options.kv_memory_bytes`, or enough for all slots at full length within the memory for KV."""
+    `options.kv_cache_memory_bytes`, or enough for all slots at full length within the memory for
+    KV."""
     if options.num_blocks is not None:
         return options.num_blocks
-    if options.kv_memory_bytes is not None:
-        if options.kv_memory_bytes < block_bytes:
+    if options.kv_cache_memory_bytes is not None:
+        if options.kv_cache_memory_bytes < block_bytes:
             remedy = f"give at least {block_bytes} bytes ({block_bytes / 2**30:.2g} GiB)"
-            raise FieldError("kv_memory_bytes", "does not hold one block", remedy)
-        return options.kv_memory_bytes // block_bytes
+            raise FieldError("kv_cache_memory_bytes", "does not hold one block", remedy)
+        return options.kv_cache_memory_bytes // block_bytes
     full_slots = options.max_num_seqs * -(-largest.max_sequence_tokens // largest.block_size)
-    return max(1, min(full_slots, models.kv_memory_bytes(largest) // block_bytes))
+    share = options.gpu_memory_utilization
+    kv_bytes = models.kv_memory_bytes(largest, share, total_weight_bytes(models))
+    if kv_bytes <= 0:
+        problem = f"weights and buffers need more than {share} of the memory"
+        raise FieldError("gpu_memory_utilization", problem, "give a larger share")
+    return max(1, min(full_slots, kv_bytes // block_bytes))
 
 
 def allowed_drafters(config: SchedulerConfig) -> tuple[str, ...]:

@@ -101,8 +101,9 @@ class LoadedModels(Protocol):
         """Return the bytes of a block of `block_size` tokens, summed over all ranks."""
         ...
 
-    def kv_memory_bytes(self, step: LargestStep) -> int:
-        """Return the default memory for KV, in bytes. Raises `FieldError` if steps leave none."""
+    def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
+        """Return the memory for KV, in bytes: the default, or what weights and buffers of steps
+        leave of a `share` of the device's. Raises `FieldError` if steps leave no default."""
         ...
 
     def row_invariance(self) -> tuple[bool, str]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.typed import OLD_NAMES
+from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import (
     Added,
     Cancelled,
@@ -135,7 +136,8 @@ def read_step_log(path: str | Path) -> StepLog:
 
 def _with_new_names(line: bytes) -> bytes:
     for old, new in OLD_NAMES.items():
-        line = line.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
+        if new in SchedulerConfig.__struct_fields__:
+            line = line.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
     return line
 
 

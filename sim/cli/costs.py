@@ -119,7 +119,7 @@ def _devices(
     if scenario.num_blocks is None:
         pool = _pool_settings(scenario)
         engine["num_blocks"] = pool_blocks(config, pool)
-        names |= {"pool": pool.rules, "memory_share": pool.memory_share}
+        names |= {"pool": pool.rules, "gpu_memory_utilization": pool.gpu_memory_utilization}
     if draft is not None:
         engine["catch_up_price"] = min(draft.weight_bytes / config.shape.weight_bytes, 1.0)
     return config, names | {"draft_model": scenario.draft_model}, engine
@@ -127,13 +127,13 @@ def _devices(
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
     """Return the options that size the KV pool, or their defaults."""
-    defaults = USUAL | {"memory_share": MEMORY_SHARE, "pool": DEFAULT_RULES}
+    defaults = USUAL | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
     given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
     values = defaults | given
     return PoolSettings(
         block_tokens=values["block_size"],
         step_tokens=values["max_num_batched_tokens"],
         max_rows=values["max_num_seqs"],
-        memory_share=values["memory_share"],
+        gpu_memory_utilization=values["gpu_memory_utilization"],
         rules=values["pool"],
     )

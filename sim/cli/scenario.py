@@ -125,12 +125,10 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             "RULES",
         ),
     ] = None
-    memory_share: Annotated[
-        float | None, _engine("maximum share of a device's memory", "X", default="0.9")
-    ] = None
+    gpu_memory_utilization: Annotated[float | None, knobs.GPU_MEMORY_UTILIZATION] = None
     max_model_len: Annotated[int | None, knobs.MAX_MODEL_LEN] = None
-    queue_policy: Annotated[QueuePolicy | None, knobs.QUEUE_POLICY] = None
-    enable_prefix_caching: Annotated[bool | None, knobs.PREFIX_CACHE] = None
+    queue_policy: Annotated[QueuePolicy | None, knobs.SCHEDULING_POLICY] = None
+    enable_prefix_caching: Annotated[bool | None, knobs.ENABLE_PREFIX_CACHING] = None
     replicas: Annotated[int, _fleet("number of identical engines", "N")] = 1
     router: Annotated[
         str | None,
@@ -175,11 +173,12 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     def _ignored_by_pool(self) -> list[tuple[str, bool, str]]:
         if self.num_blocks is not None:
             whole = "--num-blocks sets the pool"
-            return [("pool", True, whole), ("memory_share", True, whole)]
+            return [("pool", True, whole), ("gpu_memory_utilization", True, whole)]
         if self.records_pool:
-            return [("memory_share", True, "--pool sets the pool")]
+            return [("gpu_memory_utilization", True, "--pool sets the pool")]
         unknown = "the memory of the device is not known: give --num-blocks, or a file to --pool"
-        return [(field, not self.has_device, unknown) for field in ("pool", "memory_share")]
+        fields = "pool", "gpu_memory_utilization"
+        return [(field, not self.has_device, unknown) for field in fields]
 
     def _ignored_by_cost(self) -> list[tuple[str, bool, str]]:
         """Return (field, ignored, reason) rows for the fields that a source of costs replaces."""

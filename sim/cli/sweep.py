@@ -93,7 +93,8 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         typed = {sweeps[name][0]: value for name, value in values_by_name.items()}
         changed = copy.copy(args)
         for name, value in values_by_name.items():
-            setattr(changed, name, (value, f"--sweep {sweeps[name][0]}={value}"))
+            given = sweeps[name][0]
+            setattr(changed, name, (value, f"--sweep {given}={value}", given.replace("-", "_")))
         settings = read_settings(Scenario, changed)
         pairs.append((Variant(typed, settings.values), settings))
     with pairs[0][1].naming():

@@ -42,13 +42,13 @@ DEFAULT_RULES = "vllm-0.21"
 
 
 class PoolSettings(NamedTuple):
-    """Settings of the engine whose pool is computed, in vLLM `max_num_batched_tokens`
-    (`step_tokens`), `max_num_seqs` (`max_rows`) and `gpu_memory_utilization` (`memory_share`)."""
+    """Settings of the engine whose pool is computed: vLLM's `max_num_batched_tokens`
+    (`step_tokens`), `max_num_seqs` (`max_rows`) and `gpu_memory_utilization`."""
 
     block_tokens: int = 16
     step_tokens: int = 2048
     max_rows: int = 256
-    memory_share: float = MEMORY_SHARE
+    gpu_memory_utilization: float = MEMORY_SHARE
     rules: str = DEFAULT_RULES
 
     def check(self) -> None:
@@ -56,9 +56,11 @@ class PoolSettings(NamedTuple):
         if self.rules not in RULES:
             remedy = f"use one of {', '.join(RULES)}"
             raise FieldError("--pool", f"{self.rules!r} is unknown", remedy)
-        if not 0 < self.memory_share <= 1:
+        if not 0 < self.gpu_memory_utilization <= 1:
             raise FieldError(
-                "--memory-share", f"{self.memory_share!r} is not allowed", "use a number in (0, 1]"
+                "--gpu-memory-utilization",
+                f"{self.gpu_memory_utilization!r} is not allowed",
+                "use a number in (0, 1]",
             )
 
 
@@ -73,7 +75,7 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     kept = max(kept_bytes(shape, settings, parts) for shape in shapes)
     token_bytes = sum(config.kv_token_bytes(shape) for shape in shapes)
     settings.check()
-    left_bytes = settings.memory_share * total_bytes - weight_bytes - kept
+    left_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - kept
     blocks = int(left_bytes // (token_bytes * settings.block_tokens))
     if blocks < 1:
         raise FieldError(

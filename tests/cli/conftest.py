@@ -28,7 +28,7 @@ INFO = EngineInfo(
     weight_bytes=2**22,
     num_blocks=64,
     block_size=16,
-    kv_memory_bytes=2**20,
+    kv_cache_memory_bytes=2**20,
     max_model_len=128,
     num_threads=1,
 )

@@ -147,9 +147,9 @@ def test_an_error_names_the_option_as_it_was_given(cbatch: Command, flag: str) -
 def test_a_switch_can_be_turned_off_and_on() -> None:
     for flags, shared in (
         ((), True),
-        (("--no-prefix-cache",), False),
-        (("--prefix-cache",), True),
-        (("--no-prefix-cache", "--prefix-cache"), True),
+        (("--no-enable-prefix-caching",), False),
+        (("--enable-prefix-caching",), True),
+        (("--no-prefix-cache", "--enable-prefix-caching"), True),
     ):
         for command, kind in (("serve", ServeSettings), ("sim", Scenario)):
             words = (command, "trace") if command == "sim" else (command,)

@@ -91,9 +91,11 @@ def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
     values = ServeSettings()
     assert read_settings(ServeSettings, arguments()).values == values
     assert (values.engine, values.limits) == (EngineOptions(), Limits())
-    changed = arguments("--max-num-seqs", "3", "--kv-memory", "0.5", "--no-prefix-cache")
+    changed = arguments(
+        "--max-num-seqs", "3", "--kv-cache-memory-bytes", "0.5G", "--no-enable-prefix-caching"
+    )
     options = read_settings(ServeSettings, changed).values.engine
-    assert (options.max_num_seqs, options.kv_memory_bytes, options.enable_prefix_caching) == (
+    assert (options.max_num_seqs, options.kv_cache_memory_bytes, options.enable_prefix_caching) == (
         3,
         2**29,
         False,
@@ -135,7 +137,7 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
         ("", {}, ("--kv-memory", "1e-9"), "--kv-memory"),
     ):
         settings = read(tmp_path, text, variables, *flags)
-        error = FieldError("kv_memory_bytes", "does not hold one block", "give more")
+        error = FieldError("kv_cache_memory_bytes", "does not hold one block", "give more")
         assert settings.named(error).field.endswith(origin)
     stranger = FieldError("chat_template", "x", "y")
     assert settings.named(stranger).field == "--chat-template"
@@ -180,10 +182,10 @@ def test_errors_at_start_say_what_to_do(
             ),
             (
                 ("--kv-events-config", f'{{{on}, "endpoint": "ipc://{tmp_path}/no/file"}}'),
-                "no/file' cannot be imported",
+                "no/file' cannot be bound",
             ),
             (
-                ("--no-prefix-cache", "--kv-events-config", f"{{{on}}}"),
+                ("--no-enable-prefix-caching", "--kv-events-config", f"{{{on}}}"),
                 "--kv-events-config: has no events to publish without the prefix cache",
             ),
             (("--max-connections", 0), "--max-connections: 0 is not allowed"),

@@ -175,11 +175,11 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--tp", 0), "--tp: 0 does not divide"),
         (("--num-blocks", 0), "--num-blocks: 0 is not allowed"),
         ((*SMALL, "--pool", "vllm-0.19"), "--pool: would be ignored"),
-        ((*SMALL, "--memory-share", 0.8), "--memory-share: would be ignored"),
+        ((*SMALL, "--gpu-memory-utilization", 0.8), "--gpu-memory-utilization: would be ignored"),
         (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "the memory of the device is not known"),
-        (("--pool", "/no/file", "--memory-share", 0.8), "--pool sets the pool"),
+        (("--pool", "/no/file", "--gpu-memory-utilization", 0.8), "--pool sets the pool"),
         (("--pool", "/no/file"), "--pool: /no/file cannot be read"),
-        (("--memory-share", 1.5), "--memory-share: 1.5 is not allowed"),
+        (("--gpu-memory-utilization", 1.5), "--gpu-memory-utilization: 1.5 is not allowed"),
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_pool_is_a_devices_or_a_recorded_runs(
     card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
     settings = cbatch("sim", trace, *card).lines[-1]["settings"]
     assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as vLLM 0.19 had on one"
-    assert (settings["pool"], settings["memory_share"]) == ("vllm-0.19", 0.9)
+    assert (settings["pool"], settings["gpu_memory_utilization"]) == ("vllm-0.19", 0.9)
     longer = cbatch("sim", trace, *card, "--step-budget", 32768).lines[-1]["settings"]
     assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "its largest step takes more"
     log = tmp_path / "vllm.log"

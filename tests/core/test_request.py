@@ -68,7 +68,7 @@ WRONG_TYPES: list[tuple[type[msgspec.Struct], str, object]] = [
     (EngineOptions, "threads", "4"),
     (EngineOptions, "overlap", 2),
     (EngineOptions, "numerics", "quick"),
-    (EngineOptions, "queue_policy", None),
+    (EngineOptions, "scheduling_policy", None),
     (EngineOptions, "seed", "x"),
     (EngineOptions, "lookahead", 3),
     (LookaheadConfig, "k", "3"),

@@ -232,9 +232,13 @@ def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("cbatch.runtime.cpu.backend.given_cpus", lambda: 2)
     torch.set_num_threads(2)
     two = LLM(
-        TARGET, tensor_parallel_size=2, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none"
+        TARGET,
+        tensor_parallel_size=2,
+        lookahead="off",
+        kv_cache_memory_bytes=1 << 26,
+        tokenizer="none",
     )
-    one = LLM(TARGET, threads=1, lookahead="off", kv_memory_bytes=1 << 26, tokenizer="none")
+    one = LLM(TARGET, threads=1, lookahead="off", kv_cache_memory_bytes=1 << 26, tokenizer="none")
     assert two.info.num_threads == 1
     assert two.info.num_blocks == one.info.num_blocks > 16
     assert msgspec.to_builtins(two.info)["ranks"] == 2

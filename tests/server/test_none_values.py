@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.core.request.unsupported import FIELDS
+from cbatch.engine.unsupported import FIELDS
 from cbatch.server.protocol.requests import ChatFields, CompletionFields
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, Client, serving

@@ -171,7 +171,7 @@ def _schema(schema: Any) -> dict[str, Any]:
             "structured_outputs",
             "no token may follow",
         ),
-        ({"tools": TOOLS}, "tool_choice", "--tool-parser"),
+        ({"tools": TOOLS}, "tool_choice", "--tool-call-parser"),
         ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "'required'"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"tool_choice": NAMED}, "tool_choice", "tools"),

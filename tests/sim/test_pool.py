@@ -64,16 +64,22 @@ def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: objec
 RUNS = {
     "RTX 4090": (25_250_627_584, LLAMA_8B, 1, {"rules": "vllm-0.19"}, 2_588),
     "L20": (47.37 * GIB, QWEN_8B, 1, {"rules": "vllm-0.19"}, 11_804),
-    "RTX PRO 6000": (101_976_440_832, LLAMA_8B, 1, {"memory_share": 0.92, "max_rows": 128}, 35_913),
+    "RTX PRO 6000": (
+        101_976_440_832,
+        LLAMA_8B,
+        1,
+        {"gpu_memory_utilization": 0.92, "max_rows": 128},
+        35_913,
+    ),
     "2 x RTX PRO 6000": (
         101_976_440_832,
         QWEN_32B,
         2,
-        {"memory_share": 0.92, "max_rows": 128},
+        {"gpu_memory_utilization": 0.92, "max_rows": 128},
         28_884,
     ),
-    "A100": (79.25 * GIB, LLAMA_8B, 1, {"memory_share": 0.92}, 28_781),
-    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, {"memory_share": 0.92}, 5_565),
+    "A100": (79.25 * GIB, LLAMA_8B, 1, {"gpu_memory_utilization": 0.92}, 28_781),
+    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, {"gpu_memory_utilization": 0.92}, 5_565),
 }
 HELD_OUT = ("RTX 4090", "RTX PRO 6000", "2 x RTX PRO 6000", "RTX 5090")
 
@@ -114,7 +120,7 @@ def test_the_pool_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept_bytes(SMALL, many) == sampler_bytes + (51 + 51) * 1e3 + 5e3
     left_bytes = 0.5 * 1e8 - SMALL.weight_bytes - kept_bytes(SMALL, few)
     config = RooflineConfig(gpu=device(2e8, usable_bytes=10**8), shape=SMALL)
-    num_blocks = pool_blocks(config, few._replace(memory_share=0.5, block_tokens=8))
+    num_blocks = pool_blocks(config, few._replace(gpu_memory_utilization=0.5, block_tokens=8))
     assert num_blocks == left_bytes // (8 * SMALL.kv_token_bytes)
 
 
@@ -132,7 +138,7 @@ def test_a_draft_takes_its_weights_and_its_kv() -> None:
     ("settings", "words"),
     [
         ({"rules": "vllm-9"}, "--pool: 'vllm-9' is unknown; use one of vllm-0.19"),
-        ({"memory_share": 1.5}, "--memory-share: 1.5 is not allowed"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: 1.5 is not allowed"),
     ],
 )
 def test_bad_settings_name_their_option(settings: dict[str, object], words: str) -> None:

@@ -10,16 +10,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import FieldInfo
 
 from cbatch.core.request.errors import FieldError, short
 
-# Fields of the scheduler's configuration, by their names in files that earlier versions wrote.
+# Deprecated names of options: accepted with a warning, and in files that earlier versions wrote.
 OLD_NAMES = {
     "block_size_tokens": "block_size",
+    "kv_memory": "kv_cache_memory_bytes",
+    "kv_memory_bytes": "kv_cache_memory_bytes",
     "max_model_tokens": "max_model_len",
     "max_slots": "max_num_seqs",
+    "memory_share": "gpu_memory_utilization",
     "prefix_cache": "enable_prefix_caching",
+    "queue_policy": "scheduling_policy",
+    "served_name": "served_model_name",
+    "step_budget": "max_num_batched_tokens",
     "step_budget_tokens": "max_num_batched_tokens",
+    "tensor_parallel": "tensor_parallel_size",
+    "tool_parser": "tool_call_parser",
 }
 _fields = functools.cache(msgspec.structs.fields)
 
@@ -27,9 +36,31 @@ _fields = functools.cache(msgspec.structs.fields)
 def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta:
     """Mark a field that an operator may set: `cbatch.cli.settings` makes a flag, a variable and a
     key of TOML of it. `group` and `text` are for the help. Further keywords say how the setting
-    differs from its field: `name`, hidden `aliases`, `type`, the `unit` as a multiple of the
-    field's, `negated`, and the `default` to show in place of None."""
+    differs from its field: `name`, hidden `aliases`, `type`, the `default` to show in place of
+    None, and `units`: that of a name as a multiple of the field's."""
     return Meta(description=text, extra={"group": group, "metavar": metavar, **more})
+
+
+def names_of(field: FieldInfo) -> tuple[str, ...]:
+    """Return all names of a field's setting: its own first, then aliases and old names, then, of a
+    switch, the same with `no_`, which turn it off."""
+    more = mark_of(field).extra or {}
+    # A flag takes one id of a list at a time, so its name is in the singular.
+    singular = field.name.removesuffix("s") if field.name.endswith("_ids") else field.name
+    name = more.get("name", singular)
+    names = (
+        name,
+        *more.get("aliases", ()),
+        *(old for old, new in OLD_NAMES.items() if new == name),
+    )
+    switch = bool in kinds_of(more.get("type", field.type))
+    return (*names, *(f"no_{name}" for name in names if switch))
+
+
+def mark_of(field: FieldInfo) -> Meta:
+    """Return the field's `knob`, or an empty `Meta`."""
+    marks = [each for each in get_args(field.type) if isinstance(each, Meta) and each.extra]
+    return marks[0] if marks else Meta()
 
 
 def convert_fields(struct: msgspec.Struct) -> None:

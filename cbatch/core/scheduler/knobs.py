@@ -16,22 +16,21 @@ LOOKAHEAD = _engine(
 TENSOR_PARALLEL_SIZE = _engine(
     "number of ranks (CPU processes) among which the model is sharded",
     "N",
-    aliases=("tp", "tensor_parallel"),
+    aliases=("tp",),
     default=1,
 )
-MAX_NUM_SEQS = _engine("maximum number of sequences in a step", "N", aliases=("max_slots",))
-NUM_BLOCKS = _engine("number of KV blocks", "N", default="as memory allows")
+MAX_NUM_SEQS = _engine("maximum number of sequences in a step", "N")
+NUM_BLOCKS = _engine(
+    "number of KV blocks", "N", aliases=("num_gpu_blocks_override",), default="as memory allows"
+)
 BLOCK_SIZE = _engine("tokens per KV block", "TOKENS", default="64 on a GPU, else 16")
-MAX_MODEL_LEN = _engine(
-    "maximum length of a sequence", "TOKENS", aliases=("max_model_tokens",), default="the model's"
-)
-MAX_NUM_BATCHED_TOKENS = _engine(
-    "maximum number of tokens in a step", "TOKENS", aliases=("step_budget",)
-)
+MAX_MODEL_LEN = _engine("maximum length of a sequence", "TOKENS", default="the model's")
+MAX_NUM_BATCHED_TOKENS = _engine("maximum number of tokens in a step", "TOKENS")
 ITL_TARGET = _engine(
     "target for the gap between two tokens of a sequence while prompts are computed",
     "SECONDS",
     name="itl_target",
 )
-QUEUE_POLICY = _engine("order in which requests get a slot")
-PREFIX_CACHE = _engine("disable the prefix cache", name="no_prefix_cache", negated=True)
+SCHEDULING_POLICY = _engine("order in which requests get a slot", name="scheduling_policy")
+ENABLE_PREFIX_CACHING = _engine("share the KV of equal prompt prefixes")
+GPU_MEMORY_UTILIZATION = _engine("maximum share of a device's memory", "SHARE")

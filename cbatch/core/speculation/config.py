@@ -7,6 +7,8 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import convert_fields
 
+MAX_DRAFTS = 32  # of a sequence, in a step
+
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How each slot's k is chosen: by `off`, `fixed`, `ema`, `adaptive` (`goodput` until 2026-11),
@@ -30,7 +32,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.policy == "goodput":
             msgspec.structs.force_setattr(self, "policy", "adaptive")
         for field, ok, remedy in (
-            ("lookahead.k", 1 <= self.k <= 32, "use 1 to 32; policy `off` drafts nothing"),
+            ("lookahead.k", 1 <= self.k <= MAX_DRAFTS, "use 1 to 32; policy `off` drafts nothing"),
             ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),
             ("lookahead.prior_acceptance", 0 < self.prior_acceptance < 1, "use a number in (0, 1)"),
             ("lookahead.prior_trials", self.prior_trials > 0, "use a positive number"),

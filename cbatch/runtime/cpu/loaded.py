@@ -51,8 +51,9 @@ class CpuModels:
         sizes = [KVCache.block_bytes(each.config, block_size, each.dtype) for each in models]
         return self.num_ranks * sum(sizes)
 
-    def kv_memory_bytes(self, step: LargestStep) -> int:
-        return int(memory_bytes() * KV_SHARE)
+    def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
+        total_bytes = memory_bytes()
+        return int(total_bytes * KV_SHARE if share is None else total_bytes * share - weight_bytes)
 
     def row_invariance(self) -> tuple[bool, str]:
         report = probe_row_invariance(self.target)

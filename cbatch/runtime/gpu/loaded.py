@@ -50,8 +50,8 @@ class GpuModels:
             size += self.draft.state_bytes
         return size
 
-    def kv_memory_bytes(self, step: LargestStep) -> int:
-        free_bytes, _ = torch.cuda.mem_get_info(self.target.device)
+    def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.target.device)
         limits = StepLimits(*step, reads=isinstance(self.draft, GpuHead))
         step_bytes = step_memory_bytes(self.target, self.draft, limits)
         if step_bytes >= free_bytes:
@@ -60,7 +60,10 @@ class GpuModels:
                 f"steps need {mib(step_bytes)}, and the weights leave {mib(free_bytes)}",
                 "use fewer slots, a smaller max_num_batched_tokens or max_model_len",
             )
-        return int((free_bytes - step_bytes) * KV_SHARE)
+        rest_bytes = free_bytes - step_bytes
+        if share is None:
+            return int(rest_bytes * KV_SHARE)
+        return int(rest_bytes - (1 - share) * total_bytes)
 
     def row_invariance(self) -> tuple[bool, str]:
         mode = self.target.numerics

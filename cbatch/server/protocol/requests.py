@@ -18,7 +18,7 @@ from cbatch.core.request.request import (
     StructuredOutputs,
     require_no_more_ids,
 )
-from cbatch.core.request.unsupported import without_neutral_fields
+from cbatch.engine.unsupported import without_neutral_fields
 from cbatch.server.protocol.body import converted, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.forced_tools import (
     ForcedCall,

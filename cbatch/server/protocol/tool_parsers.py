@@ -108,7 +108,7 @@ def call_format(
         raise FieldError(
             "tool_choice",
             "'auto' with `tools` needs to know the model's format of tool calls",
-            f"start the server with --tool-parser ({', '.join(CALLS)}), use 'required', name a "
-            "function, or use 'none'",
+            f"start the server with --tool-call-parser ({', '.join(CALLS)}), use 'required', name "
+            "a function, or use 'none'",
         )
     return CALLS[parser]

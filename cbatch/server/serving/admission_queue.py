@@ -66,8 +66,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "memory to render and tokenize a prompt",
             "GIB",
             name="prompt_memory",
-            type=float,
-            unit=2**30,
+            units={"prompt_memory": 2**30},
         ),
     ] = 2**30
 

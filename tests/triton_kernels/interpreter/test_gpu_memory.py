@@ -139,11 +139,13 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded, "step_memory_bytes", lambda *_: 5 << 30)
     decoder.device = torch.device("cuda")
     models, step = loaded.GpuModels(decoder, None, "auto"), LargestStep(32, 64, 1024, 64, 0)
-    kv_bytes = models.kv_memory_bytes(step)
-    assert kv_bytes == int(0.85 * (3 << 30))
+    assert models.kv_memory_bytes(step, None, 1 << 30) == int(0.85 * (3 << 30))
+    # Of 16 GiB, 8 are in use and a step takes 5.
+    assert models.kv_memory_bytes(step, 0.9, 1 << 30) == int(0.9 * (16 << 30)) - (13 << 30)
+    assert models.kv_memory_bytes(step, 0.75, 1 << 30) == -(1 << 30)
     monkeypatch.setattr(loaded, "step_memory_bytes", lambda *_: 9 << 30)
     with pytest.raises(
         FieldError, match="max_num_seqs: steps need 9,216 MiB, and the weights leave 8,192 MiB"
     ):
-        models.kv_memory_bytes(step)
+        models.kv_memory_bytes(step, None, 1 << 30)
     decoder.device = CPU

@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from cbatch import LLM, FieldError
-from cbatch.core.request.unsupported import (
-    FIELDS,
-    OPTIONS,
-    refuse_model_files,
-    without_neutral_fields,
-)
+from cbatch.engine.model_files import refuse_model_files
+from cbatch.engine.unsupported import FIELDS, OPTIONS, without_neutral_fields
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.config_json import parse_config
 
@@ -40,15 +36,15 @@ def test_the_table_names_what_is_missing() -> None:
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_options_of_other_engines(option: str) -> None:
-    with pytest.raises(FieldError, match=f"^{option}: .* is not supported yet"):
+    with pytest.raises(FieldError, match=f"^{option}: .* is not supported"):
         LLM("/nowhere", **{option: 2})
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS))
 def test_fields_of_requests(field: str) -> None:
-    with pytest.raises(FieldError, match=f"^{field}: .* is not supported yet"):
+    with pytest.raises(FieldError, match=f"^{field}: .* is not supported"):
         without_neutral_fields({field: {"anything": 2}})
-    for neutral in (None, *FIELDS[field][1]):
+    for neutral in (None, *FIELDS[field].neutral):
         assert without_neutral_fields({field: neutral, "n": 2}) == {"n": 2}
 
 
