@@ -219,7 +219,8 @@ def test_files_and_functions_are_short_and_import_few_of_ours() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                functions[f"{file}:{node.name}"] = node.end_lineno - node.lineno + 1
+                name, size = f"{file}:{node.name}", node.end_lineno - node.lineno + 1
+                functions[name] = max(size, functions.get(name, 0))
     imported = {file: len(imports) for file, imports in imports_by_file().items()}
     for sizes, limit, exceptions in (
         (lines, MAX_LINES, {}),
@@ -285,7 +286,6 @@ def _late_imports(tree: ast.Module) -> set[str]:
 IMPORTED_BY_NAME = {
     "cbatch/__init__.py",  # public names, imported on first use
     "cbatch/cli/main.py",
-    "cbatch/cli/ray_serve.py",  # one error for an extra that is missing
     "cbatch/core/speculation/build.py",  # --lookahead module:Class
     "triton_kernels/build/ahead.py",  # kernels, whose names are sent to processes that compile
 }

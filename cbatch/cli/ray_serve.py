@@ -8,11 +8,11 @@ are options of `cbatch serve`, under the names that they have in a TOML file.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from cbatch.cli.model_service import ModelParts
@@ -102,7 +102,9 @@ class ServerReplica:
         configure(settings.log_format)
 
     async def __serve_build_asgi_app__(self) -> RequestMiddleware:
-        settings, serve = self._settings, require_ray("ray.serve")
+        from ray import serve
+
+        settings = self._settings
         context = serve.get_replica_context()
         _is_ending()  # fails now, not at shutdown, if this Ray lacks the private attribute
         self._name = str(context.replica_tag)
@@ -156,13 +158,16 @@ class ServerReplica:
 def _is_ending() -> bool:
     """Return whether Serve is shutting this replica down. Serve has no callback for it: the flag is
     a private attribute of the actor."""
-    worker = require_ray("ray._private.worker").global_worker
+    from ray._private.worker import global_worker as worker
+
     return bool(worker.actors[worker.actor_id]._replica_impl._shutting_down)
 
 
 def application(settings: ServeSettings) -> Any:
     """Return the Serve application to pass to `serve.run`. Raises `FieldError` without Ray."""
-    serve, engine = require_ray("ray.serve"), settings.engine
+    with _refusing_without_ray():
+        from ray import serve
+    engine = settings.engine
     smallest, largest = settings.min_replicas, settings.max_replicas or settings.min_replicas
     scale: dict[str, Any] = {"num_replicas": smallest}
     if largest > smallest:
@@ -190,7 +195,8 @@ def application(settings: ServeSettings) -> Any:
 def run_replicas(settings: ServeSettings) -> None:
     """Start a local Ray and serve replicas until SIGTERM or SIGINT, then drain them. A second
     signal stops at once. Raises `FieldError` or `EngineStartError`."""
-    ray = require_ray("ray")
+    with _refusing_without_ray():
+        import ray
     ModelParts(settings)  # check the settings before anything starts
     if "RAY_ADDRESS" in os.environ:
         remedy = "unset it, or give that Ray a config file: serve deploy deploy/ray_serve.yaml"
@@ -201,7 +207,8 @@ def run_replicas(settings: ServeSettings) -> None:
         if os.environ[_HAPROXY] != "1":
             raise FieldError("session_header", "is read by HAProxy", f"leave {_HAPROXY} out")
         os.environ[_BALANCE] = f"hdr({settings.session_header})"
-    serve = require_ray("ray.serve")
+    with _refusing_without_ray():
+        from ray import serve
     ray.init("local", include_dashboard=False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
@@ -232,10 +239,11 @@ def require_reachable(host: str, node: str) -> None:
         raise FieldError("host", problem, f"give {node}, or 0.0.0.0 for all addresses")
 
 
-def require_ray(module: str) -> Any:
-    """Import a module of Ray. Raises `FieldError` if Ray is not installed."""
+@contextmanager
+def _refusing_without_ray() -> Iterator[None]:
+    """Context manager that raises `FieldError` for an import of Ray that fails."""
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
         remedy = "install it: pip install 'cbatch[ray]'"
         raise FieldError("ray", f"Ray Serve cannot be imported ({error})", remedy) from error
