@@ -1,23 +1,14 @@
-"""Fixtures for tiny models: one thread is the fastest, and a busy machine then cannot stall a
-barrier."""
+"""Fixtures for tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
+from tests.one_thread import one_thread
 from tests.runtime.marks import has_compiler
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]
 
 
 @pytest.fixture

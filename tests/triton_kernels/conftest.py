@@ -1,17 +1,5 @@
-"""Fixtures for small tensors: one thread is the fastest, and a busy machine then cannot stall a
-barrier."""
+"""All tests of kernels compute with one thread."""
 
-from __future__ import annotations
+from tests.one_thread import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

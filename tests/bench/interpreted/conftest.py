@@ -5,13 +5,7 @@ TRITON_INTERPRET=1 python -m pytest tests/bench/interpreted
 
 from __future__ import annotations
 
-import os
+from tests.triton_kernels.interpreter.quick import interpret
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.triton_kernels.interpreter.quick import reuse_types
-    from triton_kernels.build import interpreter
-
-    interpreter.repair()
-    reuse_types()
-else:
+if not interpret():
     collect_ignore_glob = ["test_*.py"]

@@ -11,7 +11,6 @@ On a device only those tests run that take the fixture `device` and patch nothin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from tests.triton_kernels.interpreter.light import without_overflow_checks
-from tests.triton_kernels.interpreter.quick import reuse_types
+from tests.triton_kernels.interpreter.quick import interpret
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from triton_kernels.build import interpreter
-
-    interpreter.repair()
-    reuse_types()
+INTERPRETED = interpret()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

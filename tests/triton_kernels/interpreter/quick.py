@@ -3,10 +3,22 @@ operation, which takes a third of its time."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from triton.language import core
 from triton.runtime import interpreter
+
+
+def interpret() -> bool:
+    """Prepare this process for interpreted kernels; return False where they are compiled."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    from triton_kernels.build.interpreter import repair
+
+    repair()
+    reuse_types()
+    return True
 
 
 def reuse_types() -> None:
