@@ -199,6 +199,19 @@ def test_prompts_go_on_where_no_step_keeps_the_target() -> None:
     assert min(count for count in tokens[:-1]) >= 8
 
 
+def test_pairs_of_very_long_contexts_are_counted() -> None:
+    """Four contexts of 2^29 tokens have more pairs than an int32 holds: the step is too long by
+    far, so that the prompt gets its least chunk."""
+    world = world_of(Attending(base_s=BASE_S, token_s=TOKEN_S), itl_target_s=0.05)
+    read_prompts(world, 400)
+    table, rows = world.scheduler.state.table, world.scheduler.state.decoding
+    table.num_tokens[rows] = 2**29
+    table.capacity[rows] = table.max_total[rows] = 2**30
+    world.add(make_request("prompt", 400))
+    plan = world.scheduler.schedule(world.clock())
+    assert plan is not None and plan.query_lens.tolist() == [1, 1, 1, 1, 8]
+
+
 @pytest.mark.parametrize("decoding", [0, 4])
 def test_the_price_of_a_prompt_token_is_what_prompts_take(decoding: int) -> None:
     world = world_of() if decoding else World(make_config(**sizes()), cost=COST)

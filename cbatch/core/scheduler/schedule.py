@@ -255,7 +255,7 @@ def _prompt_budget(
     budget -= ceil(tokens.total_catch_up * config.catch_up_price)
     if not num_rows:
         return budget
-    pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens)
+    pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens.astype(np.int64))
     context = state.table.kv_len(prompts[0].slot) if prompts else 0
     num_tokens, target_s = num_rows + tokens.total_drafts, batch.itl_target_s
     return min(budget, state.step_costs.chunk(num_tokens, pairs, context, target_s))
