@@ -122,7 +122,7 @@ def _draws(args: argparse.Namespace) -> bool:
 def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
     """Return the seed, by default 0. Raises `FieldError` if one is given but would be ignored."""
     if args.seed is not None and not drawing:
-        raise FieldError("--seed", "nothing is drawn here", "leave it out")
+        raise FieldError("--seed", "is not used here", "leave it out")
     return args.seed or 0
 
 
@@ -139,7 +139,7 @@ def write_trace(
     try:
         count = write_requests(partial, requests)
         if not count:
-            raise FieldError("OUT", "nothing is left of the trace", "keep more of it")
+            raise FieldError("OUT", "no request is left", "keep more of it")
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)

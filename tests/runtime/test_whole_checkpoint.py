@@ -68,7 +68,7 @@ def test_a_head_in_addition_to_a_tied_embedding(
     messages = [record.getMessage() for record in caplog.records]
     warnings = [m for m in messages if "tie_word_embeddings" in m]
     assert len(warnings) == 2 and all(str(other) in m and HEAD in m for m in warnings)
-    assert not any("are not read" in m for m in messages)
+    assert not any("are not used" in m for m in messages)
     configure(other, tie_word_embeddings=False)
     assert prompt_logprobs(other, "own") == said[other][0]
 
@@ -79,12 +79,12 @@ def test_tensors_that_nothing_reads_are_reported(
 ) -> None:
     build(tmp_path, "llama", num_hidden_layers=8, tie_word_embeddings=False)
     prompt_logprobs(tmp_path, impl)
-    assert not any("are not read" in record.getMessage() for record in caplog.records)
+    assert not any("are not used" in record.getMessage() for record in caplog.records)
     configure(tmp_path, num_hidden_layers=2)
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}
     change(tmp_path, bias | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     prompt_logprobs(tmp_path, impl)
-    (message,) = [m for r in caplog.records if "are not read" in (m := r.getMessage())]
+    (message,) = [m for r in caplog.records if "are not used" in (m := r.getMessage())]
     assert f"{tmp_path}: 55 tensors" in message and "model.layers.7." not in message
     assert "model.layers.0.* (1), model.layers.2.* (9)" in message and message.endswith(
         " and 3 more"
