@@ -50,7 +50,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def decode_calibration(document: bytes) -> Calibration:
     """Return the calibration in a JSON document. Raises `FieldError` for another version, and
-    `msgspec.MsgspecError` for a document that is no calibration."""
+    `msgspec.MsgspecError` for a document that is not a cost profile."""
     header = msgspec.json.decode(document, type=_Header)
     if header.format == FORMAT and header.version != VERSION:
         problem = f"is of version {header.version}, not {VERSION}"
