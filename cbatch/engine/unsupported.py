@@ -1,7 +1,7 @@
 """Options and request fields of other engines that this engine does not support.
 
-They are rejected by name, not ignored, unless their value asks for nothing. The README's "Not yet"
-table lists the larger features. `cbatch.runtime.model.config` rejects unsupported models.
+They are rejected by name, not ignored, unless their value asks for nothing. The README lists the
+larger features ("What it does not do"). `cbatch.runtime.model.config` rejects unsupported models.
 """
 
 from __future__ import annotations
