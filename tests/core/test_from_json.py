@@ -80,6 +80,8 @@ def test_values_by_which_other_engines_say_none(none: dict[str, Any], same: dict
         ({"guided_regex": "a+", "guided_json": None}, StructuredOutputs(regex="a+")),
         ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
         ({"guided_grammar": 'start: "a"'}, StructuredOutputs(grammar='start: "a"')),
+        ({"regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"ebnf": 'root ::= "a"'}, StructuredOutputs(grammar='root ::= "a"')),
         (
             {"structured_outputs": {"regex": "a", "json": None, "disable_fallback": False}},
             StructuredOutputs(regex="a"),

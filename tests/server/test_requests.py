@@ -72,3 +72,17 @@ def test_what_is_no_list_is_not_called_empty(field: str, value: Any, problem: st
             if field == "messages":  # read where they are rendered
                 chat_ids(json.dumps({field: value}).encode(), toy_model())
             params_of({field: value})
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+    """Templates ask whether it is defined, so a request without it must not define it."""
+    model = toy_model("{{ reasoning_effort if reasoning_effort is defined else 'none' }}")
+    messages = [{"role": "user", "content": "x"}]
+    for more, text in (
+        ({}, "none"),
+        ({"reasoning_effort": None}, "none"),
+        ({"reasoning_effort": "high"}, "high"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "low"),
+    ):
+        body = json.dumps({"messages": messages} | more).encode()
+        assert model.tokenizer.decode(chat_ids(body, model)) == text

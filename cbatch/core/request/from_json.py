@@ -21,6 +21,8 @@ STRUCTURED_FIELDS = {
     "guided_grammar": "grammar",
     "json_schema": "json",
     "grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
 }
 
 

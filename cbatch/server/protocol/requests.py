@@ -135,6 +135,7 @@ class ChatFields(RequestFields, frozen=True, kw_only=True):
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # a variable of the chat template, as in vLLM
     tools: Tools = []
     tool_choice: ToolChoice | None = None  # None means "auto"
     parallel_tool_calls: bool = True
@@ -352,11 +353,13 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a chat's messages. Raises `FieldError`."""
     fields = take_fields(decode_object(body), ChatFields)
     tools = list(fields.tools) if fields.tool_choice != "none" else []
+    level = fields.reasoning_effort
+    effort = {} if level is None else {"reasoning_effort": level}
     text = model.render(
         conversation(fields.messages),
         tools=msgspec.to_builtins(tools) or None,
         add_generation_prompt=fields.add_generation_prompt,
-        variables=template_variables(fields.chat_template_kwargs),
+        variables=effort | dict(template_variables(fields.chat_template_kwargs)),
     )
     ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
     return _truncated(ids, fields.truncate_prompt_tokens)
