@@ -185,7 +185,11 @@ def _schema(schema: Any) -> dict[str, Any]:
         ({"guided_regex": 7}, "guided_regex", "7"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "cannot be combined"),
-        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json", "cannot be combined"),
+        (
+            {"guided_json": {}, "structured_outputs": {"regex": "a"}},
+            "guided_json",
+            "cannot be combined",
+        ),
         ({"guided_json": {}} | _named({}), "guided_json", "tools"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "whitespace"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format", "'text' with 1"),
