@@ -191,6 +191,52 @@ def test_no_class_name_means_two_things() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
+# --- the wings of the runtime ---------------------------------------------------------------------
+
+MAX_FLOORS = 9
+WINGS = ("cbatch/runtime/cpu/", "cbatch/runtime/gpu/")
+# Imports that files with a prefix do not make. A third device would be one more wing.
+UNSEEN = {
+    "cbatch/runtime/cpu/": ("cbatch/runtime/gpu/",),
+    "cbatch/runtime/gpu/": ("cbatch/runtime/cpu/",),
+    "cbatch/runtime/drafting/": WINGS,
+    "cbatch/runtime/sampling/": WINGS,
+    "cbatch/engine/": WINGS,
+}
+
+
+@pytest.mark.parametrize("importer", UNSEEN)
+def test_a_wing_is_not_seen_by_others(importer: str) -> None:
+    """Only the choice of the device knows the wings."""
+    files = {f: i for f, i in imports_by_file().items() if f.startswith(importer)}
+    files.pop("cbatch/engine/backends.py", None)
+    assert len(files) > 4
+    assert not [
+        (file, seen)
+        for file, imports in files.items()
+        for seen in imports
+        if seen.startswith(UNSEEN[importer])
+    ]
+
+
+def test_kernels_of_triton_are_for_the_gpu() -> None:
+    """Shared are the noise, which has one definition for all devices, and checks of arguments."""
+    shared = ("triton_kernels/noise/", "triton_kernels/build/check.py")
+    kernels = {
+        (file, seen)
+        for file, imports in imports_by_file().items()
+        if file.startswith("cbatch/") and not file.startswith("cbatch/runtime/gpu/")
+        for seen in imports
+        if seen.startswith("triton_kernels/")
+    }
+    assert kernels
+    assert not {pair for pair in kernels if not pair[1].startswith(shared)}
+
+
+def test_no_folder_has_many_floors() -> None:
+    assert max(map(len, LAYERS.values())) <= MAX_FLOORS
+
+
 # --- sizes ----------------------------------------------------------------------------------------
 
 MAX_LINES, MAX_FUNCTION_LINES, MAX_IMPORTED = 400, 60, 15
@@ -203,8 +249,6 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
     "cbatch/cli/generate.py": 16,
-    "cbatch/runtime/cpu/decoder.py": 17,
-    "cbatch/runtime/gpu/executor.py": 28,
     "cbatch/server/serving/service.py": 16,
     "sim/cli/simulation.py": 20,
     "tools/heads/train_head.py": 17,

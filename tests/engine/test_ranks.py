@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
     llm = make(lookahead="off", tokenizer="none")
     ranks = ranks_of(llm)
     os.kill(ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL; all ranks end"):
+    with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL; all ranks stop"):
         llm.generate([PROMPTS[8]] * 2, PARAMS[1])
     assert all(map(gone, ranks.pids))
     with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL"):

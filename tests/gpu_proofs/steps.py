@@ -15,7 +15,7 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.kv_types import kv_dtype_of
@@ -146,7 +146,7 @@ class Run:
         draft = draft_of(size, target)
         launches.phase = "made"
         with pytest.MonkeyPatch.context() as patch, device_of(arch):
-            patch.setattr(executor_module, "device_for", lambda device: self.device)
+            patch.setattr(device_steps, "device_for", lambda device: self.device)
             self.executor = GpuExecutor(
                 target,
                 num_blocks=size.blocks,

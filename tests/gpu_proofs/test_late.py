@@ -11,7 +11,7 @@ import pytest
 from triton.runtime import driver
 
 from cbatch.core.request.request import SamplingParams
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu.device import CudaDevice
 from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
 from tests.gpu_proofs.driver import Launches, _Driver, recording
@@ -50,7 +50,7 @@ def test_the_parts_together_are_all_kernels_of_a_start(
 ) -> None:
     monkeypatch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
     monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
-    monkeypatch.setattr(executor_module, "LateKernels", Listed)
+    monkeypatch.setattr(capture, "LateKernels", Listed)
     executor = Run(size, "sm_90", Launches()).executor
     with pytest.raises(Listed) as listed:
         executor.capture()
@@ -80,7 +80,7 @@ class Pending:
 def test_plain_requests_launch_the_first_part_alone(
     size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "LateKernels", Pending)
+    monkeypatch.setattr(capture, "LateKernels", Pending)
     assert len(PLAIN) > 6
     with recording(TARGETS["sm_90"]) as launches:
         run = Run(size, "sm_90", launches)

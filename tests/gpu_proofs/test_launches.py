@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
 from tests.gpu_proofs.compiled import verdicts
@@ -97,7 +97,7 @@ def test_on_every_target(size: Size, target: str) -> None:
 
 
 def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "WEIGHING", executor_module.WEIGHING[:1])
+    monkeypatch.setattr(capture, "WEIGHING", capture.WEIGHING[:1])
     launches, run = launches_of(SIZE, "sm_90")
     names = {each.split(":")[0] for each in late(launches)}
     assert names >= {"residual_kernel", "finish_kernel", "coins_kernel"} and run.device.missed

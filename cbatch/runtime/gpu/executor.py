@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
-from functools import partial
-from itertools import product
+from collections import deque
 
 import numpy as np
 import torch
@@ -14,33 +10,19 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.buckets import bucket, ladder
+from cbatch.runtime.gpu.capture import StepCapture
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Device, Instead, device_for
-from cbatch.runtime.gpu.draft_pass import DraftPasses
-from cbatch.runtime.gpu.head_pass import HeadPasses
-from cbatch.runtime.gpu.heads import GpuHead
-from cbatch.runtime.gpu.host_drafts import DeviceModel, HostDrafts, LookupSettings
+from cbatch.runtime.gpu.device_steps import DeviceSteps
+from cbatch.runtime.gpu.host_drafts import DeviceModel, LookupSettings
 from cbatch.runtime.gpu.host_side import HostSide
-from cbatch.runtime.gpu.known_tokens import KnownTokens
-from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
+from cbatch.runtime.gpu.late import LateKernels
 from cbatch.runtime.gpu.logprobs import LogprobsReader
-from cbatch.runtime.gpu.masking import Masking, end_dead_ends
 from cbatch.runtime.gpu.memory import Draft, StepLimits
-from cbatch.runtime.gpu.passes import PassBuilder
 from cbatch.runtime.gpu.pending import HostBuffers, Pending
-from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
-from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING, Deciding
-from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
-from triton_kernels.products.dense import MANY_ROWS
 from triton_kernels.slots import advance as fields
-from triton_kernels.slots.draft_batch import DraftLayout
-from triton_kernels.slots.guesses import take_guesses
-from triton_kernels.slots.state import Arena, SlotState, apply
 
-_logger = logging.getLogger("cbatch")
 _MOST_PENDING = 2
 
 
@@ -85,133 +67,37 @@ class GpuExecutor:
         draft, lookups = (draft, lookups) if max_drafts else (None, None)
         if draft is None and lookups is None:
             max_drafts = 0
-        self.target, self.draft, self.device = target, draft, target.device
-        self._max_num_seqs, self._max_drafts = max_num_seqs, max_drafts
-        self._budget_tokens = max_num_batched_tokens
-        self.queue = device_for(target.device)
-        limits = StepLimits(
-            max_num_seqs,
-            max_sequence_tokens,
-            max_num_batched_tokens,
-            block_size,
-            max_drafts,
-            reads=isinstance(draft, GpuHead),
-        )
-        self._most_catch_up = limits.most_catch_up
-        sizes = limits.arena_of(target.config)
-        with torch.inference_mode(), self.queue.working():
-            self._arena = Arena.allocate(sizes, self.device)
-            self._layout: DraftLayout | None = None
-            if max_drafts:
-                tokens = self._most_catch_up if draft is not None else 1
-                self._layout = DraftLayout.allocate(sizes.slots, tokens, max_drafts, self.device)
-            passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self._layout)
-            self.draft_passes: DraftPasses | None = None
-            self.draft_kv: KVCache | None = None
-            if draft is not None:
-                self.draft_passes, self.draft_kv = passes.of_draft(draft, sizes.vocab)
-            self.target_pass, self.kv = passes.of_target(target, self.draft_passes)
-            self._inbox = torch.zeros(0, dtype=torch.int32, device=self.device)
-            self._masking = Masking(self.target_pass, self.queue, max_num_seqs, max_drafts)
-        self._slots = HostSlots(sizes, self._arena.places)
-        self.host_side = self._host_side(lookups, grammars, block_size, num_blocks)
-        self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
-        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
-        self._pending: deque[Pending] = deque()
-        self.late = LateKernels()
-
-    def _host_side(
-        self,
-        lookups: LookupSettings | None,
-        grammars: GrammarSource | None,
-        block_size: int,
-        num_blocks: int,
-    ) -> HostSide:
-        known, chains, model = None, None, None
+        step = max_num_seqs, max_sequence_tokens, max_num_batched_tokens, block_size, max_drafts
+        limits = StepLimits.of(draft, *step)
+        self.target, self.draft, self.limits = target, draft, limits
+        self.steps = steps = DeviceSteps(target, draft, limits, num_blocks, kv_dtype, tuning)
+        self.queue, self.kv, self.draft_kv = steps.queue, steps.kv, steps.draft_kv
+        self.target_pass, self.draft_passes = steps.target_pass, steps.draft_passes
+        self.state = steps.state
+        self._slots = HostSlots(steps.sizes, steps.places)
+        model = None
         if self.draft_passes is not None:
             model = DeviceModel(
                 self.draft_passes.context_tokens,
-                self._most_catch_up,
+                limits.most_catch_up,
                 self.draft_passes.most_drafts,
-                reads=isinstance(self.draft_passes, HeadPasses),
+                reads=limits.reads,
             )
-        if lookups is not None or grammars is not None:
-            vocab = self.target.config.vocab_size
-            known = KnownTokens(self._max_num_seqs, block_size, vocab, grammars)
-        if lookups is not None:
-            assert known is not None
-            chains = HostDrafts(lookups, known, num_blocks, model)
-        return HostSide(known, chains, model)
+        vocab = target.config.vocab_size
+        self.host_side = HostSide.of(limits, num_blocks, vocab, model, lookups, grammars)
+        self._capture = StepCapture(steps, self.host_side)
+        self.capture, self.run_all = self._capture.capture, self._capture.run_all
+        self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
+        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
+        self._pending: deque[Pending] = deque()
 
     @property
-    def state(self) -> SlotState:
-        """The device's state of all slots."""
-        return self._arena.state
+    def late(self) -> LateKernels:
+        return self._capture.late
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
-
-    def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
-        """Compile kernels and capture the graphs of all bucket sizes; call it before the first
-        step.
-
-        Kernels that every request needs, and those of the groups `now`, are compiled here. Other
-        groups that Triton's cache lacks are left to `late`, and captured at their first use."""
-        if not self.queue.captures:
-            return
-        by_groups: defaultdict[frozenset[str], Kernels] = defaultdict(dict)
-        deferred: set[Hashable] = set()
-
-        def note(key: Hashable, work: Callable[[], None]) -> None:
-            by_groups[groups_of_key(key) - now] |= self.queue.kernels_of(work)
-
-        def capture(key: Hashable, work: Callable[[], None]) -> None:
-            if groups_of_key(key).isdisjoint(self.late.pending):
-                self.queue.capture(key, work)
-            else:
-                deferred.add(key)
-
-        with torch.inference_mode(), self.queue.working():
-            run_all = partial(self.run_all, Instead(note), _smallest)
-            by_groups[frozenset()] |= self.queue.kernels_of(run_all)
-            self.late = LateKernels(by_groups)
-            _logger.info("capturing steps")
-            self.run_all(Instead(capture), ladder)
-            self.queue.deferred = deferred
-            self.queue.synchronize()
-
-    def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
-        """Run every kind of step, without slots. `sizes` maps the largest count to all to run."""
-        message = SlotUpdate(self._arena.places)
-        message.put_all("asked", np.zeros(self.state.asked.shape, dtype=np.int32))
-        self.send(message, self._buffers[0])
-        lengths = self.target_pass.attention.lengths
-        for count, longest in product(sizes(self._budget_tokens), lengths):
-            self.target_pass.compute(device, count, longest)
-        ways = WEIGHING[:1]
-        if self.host_side.chains is not None:
-            ways = BY_LOOKUPS
-            for alone in {True, self.draft_passes is None}:
-                self._take_guesses(device, alone=alone)
-        if self.draft_passes is not None:
-            ways = WEIGHING
-            lengths, depths = self.draft_passes.lengths, range(self.draft_passes.most_drafts)
-            for count, longest in product(sizes(self._most_catch_up), lengths):
-                self.draft_passes.ingest(device, count, longest)
-            drafts = product(sizes(self._max_num_seqs), depths, (False, True))
-            for count, depth, shaped in drafts:
-                self.draft_passes.draft(device, count, depth, shaped)
-        if self.host_side.known is not None:
-            self._masking.mask_nothing()
-        self.target_pass.decide(device, 0, PLAIN)
-        for count in sizes(self.target_pass.most_logits):
-            self.target_pass.find_logits(device, count)
-            for how, shaped, filtered in product(ways, (False, True), (False, True)):
-                if count > 1 or not how.blocks and not how.weighs:
-                    # A row with a draft has at least two rows of logits.
-                    how = how._replace(shaped=shaped, filtered=filtered)
-                    self.target_pass.decide(device, count, how)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
@@ -264,49 +150,24 @@ class GpuExecutor:
         bounds = self._checked(plan, self._slots.bounds(plan, draft_plan))
         self._logprobs.take_in(plan.deltas)
         buffers = self._buffers.popleft()
-        self.send(message, buffers)
+        self.steps.send(message, buffers)
         if len(plan.deltas.zeroed_blocks):
-            for kv in (self.kv, self.draft_kv):
-                if kv is not None:
-                    kv.zero_blocks(plan.deltas.zeroed_blocks)
-            if isinstance(self.draft_passes, HeadPasses):
-                self.draft_passes.states.zero_blocks(plan.deltas.zeroed_blocks)
+            self.steps.zero_blocks(plan.deltas.zeroed_blocks)
         step = Pending(plan, draft_plan, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
             begun = self.queue.mark()
-            self._draft(bounds)
+            self.steps.draft(bounds)
             if len(self.host_side.masked(plan)):
-                assert self._layout is not None
-                self._masking.fetch_drafts(self._layout, buffers)
+                assert self.steps.layout is not None
+                self.steps.masking.fetch_drafts(self.steps.layout, buffers)
             step.drafts = begun, self.queue.mark()
-        tokens = bucket(bounds.tokens, self._budget_tokens)
-        self.target_pass.compute(self.queue, tokens, bounds.longest)
+        self.steps.compute(bounds)
         return step
-
-    def _draft(self, bounds: Bounds) -> None:
-        if bounds.drafting:
-            assert self.draft_passes is not None
-            rows = bucket(bounds.draft_rows, self._max_num_seqs)
-            catch_up = bucket(bounds.catch_up, self._most_catch_up)
-            longest = bounds.longest_catch_up
-            self.draft_passes.run(self.queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
-        if bounds.looked_up:
-            self._take_guesses(self.queue, alone=not bounds.drafting)
-
-    def _take_guesses(self, device: Device, *, alone: bool) -> None:
-        layout = self._layout
-        assert layout is not None
-
-        def take() -> None:
-            take_guesses(self.state, layout, most_drafts=self._max_drafts, alone=alone)
-
-        device.run(("guesses", alone), take)
 
     def decide(self, step: Pending) -> None:
         """Queue the rest of a step: logits, masks, verification and sampling."""
         plan, bounds = step.plan, step.bounds
-        rows = bucket(bounds.logits, self.target_pass.most_logits)
-        self.target_pass.find_logits(self.queue, rows)
+        rows = self.steps.find_logits(bounds)
         masked = self.host_side.masked(plan)
         shaped = plan.slots[plan.wants_logits & self._slots.shaped[plan.slots]]
         self._logprobs.keep(plan, np.union1d(masked, shaped))
@@ -316,19 +177,17 @@ class GpuExecutor:
             if step.drafts is not None:
                 step.drafts[1].wait()
             known = self.host_side.known
-            step.dead_ends = self._masking.mask(known, masked, step.buffers, drafts=drafts)
-        weighs = bounds.weighs and self.draft_passes is not None
-        how = Deciding(bounds.shaped, bounds.filtered, weighs, bounds.blocks)
-        self.target_pass.decide(self.queue, rows, how)
-        self._fetch(step.buffers)
+            step.dead_ends = self.steps.masking.mask(known, masked, step.buffers, drafts=drafts)
+        self.steps.decide(bounds, rows)
+        self.steps.fetch(step.buffers)
         step.logprobs = self._logprobs.queue(plan, self.queue)
         step.done, step.decided = self.queue.mark(), True
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, count, limit in (
-            ("query_lens", bounds.tokens, self._budget_tokens),
-            ("catch_up", bounds.catch_up, self._most_catch_up),
-            ("num_drafts", max(bounds.depth, bounds.looked_up), self._max_drafts),
+            ("query_lens", bounds.tokens, self.limits.max_num_batched_tokens),
+            ("catch_up", bounds.catch_up, self.limits.most_catch_up),
+            ("num_drafts", max(bounds.depth, bounds.looked_up), self.limits.max_drafts),
         ):
             if count > limit:
                 raise ValueError(
@@ -337,34 +196,10 @@ class GpuExecutor:
                 )
         return bounds
 
-    def send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
-        """Copy a message to the device, and apply it to the slots there."""
-        words = message.num_words()
-        if words > len(buffers.message):
-            buffers.message = self.queue.staging(2 * words)
-        if words > len(self._inbox):
-            self._inbox = torch.zeros(2 * words, dtype=torch.int32, device=self.device)
-        message.write(buffers.message.numpy())
-        self._inbox[:words].copy_(buffers.message[:words], non_blocking=True)
-        first, second = message.num_runs()
-        apply(self._inbox, self._arena.words, 0, first)
-        apply(self._inbox, self._arena.words, first, second)
-
-    def _fetch(self, buffers: HostBuffers) -> None:
-        """Queue the copy of the step's result to the host."""
-        result = self.target_pass.result.view(-1)
-        if not len(buffers.result):
-            buffers.result = self.queue.staging(len(result))
-        self.queue.fetch(result, buffers.result)
-
-    def _rows(self, buffers: HostBuffers) -> np.ndarray:
-        """Return the result's rows, one per slot; valid until the buffers are reused."""
-        return buffers.result.numpy().reshape(self.target_pass.result.shape)
-
     def report(self, step: Pending) -> StepResult:
-        plan, all_rows = step.plan, self._rows(step.buffers)
+        plan, all_rows = step.plan, self.steps.rows(step.buffers)
         if self.host_side.known is not None:
-            end_dead_ends(plan, step.dead_ends, self.host_side.known, all_rows)
+            self.host_side.known.end_dead_ends(plan, step.dead_ends, all_rows)
         rows = all_rows[plan.slots]
         status = rows[:, fields.STATUS]
         if (status == fields.DOES_NOT_FIT).any():
@@ -391,8 +226,3 @@ class GpuExecutor:
             shadow=shadow,
             logprobs=self._logprobs.describe(step.logprobs, all_rows),
         )
-
-
-def _smallest(largest: int) -> list[int]:
-    """Return counts that compile all kernels: only products have a variant for many rows."""
-    return [min(count, largest) for count in (2, MANY_ROWS)]

@@ -7,9 +7,17 @@ from collections.abc import Iterable
 import numpy as np
 
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
-from cbatch.runtime.gpu.host_drafts import I32, DeviceModel, DraftPlan, HostDrafts
+from cbatch.runtime.gpu.host_drafts import (
+    I32,
+    DeviceModel,
+    DraftPlan,
+    HostDrafts,
+    LookupSettings,
+)
 from cbatch.runtime.gpu.known_tokens import KnownTokens
+from cbatch.runtime.gpu.memory import StepLimits
 from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 
 
@@ -21,6 +29,23 @@ class HostSide:
         self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
     ) -> None:
         self.known, self.chains, self._model = known, chains, model
+
+    @classmethod
+    def of(
+        cls,
+        limits: StepLimits,
+        num_blocks: int,
+        vocab_size: int,
+        model: DeviceModel | None,
+        lookups: LookupSettings | None,
+        grammars: GrammarSource | None,
+    ) -> HostSide:
+        """Create what an executor with these lookups and grammars needs."""
+        if lookups is None and grammars is None:
+            return cls(None, None, model)
+        known = KnownTokens(limits.max_num_seqs, limits.block_size, vocab_size, grammars)
+        chains = None if lookups is None else HostDrafts(lookups, known, num_blocks, model)
+        return cls(known, chains, model)
 
     def forget(self) -> None:
         if self.known is not None:

@@ -14,6 +14,7 @@ from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.structured import GrammarSource
+from triton_kernels.slots import advance as fields
 
 I32 = NDArray[np.int32]
 
@@ -86,9 +87,16 @@ class KnownTokens(InputBatch):
             start += count
         return Masks(rows, dead_ends)
 
-    def fail(self, slots: I32) -> None:
-        """Mark these slots: their grammar allows no next token."""
-        self.failed[slots] = RowStatus.NO_TOKEN
+    def end_dead_ends(self, plan: StepPlan, dead_ends: dict[int, int], rows: np.ndarray) -> None:
+        """Correct the result `rows` (one per slot) of a step: a sequence that reached a dead end
+        has emitted nothing, in this step and in later ones."""
+        for slot, depth in dead_ends.items():
+            if rows[slot, fields.EMITTED] and rows[slot, fields.ACCEPTED] >= depth:
+                self.failed[slot] = RowStatus.NO_TOKEN
+        at = (self.generation[plan.slots] == plan.generations) & (self.failed[plan.slots] > 0)
+        for slot in plan.slots[at].tolist():
+            rows[slot, fields.STATUS] = RowStatus.NO_TOKEN
+            rows[slot, [fields.ACCEPTED, fields.EMITTED]] = 0
 
     def advance(self, plan: StepPlan, tokens: I64, emitted: I64) -> None:
         """Append the tokens that the plan's rows emitted, `tokens[i, : emitted[i]]`. Rows whose

@@ -52,7 +52,7 @@ class GpuModels:
 
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.target.device)
-        limits = StepLimits(*step, reads=isinstance(self.draft, GpuHead))
+        limits = StepLimits.of(self.draft, *step)
         step_bytes = step_memory_bytes(self.target, self.draft, limits)
         if step_bytes >= free_bytes:
             raise FieldError(

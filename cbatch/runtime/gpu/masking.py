@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cbatch.core.scheduler.plan import RowStatus, StepPlan
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.known_tokens import I32, KnownTokens
 from cbatch.runtime.gpu.pending import HostBuffers
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.arrays import I64, iota
 from triton_kernels.sampling.mask import mask_logits, words_of
-from triton_kernels.slots import advance as fields
 from triton_kernels.slots.draft_batch import DraftLayout
 
 
@@ -62,17 +60,3 @@ class Masking:
         starts, lens = target.layout.logit_starts, target.num_rows()
         mask_logits(target.logits, bits.view(rows.shape), starts, lens)
         return dead_ends
-
-
-def end_dead_ends(
-    plan: StepPlan, dead_ends: dict[int, int], known: KnownTokens, rows: np.ndarray
-) -> None:
-    """Correct the result `rows` (one per slot) of a step: a sequence that reached a dead end has
-    emitted nothing, in this step and in later ones."""
-    for slot, depth in dead_ends.items():
-        if rows[slot, fields.EMITTED] and rows[slot, fields.ACCEPTED] >= depth:
-            known.fail(np.array([slot]))
-    at = (known.generation[plan.slots] == plan.generations) & (known.failed[plan.slots] > 0)
-    for slot in plan.slots[at].tolist():
-        rows[slot, fields.STATUS] = RowStatus.NO_TOKEN
-        rows[slot, [fields.ACCEPTED, fields.EMITTED]] = 0

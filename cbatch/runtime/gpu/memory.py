@@ -37,6 +37,11 @@ class StepLimits(NamedTuple):
     max_drafts: int  # of a row; 0: no speculation
     reads: bool = False  # the draft is a head, which reads the target's states and never catches up
 
+    @classmethod
+    def of(cls, draft: Draft | None, *step: int) -> StepLimits:
+        """Return the limits of a step with this draft; `step` are the fields before `reads`."""
+        return cls(*step, reads=isinstance(draft, GpuHead))
+
     @property
     def most_catch_up(self) -> int:
         """The most tokens that the draft computes in its first pass of a step."""

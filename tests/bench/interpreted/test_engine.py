@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu import engine
 from bench.gpu.world import Bench, World, find_world
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import device_steps
 from tests.triton_kernels.interpreter import light
 from tests.triton_kernels.interpreter.twins import ReplayingDevice
 
@@ -23,7 +23,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
     light.use_references(monkeypatch)
     light.use_reference_verdicts(monkeypatch)
     replaying = ReplayingDevice()
-    monkeypatch.setattr(executor_module, "device_for", lambda _: replaying)
+    monkeypatch.setattr(device_steps, "device_for", lambda _: replaying)
     engine.script_verdicts.cache_clear()
     yield replaying
     engine.script_verdicts.cache_clear()

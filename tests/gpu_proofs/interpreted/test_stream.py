@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cbatch.core.scheduler.plan import StepResult
-from cbatch.runtime.gpu import executor as executor_module
-from cbatch.runtime.gpu import masking
+from cbatch.runtime.gpu import device_steps, masking
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.device import CudaDevice, DeviceMark
+from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
 from tests.gpu_proofs.interpreted.references import use_noted_references
@@ -240,7 +240,7 @@ def private_tokens(real: Any, target: Any, *arguments: Any) -> None:
     [
         (verifying, "advance", reading, HostReads),
         (DeviceMark, "wait", waiting_for_nothing, (Differs, AssertionError)),
-        (GpuExecutor, "send", one_message, Differs),
+        (DeviceSteps, "send", one_message, Differs),
         (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_shaping, Differs),
         (Captures, "run", key_without_tokens, (Differs, DeviceFault)),
@@ -317,13 +317,13 @@ def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
         state.guess[:, 1] -= 1
         take_guesses(state, layout, **more)
 
-    patch.setattr(executor_module, "take_guesses", unmoved)
+    patch.setattr(device_steps, "take_guesses", unmoved)
 
 
 def overwritten_guesses(patch: pytest.MonkeyPatch) -> None:
     """Broken: the message of a step is overwritten before it was sent."""
     real = GpuExecutor.send
-    patch.setattr(GpuExecutor, "send", lambda *given: one_message(real, *given))
+    patch.setattr(DeviceSteps, "send", lambda *given: one_message(real, *given))
 
 
 def masks_after_the_verdict(patch: pytest.MonkeyPatch) -> None:

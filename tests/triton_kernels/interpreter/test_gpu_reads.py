@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
@@ -41,7 +41,7 @@ class WithoutData(Device):
 
 
 def executor(monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
-    monkeypatch.setattr(executor_module, "device_for", lambda _: WithoutData())
+    monkeypatch.setattr(device_steps, "device_for", lambda _: WithoutData())
     monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
     target, draft = (Decoder(tiny_config(), NoisyWeights(1), torch.float32, META) for _ in range(2))
     return GpuExecutor(

@@ -25,7 +25,7 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
-from cbatch.runtime.gpu import executor as executor_module
+from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.executor import GpuExecutor
@@ -104,7 +104,7 @@ class Twins:
         )
         settings = settings | {"lookups": lookups, "grammars": grammars}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor_module, "device_for", lambda device: ReplayingDevice())
+            patch.setattr(device_steps, "device_for", lambda device: ReplayingDevice())
             self.gpu = self._gpu_executor(target, draft, config, settings)
         self.seen: Counter[str] = Counter()
         self._expected: deque[tuple[StepPlan, StepResult]] = deque()

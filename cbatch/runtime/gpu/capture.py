@@ -1,0 +1,100 @@
+"""Compilation of kernels and capture of graphs, before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+
+from cbatch.runtime.gpu.buckets import ladder
+from cbatch.runtime.gpu.device import Device, Instead
+from cbatch.runtime.gpu.device_steps import DeviceSteps
+from cbatch.runtime.gpu.host_side import HostSide
+from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
+from cbatch.runtime.gpu.pending import HostBuffers
+from cbatch.runtime.gpu.slot_update import SlotUpdate
+from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING
+from triton_kernels.products.dense import MANY_ROWS
+
+_logger = logging.getLogger("cbatch")
+
+
+class StepCapture:
+    """Runs every kind of step once, without slots. `late` are kernels that are not compiled yet."""
+
+    def __init__(self, steps: DeviceSteps, host_side: HostSide) -> None:
+        self._steps, self._host_side = steps, host_side
+        self._buffers = HostBuffers()
+        self.late = LateKernels()
+
+    def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
+        """Compile kernels and capture the graphs of all bucket sizes.
+
+        Kernels that every request needs, and those of the groups `now`, are compiled here. Other
+        groups that Triton's cache lacks are left to `late`, and captured at their first use."""
+        queue = self._steps.queue
+        if not queue.captures:
+            return
+        by_groups: defaultdict[frozenset[str], Kernels] = defaultdict(dict)
+        deferred: set[Hashable] = set()
+
+        def note(key: Hashable, work: Callable[[], None]) -> None:
+            by_groups[groups_of_key(key) - now] |= queue.kernels_of(work)
+
+        def capture(key: Hashable, work: Callable[[], None]) -> None:
+            if groups_of_key(key).isdisjoint(self.late.pending):
+                queue.capture(key, work)
+            else:
+                deferred.add(key)
+
+        with torch.inference_mode(), queue.working():
+            run_all = partial(self.run_all, Instead(note), _smallest)
+            by_groups[frozenset()] |= queue.kernels_of(run_all)
+            self.late = LateKernels(by_groups)
+            _logger.info("capturing steps")
+            self.run_all(Instead(capture), ladder)
+            queue.deferred = deferred
+            queue.synchronize()
+
+    def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
+        """Run every kind of step, without slots. `sizes` maps the largest count to all to run."""
+        steps, limits = self._steps, self._steps.limits
+        message = SlotUpdate(steps.places)
+        message.put_all("asked", np.zeros(steps.state.asked.shape, dtype=np.int32))
+        steps.send(message, self._buffers)
+        lengths = steps.target_pass.attention.lengths
+        for count, longest in product(sizes(limits.max_num_batched_tokens), lengths):
+            steps.target_pass.compute(device, count, longest)
+        ways = WEIGHING[:1]
+        if self._host_side.chains is not None:
+            ways = BY_LOOKUPS
+            for alone in {True, steps.draft_passes is None}:
+                steps.take_guesses(device, alone=alone)
+        if steps.draft_passes is not None:
+            ways = WEIGHING
+            lengths, depths = steps.draft_passes.lengths, range(steps.draft_passes.most_drafts)
+            for count, longest in product(sizes(limits.most_catch_up), lengths):
+                steps.draft_passes.ingest(device, count, longest)
+            drafts = product(sizes(limits.max_num_seqs), depths, (False, True))
+            for count, depth, shaped in drafts:
+                steps.draft_passes.draft(device, count, depth, shaped)
+        if self._host_side.known is not None:
+            steps.masking.mask_nothing()
+        steps.target_pass.decide(device, 0, PLAIN)
+        for count in sizes(steps.target_pass.most_logits):
+            steps.target_pass.find_logits(device, count)
+            for how, shaped, filtered in product(ways, (False, True), (False, True)):
+                if count > 1 or not how.blocks and not how.weighs:
+                    # A row with a draft has at least two rows of logits.
+                    how = how._replace(shaped=shaped, filtered=filtered)
+                    steps.target_pass.decide(device, count, how)
+
+
+def _smallest(largest: int) -> list[int]:
+    """Return counts that compile all kernels: only products have a variant for many rows."""
+    return [min(count, largest) for count in (2, MANY_ROWS)]
