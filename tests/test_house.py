@@ -288,6 +288,7 @@ LATE = {
     "bench/gpu/__main__.py": 2,
     "bench/gpu/child.py": 1,
     "bench/gpu/world.py": 1,
+    "cbatch/cli/main.py": 5,
     "cbatch/cli/serve.py": 5,
     "cbatch/engine/backends.py": 2,
     "cbatch/engine/info.py": 1,
@@ -329,7 +330,6 @@ def _late_imports(tree: ast.Module) -> set[str]:
 # Files that import a module by its name, since the name comes from outside.
 IMPORTED_BY_NAME = {
     "cbatch/__init__.py",  # public names, imported on first use
-    "cbatch/cli/main.py",
     "cbatch/core/speculation/build.py",  # --lookahead module:Class
     "triton_kernels/build/ahead.py",  # kernels, whose names are sent to processes that compile
 }

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from cbatch import __version__
 from cbatch.cli.output import INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
 
-# Command: (module with its `add_parser`, help). Help lists the commands in this order.
+AddParser = Callable[[Any], None]  # its argument is what `add_subparsers` returns
+# Summaries by command, in the order of help.
 COMMANDS = {
-    "generate": ("cbatch.cli.generate", "complete prompts to JSON lines"),
-    "serve": ("cbatch.cli.serve", "serve completions over HTTP"),
-    "bench": ("bench.load.cli.command", "load-test a server of the OpenAI API"),
-    "demo": ("cbatch.cli.demo", "show the shipped models completing functions, and a chat"),
-    "sim": ("sim.cli.replay_command", "replay a trace through the scheduler on a virtual clock"),
-    "sim capacity": (
-        "sim.cli.capacity",
-        "find the highest rate at which a trace meets its objectives",
-    ),
-    "calibrate": (
-        "cbatch.cli.calibrate",
-        "measure the cost of steps on this machine, for cbatch sim --cost",
-    ),
-    "trace": ("sim.cli.trace", "show, convert, sample, scale and generate traces of requests"),
-    "report": ("bench.load.cli.report", "compare reports of cbatch bench and cbatch sim"),
+    "generate": "complete prompts to JSON lines",
+    "serve": "serve completions over HTTP",
+    "bench": "load-test a server of the OpenAI API",
+    "demo": "show the shipped models completing functions, and a chat",
+    "sim": "replay a trace through the scheduler on a virtual clock",
+    "sim capacity": "find the highest rate at which a trace meets its objectives",
+    "calibrate": "measure the cost of steps on this machine, for cbatch sim --cost",
+    "trace": "show, convert, sample, scale and generate traces of requests",
+    "report": "compare reports of cbatch bench and cbatch sim",
 }
+# Entry points: a command's function `add_parser`, by the command's name with `-` for a space.
+GROUP = "cbatch.commands"
 # Removed commands, each with the remedy that its error message names.
 MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 # Not subparsers of `sim`: its first argument may be a trace file.
@@ -47,7 +44,8 @@ UNREAD = 141
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser. Only the module of `command` is imported; the other commands have a help
-    line alone. None imports the modules of all commands."""
+    line alone. None imports the modules of all commands. Raises `FieldError` for a command that the
+    installed metadata does not name."""
     parser = CommandParser(
         prog="cbatch",
         description="Serves language models: many sequences in every step, each speculating with "
@@ -55,12 +53,44 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cbatch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         if command in (None, name):
-            importlib.import_module(module).add_parser(commands)
+            _adder_of(name)(commands)
         else:
             commands.add_parser(name, help=summary)
     return parser
+
+
+def _adder_of(command: str) -> AddParser:
+    """Return the function that adds the parser of a command. Commands of other packages are found
+    by their entry points, since `cbatch` imports neither `sim` nor `bench`."""
+    if command == "generate":
+        from cbatch.cli.generate import add_parser
+    elif command == "serve":
+        from cbatch.cli.serve import add_parser
+    elif command == "demo":
+        from cbatch.cli.demo import add_parser
+    elif command == "calibrate":
+        from cbatch.cli.calibrate import add_parser
+    else:
+        return _registered(command)
+    return add_parser
+
+
+def _registered(command: str) -> AddParser:
+    from importlib.metadata import entry_points
+
+    problem = "is not registered: cbatch was installed before its code changed"
+    for point in entry_points(group=GROUP, name=command.replace(" ", "-")):
+        try:
+            adder: AddParser = point.load()
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{point.module}.".startswith(f"{error.name}."):
+                raise  # a dependency of the command is missing
+            problem += f" (there is no {error.name})"
+        else:
+            return adder
+    raise FieldError(command, problem, "install it again; in a checkout: pip install -e .")
 
 
 def main(

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cbatch as package
-from cbatch.cli.main import COMMANDS, main
+from cbatch.cli.main import COMMANDS, GROUP, main
 from cbatch.engine.engine import Engine
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
+ROOT = Path(__file__).parents[2]
 ROWS = "".join(f"{number / 10},8,4\n" for number in range(40))
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + ROWS
 CONSTANT = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
@@ -58,7 +61,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(f"{name} {what}" in shown for name, (_, what) in COMMANDS.items())
+    assert all(f"{name} {what}" in shown for name, what in COMMANDS.items())
 
 
 @pytest.mark.parametrize(
@@ -155,3 +158,55 @@ def test_a_terminal_shows_a_table_and_json_only_where_it_is_asked_for(
     assert json.loads(written.read_text(encoding="utf-8"))
     refused = run("--json", tmp_path)
     assert refused.status == 2 and refused.err.startswith("cbatch: --json: "), refused.err
+
+
+# --- commands of other packages -------------------------------------------------------------------
+
+
+def test_the_commands_of_other_packages_are_entry_points() -> None:
+    """A failure of the last line means: install the checkout again (pip install -e .)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = project["entry-points"][GROUP]
+    assert {name.replace("-", " ") for name in declared} < COMMANDS.keys()
+    assert all(where.startswith(("bench.", "sim.")) for where in declared.values())
+    assert {point.name: point.value for point in entry_points(group=GROUP)} == declared
+
+
+@pytest.mark.parametrize("command", ["sim", "sim capacity", "trace", "bench", "report"])
+@pytest.mark.parametrize("points", [(), ("sim.moved:add_parser",), ("moved.cli:add_parser",)])
+def test_a_stale_installation_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    points: tuple[str, ...],
+) -> None:
+    name = command.replace(" ", "-")
+    stale = EntryPoints(EntryPoint(name, value, GROUP) for value in points)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **query: stale.select(**query))
+    assert main([*command.split(), "--help"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"cbatch: {command}: is not registered"), said
+    assert said.endswith("pip install -e .\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+
+
+def test_a_dependency_that_is_missing_is_no_stale_installation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sim.cli.simulation", None)
+    monkeypatch.delitem(sys.modules, "sim.cli.replay_command", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="sim.cli.simulation"):
+        main(["sim", "--help"])
+
+
+@pytest.mark.parametrize("words", [("--help",), ("serve", "--help"), ("--version",)])
+def test_help_imports_no_command_of_another_package(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from cbatch.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print(sorted({'sim', 'bench', 'importlib.metadata'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
