@@ -64,7 +64,7 @@ def test_what_chance_alone_makes_of_that_error():
         errors.append(survival_error([run]))
     assert survival_chance([run]) == pytest.approx(np.mean(errors), rel=0.1)
     run.survival = np.array([drafted, drafted * chance, drafted * (chance + 0.2)])
-    assert survival_error([run]) > 4 * survival_chance([run]), "what is wrong stands out"
+    assert survival_error([run]) > 4 * survival_chance([run]), "wrong predictions are noticed"
     assert survival_chance([run_of(1.0)]) is None
 
 

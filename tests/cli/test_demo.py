@@ -23,7 +23,7 @@ def test_the_demo_without_a_terminal(
     monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
     run = cbatch("demo", "--prompts", 5, "--max-tokens", 24, "--max-num-seqs", 3)
     assert run.status == 0
-    assert "\x1b" not in run.out, "no colours where nobody sees them"
+    assert "\x1b" not in run.out, "no colours without a terminal"
     for prompt in demo_prompts()[:5]:
         assert prompt.splitlines()[0] in run.out
     assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out

@@ -1,5 +1,5 @@
-"""One table of options: what several commands have, they have under one name, with one help, and
-read by one grammar."""
+"""One table of options: an option of several commands has one name, one help text and one
+grammar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.cli.conftest import Run
 Command = Callable[..., Run]
 COMMANDS = ("serve", "generate", "sim", "bench")
 SMALL = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
-# Flags of one name that are not one option: a server's model is not a simulated one's.
+# Flags of one name that are different options: a server's model is not a simulated one's.
 OTHERS = {
     "--model": "weights, the name of a shape, or the name that a server gives its model",
     "--seed": "of what the command itself draws",
@@ -50,12 +50,13 @@ OTHERS = {
     "--sweep": "over values, or over loads",
     "--trace": "the other name of a positional argument",
 }
-# A simulated engine is an H100's, and what a cost or a log says comes first: None in the struct.
+# A simulated engine is an H100's, and values of a cost model or a log come first: None in the
+# struct.
 OWN_DEFAULTS = {*USUAL, "lookahead"}
 
 
 def actions(command: str) -> dict[str, argparse.Action]:
-    """By each option string, hidden ones too."""
+    """Return the actions by option string, hidden ones too."""
     (commands,) = (
         action
         for action in make_parser(command)._actions
@@ -70,18 +71,19 @@ def test_the_same_option_has_one_name_and_one_help(one: str, other: str) -> None
     first, second = actions(one), actions(other)
     for flag in (first.keys() & second.keys()) - OTHERS.keys() - {"-h", "--help"}:
         a, b = first[flag], second[flag]
-        if argparse.SUPPRESS in (a.help, b.help):  # the side of a switch that one need not show
+        if argparse.SUPPRESS in (a.help, b.help):  # the side of a switch that help need not show
             assert a.dest == b.dest
             continue
         assert (a.help or "").partition(" (default")[0] == (b.help or "").partition(" (default")[0]
         assert (a.metavar, a.choices, a.dest) == (b.metavar, b.choices, b.dest), flag
         shown = [set(each.option_strings) for each in (a, b)]
-        assert shown[0] == shown[1] or a.nargs == 0, f"{flag}: other names beside it"
+        assert shown[0] == shown[1] or a.nargs == 0, f"{flag}: other names in addition"
 
 
 @pytest.mark.parametrize("kind", [Scenario, LoadOptions, SamplingParams])
 def test_the_same_option_has_one_default(kind: Any) -> None:
-    """As help shows it: `Scenario` has None where others decide, and says what it is then."""
+    """Defaults are compared as help shows them: `Scenario` has None where other settings decide,
+    and its help states the value."""
     known = fields_of(ServeSettings) | fields_of(SamplingParams)
     for name, setting in fields_of(kind).items():
         same = known.get(name)
@@ -245,7 +247,7 @@ def test_a_rate_that_is_nowhere_or_twice_is_refused(cbatch: Command, tmp_path: P
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Four requests a second."""
+    """Write a trace of four requests a second."""
     path = tmp_path / "trace.jsonl"
     requests = (TraceRequest(arrival_s=i / 4, prompt_tokens=9, output_tokens=2) for i in range(41))
     write_requests(path, requests)
@@ -253,7 +255,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def arrivals(cbatch: Command, trace: Path, *more: Any) -> tuple[float, Run]:
-    """Seconds to the last arrival, and the run."""
+    """Return the seconds to the last arrival, and the run."""
     records = trace.parent / "records.jsonl"
     run = cbatch("sim", trace, *SMALL, "--records", records, *more)
     assert run.status == 0, run.err

@@ -131,7 +131,7 @@ def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:
     fleet = Fleet(CONFIG)
     assert fleet.prior == pytest.approx(PRIOR)
     fleet.observe(0.0, 0.0, MEMORY)
-    assert fleet.prior == pytest.approx(PRIOR), "nothing was told"
+    assert fleet.prior == pytest.approx(PRIOR), "no evidence was given"
     rng = np.random.default_rng(6)
     for alpha in (0.2, 0.8):
         for _ in range(60):

@@ -244,8 +244,7 @@ def test_never_below_drafting_nothing(cells) -> None:
 
 def test_on_a_mix_better_than_every_fixed_k(cells) -> None:
     """Passes are nearly free here. With the model drafter's passes (6 % of a step each) the best
-    pair of k's for this mix is uniform up to 128 rows, by enumeration; `adaptive` matches it
-    there."""
+    pair of k's is uniform up to 128 rows, by enumeration. `adaptive` matches it there."""
     for (name, _), cell in cells.items():
         if name == "half and half, lookup":
             assert cell.to_best > 1.02, table(cells)

@@ -82,8 +82,8 @@ def threads_as_before() -> Any:
 
 
 def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
-    """Requests run alone and 32 at once, with k = 0 and 4, whole prompts and chunks, with and
-    without preemptions, on ranks that are restarted."""
+    """Requests run alone and 32 at once, with k = 0 and 4, whole prompts and chunks. They run with
+    and without preemptions, on ranks that are restarted."""
     drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
     pair = tiny / "tiny", tiny / "draft"
     plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)

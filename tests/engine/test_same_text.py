@@ -1,7 +1,7 @@
 """Text and log probabilities of greedy and seeded requests are the same to the bit, however the
 engine runs them.
 
-Cases: alone or with others, any drafts, any chunks, after preemptions, on cached prefixes, one
+Cases: alone or with others, any drafts, any chunks, after preemptions, and on cached prefixes. One
 thread or two, and after a restart on an idle machine or a busy one. Each case asserts that its
 condition did occur.
 """

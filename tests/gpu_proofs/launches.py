@@ -2,13 +2,14 @@
 
     python -m tests.gpu_proofs.launches [--target sm_90] [--sizes first|usual|all] [--tritons DIR]
 
-Executors of several sizes serve requests of every kind on a device without values. A specialisation
-is a fault if it is met only after `capture`, does not compile, spills, or takes more registers or
-shared memory than there are. The program prints faults, and one JSON line a target.
+Executors of several sizes serve requests of every kind on a device without values. Faults are
+specialisations that are met only after `capture`, that do not compile, or that spill. So are those
+that take more registers or shared memory than there are. The program prints faults, and one JSON
+line a target.
 
 `--tritons`: check with the Tritons in the subfolders of DIR, too, each in a process of its own,
 except one with the installed version. Without `--sizes` this Triton then compiles the usual sizes
-for sm_90 and the first for other targets, the others the first for sm_90.
+for sm_90 and the first for other targets. The others compile the first for sm_90.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
         AB | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
         [{"a": 1}, {"b": "x"}],
     ),
-    "oneOf told apart by a constant behind a reference": (
+    "oneOf distinguished by a constant in a reference": (
         {
             "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/components/B"}],
             "$defs": {"A": kind("a", "a")},
@@ -91,7 +91,7 @@ FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
         },
         [{"kind": "a", "a": 1}, {"kind": "b", "a": 1}],
     ),
-    "oneOf told apart by what the object around requires": (
+    "oneOf distinguished by required members of the outer object": (
         {
             "type": "object",
             "required": ["kind"],

@@ -163,7 +163,7 @@ def test_cancel_and_finish_free_everything() -> None:
             counts = [len(each.tokens) for each in watched]
             while client.stats is None or client.stats.num_running:
                 await asyncio.sleep(0.001)
-            assert [len(each.tokens) for each in watched] == counts, "told of it after its end"
+            assert [len(each.tokens) for each in watched] == counts, "it was called after its end"
             assert client.num_open == 0
             assert client.stats.free_blocks + client.stats.cached_blocks == client.stats.num_blocks
 

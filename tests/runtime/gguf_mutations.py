@@ -1,6 +1,6 @@
 """Corrupt GGUF files: copies of a good one, each with some of its fields or bytes changed.
 
-A walk over the good file finds the fields, so that mutations can target counts, lengths, offsets,
+A walk over the good file finds its fields. Mutations can therefore target counts, lengths, offsets,
 types, the ends of fields, and the names of other tensors.
 """
 

@@ -166,7 +166,7 @@ assert build.library.__wrapped__().lanes() == 7 and cached_profile({}, lambda: m
 
 
 @needs_compiler
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 @pytest.mark.parametrize("home", [None, "/"])
 def test_a_user_without_a_home(cache: Path, home: str | None) -> None:
     """The user is not in the password file, or has no home directory, or one that is not

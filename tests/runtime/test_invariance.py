@@ -1,8 +1,8 @@
 """Tokens do not depend on how the engine runs: greedy ones have the same bits of logits at every
 position, coupled ones the same noise.
 
-Each variant runs the same requests as one plain run (no speculation, one sequence at a time, whole
-prompts, no cache), and asserts that its variation did happen.
+Each variant runs the same requests as one plain run: no speculation, one sequence at a time, whole
+prompts, no cache. It asserts that its variation did happen.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ TOKEN_MAP = {"truncated_vocab_size": DRAFTS, "original_lm_head": True}
 # Configuration, the tensors of a file, and those of the equations.
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Any]] = {
     "FasterDecoding": (medusa_config(), lambda t: t, lambda t: t),
-    "fewer told than are there": (medusa_config(medusa_num_heads=2), lambda t: t, lambda t: t),
+    "fewer in the configuration": (medusa_config(medusa_num_heads=2), lambda t: t, lambda t: t),
     "of a state dict": (
         medusa_config(),
         lambda t: {f"medusa_head.{name}": tensor for name, tensor in t.items()},

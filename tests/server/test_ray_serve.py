@@ -54,7 +54,7 @@ def test_a_dead_replica_takes_its_own_streams_with_it_and_no_others(
 ) -> None:
     kill = results["kill"]
     ends = kill["ends"]
-    assert kill["open_on_it"] > 0, "nobody would have noticed"
+    assert kill["open_on_it"] > 0, "the kill would have had no effect"
     assert ends.keys() <= {"whole", "cut"}, "tokens were lost or repeated"
     assert 0 < ends["cut"] <= kill["open_on_it"]
     assert kill["late"].keys() == {"whole"}, "what was not answered yet is asked of another one"

@@ -94,9 +94,10 @@ def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[St
 
 
 def test_prices_predict_other_steps() -> None:
-    """1,500 steps with 5 % of noise give 40 prices. Their error is below 1 % in total (0.1 % is one
-    standard error of the held-out steps' noise), and for one step little more than its own noise.
-    If one step in fifty takes ten times as long, as when the machine stalls, prices do not rise."""
+    """1,500 steps with 5 % of noise give 40 prices. Their error is below 1 % in total, where 0.1 %
+    is one standard error of the held-out steps' noise. For one step it is little more than the
+    step's own noise. If one step in fifty takes ten times as long, as when the machine stalls,
+    prices do not rise."""
     prices, exact = fit_profile(samples(1500, 0.05, seed=0)), samples(500, 0.0, seed=2)
     other = accuracy(prices, samples(1500, 0.05, seed=1))
     assert abs(other.total) < 0.01 and other.p50 < 0.05

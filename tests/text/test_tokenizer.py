@@ -57,7 +57,7 @@ def test_long_texts_and_lists_leave_other_threads_their_time() -> None:
                 del num_lines[name]
             else:  # with few processors and much load, only a longer text shows it
                 num_lines[name] *= 4
-                assert num_lines[name] < 10**6, f"{name} lets nobody run"
+                assert num_lines[name] < 10**6, f"{name} lets no other thread run"
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Accesses:
             size = tensor.untyped_storage().nbytes()
             mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
             if len(mine) and not written[(mine - np.uint64(begin)).astype(np.int64)].all():
-                self._found["reads memory that nobody wrote"] += 1
+                self._found["reads memory that was never written"] += 1
         self._note(LOAD, addresses.at)
 
     def store(self, addresses: Addresses, values: np.ndarray, mask: np.ndarray) -> None:

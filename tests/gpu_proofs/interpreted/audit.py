@@ -1,5 +1,5 @@
-"""Audit every launch in the interpreter, which runs programs one after the other, for faults on a
-GPU, which runs them at once and in any order.
+"""Audit every launch in the interpreter for faults on a GPU. The interpreter runs programs one
+after the other, a GPU at once and in any order.
 
 A launch runs three times from the same memory: in order, reversed and shuffled, and must leave the
 same bits. In the first run every address is checked:

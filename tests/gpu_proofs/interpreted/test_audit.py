@@ -84,7 +84,7 @@ def test_a_read_of_unwritten_memory_is_caught() -> None:
         source = torch.empty(32)
         copy_kernel[(1,)](torch.zeros(16), source, 16, 16, 0)
         copy_kernel[(1,)](source, torch.empty(32), 16, 16, 0)
-        with pytest.raises(Unsound, match="reads memory that nobody wrote"):
+        with pytest.raises(Unsound, match="reads memory that was never written"):
             copy_kernel[(2,)](source, torch.empty(32), 17, 16, 0)
         source.zero_()
         copy_kernel[(2,)](source, torch.empty(32), 17, 16, 0)

@@ -2,7 +2,7 @@
 
 Within `Pretence` all tensors made on `cuda`, and all that are computed from them, are marked. A
 marked tensor reports the device `cuda:0`. As on a GPU, it is an error to compute with tensors of
-both sides, or to convert a tensor of the device to an array.
+both sides. So is the conversion of a tensor of the device to an array.
 """
 
 from __future__ import annotations

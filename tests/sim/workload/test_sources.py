@@ -50,7 +50,7 @@ def test_turns_wait_for_the_answer_before_them() -> None:
     first = take(source)
     assert source.next_arrival_s() == 1
     second = take(source)
-    assert source.next_arrival_s() is None, "nobody has an answer yet"
+    assert source.next_arrival_s() is None, "no request has an answer yet"
     source.ended(first, 10.0)
     assert source.next_arrival_s() == 12.0
     source.ended(second, 10.1)
@@ -65,8 +65,8 @@ def test_turns_wait_for_the_answer_before_them() -> None:
 
 
 def test_a_turn_read_after_the_answer_still_thinks() -> None:
-    """The turn before it has ended by the time that its line is read, as in a log of real sessions,
-    which has its own stamps. Requests that come meanwhile are read all the same."""
+    """The turn before it has ended by the time that its line is read. Logs of real sessions, which
+    have their own stamps, are like this. Requests that come meanwhile are read all the same."""
     source = OpenLoop(
         [
             request(0.0, session="a"),

@@ -140,7 +140,7 @@ def test_format_is_found_out_and_read(tmp_path: Path, name: str, zipped: bool) -
     trace = Trace(write(tmp_path, gzip.compress(text.encode()) if zipped else text))
     assert name.startswith(trace.format)
     assert list(trace) == expected
-    assert list(trace) == expected, "a second reading starts anew"
+    assert list(trace) == expected, "a second reading starts again"
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
