@@ -62,7 +62,7 @@ def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]
     ],
 )
 def test_what_would_not_be_obeyed_is_refused(schema: Any) -> None:
-    with pytest.raises(FieldError, match="json: #.*/[a-zA-Z]+: -?[0-9]+ is beyond what is supp"):
+    with pytest.raises(FieldError, match="json: #.*/[a-zA-Z]+: -?[0-9]+ is outside the supp"):
         GRAMMARS.matcher(StructuredOutputs(json=schema))
 
 
