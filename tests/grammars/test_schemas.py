@@ -204,7 +204,9 @@ def test_many_optional_properties() -> None:
     assert follows(StructuredOutputs(json=schema), '{"p3": 1, "p200": 2, "p449": 3}')
     assert not follows(StructuredOutputs(json=schema), '{"p3": 1, "p450": 2}')
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(999)}}
-    with pytest.raises(FieldError, match="[0-9]+ optional parts or choices in one place, the limit"):
+    with pytest.raises(
+        FieldError, match="[0-9]+ optional parts or choices in one place, the limit"
+    ):
         GRAMMARS.check(StructuredOutputs(json=schema))
 
 
