@@ -22,7 +22,7 @@ from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import backend_of
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.scheduler_config import allowed_drafters
+from cbatch.engine.scheduler_config import allowed_drafters, scheduler_config
 from cbatch.runtime.backend import Requirements
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.loaded import CpuModels
@@ -197,6 +197,10 @@ def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, overlap: in
 def test_blocks_are_what_attention_reads_fastest() -> None:
     for device, tokens in (("cpu", 16), ("cuda:0", 64)):
         assert backend_of(device).default_block_size == tokens
+    models = CpuModels(tiny_model(), None)
+    for block_size, tokens in ((None, 64), (32, 32)):
+        options = EngineOptions(block_size=block_size, num_blocks=8)
+        assert scheduler_config(models, options, 64, kv_events=False).block_size == tokens
 
 
 def on_gpu(**target: Any) -> GpuModels:
