@@ -78,7 +78,7 @@ def chat(
     stats = engine.scheduler.stats
     share = stats.prefix_hit_tokens / stats.prompt_tokens
     console.print(
-        f"prompt tokens from the prefix cache: {share:.0%} was found in the prefix cache",
+        f"{share:.0%} of the prompt tokens were found in the prefix cache",
         highlight=False,
     )
     return [run]
