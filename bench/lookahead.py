@@ -47,14 +47,14 @@ CHATS: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "data" / "chat_prompts.json").read_text(encoding="utf-8")
 )
 CHATS["both"] = [*itertools.chain(*zip(CHATS["stories"], CHATS["renames"], strict=True))]
-_SPOILT = 0.87  # of the drafts of `useless`: acceptance comes out at about 0.1
+_SPOILT = 0.87  # share of drafts that `useless` replaces: acceptance becomes about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "adaptive")
 _CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
 _MOST_PROMPT_TOKENS = 256
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _VERIFICATIONS = ("auto", "rejection", "block", "coupled")
-_TURN_STEPS = 3  # of decoding without drafts, a turn at least
+_TURN_STEPS = 3  # shortest turn, in decoding steps without drafts
 _WARM_UP_TURNS = 4
 
 Prompts = list[list[int]]

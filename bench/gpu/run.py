@@ -19,7 +19,7 @@ from bench.gpu.cells import NOT_REACHED, Journal, Row
 from bench.gpu.turns import DeviceTurns
 
 _POLL_S, WRITE_S = 0.2, 2.0
-_SLACK_S = 2.0  # between two parts.
+_SLACK_S = 2.0  # pause reserved between two parts.
 _MOST_RESTARTS = 4
 _TAIL_BYTES = 20_000  # the last bytes of a log, which are kept.
 

@@ -1,4 +1,5 @@
-"""A worker process of a system, and the conditions under which it runs."""
+"""A worker process, which runs one of the compared engines ("systems"), with its CPU affinity and
+competing load."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from typing import Any
 from bench.engine.systems import EngineRun, Prompts
 
 ROOT = Path(__file__).parents[2]
-SETTLE_S = 0.3  # pause until threads of the system that ran before no longer spin
+SETTLE_S = 0.3  # pause before a run, until idle threads of the previous system stop spinning
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 class Worker:
-    """A process of `bench.peers.workers` under the Python that has its library. The constructor
-    returns once its imports are done. Raises RuntimeError with the end of its output if it dies."""
+    """A process that runs a module of `bench.peers.workers`. `python` is an interpreter that can
+    import the system. The constructor returns when the worker has imported the system. Every call
+    raises RuntimeError, with the end of the worker's output, if the worker dies."""
 
     def __init__(self, module: str, python: str, threads: int) -> None:
         environment = os.environ | {
@@ -41,7 +43,7 @@ class Worker:
             cwd=ROOT,
             env=environment,
         )
-        self._answer()
+        self._read_answer()  # sent after the imports
 
     def start(self, **settings: Any) -> float:
         """Construct the system. Return the seconds until it was ready."""
@@ -72,9 +74,9 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(call) + "\n")
             self._process.stdin.flush()
-        return self._answer()["value"]
+        return self._read_answer()["value"]
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -88,7 +90,7 @@ class Worker:
 
 @contextlib.contextmanager
 def on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Restrict processes that are started inside the context to `cpus`; None: no restriction."""
+    """Restrict processes started inside the context to `cpus`. None: no restriction."""
     if cpus is None:
         yield
         return

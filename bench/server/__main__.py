@@ -20,7 +20,7 @@ from typing import Any
 from bench.engine.shapes import SHAPES, write_random_model
 from bench.engine.systems import make_prompts
 from bench.report import print_report
-from bench.server.raw_client import elsewhere, read_tokens
+from bench.server.raw_client import in_subprocess, read_tokens
 from bench.server.started import started
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_speeds, reads = [], []
         with serving(model, draft, args) as port:
             turns = (
-                lambda: reads.append(elsewhere(read_tokens, port, prompts, args.output_tokens)),
+                lambda: reads.append(in_subprocess(read_tokens, port, prompts, args.output_tokens)),
                 lambda: generate_speeds.append(generate()),
             )
             for repeat in range(-1, args.repeats):  # the first warms up

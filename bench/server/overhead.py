@@ -1,9 +1,9 @@
 """Processor time of the server itself per chunk of a stream, without an engine.
 
-A stub in place of the engine gives one output to every open stream at each tick, like a step. The
-client is a process of its own that reads raw sockets and notes times; its processor time is
-reported too. The delay of a chunk varies: that is the jitter which the server adds to the time
-between tokens.
+A stub replaces the engine: at each tick it gives one output to every open stream, as a step would.
+The client runs in another process, reads raw sockets and records arrival times; the report includes
+the client's processor time. Jitter is how much the server changes the time between two tokens: the
+difference between the delays of successive chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import uvicorn
 
 from bench.report import print_report
-from bench.server.raw_client import elsewhere, read_streams
+from bench.server.raw_client import in_subprocess, read_streams
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.demo import demo_paths
 from cbatch.server.http.app import create_app
@@ -38,16 +38,16 @@ from cbatch.system.heap import freeze_heap
 from cbatch.text import ChatTemplate, load_tokenizer
 from cbatch.text.outputs import Choice, Output, Speculation
 
-TICK_S = 0.01
-LIMIT_US = 60.0
-PUT = re.compile(rb'" (\d+\.\d{6})"')
+TICK_S = 0.01  # interval of the stub's outputs: the duration of a short step
+LIMIT_US = 60.0  # target for the server's processor time per chunk, in microseconds
+SENT_AT = re.compile(rb'" (\d+\.\d{6})"')
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x = 1"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x = 1"}]},
 }
 
 
-class Ticking:
+class StubService:
     """A stub of `EngineService`: `num_chunks` outputs of `tokens` tokens per request, one every
     `tick_s`."""
 
@@ -59,8 +59,8 @@ class Ticking:
         self._tick_s = tick_s
         self.queue = AdmissionQueue(Limits(), time.monotonic)
         self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
-        self._open: dict[OpenRequest, int] = {}  # outputs left to give
-        self._some = asyncio.Event()  # set while a stream is open
+        self._open: dict[OpenRequest, int] = {}  # remaining outputs
+        self._has_open = asyncio.Event()  # set while a stream is open
         self._ticks: asyncio.Task[None] | None = None
 
     def open(self, model: ServedModel) -> None:
@@ -79,23 +79,25 @@ class Ticking:
             request_id=api_request.id, prompt=(1, 2, 3), params=api_request.params, seed=1
         )
         self._open[opened] = self._num_chunks
-        self._some.set()
+        self._has_open.set()
         yield opened
 
     async def _tick(self) -> None:
         while True:
             if not self._open:
-                self._some.clear()
-                await self._some.wait()
+                self._has_open.clear()
+                await self._has_open.wait()
             await asyncio.sleep(self._tick_s)
-            for opened, left in list(self._open.items()):
-                opened.put(self._output(left))
-                self._open[opened] = left - 1
-                if left == 1:
+            for opened, remaining in list(self._open.items()):
+                opened.put(self._output(remaining))
+                self._open[opened] = remaining - 1
+                if remaining == 1:
                     del self._open[opened]
 
-    def _output(self, left: int) -> Output:
-        ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation()) if left == 1 else None
+    def _output(self, remaining: int) -> Output:
+        ended = None
+        if remaining == 1:
+            ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation())
         tokens = len(self._ids)
         text = f" {time.monotonic():.6f}"  # from which the client computes the delay
         return Output("", 0, text, self._ids, tokens - 1, tokens - 1, ended)
@@ -108,17 +110,21 @@ class ReadChunks(NamedTuple):
 
 
 def read(port: int, path: str, num_streams: int) -> ReadChunks:
-    """Read all streams to their ends. Call it in a process of its own."""
+    """Read all streams to their ends. Call this function in a process of its own."""
     received: list[list[tuple[float, bytes]]] = [[] for _ in range(num_streams)]
 
-    def note(place: int, content: bytes) -> None:
-        received[place].append((time.monotonic(), content))  # evaluated at the end
+    def note(stream: int, content: bytes) -> None:
+        received[stream].append((time.monotonic(), content))  # parsed after the run
 
     began_s = time.process_time()
     chunks = read_streams(port, path, [BODIES[path]] * num_streams, note)
     cpu_s = time.process_time() - began_s
     delays_s = [
-        [now_s - float(put) for now_s, content in chunks_of_stream for put in PUT.findall(content)]
+        [
+            now_s - float(sent)
+            for now_s, content in chunks_of_stream
+            for sent in SENT_AT.findall(content)
+        ]
         for chunks_of_stream in received
     ]
     return ReadChunks(chunks, cpu_s, delays_s)
@@ -131,13 +137,13 @@ class Serving(NamedTuple):
 
 @contextmanager
 def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Serving]:
-    """Run a server over `Ticking` in a thread of this process."""
+    """Run a server over `StubService` in a thread of this process."""
     text = {
         "tokenizer": load_tokenizer(demo_paths()[0]),
         "chat_template": ChatTemplate("{{ messages[0].content }}", {}, "the benchmark"),
     }
     model = ServedModel("x", max_model_len=1024, vocab_size=4096, created_s=0, **text)
-    app = create_app(cast(EngineService, Ticking(num_chunks, tokens, tick_s)), model)
+    app = create_app(cast(EngineService, StubService(num_chunks, tokens, tick_s)), model)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(ServerConfig(app, ConnectionLimits(), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -155,10 +161,10 @@ def serving(num_chunks: int, tokens: int, tick_s: float = TICK_S) -> Iterator[Se
 def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[str, Any]:
     """Return a row of the report."""
     with serving(num_chunks, tokens) as (port, cpu_s):
-        elsewhere(read, port, path, 1)  # the first call imports and compiles
+        in_subprocess(read, port, path, 1)  # the first call imports and compiles
         freeze_heap()  # as a server does once it listens
         began_s = cpu_s()
-        chunks_read: ReadChunks = elsewhere(read, port, path, num_streams)
+        chunks_read: ReadChunks = in_subprocess(read, port, path, num_streams)
         us = (cpu_s() - began_s) / chunks_read.chunks * 1e6
     # Time that the server adds between two tokens: the difference of successive delays.
     added_s = np.concatenate([np.abs(np.diff(delays)) for delays in chunks_read.delays_s])
@@ -178,8 +184,8 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--chunks", type=int, default=300, help="of each stream")
-    parser.add_argument("--one-core", action="store_true", help="for server and client together")
+    parser.add_argument("--chunks", type=int, default=300, help="chunks of each stream")
+    parser.add_argument("--one-core", action="store_true", help="run server and client on one core")
     arguments = parser.parse_args()
     if arguments.one_core:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -191,7 +197,7 @@ def main() -> None:
     ]
     notes = (
         f"a tick every {TICK_S * 1e3:g} ms; the server's time includes the stub's, accepting the "
-        "calls and waking up for each tick",
+        "requests and waking up for each tick",
     )
     print_report(
         "server: processor time per chunk", rows, notes=notes, extra={"limit_us": LIMIT_US}

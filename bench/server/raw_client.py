@@ -18,16 +18,16 @@ def read_streams(
     bodies: Sequence[dict[str, Any]],
     note: Callable[[int, bytes], None] | None = None,
 ) -> int:
-    """Open a stream for each body and read all to their ends. Return the number of chunks. `note`
-    gets the index of the body and every piece of bytes."""
+    """Open a stream for each body and read all to their ends. Return the number of chunks.
+    `note` receives the index of the stream and the bytes of each read."""
     selector = selectors.DefaultSelector()
-    for place, body in enumerate(bodies):
+    for stream, body in enumerate(bodies):
         raw = json.dumps(body | {"stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         head += f"Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", port))
         connection.sendall(head.encode() + raw)
-        selector.register(connection, selectors.EVENT_READ, place)
+        selector.register(connection, selectors.EVENT_READ, stream)
     chunks = 0
     while selector.get_map():
         for key, _ in selector.select():
@@ -51,29 +51,29 @@ class TimedRead(NamedTuple):
 
 
 def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> TimedRead:
-    """Read all tokens. Call it in a process of its own. Raises RuntimeError if tokens are
+    """Read all tokens. Call this function in its own process. Raises RuntimeError if tokens are
     missing."""
     body = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
     # With token ids a step is a chunk even without a tokenizer.
     body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
     ends = [b""] * len(prompts)
 
-    def note(place: int, received: bytes) -> None:
-        ends[place] = (ends[place] + received)[-4096:]
+    def note(stream: int, received: bytes) -> None:
+        ends[stream] = (ends[stream] + received)[-4096:]
 
     began_cpu_s, began_s = time.process_time(), time.perf_counter()
     bodies = [body | {"prompt": prompt} for prompt in prompts]
     chunks = read_streams(port, "/v1/completions", bodies, note)
     seconds = time.perf_counter() - began_s
     matches = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
-    tokens, due = sum(int(match[1]) for match in matches if match), len(prompts) * output_tokens
-    if tokens != due:
-        raise RuntimeError(f"{tokens} tokens came, {due} were due")
+    tokens = sum(int(match[1]) for match in matches if match)
+    expected = len(prompts) * output_tokens
+    if tokens != expected:
+        raise RuntimeError(f"received {tokens} tokens instead of {expected}")
     return TimedRead(seconds, tokens, chunks, time.process_time() - began_cpu_s)
 
 
-def elsewhere(work: Callable[..., Any], *args: Any) -> Any:
-    """Return `work(*args)` from a process of its own, so that its work does not delay the
-    server."""
+def in_subprocess(work: Callable[..., Any], *args: Any) -> Any:
+    """Return `work(*args)`, computed in a new process so that the server is not delayed."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)

@@ -17,7 +17,7 @@ from sim.workload.traces.request import TraceRequest
 BLOCK_TOKENS = 16
 GROUPS, GROUP_BLOCKS = 24, 32  # shared prefixes, and the blocks of each
 OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 64)
-VOCAB_SIZE = 4096  # of the demo pair
+VOCAB_SIZE = 4096  # vocabulary of the demo pair
 _PROBE_GROUP = 10**6  # a prefix that no run has
 FULL_ROWS = 16  # requests of a full replica in `probe_runs`.
 _PROBE_TOKENS = 16  # prompt tokens of a probe after the shared prefix.

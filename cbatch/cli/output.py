@@ -21,7 +21,7 @@ def add_json_option(group: argparse._ActionsContainer, what: str = "the figures"
 
 def print_figures(document: Any, place: Path | None) -> None:
     """Write `document` to the file of `--json` (`place`), if given, and call `print_line`."""
-    if names_file(place):
+    if is_file_path(place):
         place.write_text(json.dumps(document) + "\n", encoding="utf-8")
     print_line(document, place)
 
@@ -33,7 +33,7 @@ def print_line(document: Any, place: Path | None = None) -> None:
         print(json.dumps(document), flush=True)
 
 
-def names_file(place: Path | None) -> TypeGuard[Path]:
+def is_file_path(place: Path | None) -> TypeGuard[Path]:
     return place is not None and place != STDOUT
 
 

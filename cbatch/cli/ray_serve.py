@@ -24,7 +24,7 @@ from cbatch.server.http.app import create_app
 from cbatch.server.http.middleware import RequestMiddleware
 from cbatch.server.serving.fleet_metrics import merge
 from cbatch.server.serving.metrics import Metrics
-from cbatch.system.heap import freeze_heap, give_back_large_blocks
+from cbatch.system.heap import freeze_heap, lower_mmap_threshold
 from cbatch.system.logs import configure
 
 NAME = "cbatch"  # name of the Serve application and of its only deployment.
@@ -115,7 +115,7 @@ class ServerReplica:
         self._metrics = Metrics(served.name, self._service)
         self._shutdown = asyncio.create_task(self._end_requests_at_shutdown())
         freeze_heap()
-        give_back_large_blocks()
+        lower_mmap_threshold()
         app = create_app(
             self._service,
             served,

@@ -199,16 +199,16 @@ def add_flags(
     parser: argparse.ArgumentParser,
     kind: type[msgspec.Struct],
     *,
-    but: Collection[str] = (),
+    exclude: Collection[str] = (),
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every setting except `but`, or for those of `only`. `defaults`, by field, are
-    the command's own defaults."""
+    """Add a flag for every setting except those of `exclude`, or for those of `only`. `defaults`,
+    by field, are the command's own defaults."""
     groups: dict[str, argparse._ActionsContainer] = {}
     for setting in fields_of(kind).values():
         name = setting.group
-        if setting.name in but or (only is not None and setting.name not in only):
+        if setting.name in exclude or (only is not None and setting.name not in only):
             continue
         if name not in groups:
             groups[name] = parser.add_argument_group(name) if name else parser

@@ -62,7 +62,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LateCode:
-    """Kernels that an executor compiles while it serves, as its attribute `late`; here none."""
+    """Kernels that are compiled in the background while the engine serves. An executor with such
+    kernels has an attribute `late`; this class is for executors without, and has no kernels."""
 
     pending: tuple[str, ...] = ()  # descriptions of kernels that are not compiled yet
 
@@ -100,25 +101,25 @@ class EngineCore:
         self.grammars = grammars
         self.info = info or {}
         self.closing = closing or ExitStack()
-        self.late: LateCode = getattr(executor, "late", LateCode())
-        self.late.begin()
-        self.waiting: dict[str, tuple[Request, tuple[int, ...]]] = {}  # for late code
+        self.late_kernels: LateCode = getattr(executor, "late", LateCode())
+        self.late_kernels.begin()
+        self.waiting_for_kernels: dict[str, tuple[Request, tuple[int, ...]]] = {}
         self._clock = clock
         self._rejected: list[OutputRow] = []
         self._step_s = 0.0
 
     @property
     def busy(self) -> bool:
-        """Return whether `step` has something to do now, late code to wait for not included."""
+        """Return whether `step` has work now. Requests that wait for kernels do not count."""
         scheduler = self.scheduler
         return bool(scheduler.has_work or scheduler.num_in_flight or self._rejected)
 
     def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
-        """Add a request to the scheduler, once the kernels that it needs are compiled. `output`:
-        tokens that it has emitted before."""
-        if self.late.must_wait(request.params):
+        """Add a request to the scheduler once the kernels that it needs are compiled. `output`: the
+        tokens that a resumed request has already emitted."""
+        if self.late_kernels.must_wait(request.params):
             self.scheduler.config.check_request(request, output)
-            self.waiting[request.request_id] = request, output
+            self.waiting_for_kernels[request.request_id] = request, output
         else:
             self.scheduler.add(request, self._clock(), output)
 
@@ -129,12 +130,12 @@ class EngineCore:
 
     def cancel(self, request_id: str) -> None:
         """End a request as CANCELLED. An unknown id is ignored."""
-        self.waiting.pop(request_id, None)
+        self.waiting_for_kernels.pop(request_id, None)
         self.scheduler.cancel(request_id, self._clock())
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         """End a request at a stop string: its output is its first `keep_tokens` tokens."""
-        self.waiting.pop(request_id, None)
+        self.waiting_for_kernels.pop(request_id, None)
         self.scheduler.finish(request_id, keep_tokens, self._clock())
 
     def step(self) -> StepOutput:
@@ -179,13 +180,13 @@ class EngineCore:
             commit_s=self.loop.commit_s,
             totals=scheduler.stats,
             policy=scheduler.state.policy.stats,
-            compiling=self.late.pending,
+            compiling=self.late_kernels.pending,
         )
 
     def _admit_waiting(self) -> None:
-        for request, output in list(self.waiting.values()):
-            if not self.late.must_wait(request.params):
-                del self.waiting[request.request_id]
+        for request, output in list(self.waiting_for_kernels.values()):
+            if not self.late_kernels.must_wait(request.params):
+                del self.waiting_for_kernels[request.request_id]
                 self.scheduler.add(request, self._clock(), output)
 
 

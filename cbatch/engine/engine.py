@@ -1,4 +1,4 @@
-"""The engine for programs that call `step` themselves."""
+"""`Engine`: requests of text or token ids, for programs that call `step` themselves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import COMPILING_TICK_S, EngineCore
-from cbatch.grammars import not_served
+from cbatch.grammars import grammars_unsupported
 from cbatch.text import TextTokenizer
-from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, require_served, token_ids
+from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, require_supported, token_ids
 from cbatch.text.outputs import Accepted, Output, Speculation
 
 
@@ -28,7 +28,7 @@ class EngineStats(msgspec.Struct):
 
 
 class Engine:
-    """An `EngineCore` with text: requests in, outputs out, one step at a time. Not thread-safe.
+    """An `EngineCore` with a tokenizer: `add` requests, `step` for outputs. Not thread-safe.
 
     `LLM` and `cbatch.load_engine` create one from model directories; tests use the simulator's
     executor. A request's `n` choices are separate sequences that share the prompt's KV.
@@ -71,8 +71,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Accepted:
-        """Queue a prompt (text or token ids). Only requests with the same `cache_salt` share the KV
-        of its prefixes. Raises `FieldError`; nothing is queued then."""
+        """Queue a prompt (text or token ids). Requests share cached prefixes only if they have the
+        same `cache_salt`. Raises `FieldError` for an invalid request, and does not queue it."""
         params = params or self.default_params
         request_id = request_id or f"request-{self._num_added}"
         if request_id in self._groups:
@@ -82,15 +82,15 @@ class Engine:
             request_id=request_id,
             prompt=ids,
             params=params,
-            seed=self._seeds.of(params),
+            seed=self._seeds.seed_for(params),
             priority=priority,
             cache_salt=cache_salt,
         )
         has_text = self.tokenizer is not None
-        require_served(request, drafters=self.core.drafters, has_text=has_text)
+        require_supported(request, drafters=self.core.drafters, has_text=has_text)
         if params.structured_outputs is not None:
             if self.core.grammars is None:
-                raise not_served()
+                raise grammars_unsupported()
             self.core.grammars.check(params.structured_outputs)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         live = {}
@@ -108,7 +108,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End every running choice of a request; the next `step` returns their outputs. Returns
-        False if none is running."""
+        False if no choice is running."""
         running = tuple(self._groups.get(request_id, ()))
         for core_id in running:
             self.core.cancel(core_id)
@@ -137,7 +137,7 @@ class Engine:
                 if row.finish_reason is None:
                     self.core.finish(row.request_id, live.num_tokens)
             outputs.append(output)
-        if self.core.waiting and not outputs and not self.core.busy:
+        if self.core.waiting_for_kernels and not outputs and not self.core.busy:
             time.sleep(COMPILING_TICK_S)
         return outputs
 

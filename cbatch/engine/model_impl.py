@@ -16,7 +16,7 @@ from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf
 from cbatch.runtime.transformers_backend.support import refuse_unsupported
 
-_MIN_VERSION = 5  # of transformers: the first with the interfaces that our backend uses
+_MIN_VERSION = 5  # first version of transformers with the interfaces that our backend uses
 _REMEDY = "pip install 'cbatch[models]'"
 
 

@@ -1,6 +1,6 @@
 """Grammars of structured outputs, compiled where a slow or crashing one delays no other request."""
 
-from cbatch.grammars.compiling import MAX_GRAMMAR_CHARS, Compiled, Grammars, not_served
+from cbatch.grammars.compiling import MAX_GRAMMAR_CHARS, Compiled, Grammars, grammars_unsupported
 from cbatch.grammars.schemas import FIELD
 from cbatch.grammars.validator import GrammarsBusyError, GrammarValidator, ValidatedGrammar
 
@@ -12,5 +12,5 @@ __all__ = [
     "Grammars",
     "GrammarsBusyError",
     "ValidatedGrammar",
-    "not_served",
+    "grammars_unsupported",
 ]

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 65_536  # of a grammar without its annotations.
-MAX_GIVEN_CHARS = 2**20  # with titles, descriptions and other annotations
+MAX_GRAMMAR_CHARS = 65_536  # limit of a grammar without its annotations.
+MAX_GIVEN_CHARS = 2**20  # limit of a grammar with titles, descriptions and other annotations
 # Stack of the compiling thread. The library needs about 7 KiB for each level of nesting, and a text
 # of MAX_GRAMMAR_CHARS cannot nest deeper than this holds. Untouched pages cost no memory.
 STACK_BYTES = 256 * 2**20
@@ -215,8 +215,8 @@ def _limits() -> LLParserLimits:
     )
 
 
-def not_served(field: str = FIELD) -> FieldError:
-    """Return the error of a server that has no tokenizer, and so no structured outputs."""
+def grammars_unsupported(field: str = FIELD) -> FieldError:
+    """Return the error for structured outputs in an engine without a tokenizer."""
     remedy = "leave it out, or start the engine with a tokenizer"
     return FieldError(field, "is not supported here", remedy)
 

@@ -107,7 +107,7 @@ class EngineLink:
             on_event(decode_event(await self._socket.recv()))
 
     def _progress(self) -> tuple[int, ...]:
-        return (self._num_events, *self.journal.signs.tolist())
+        return (self._num_events, *self.journal.progress.tolist())
 
     async def _read(self, on_event: Callable[[Event], None]) -> None:
         while True:

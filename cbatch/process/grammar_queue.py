@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from cbatch.core.request.request import Request, StructuredOutputs
-from cbatch.grammars import Compiled, Grammars, not_served
+from cbatch.grammars import Compiled, Grammars, grammars_unsupported
 
 MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB.
 QUICK_S = 0.05  # processor time below which a grammar is quick; an ordinary schema takes 1 ms.
-_NICE = 10  # of the thread for slow grammars, so that steps go first
+_NICE = 10  # niceness of the thread for slow grammars, so that steps take precedence
 
 
 class Waiting(NamedTuple):
@@ -84,7 +84,7 @@ class GrammarQueue:
 
     def _compile(self, spec: StructuredOutputs, request_id: str) -> Compiled:
         if self._grammars is None:
-            raise not_served()
+            raise grammars_unsupported()
         with self._lock:
             self._compiling[request_id] = None
             self._note(self._compiling)

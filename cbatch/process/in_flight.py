@@ -19,7 +19,7 @@ _SIZE_BYTES = 2**20  # room for about ten thousand ids; unused pages cost nothin
 _READING_BYTES = 2**16
 _COMPILING_BYTES = 2**12
 _HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty.
-_SIGNS = np.dtype("<i8")
+_COUNTER = np.dtype("<i8")
 _FIRST_BYTE = 64  # the lists start after the progress counters
 
 
@@ -56,11 +56,11 @@ class _Names:
 
 
 class InFlightJournal:
-    """The journal of one engine. Each list has one writer at a time; `read` is for after its death.
-    The file must exist (see `create`).
+    """The journal of one engine. Each list has one writer at a time; call `read` after the
+    engine has died. The file must exist (see `create`).
 
-    `signs` int64 [2] are counters that show progress: the first counts commands carried out, the
-    second is advanced by the executor with every part of a step.
+    `progress` int64 [2] are two counters: the first counts executed commands; the executor
+    increments the second after every part of a step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class InFlightJournal:
         self._in_flight = _Names(self._file, _FIRST_BYTE, reading)
         self._reading = _Names(self._file, reading, compiling)
         self._compiling = _Names(self._file, compiling, _SIZE_BYTES)
-        self.signs: NDArray[np.int64] = np.frombuffer(self._file, _SIGNS, 2)
+        self.progress: NDArray[np.int64] = np.frombuffer(self._file, _COUNTER, 2)
         self._written: set[str] = set()
         self._length_bytes = 0
 
@@ -92,13 +92,13 @@ class InFlightJournal:
             self._length_bytes = self._in_flight.write(msgspec.msgpack.encode(sorted(request_ids)))
             self._written = set(request_ids)
 
-    def begin_reading(self, names: bytes) -> None:
-        """Note the requests of a command before it is decoded (a list encoded by msgpack)."""
-        self._reading.write(names)
+    def begin_reading(self, encoded_ids: bytes) -> None:
+        """Record the requests of a command before it is decoded: a list in msgpack."""
+        self._reading.write(encoded_ids)
 
     def end_reading(self) -> None:
         self._reading.hide()
-        self.signs[0] += 1
+        self.progress[0] += 1
 
     def write_compiling(self, request_ids: Collection[str]) -> None:
         """Set the requests whose grammars are being compiled."""
@@ -113,5 +113,5 @@ class InFlightJournal:
         return list(dict.fromkeys(name for names in lists for name in names.read()))
 
     def close(self) -> None:
-        del self.signs  # a view of the file
+        del self.progress  # a view of the file
         self._file.close()

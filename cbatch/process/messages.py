@@ -68,12 +68,12 @@ Command = Add | Cancel | Finish | Stop | Watch
 
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted. `drafters` are the names
-    that requests may use, `info` is for people. `follows_grammars`: grammars are supported."""
+    that requests may use, `info` is for people. `supports_grammars`: grammars are supported."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]
     info: dict[str, Any]
-    follows_grammars: bool = False
+    supports_grammars: bool = False
 
 
 class StartFailed(Message, frozen=True):
@@ -85,8 +85,8 @@ class StartFailed(Message, frozen=True):
 
 
 class Stepped(Message, frozen=True):
-    """The result of a step, or endings without one. It also shows that the engine makes progress;
-    an idle engine sends an empty one."""
+    """The output of a step, or requests that ended without one. An idle engine sends an empty
+    message as a heartbeat."""
 
     output: StepOutput
     stats: EngineMetrics
@@ -160,10 +160,10 @@ def encode(message: Message) -> bytes:
 
 
 def frames_of(command: Command) -> list[bytes]:
-    """Return the frames of a command. The wire ids of new requests go first: if decoding the rest
-    kills the engine, the journal says which requests did it."""
-    names = [command.names()] if isinstance(command, Add) else []
-    return [*names, encode(command)]
+    """Return the frames of a command. An `Add` begins with a frame of its request ids:
+    if decoding the next frame kills the engine, the journal has the ids of these requests."""
+    encoded_ids = [command.names()] if isinstance(command, Add) else []
+    return [*encoded_ids, encode(command)]
 
 
 def decode_command(content: bytes) -> Command:

@@ -13,11 +13,12 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.process.messages import BlockMap, SlotSnapshot, StepSnapshot
 
-PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # between snapshots
-MAX_SHARE = 0.005  # share of the engine's time for snapshots; slow ones are made less often.
-MAX_STEPS = 4  # of a snapshot: the latest.
-MAX_ROWS = 256
-MAX_CELLS = 512
+PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # shortest and longest interval of snapshots
+# Largest share of the engine's time for snapshots. If they are slow, the interval grows.
+MAX_SHARE = 0.005
+MAX_STEPS = 4  # steps in a snapshot, the latest ones.
+MAX_ROWS = 256  # rows of a step, and requests, in a snapshot.
+MAX_CELLS = 512  # cells of the page's map of KV blocks.
 
 
 class _StepArrays(NamedTuple):
@@ -29,7 +30,7 @@ class _StepArrays(NamedTuple):
 
 
 class Monitor:
-    """Collects steps with `note`. They are converted to lists only for a snapshot."""
+    """Keeps the latest steps, for snapshots. Arrays are converted to lists only for a snapshot."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -37,10 +38,10 @@ class Monitor:
         self._num_steps = 0
         self._due_s = 0.0
 
-    def note(self, plan: StepPlan, result: StepResult, commit: Commit) -> None:
+    def on_commit(self, plan: StepPlan, result: StepResult, commit: Commit) -> None:
         self._num_steps += 1
         if len(commit.owners) != plan.num_rows:
-            return  # rows that ended earlier have neither accepted nor rejected drafts
+            return  # the page shows no step with rows that ended before the commit
         self._steps.append(_StepArrays(plan, result.num_drafted.copy(), result.num_accepted.copy()))
 
     def due(self, now_s: float) -> bool:
@@ -48,12 +49,13 @@ class Monitor:
         return now_s >= self._due_s
 
     def on_sent(self, now_s: float, took_s: float) -> None:
-        """Schedule the next snapshot. `took_s` is the processor time of the last one: wall time
-        would seem too long whenever other processes run."""
+        """Schedule the next snapshot. `took_s` is the processor time of the last one, since wall
+        time includes waiting for other processes."""
         self._due_s = now_s + min(max(PERIOD_S, took_s / MAX_SHARE), LONGEST_PERIOD_S)
 
     def take_steps(self) -> tuple[tuple[StepSnapshot, ...], int]:
-        """Return some of the steps since the last call, oldest first, and the number of all."""
+        """Return the latest steps since the last call (at most `MAX_STEPS`, oldest first), and how
+        many steps there were in all."""
         num_steps, rows = self._num_steps, slice(MAX_ROWS)
         steps = tuple(
             StepSnapshot(

@@ -37,10 +37,10 @@ from cbatch.process.messages import (
     encode,
 )
 from cbatch.process.monitor import Monitor
-from cbatch.system.heap import freeze_heap, give_back_free_memory
+from cbatch.system.heap import freeze_heap, trim_heap
 
-HEARTBEAT_S = 0.5  # interval of an idle engine's heartbeats.
-MAX_COMMANDS = 64  # read between two steps, since reading takes time.
+HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine.
+MAX_COMMANDS = 64  # limit of commands between two steps, since reading them delays the next step.
 GRAMMAR_TICK_S = 0.005  # how often an idle engine checks for compiled grammars.
 _LINGER_MS = 2000  # time to send the last messages
 _logger = logging.getLogger("cbatch")
@@ -48,7 +48,7 @@ Factory = Callable[[], EngineCore]  # picklable, since it is called in the new p
 
 
 class EngineServer:
-    """Handles commands between steps, and sends a message for every step."""
+    """Executes the client's commands between steps, and sends it the output of every step."""
 
     def __init__(
         self, core: EngineCore, socket: zmq.Socket[bytes], journal: InFlightJournal
@@ -57,18 +57,18 @@ class EngineServer:
         self._socket = socket
         self._journal = journal
         self._grammars = GrammarQueue(core.grammars, journal.write_compiling)
-        self._freed_memory = True  # since the last step
+        self._trimmed = True  # the heap was trimmed after the last step
         self._monitor: Monitor | None = None  # None: no live page is open
         core.loop.on_in_flight = journal.write
-        # None for an executor whose steps are too short to report progress within.
+        # Executors with short steps report no progress within a step, and lack this method.
         report_progress = getattr(core.executor, "report_progress", None)
         if report_progress is not None:
-            report_progress(journal.signs[1:])
+            report_progress(journal.progress[1:])
 
     def run(self) -> None:
         """Run until a stop command."""
-        core, follows_grammars = self._core, self._core.grammars is not None
-        self._send(Ready(core.scheduler.config, core.drafters, core.info, follows_grammars))
+        core, supports_grammars = self._core, self._core.grammars is not None
+        self._send(Ready(core.scheduler.config, core.drafters, core.info, supports_grammars))
         while self.iterate():
             pass
 
@@ -82,20 +82,20 @@ class EngineServer:
     def _handle_commands(self) -> bool:
         """Handle pending commands; if idle, wait for one. Return False after a stop command."""
         if not self._core.busy:
-            timeout_s = COMPILING_TICK_S if self._core.late.pending else HEARTBEAT_S
+            timeout_s = COMPILING_TICK_S if self._core.late_kernels.pending else HEARTBEAT_S
             timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else timeout_s
             if not self._socket.poll(int(timeout_s * 1000)) and not self._grammars.waiting:
                 self._send(Stepped(StepOutput(), self._core.metrics()))
                 self._send_snapshot()
-                if not self._freed_memory:
-                    give_back_free_memory()
-                self._freed_memory = True
+                if not self._trimmed:
+                    trim_heap()
+                self._trimmed = True
         for _ in range(MAX_COMMANDS):
             if not self._socket.poll(0):
                 break
-            *names, content = self._socket.recv_multipart()
-            if names:
-                self._journal.begin_reading(names[0])
+            *encoded_ids, content = self._socket.recv_multipart()  # see `frames_of`
+            if encoded_ids:
+                self._journal.begin_reading(encoded_ids[0])
             continues = self._execute(decode_command(content))
             self._journal.end_reading()
             if not continues:
@@ -123,7 +123,7 @@ class EngineServer:
                 self._core.finish(request_id, keep_tokens)
             case Watch(enabled):
                 self._monitor = Monitor(self._core.scheduler) if enabled else None
-                self._send_snapshot()  # at once, as an idle engine's next heartbeat may be far
+                self._send_snapshot()  # now: an idle engine sends the next one with a heartbeat
             case _:
                 return False
         return True
@@ -144,9 +144,9 @@ class EngineServer:
             self._send(Stepped(output, self._core.metrics(), kv_events))
         if output.times is None:
             return
-        self._freed_memory = False
+        self._trimmed = False
         if self._monitor is not None and self._core.loop.last is not None:
-            self._monitor.note(*self._core.loop.last)
+            self._monitor.on_commit(*self._core.loop.last)
             if self._monitor.due(time.monotonic()):
                 self._send_snapshot()
 

@@ -18,8 +18,8 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def give_back_large_blocks() -> None:
-    """Make malloc return blocks of `_LARGE_BYTES` or more to the system as soon as they are freed.
+def lower_mmap_threshold() -> None:
+    """Set malloc to return blocks of `_LARGE_BYTES` or more to the system when they are freed.
     By default glibc raises this threshold to the largest block freed so far, and a server that had
     read a few long bodies kept 200 MiB. An engine should not call this function: it allocates the
     same large blocks in every step."""
@@ -27,7 +27,7 @@ def give_back_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-def give_back_free_memory() -> None:
+def trim_heap() -> None:
     """Collect garbage and return the free memory between small blocks to the system. Takes
     milliseconds if the heap was frozen before; call it while no request waits."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Requests made of a caller's parameters, and the text of each choice as its tokens arrive.
+"""Validation and seeds of requests, and the text of each choice as its tokens arrive.
 
 `Engine` does this next to the scheduler, a server in its own process.
 """
@@ -28,7 +28,7 @@ class Seeds:
     def __init__(self, seed: int | None) -> None:
         self._seed, self._num_drawn = seed, 0
 
-    def of(self, params: SamplingParams) -> int:
+    def seed_for(self, params: SamplingParams) -> int:
         """Return the request's own seed, or draw one."""
         if params.seed is not None:
             return params.seed
@@ -47,8 +47,8 @@ def seed_at(seed: int, index: int) -> int:
 def token_ids(
     prompt: Prompt, tokenizer: TextTokenizer | None, max_tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Return the token ids of a prompt. Raises `FieldError`, for a text certain to exceed
-    `max_tokens` before it is encoded."""
+    """Return the token ids of a prompt. Raises `FieldError` for an invalid prompt. A text that
+    cannot fit in `max_tokens` is rejected before it is encoded."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise FieldError("prompt", "is text, but there is no tokenizer", "give token ids")
@@ -66,7 +66,7 @@ def token_ids(
 
 def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
     """Raise `RefusedError` for a text that is too long for `max_tokens` however it is tokenized.
-    Only its length is looked at, so this takes no time."""
+    The check reads the length of the text alone."""
     if len(text) > max_tokens * tokenizer.longest_token_chars:
         problem = f"{len(text)} characters cannot fit"
         raise RefusedError(field, problem, f"the context takes {max_tokens} tokens")
@@ -105,8 +105,9 @@ def _cut(
     return [text[cuts[i] : cuts[i + 1]] for i in range(len(starts))]
 
 
-def require_served(request: Request, *, drafters: Sequence[str], has_text: bool) -> None:
-    """Raise `FieldError` for what an engine without text, or with these `drafters`, cannot do."""
+def require_supported(request: Request, *, drafters: Sequence[str], has_text: bool) -> None:
+    """Raise `FieldError` for an invalid `cache_salt`, a stop string without a tokenizer, or a
+    drafter that is not in `drafters`."""
     require_text("cache_salt", request.cache_salt)
     if request.params.stop and not has_text:
         raise FieldError("stop", "needs a tokenizer", "use stop_token_ids")

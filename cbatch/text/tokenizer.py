@@ -13,7 +13,7 @@ from cbatch.core.request.errors import InputError
 from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece, for bytes that no token covers
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token of a byte
 # Token ids. The library holds the interpreter lock while it decodes one list, but not for a batch
 # of one list.
 _LONG = 4096

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")
 DONE, RAISED, DIED = range(3)  # kinds of answers: with a result, an exception, an exit status
 _OUT_OF_MEMORY = 1  # exit status of a worker.
-_NICE = 10  # of a worker whose tasks are `aside`
+_NICE = 10  # niceness of a worker whose tasks are `aside`
 
 
 class TaskLimits(NamedTuple):

@@ -10,13 +10,13 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
-from cbatch.cli.output import add_json_option, names_file, print_line
+from cbatch.cli.output import add_json_option, is_file_path, print_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
-from sim.cli.display import Bar, prices_of
+from sim.cli.display import Bar, describe_costs
 from sim.cli.processes import num_processes, run_scenarios
-from sim.cli.scenario import USUAL, Scenario
+from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.cli.sweep import (
     Variant,
@@ -24,15 +24,16 @@ from sim.cli.sweep import (
     refuse_processes_without_sweep,
     variants,
 )
-from sim.report.capacity import Capacity, ServiceLevel, Tried, find_capacity, judge, try_rate
+from sim.report.capacity import Capacity, ServiceLevel, Trial, find_capacity, judge, try_rate
 from sim.report.display import wide_console
 from sim.report.report import Objectives, Record, parse_objectives, to_json
 from sim.workload.options import SHARE_KNOB
 
 COMMAND = "sim capacity"
 PERCENTILE = 99.0  # default, unless a goodput share is given
-_level = partial(knob, "service level")
-PACE = ("rate", "rate_scale", "concurrency", "think")  # not options here: the search sets the rate
+_knob = partial(knob, "service level")
+# Options of a simulation that this command lacks, since the search chooses the rate.
+PACE = ("rate", "rate_scale", "concurrency", "think")
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     percentile: Annotated[
         float | None,
-        _level(
+        _knob(
             "percentile of a latency that must meet its --slo",
             "P",
             default="99, or none with a share",
@@ -49,15 +50,15 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     goodput_share: Annotated[float | None, SHARE_KNOB] = None
     rate_scales: Annotated[
         str,
-        _level("range of factors on the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
+        _knob("range of factors on the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
     ] = "1/64:64"
 
     @property
     def range(self) -> tuple[float, float]:
         """The lowest and highest factor on the trace's rate. Raises `FieldError`."""
-        ends = [end.partition("/") for end in self.rate_scales.split(":")]
+        fractions = [part.partition("/") for part in self.rate_scales.split(":")]
         try:
-            lowest, highest = (float(n) / float(parts or 1) for n, _, parts in ends)
+            lowest, highest = (float(above) / float(below or 1) for above, _, below in fractions)
         except (ValueError, ZeroDivisionError) as error:
             problem = f"{self.rate_scales!r} is not allowed"
             raise FieldError("rate_scales", problem, "write LOWEST:HIGHEST") from error
@@ -71,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Find the highest rate that meets all objectives, to within 2 %.",
     )
     add_flags(parser, Search)
-    add_flags(parser, Scenario, but=PACE, defaults=USUAL)
+    add_flags(parser, Scenario, exclude=PACE, defaults=ENGINE_DEFAULTS)
     add_comparison_options(parser)
     add_json_option(parser, "the whole report")
     parser.set_defaults(run=run)
@@ -95,10 +96,13 @@ def _run(args: argparse.Namespace, options: Search) -> int:
     else:
         with Bar() as bar:
             capacities = [search(scenarios[0], level, options.range, bar)]
-    documents = [_document(*each, level) for each in zip(runs, capacities, strict=True)]
-    if names_file(args.json):
+    documents = [
+        _document(variant, capacity, level)
+        for variant, capacity in zip(runs, capacities, strict=True)
+    ]
+    if is_file_path(args.json):
         args.json.write_bytes(to_json(documents))
-    print(prices_of(*(document["settings"] for document in documents)))
+    print(describe_costs(*(document["settings"] for document in documents)))
     for variant, capacity in zip(runs, capacities, strict=True):
         _print(variant, capacity)
     print_line({"scenarios": documents}, args.json)
@@ -108,10 +112,10 @@ def _run(args: argparse.Namespace, options: Search) -> int:
 def search(
     scenario: Scenario, level: ServiceLevel, rates: tuple[float, float], bar: Bar | None = None
 ) -> Capacity:
-    """Return the highest rate in the range `rates` that meets `level`. Rates are factors on the
+    """Find the highest rate in the range `rates` that meets `level`. Rates are multiples of the
     trace's own rate."""
 
-    def serve(rate: float, rounds: int) -> Tried:
+    def serve(rate: float, rounds: int) -> Trial:
         records: list[Record] = []
         simulation = build(msgspec.structs.replace(scenario, rate_scale=rate))
         if bar is not None:
@@ -174,9 +178,11 @@ def _conclusion(capacity: Capacity) -> str:
         return f"{lowest} misses the objectives: lower --rate-scales"
     rate = f"{best.rate:.4g} times the rate, {best.arrivals_per_s:,.3f} arrivals/s"
     if best.rounds > 1:
-        rate += f" (the trace is short: it was served {best.rounds} times in a row)"
+        rate += f" (the trace is short, so it was replayed {best.rounds} times in a row)"
     if best.too_short:
-        rate += "; it is too short to tell a burst from a steady load: use a longer trace"
+        rate += (
+            "; the trace is too short to distinguish a burst from a steady load: use a longer one"
+        )
     if capacity.ends == "highest meets":
         return f"capacity: at least {rate}, the highest that was tried: raise --rate-scales"
     return f"capacity: {rate}"

@@ -11,7 +11,7 @@ import msgspec
 from cbatch.core.prices.calibration import Calibration, decode_calibration
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
-from sim.cli.scenario import GPU, MODEL_SHAPE, USUAL, Scenario
+from sim.cli.scenario import ENGINE_DEFAULTS, GPU, MODEL_SHAPE, Scenario
 from sim.cost.base import CostModel, constant_cost
 from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
@@ -127,7 +127,7 @@ def _devices(
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
     """Return the options that size the KV pool, or their defaults."""
-    defaults = USUAL | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
+    defaults = ENGINE_DEFAULTS | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
     given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
     values = defaults | given
     return PoolSettings(

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cbatch.cli.output import add_json_option, names_file, print_line, require_place
+from cbatch.cli.output import add_json_option, is_file_path, print_line, require_place
 from sim.replay.replica import Progress as ReplayProgress
 from sim.report.display import spread_table, summary_of
 from sim.report.page.view import PageCollector, write_page
@@ -112,7 +112,7 @@ class Files:
     def write(self, report: Report) -> None:
         """Write the files that need the whole report: --json and --page."""
         args = self._args
-        if names_file(args.json):
+        if is_file_path(args.json):
             args.json.write_bytes(to_json(report))
         if args.page is not None:
             name = f"{report.settings['trace']}, lookahead {report.settings['lookahead']}"
@@ -122,15 +122,16 @@ class Files:
 
 def print_report(report: Report, json_file: Path | None) -> None:
     console = Console(highlight=False)
-    console.print(prices_of(report.settings), soft_wrap=True)
+    console.print(describe_costs(report.settings), soft_wrap=True)
     console.print(spread_table(str(report.settings["trace"]), report, _SPREADS))
     for line in _lines(report):
         console.print(line, soft_wrap=True)
     print_line(summary_of(report), json_file)
 
 
-def prices_of(*scenarios: dict[str, Any]) -> str:
-    """Name the device, the model and the source of step prices of these scenarios' settings."""
+def describe_costs(*scenarios: dict[str, Any]) -> str:
+    """Return a line with the device, the model and the source of step costs. `scenarios` are the
+    settings of reports."""
     words = {name: name.replace("_", " ") for name in PRICED}
     sources = (
         ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios

@@ -7,7 +7,7 @@ import argparse
 from cbatch.cli.settings import add_flags
 from cbatch.core.request.errors import FieldError
 from sim.cli.display import Bar, Files, add_report_options, print_report
-from sim.cli.scenario import USUAL, Scenario
+from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.cli.sweep import (
     add_comparison_options,
@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Replay a trace through the engine's own scheduler, with a cost model for the "
         "duration of a step. A step log also sets the defaults of sizes, queue and prefix cache.",
     )
-    add_flags(parser, Scenario, defaults=USUAL)
+    add_flags(parser, Scenario, defaults=ENGINE_DEFAULTS)
     add_comparison_options(parser)
     add_report_options(parser)
     parser.set_defaults(run=run)

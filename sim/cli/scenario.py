@@ -22,14 +22,14 @@ from sim.workload.traces.request import TraceRequest
 # Defaults for options that neither the user nor the cost model gives.
 GPU, MODEL_SHAPE = "H100", "llama-3.1-8b"
 ACCEPTANCE, ROUTER = "0.7", "round-robin"
-USUAL: dict[str, Any] = {
+ENGINE_DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 2048,
     "block_size": 16,
     "queue_policy": "fcfs",
 }
 # Options that set the field of `SchedulerConfig` with the same name.
-SIZES = (*USUAL, "num_blocks", "max_model_len", "itl_target_s")
+SIZES = (*ENGINE_DEFAULTS, "num_blocks", "max_model_len", "itl_target_s")
 
 _SOURCES = ("step_seconds", "cost", "cost_table")
 _STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_model")

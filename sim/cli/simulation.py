@@ -16,7 +16,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cli.costs import Priced, priced
-from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, USUAL, Scenario
+from sim.cli.scenario import ACCEPTANCE, ENGINE_DEFAULTS, ROUTER, SIZES, Scenario
 from sim.cost.base import CostModel
 from sim.cost.recorded_pool import recorded_blocks
 from sim.executor.acceptance import parse_acceptance
@@ -184,10 +184,10 @@ def _scheduler(
     recorded: SchedulerConfig | None,
 ) -> SchedulerConfig:
     """Return the scheduler's configuration. A size is the option's, otherwise the cost model's,
-    otherwise that of `USUAL` up to the largest measured value. Settings without an option come from
-    `recorded`, the engine that recorded a step log. Raises `FieldError`."""
+    otherwise that of `ENGINE_DEFAULTS` up to the largest measured value. Settings without an option
+    come from `recorded`, the engine that recorded a step log. Raises `FieldError`."""
     given = {field: v for field in SIZES if (v := getattr(scenario, field)) is not None}
-    fields: dict[str, Any] = USUAL | prices.engine
+    fields: dict[str, Any] = ENGINE_DEFAULTS | prices.engine
     limits = {field: limit for field, limit in prices.limits.items() if limit is not None}
     for field, limit in limits.items():
         if field not in prices.engine:

@@ -13,10 +13,10 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
-from cbatch.cli.output import names_file, print_line
+from cbatch.cli.output import is_file_path, print_line
 from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
-from sim.cli.display import prices_of
+from sim.cli.display import describe_costs
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build, refuse_ignored
@@ -115,7 +115,7 @@ def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
         views = run_scenarios(_view, scenarios, processes)
         reports = [view.report for view in views]
         _write_page(args.page, variants, views)
-    if names_file(args.json):
+    if is_file_path(args.json):
         args.json.write_bytes(to_json(reports))
     rows = [figures(report) for report in reports]
     _print(variants, reports, rows)
@@ -158,7 +158,7 @@ def _print(
 ) -> None:
     """Print a row per scenario, with the ratio to the first row under each figure."""
     console = wide_console()
-    console.print(prices_of(*(report.settings for report in reports)), soft_wrap=True)
+    console.print(describe_costs(*(report.settings for report in reports)), soft_wrap=True)
     title = f"{reports[0].settings['trace']}, simulated; times in ms"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in variants[0].values:

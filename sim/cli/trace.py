@@ -155,7 +155,7 @@ def _table(trace: OpenedTrace, statistics: dict[str, Any]) -> Table:
         ("time span", _span(statistics["span_s"])),
         ("requests/s", _number(statistics["rate_per_s"], ".3g")),
         ("CV of gaps (Poisson: 1)", _number(statistics["gap_cv"], ".3g")),
-        ("same stamp as the one before", f"{statistics['same_stamp_share']:.1%}"),
+        ("same timestamp as the one before", f"{statistics['same_stamp_share']:.1%}"),
         ("busiest minute over mean", _number(statistics["peak_minute_ratio"], ".2f")),
         ("minutes without a request", f"{statistics['empty_minutes']:,}"),
         ("prompt tokens", _lengths(statistics["prompt_tokens"])),

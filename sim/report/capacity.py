@@ -52,7 +52,7 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("--goodput-share", problem, "use a number in (0, 1]")
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one rate; times are at the percentile, None without one. The trace was served
     `rounds` times in a row. `too_short`: the run was too short to distinguish a burst from a
     sustained load."""
@@ -76,19 +76,19 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     if the lowest rate failed. `tried` is in the order of the search."""
 
     ends: Ends
-    best: Tried | None
-    tried: tuple[Tried, ...]
+    best: Trial | None
+    tried: tuple[Trial, ...]
 
 
-def try_rate(serve: Callable[[int], Tried]) -> Tried:
+def try_rate(serve: Callable[[int], Trial]) -> Trial:
     """Judge a rate. `serve(rounds)` serves the trace at that rate, `rounds` times in a row."""
-    tried = serve(1)
+    trial = serve(1)
     for _ in range(_EXTENSIONS):
-        if not tried.meets or tried.rounds >= tried.rounds_needed:
+        if not trial.meets or trial.rounds >= trial.rounds_needed:
             break
-        tried = serve(tried.rounds_needed)
-    stable = tried.growth is None or tried.growth <= MAX_GROWTH
-    return msgspec.structs.replace(tried, meets=tried.meets and stable)
+        trial = serve(trial.rounds_needed)
+    stable = trial.growth is None or trial.growth <= MAX_GROWTH
+    return msgspec.structs.replace(trial, meets=trial.meets and stable)
 
 
 def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
@@ -99,7 +99,7 @@ def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUEST
 
 def judge(
     rate: float, report: Report, records: list[Record], level: ServiceLevel, rounds: int = 1
-) -> Tried:
+) -> Trial:
     """Judge a run by the service level alone; `try_rate` adds the growth of the queue. Raises
     `FieldError` if nothing finished, or if the trace has no rate."""
     if not records:
@@ -132,7 +132,7 @@ def judge(
     share = None if report.goodput is None else report.goodput.share
     if level.goodput_share is not None:
         meets = meets and share is not None and share >= level.goodput_share
-    return Tried(
+    return Trial(
         rate=rate,
         meets=meets,
         arrivals_per_s=(len(times_s) - 1) / span_s,
@@ -147,7 +147,7 @@ def judge(
 
 
 def find_capacity(
-    serve: Callable[[float], Tried],
+    serve: Callable[[float], Trial],
     *,
     lowest: float,
     highest: float,
@@ -172,7 +172,7 @@ def find_capacity(
 
 def search_rates(
     first: float, *, lowest: float, highest: float, tolerance: float
-) -> Generator[float, Tried, Capacity]:
+) -> Generator[float, Trial, Capacity]:
     """Yield rates to try; expect the result of each to be sent back. Return the capacity."""
     tried = [(yield first)]
     up = tried[0].meets

@@ -16,7 +16,7 @@ from sim.workload.lengths import Lengths
 from sim.workload.traces.request import TraceRequest
 
 CHUNK = 1024
-BLOCK_TOKENS = 16  # of the named blocks that turns and system prompts share
+BLOCK_TOKENS = 16  # tokens per id in `hash_ids`, which name shared prefix blocks
 Arrivals = Callable[[np.random.Generator], Iterator[float]]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 
-MAX_TOKENS = 2**24  # of a prompt or an output; no model has a longer context
+MAX_TOKENS = 2**24  # limit of a prompt or an output; no model has a longer context
 Lengths = Callable[[np.random.Generator, int], np.ndarray]  # -> int64 [count]
 
 

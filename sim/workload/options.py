@@ -85,7 +85,7 @@ class OpenedTrace:
             )
             self.format = self._trace.format
             if args.time_unit is None and self._trace.has_stamps_like_seconds():
-                warn(f"{self.path}: stamps look like seconds: give --time-unit s, or ms")
+                warn(f"{self.path}: timestamps look like seconds: give --time-unit s, or ms")
         for option, formats in (("block_tokens", BLOCK_TOKENS), ("time_unit", STAMP_UNITS)):
             value = getattr(args, option)
             if value is not None and (self.format not in formats or not value):

@@ -20,7 +20,7 @@ from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, read_settings
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
-from sim.cli.scenario import USUAL, Scenario
+from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.options import warn
@@ -52,7 +52,7 @@ OTHERS = {
 }
 # A simulated engine is an H100's, and values of a cost model or a log come first: None in the
 # struct.
-OWN_DEFAULTS = {*USUAL, "lookahead"}
+OWN_DEFAULTS = {*ENGINE_DEFAULTS, "lookahead"}
 
 
 def actions(command: str) -> dict[str, argparse.Action]:

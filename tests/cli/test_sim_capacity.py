@@ -92,7 +92,9 @@ def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: 
     slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
     budget = ("--step-budget", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
     run = cbatch("sim", "capacity", path, *slots, *budget, "--rates", "0.5:1")
-    assert run.status == 0 and "too short to tell a burst from a steady load" in run.out, run.out
+    assert run.status == 0 and "too short to distinguish a burst from a steady load" in run.out, (
+        run.out
+    )
 
 
 def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> None:

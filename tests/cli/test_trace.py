@@ -67,7 +67,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
         (("show", "{trace}", "--seed", 1), "--seed: is not used here"),
         (("show", "{trace}", "--format", "azur"), "--format: 'azur' is unknown"),
         (("show", "{trace}", "--format", "azure"), "the file is cbatch-requests"),
-        (("show", "{trace}", "--spread", 3), "rounded less than that"),
+        (("show", "{trace}", "--spread", 3), "rounded to less than that"),
         (("sample", "{trace}", "{out}"), "keeps everything"),
         (("sample", "{trace}", "{out}", "--window", "900:"), "no request is left"),
         (("scale", "{trace}", "{out}"), "changes nothing"),

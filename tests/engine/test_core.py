@@ -95,7 +95,11 @@ def test_of_choices_that_wait_for_kernels_none_stays_where_one_is_refused(
     for params in (SamplingParams(n=3, logit_bias={5: 1.0}), SamplingParams(n=3)):
         with pytest.raises(FieldError, match="is running"):
             engine.add([5, 6], params)
-        assert not engine.core.waiting and not engine.scheduler.has_work and not engine.has_work
+        assert (
+            not engine.core.waiting_for_kernels
+            and not engine.scheduler.has_work
+            and not engine.has_work
+        )
     for group in (SHAPED, BLOCKS):
         late.end(group)
     late.end_all()

@@ -61,7 +61,7 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
     add(calm, *PARAMS)
     undisturbed = steps(calm, set())
     engine = make_engine(depth=depth, late=late.kernels)
-    assert engine.core.late.pending == GROUPS
+    assert engine.core.late_kernels.pending == GROUPS
     add(engine, *PARAMS)
     outputs = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
     assert set(outputs) == {"plain", "filtered"}
@@ -69,10 +69,10 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
         assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
     late.end(BLOCKS)
     outputs |= steps(engine, WAITS[SHAPED])
-    assert engine.core.late.pending == (SHAPED,)
+    assert engine.core.late_kernels.pending == (SHAPED,)
     late.end(SHAPED)
     outputs |= steps(engine, set())
-    assert engine.core.late.pending == ()
+    assert engine.core.late_kernels.pending == ()
     texts = {kind: choice.text for kind, choice in outputs.items()}
     assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
     assert all(choice.finish_reason is FinishReason.LENGTH for choice in outputs.values())
@@ -104,7 +104,7 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     assert reasons == [FinishReason.CANCELLED] * 3
     assert not engine.has_work
     late.end(SHAPED)
-    while SHAPED in engine.core.late.pending:
+    while SHAPED in engine.core.late_kernels.pending:
         pass
     assert engine.step() == [] and not engine.scheduler.has_work
 

@@ -43,7 +43,7 @@ def test_what_is_being_read_is_known_and_reading_is_a_sign_of_life(tmp_path: Pat
         writer.begin_reading(names)
         assert reader.read() == ["a", "b", "c"]
         writer.end_reading()
-        assert reader.read() == ["a"] and reader.signs.tolist() == [count, 0]
+        assert reader.read() == ["a"] and reader.progress.tolist() == [count, 0]
 
 
 def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def step(engine: Engine, monitor: Monitor) -> Any:
     commit = engine.core.loop.step()
     assert commit is not None
     assert engine.core.loop.last is not None
-    monitor.note(*engine.core.loop.last)
+    monitor.on_commit(*engine.core.loop.last)
     return commit
 
 
@@ -113,7 +113,7 @@ def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
     assert engine.core.loop.last is not None
     plan, result, _ = engine.core.loop.last
     fewer = structs.replace(result_rows, owners=result_rows.owners[:-1])
-    monitor.note(plan, result, fewer)
+    monitor.on_commit(plan, result, fewer)
     assert monitor.take_steps() == ((), 1)
 
 

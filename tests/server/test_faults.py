@@ -214,7 +214,7 @@ def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
     log = capfd.readouterr().err
     assert "Traceback" not in log, log
     assert "draining: 4 open requests have 600 s to finish" in log
-    assert log.count("a second signal: 4 open requests are ended") == 1
+    assert log.count("second signal: aborting 4 open requests") == 1
 
 
 def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_client_that_leaves_does_not_wait(
     with serving(engine) as client:
         with client.open(BODY | {"verification": "block", "timeout": 0.3}) as response:
             assert response.status == 408
-        wait_until(lambda: engine.core.waiting == {})
+        wait_until(lambda: engine.core.waiting_for_kernels == {})
         late.end(BLOCKS)
         assert client.post(BODY | {"verification": "block"})[0] == 200
     late.end_all()

@@ -16,7 +16,7 @@ from sim.report.capacity import (
     MAX_GROWTH,
     Capacity,
     ServiceLevel,
-    Tried,
+    Trial,
     find_capacity,
     judge,
     try_rate,
@@ -33,11 +33,11 @@ WIDE = {"lowest": 1 / 8, "highest": 8.0}
 
 def serving(
     level: ServiceLevel, output_tokens: int = OUTPUT_TOKENS, requests: int = REQUESTS
-) -> Callable[..., Tried]:
+) -> Callable[..., Trial]:
     """One slot, `requests` at regular intervals, every step the same: a D/D/1 queue."""
     config = SchedulerConfig(num_blocks=100, max_num_seqs=1, max_model_len=500)
 
-    def serve(rate: float, rounds: int = 1) -> Tried:
+    def serve(rate: float, rounds: int = 1) -> Trial:
         arriving = (
             TraceRequest(arrival_s=i * GAP_S / rate, prompt_tokens=9, output_tokens=output_tokens)
             for i in range(requests * rounds)

@@ -99,7 +99,7 @@ def kept_mib(script: str, how: str) -> float:
 KEPT = """
 import sys, threading
 import msgspec
-from cbatch.system.heap import give_back_large_blocks
+from cbatch.system.heap import lower_mmap_threshold
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * 4 / 1024
@@ -108,7 +108,7 @@ def read(count):
     msgspec.json.decode(b'{"x":[' + b"1," * count + b"1]}")
 
 if sys.argv[1] == "gives back":
-    give_back_large_blocks()
+    lower_mmap_threshold()
 before = resident_mib()
 for i in range(12):
     threads = [threading.Thread(target=read, args=(2_000_000 + 10**5 * ((i + j) % 7),))
@@ -127,7 +127,7 @@ def test_memory_of_long_bodies_is_returned() -> None:
 
 SCATTERED = """
 import sys
-from cbatch.system.heap import give_back_free_memory
+from cbatch.system.heap import trim_heap
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * 4 / 1024
@@ -136,7 +136,7 @@ before = resident_mib()
 held = [bytes(2000) for _ in range(50_000)]
 del held[::2], held[:-1]
 if sys.argv[1] == "gives back":
-    give_back_free_memory()
+    trim_heap()
 print(resident_mib() - before)
 """
 

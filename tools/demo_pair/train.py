@@ -1,7 +1,7 @@
 """Build the demo pair from the interpreter's own standard library.
 
     python -m tools.demo_pair.train                  # everything: about two hours on two cores
-    python -m tools.demo_pair.train draft evaluate   # some stages, from what is in --work
+    python -m tools.demo_pair.train draft evaluate   # some stages, from the files in --work
 
 Every stage can be killed and restarted: it continues from its last checkpoint.
 """
@@ -29,14 +29,16 @@ from tools.demo_pair.parallel import Workers
 from tools.demo_pair.prompts import choose_prompts
 from tools.demo_pair.target import TargetTraining
 
-# Shares of the draft's time: the target writes lessons, the draft learns text, distillation.
 LESSON_PROMPTS = 8192
+# Shares of --draft-minutes: for generating lessons (the data of the distillation) with the target,
+# and for pretraining the draft on text. Distillation gets the rest.
 LESSON_SHARE = 0.4
 TEXT_SHARE = 0.1
 
 
 class Stages:
-    """The stages, which exchange files in the folders `work` and `out`."""
+    """The stages, which exchange files in the folders `work` and `out`. The constructor prepares
+    the tokenizer and the training data, if `work` lacks them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work, self.out = args, args.work, args.out
@@ -44,7 +46,7 @@ class Stages:
         self.workers = Workers(args.threads if self.device == "cpu" else 1)
         self.tokenizer, self.streams, self.corpus = prepare(args.work, args.seed)
 
-    def tokenize(self) -> None:
+    def write_prompts(self) -> None:
         prompts = json.dumps(choose_prompts(self.corpus.held_out), indent=1, ensure_ascii=False)
         (self.out / "prompts.json").write_text(prompts + "\n", encoding="utf-8")
 
@@ -75,9 +77,9 @@ class Stages:
             lessons.save(lesson_file)
         lessons = Lessons.load(lesson_file)
         print(f"lessons of {lessons.ids.numel():,} tokens", flush=True)
-        # A budget of 0 s allows no step: it only loads the net of the text stage.
-        start_from = self._draft_on_text(TrainingBudget(0.0)).net
-        training = Distillation(self.work, lessons, seed, self.workers, start_from)
+        # With a budget of 0 s no step runs: this only loads the net that the text stage trained.
+        pretrained = self._draft_on_text(TrainingBudget(0.0)).net
+        training = Distillation(self.work, lessons, seed, self.workers, pretrained)
         share = 1 - LESSON_SHARE - TEXT_SHARE
         training.run(TrainingBudget(seconds * share, self.args.draft_steps))
         self._keep("draft", training, folder="draft")
@@ -87,7 +89,7 @@ class Stages:
         training.run(budget)
         return training
 
-    def _keep(self, stage: str, training: Training, folder: str | None = None) -> None:
+    def _save(self, stage: str, training: Training, folder: str | None = None) -> None:
         if folder is not None:
             save_pretrained(training.net, self.tokenizer, self.out / folder)
         (self.work / f"{stage}.json").write_text(json.dumps(vars(training.progress)))
@@ -113,7 +115,7 @@ class Stages:
 
 
 STAGES = {
-    "tokenizer": Stages.tokenize,
+    "tokenizer": Stages.write_prompts,
     "target": Stages.train_target,
     "draft-text": Stages.train_draft_text,
     "draft": Stages.train_draft,
@@ -137,12 +139,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--out",
         type=Path,
         default=demo_paths()[0].parent,
-        help="folder that gets target/, draft/ and README.md",
+        help="output folder of target/, draft/ and README.md",
     )
     parser.add_argument("--target-minutes", type=float, default=90.0)
-    parser.add_argument("--target-steps", type=int, help="end the target earlier, at this step")
+    parser.add_argument("--target-steps", type=int, help="stop training the target at this step")
     parser.add_argument("--draft-minutes", type=float, default=20.0)
-    parser.add_argument("--draft-steps", type=int, help="end the draft earlier, at this step")
+    parser.add_argument("--draft-steps", type=int, help="stop training the draft at this step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
@@ -153,14 +155,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def training_lines(args: argparse.Namespace) -> list[str]:
     """Return the card's lines about the training runs, from their progress files."""
-    what = {
+    descriptions = {
         "target": "next-token loss, Muon and AdamW; warm-up, stable, decay",
         "draft-text": "the draft on text alone, next-token loss",
         "draft": "distilled from the target (its likeliest tokens and its argmax), a quarter on "
                  "real text, the rest on the target's own continuations",
     }  # fmt: skip
     lines = []
-    for stage, description in what.items():
+    for stage, description in descriptions.items():
         file = args.work / f"{stage}.json"
         if file.exists():
             progress = json.loads(file.read_text())

@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--answer-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--lesson-minutes", type=float, default=20.0, help="for the answers")
     parser.add_argument("--minutes", type=float, default=40.0, help="for the training")
-    parser.add_argument("--steps", type=int, help="end the training earlier, at this step")
+    parser.add_argument("--steps", type=int, help="stop the training at this step")
     parser.add_argument(
         "--draft-vocab",
         type=int,

@@ -120,7 +120,7 @@ def _conclusion(capacity: Capacity) -> str:
         f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
     )
     if best.too_short:
-        words += "; too short to tell a burst from a steady load: "
+        words += "; too short to distinguish a burst from a steady load: "
         words += f"give {best.rounds_needed} x --requests"
     return words
 

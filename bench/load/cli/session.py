@@ -18,7 +18,7 @@ from bench.load.run.refusals import settle
 from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
 from bench.load.run.sweep import Point, document_of, find_rate, sweep
-from cbatch.cli.output import INTERRUPTED, names_file
+from cbatch.cli.output import INTERRUPTED, is_file_path
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity
 from sim.report.report import parse_objectives, to_json, to_line
@@ -110,7 +110,7 @@ async def _settings(
 def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None) -> None:
     """Write the files of --json, --csv, --records and --page. Raises `FieldError`."""
     try:
-        if names_file(options.json):
+        if is_file_path(options.json):
             options.json.write_bytes(to_json(document_of(points, capacity)))
         if options.csv is not None:
             write_csv(options.csv, points)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bench.load.run.measure import LoadRun
 from bench.load.run.report import Knee, Measured, Sweep
 from bench.load.run.runner import OfferedLoad, Runner
-from sim.report.capacity import Capacity, Tried, rounds_needed, search_rates
+from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 
 MAX_POINTS = 16  # loads of a sweep that doubles.
 GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growth.
@@ -110,23 +110,23 @@ async def find_rate(
 
 
 def _loads(
-    search: Generator[float, Tried, Capacity], share: float
+    search: Generator[float, Trial, Capacity], share: float
 ) -> Generator[OfferedLoad, Point, Capacity]:
     rate_per_s = next(search)
     while True:
         point = yield OfferedLoad(rate_per_s=rate_per_s)
         try:
-            rate_per_s = search.send(tried(rate_per_s, point.report, share))
+            rate_per_s = search.send(to_trial(rate_per_s, point.report, share))
         except StopIteration as end:
             capacity: Capacity = end.value
             return capacity
 
 
-def tried(rate_per_s: float, report: Measured, share: float) -> Tried:
+def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
     """Return the result of a rate for the search."""
     # Without a successful call there is no goodput.
     reached = 0.0 if report.goodput is None else report.goodput.share
-    return Tried(
+    return Trial(
         rate=rate_per_s,
         meets=reached >= share and not report.saturated,
         arrivals_per_s=report.sent / report.duration_s if report.duration_s else 0.0,

@@ -13,7 +13,7 @@ import torch
 from bench.peers.workers.serving import serve
 
 READ_BYTES = 1 << 30  # larger than any cache.
-WIDTH = 2048  # of the square matrices.
+WIDTH = 2048  # rows and columns of the multiplied matrices.
 TRIES = 4
 
 

@@ -1,4 +1,5 @@
-"""The worker of vLLM on a CPU, in one process. It needs vllm only."""
+"""The worker that runs vLLM on a CPU, without a separate engine process. Its Python needs vllm
+alone."""
 
 from __future__ import annotations
 
@@ -51,12 +52,10 @@ class Vllm:
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         completions = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
+        by_prompt = [completion.prompt_logprobs[1:] for completion in completions]
         return [
-            [entry[token].logprob for token, entry in pairs]
-            for pairs in (
-                zip(ids[1:], completion.prompt_logprobs[1:], strict=True)
-                for ids, completion in zip(prompts, completions, strict=True)
-            )
+            [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True)]
+            for ids, entries in zip(prompts, by_prompt, strict=True)
         ]
 
     def _generate(self, prompts: list[list[int]], **params: Any) -> Any:

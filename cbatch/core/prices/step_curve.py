@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 _POINTS = 2  # per doubling
-MEMORY_STEPS = 24.0  # of a point
+MEMORY_STEPS = 24.0  # steps that a point averages over
 _SURPRISE = 1.5  # ratio to the expected duration, or its inverse: a stall, or news
 _UNTRIED = 0.1  # least price of a token past the last point, as a share of the mean price there
 _LEAST_S = 1e-9  # duration of a step while nothing is known

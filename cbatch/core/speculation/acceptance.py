@@ -30,8 +30,8 @@ Rows = slice | np.ndarray  # selects slots
 FLEET_TRIALS, IDLE_TRIALS = 640.0, 160.0  # memory of the prior while rows draft, and while none do
 RECENT = 160.0  # memory of the other averages, in drafts or steps
 DOUBT = 8.0  # drafts whose outcome is assumed to be as estimated, in each ratio of the fleet
-_DEPTH_MEMORY = 0.99  # of the ratios by depth, per observed step
-_IDLE_FADE = 0.5  # of these, per decision while no row drafts
+_DEPTH_MEMORY = 0.99  # decay of the ratios by depth, per observed step
+_IDLE_FADE = 0.5  # their move towards the prior, per decision while no row drafts
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:

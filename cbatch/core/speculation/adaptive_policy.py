@@ -33,8 +33,8 @@ from cbatch.core.speculation.policy import (
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 # Steps of an experiment: at least, and at most, where a step of it loses no more than _LEAST_LOSS.
 LEAST_STEPS, MOST_STEPS = 4, 64
-_LEAST_LOSS = 0.02  # of a step's time
-_EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005  # of the time that experiments may lose
+_LEAST_LOSS = 0.02  # share of a step's time
+_EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005  # share of time that experiments may lose
 
 
 class AdaptivePolicy(LearningPolicy):

@@ -7,7 +7,7 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import convert_fields
 
-MAX_DRAFTS = 32  # of a sequence, in a step
+MAX_DRAFTS = 32  # most drafts of a sequence in a step
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ import numpy as np
 
 from cbatch.core.prices.cost_model import StepPrices
 
-_GRADES = 64  # of worth, from 0 to the most, narrower towards 0
+_GRADES = 64  # number of grades of worth, from 0 to the highest worth, finer towards 0
 
 
 class LookaheadDecision(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from cbatch.core.request.errors import FieldError
 
 # Errors above this many times the median count less: the machine stalled in such a step.
 _CLIP = 4.0
-_ROUNDS = 6  # of reweighting
+_ROUNDS = 6  # iterations of reweighted least squares
 _MIN_PREDICTION_S = 1e-7  # avoids a division by zero
 _MIN_T_SHARE = 0.01  # least value of T, as a share of the shortest measured step
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

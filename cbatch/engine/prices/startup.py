@@ -29,7 +29,7 @@ from cbatch.engine.prices.meter import StepMeter
 from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cache_folder
 
-VERSION = 4  # of measurement and fit; cached prices of another version are measured again
+VERSION = 4  # version of measurement and fit; cached prices of another version are measured again
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
 DRAFTS = 3  # per row, of the shapes that verify

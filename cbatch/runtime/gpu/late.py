@@ -16,7 +16,7 @@ Kernels = dict[str, ahead.Specialisation]  # by key, see `ahead.listed`
 SHAPED = "penalties, logit_bias, min_tokens, and allowed or banned tokens"
 BLOCKS = "verification in blocks"
 GROUPS = (SHAPED, BLOCKS)
-_NICENESS = 10  # of the compiling processes, so that steps take precedence
+_NICENESS = 10  # niceness of the compiling processes, so that steps take precedence
 _logger = logging.getLogger("cbatch")
 
 

@@ -21,7 +21,9 @@ from triton_kernels.slots.state import ArenaSizes
 _SPARE_ENTRIES = 1024
 LIBRARY_BYTES = 128 << 20  # matrix product workspaces, of captured and of other steps
 _FP32_BYTES = 4
-LOGPROB_COPIES = 8  # of fp32 size: logits, log probabilities, int64 temporaries (two each)
+# Memory for log probabilities, in copies of fp32 logits: logits, log probabilities, int64
+# temporaries (two each).
+LOGPROB_COPIES = 8
 
 
 Draft = Decoder | GpuHead

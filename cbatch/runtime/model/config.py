@@ -32,7 +32,7 @@ _MAX_OF = {
     "moe_intermediate_size": 1 << 18,
     "shared_expert_intermediate_size": 1 << 18,
 }
-_MAX_FLOAT = float(2**127)  # of fp32
+_MAX_FLOAT = float(2**127)  # power of two below the largest fp32 number
 
 
 class ModelError(InputError):

@@ -20,7 +20,7 @@ _STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks together w
 # Limits of differences, in standard deviations of the logits. Half precision rounds between layers,
 # where ours has fp32, and a router may then choose another expert: so its limit is for the mean.
 _MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
-_MOST_ALONE = 1e-3  # between rows in a batch and rows alone
+_MOST_ALONE = 1e-3  # limit between a row in a batch and the row alone
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
 
 

@@ -19,7 +19,7 @@ from cbatch.server.http.limits import MIN_READ_BYTES, ConnectionLimits
 from cbatch.server.http.middleware import RequestMiddleware
 from cbatch.server.serving.response_builder import encode
 
-MAX_HEAD_BYTES = 2**16  # of the request line and header fields.
+MAX_HEAD_BYTES = 2**16  # limit of the request line and header fields.
 MAX_LINGERING = 128  # refused connections that linger for `LINGER_S`; further ones close at once.
 LINGER_S = 1.0
 MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses

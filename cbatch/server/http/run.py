@@ -1,4 +1,4 @@
-"""Runs a server process: starts the engine, then HTTP, and stops both on signals."""
+"""The HTTP server of `cbatch serve`, and how it drains and stops on signals."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import uvicorn
 
 from cbatch.server.protocol.errors import EngineLostError
 from cbatch.server.serving.service import EngineService
-from cbatch.system.heap import freeze_heap, give_back_free_memory, give_back_large_blocks
+from cbatch.system.heap import freeze_heap, lower_mmap_threshold, trim_heap
 
 _logger = logging.getLogger("cbatch")
-_REST_TICKS = 50  # between attempts to return free memory; a tick is a tenth of a second.
+_TRIM_TICKS = 50  # interval of `trim_heap` while idle; a tick of uvicorn is 0.1 s.
 _FLUSH_S = 5  # time for complete responses to reach their clients
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that drains. After the first signal it still listens, but rejects requests, until
-    the accepted ones have finished or `grace_s` is over. A second signal stops it at once. If the
-    engine is lost it ends by itself, so that a supervisor can restart it. `on_listening` receives
-    the port."""
+    """A server that drains. After the first signal it rejects new requests, and stops when the open
+    ones have finished or `grace_s` has passed. A second signal stops it at once. It also stops if
+    the engine is lost, so that a supervisor can restart it. `on_listening` receives the port."""
 
     def __init__(
         self,
@@ -50,12 +49,12 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             freeze_heap()
-            give_back_large_blocks()
+            lower_mmap_threshold()
             self._on_listening(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _REST_TICKS == 0 and not self._service.num_open:
-            give_back_free_memory()
+        if counter % _TRIM_TICKS == 0 and not self._service.num_open:
+            trim_heap()
         return await super().on_tick(counter) or self._service.down is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -70,11 +69,11 @@ class DrainingServer(uvicorn.Server):
     def _on_signal(self) -> None:
         num_open = self._service.num_open
         if self._draining is None:
-            message = "draining: %d open requests have %g s to finish; a second signal ends them"
+            message = "draining: %d open requests have %g s to finish; a second signal aborts them"
             _logger.info(message, num_open, self._grace_s)
             self._draining = asyncio.create_task(self._drain())
         elif not self.force_exit:
-            _logger.warning("a second signal: %d open requests are ended", num_open)
+            _logger.warning("second signal: aborting %d open requests", num_open)
             self._draining.cancel()
             self.should_exit = self.force_exit = True
 

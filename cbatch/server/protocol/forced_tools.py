@@ -19,7 +19,7 @@ from msgspec import Meta
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
 
-MAX_CALLS = 16  # in one reply
+MAX_CALLS = 16  # tool calls in one reply
 MAX_TOOLS = 128
 # JSON's special characters within a string, and outside of strings, numbers, literals, punctuation.
 _IN_STRING, _BETWEEN = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")

@@ -17,7 +17,7 @@ from cbatch.core.request.request import Request, SamplingParams, StructuredOutpu
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.recorded_pool import CacheCleared
 from cbatch.engine.core import EngineMetrics
-from cbatch.grammars import GrammarsBusyError, GrammarValidator, not_served
+from cbatch.grammars import GrammarsBusyError, GrammarValidator, grammars_unsupported
 from cbatch.kv_events.wire import encode_changes
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Snapshot, Stepped
@@ -33,7 +33,7 @@ from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueu
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
-from cbatch.text.output_processor import Seeds, require_served
+from cbatch.text.output_processor import Seeds, require_supported
 from cbatch.workers import PoolClosedError, WorkerPool
 
 if TYPE_CHECKING:
@@ -147,11 +147,11 @@ class EngineService:
         """Prepare to tokenize the prompts of `model`. The engine must have been started."""
         engine = self._client.engine
         assert engine is not None
-        follows_grammars = self._tokenizer is not None and engine.follows_grammars
-        eos_ids = engine.config.eos_ids if follows_grammars else None
+        supports_grammars = self._tokenizer is not None and engine.supports_grammars
+        eos_ids = engine.config.eos_ids if supports_grammars else None
         setup = partial(WorkerState, model, engine.config.vocab_size, eos_ids)
         self._workers = WorkerPool(setup)
-        if follows_grammars:
+        if supports_grammars:
             self._grammars = GrammarValidator(self._workers)
         self._prompts = PromptReader(model, self._workers, self.limits, self.queue)
         return self._prompts
@@ -260,12 +260,12 @@ class EngineService:
             request_id=api_request.id,
             prompt=ids,
             params=params,
-            seed=self._seeds.of(params),
+            seed=self._seeds.seed_for(params),
             priority=api_request.fields.priority,
             cache_salt=api_request.fields.cache_salt,
             itl_target_s=api_request.itl_target_s,
         )
-        require_served(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
+        require_supported(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
         engine.config.check_request(request)
         return request
 
@@ -275,7 +275,7 @@ class EngineService:
         params, field = request.params, api_request.grammar_field
         assert params.structured_outputs is not None
         if self._grammars is None:
-            raise not_served(field)
+            raise grammars_unsupported(field)
         try:
             grammar = await self._grammars.check(
                 params.structured_outputs, num_choices=params.n, field=field, owner=api_request.key

@@ -1,4 +1,4 @@
-"""Changes to a trace: finer stamps, another rate, fewer requests, other lengths."""
+"""Changes to a trace: spread timestamps, another rate, fewer requests, other lengths."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from sim.workload.traces.request import TraceRequest
 
 
 def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterator[TraceRequest]:
-    """Spread stamps that were rounded down to multiples of `bin_s` (3 s in Mooncake): each request
-    moves to a uniform time in its bin, in order. Raises `FieldError` for finer stamps."""
+    """Spread timestamps that were rounded down to multiples of `bin_s` (3 s in Mooncake). Each
+    request moves to a uniformly random time in its bin; the order stays. Raises `FieldError` if two
+    timestamps are less than `bin_s` apart."""
     require_positive("spread", bin_s)
     rng = np.random.default_rng(seed)
     last_s = -math.inf
-    for stamp_s, group in groupby(requests, key=lambda request: request.arrival_s):
-        if stamp_s - last_s < bin_s * (1 - 1e-9):
+    for timestamp_s, group in groupby(requests, key=lambda request: request.arrival_s):
+        if timestamp_s - last_s < bin_s * (1 - 1e-9):
             raise FieldError(
                 "--spread",
-                f"stamps are {stamp_s - last_s:.6g} s apart, at {stamp_s:.6g} s",
-                "they are rounded less than that: give fewer seconds",
+                f"timestamps are {timestamp_s - last_s:.6g} s apart, at {timestamp_s:.6g} s",
+                "the trace is rounded to less than that: give fewer seconds",
             )
-        last_s = stamp_s
-        together = list(group)
-        offsets_s = np.sort(rng.random(len(together))) * bin_s
-        for request, offset_s in zip(together, offsets_s.tolist(), strict=True):
-            yield replace(request, arrival_s=stamp_s + offset_s)
+        last_s = timestamp_s
+        simultaneous = list(group)
+        offsets_s = np.sort(rng.random(len(simultaneous))) * bin_s
+        for request, offset_s in zip(simultaneous, offsets_s.tolist(), strict=True):
+            yield replace(request, arrival_s=timestamp_s + offset_s)
 
 
 def rate_of(requests: Iterable[TraceRequest]) -> float:
-    """Return their mean rate, in requests a second. Raises `FieldError` where they have none."""
+    """Return the mean arrival rate, in requests per second. Raises `FieldError` if all requests
+    arrive at the same time."""
     count, first_s, last_s = 0, 0.0, 0.0
     for request in requests:
         last_s = request.arrival_s
@@ -56,15 +58,15 @@ def scale(
     prompt: float = 1.0,
     output: float = 1.0,
 ) -> Iterator[TraceRequest]:
-    """Scale the rate (not a session's think times) and the lengths, to at least one token. Raises
-    `FieldError` for lengths beyond `MAX_TOKENS`, and if prompts have `hash_ids` and `prompt` is not
-    1."""
+    """Multiply the arrival rate and the lengths, which stay at least one token. Think times of
+    sessions do not change. Raises `FieldError` for lengths beyond `MAX_TOKENS`, and for scaled
+    prompts with `hash_ids`."""
     for field, value in (("--rate-scale", rate), ("--prompt", prompt), ("--output", output)):
         require_positive(field, value)
     for request in requests:
         if prompt != 1 and request.hash_ids is not None:
             raise FieldError(
-                "--prompt", "prompts of this trace have named blocks", "scale the rate or outputs"
+                "--prompt", "prompts with hash_ids have a fixed length", "scale the rate or outputs"
             )
         yield replace(
             request,
@@ -77,7 +79,9 @@ def scale(
 def _scaled(field: str, tokens: int, factor: float) -> int:
     scaled = max(1, round(tokens * factor))
     if scaled > MAX_TOKENS:
-        raise FieldError(field, f"makes {scaled} tokens of {tokens}", f"keep to {MAX_TOKENS}")
+        raise FieldError(
+            field, f"scales {tokens} tokens to {scaled}", f"the maximum is {MAX_TOKENS}"
+        )
     return scaled
 
 
@@ -90,9 +94,9 @@ def sample(
     end_s: float = math.inf,
     seed: int = 0,
 ) -> Iterator[TraceRequest]:
-    """Yield the requests that arrive in [start_s, end_s), of these a random `share` (whole sessions
-    if the trace has sessions), of these the first `max_requests`. Arrivals count from the first
-    one."""
+    """Yield a sample of the requests that arrive in [start_s, end_s). First a random `share` is
+    kept, by whole sessions if the trace has sessions; then the first `max_requests`. Arrival
+    times become relative to the first request of the sample."""
     if not 0 < share <= 1:
         raise FieldError("--share", f"{share} is not allowed", "use a number in (0, 1]")
     if max_requests is not None and max_requests < 1:
@@ -115,16 +119,16 @@ def sample(
 
 
 def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
-    """Repeat the requests. Each repetition begins a mean gap after the last, and has sessions and
-    named blocks of its own."""
+    """Repeat the requests without end. The mean gap between arrivals separates two repetitions.
+    Each repetition has its own session names and `hash_ids`; no prefix is shared with others."""
     period_s = max(r.arrival_s for r in requests) * len(requests) / max(len(requests) - 1, 1)
-    names = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
+    num_ids = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
     yield from requests
     for repetition in count(1):
         for request in requests:
             hash_ids, session = request.hash_ids, request.session
             if hash_ids is not None:
-                hash_ids = tuple(name + repetition * names for name in hash_ids)
+                hash_ids = tuple(i + repetition * num_ids for i in hash_ids)
             if session is not None:
                 session = f"{session} ({repetition})"
             arrival_s = request.arrival_s + repetition * period_s
@@ -132,7 +136,7 @@ def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 def _hash_share(name: str, seed: int) -> float:
-    """Return a number in [0, 1) that depends on name and seed alone. So a session is kept or
-    dropped as a whole without being remembered."""
+    """Return a number in [0, 1) that depends on name and seed alone. All requests of a session get
+    the same number, so that the session is kept or dropped as a whole."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

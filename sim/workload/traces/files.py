@@ -15,7 +15,7 @@ import msgspec
 from sim.workload.lengths import MAX_TOKENS
 from sim.workload.traces.request import TraceError
 
-MAX_LINE_BYTES = 2**28  # of a line, and of a file that is read whole
+MAX_LINE_BYTES = 2**28  # limit of a line, and of a file that is read whole
 _GZIP_MAGIC = b"\x1f\x8b"
 Lines = Iterator[tuple[int, str]]
 

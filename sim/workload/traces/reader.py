@@ -18,7 +18,7 @@ from sim.workload.traces.windows import read_windows
 
 WINDOWS = "servegen"
 _LOOK_ROWS = 1000
-_MAX_RATE_PER_S = 10.0  # the busiest published trace with stamps in milliseconds has 7
+_MAX_RATE_PER_S = 10.0  # the busiest published trace with timestamps in milliseconds has 7
 
 
 class Trace:
@@ -41,8 +41,8 @@ class Trace:
         time_unit: str | None = None,
     ) -> None:
         """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
-        and counts them in `skipped`. `in_order=False` allows stamps that go backwards. `seed` is
-        for ServeGen windows, which give distributions instead of requests. `block_tokens` and
+        and counts them in `skipped`. `in_order=False` allows timestamps that go backwards. `seed`
+        is for ServeGen windows, which give distributions instead of requests. `block_tokens` and
         `time_unit` (a key of `formats.UNITS_S`) default to the format's."""
         self.path = Path(path)
         self.skipped = 0

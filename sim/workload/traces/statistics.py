@@ -126,7 +126,7 @@ class _Gaps:
 
 
 class _Sharing:
-    """A trie of named blocks as one dictionary: (parent node, name) -> node."""
+    """A trie of prefix blocks as one dictionary: (parent node, hash id) -> node."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}

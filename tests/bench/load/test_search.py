@@ -11,7 +11,7 @@ from bench.load.client.call import CallError, Failure
 from bench.load.run.measure import LoadRun, measure
 from bench.load.run.report import Measured
 from bench.load.run.runner import OfferedLoad
-from bench.load.run.sweep import RANGE, TOLERANCE, Point, document_of, find_rate, tried
+from bench.load.run.sweep import RANGE, TOLERANCE, Point, document_of, find_rate, to_trial
 from sim.report.capacity import Capacity
 from sim.report.report import Objectives, to_json
 from tests.bench.load.test_measure import run_of, steady_calls
@@ -72,7 +72,7 @@ def test_calls_that_pile_up_are_no_success_though_the_run_was_short() -> None:
         run = run_of(steady_calls(20, served_per_s), open_loop=True)
         report = measure([run], settings={}, objectives=Objectives(e2e_s=60))
         assert report.goodput is not None and report.goodput.share == 1.0
-        assert report.saturated is not meets and tried(20.0, report, 0.99).meets is meets
+        assert report.saturated is not meets and to_trial(20.0, report, 0.99).meets is meets
 
 
 def test_a_burst_is_called_too_short() -> None:
@@ -80,7 +80,7 @@ def test_a_burst_is_called_too_short() -> None:
     for span_s, too_short in ((0.2, True), (20.0, False)):
         run = run_of(steady_calls(20, 40.0, span_s=span_s), open_loop=True)
         report = measure([run], settings={}, objectives=Objectives(e2e_s=60))
-        assert tried(20.0, report, 0.99).too_short is too_short
+        assert to_trial(20.0, report, 0.99).too_short is too_short
 
 
 def test_the_range_has_ends_and_a_search_can_be_stopped() -> None:

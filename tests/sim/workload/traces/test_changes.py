@@ -89,7 +89,7 @@ def test_spreading_keeps_order_bins_and_law() -> None:
     assert spread_trace == list(spread(trace, 3.0, seed=1)) != list(spread(trace, 3.0, seed=2))
     before, after = (summarise(t).statistics.gap_cv for t in (trace, spread_trace))
     assert before is not None and after is not None and after < 0.5 * before
-    with pytest.raises(FieldError, match="rounded less than that"):
+    with pytest.raises(FieldError, match="rounded to less than that"):
         list(spread(trace, 3.5, seed=1))
     with pytest.raises(FieldError, match="spread"):
         list(spread(trace, math.nan, seed=1))
@@ -100,13 +100,13 @@ def test_scaling() -> None:
     scaled = list(scale(trace, rate=4, prompt=1.26, output=0.01))
     assert [r.arrival_s for r in scaled] == [0, 0.5, 1, 1.5]
     assert {(r.prompt_tokens, r.output_tokens, r.session) for r in scaled} == {(13, 1, "s")}
-    with pytest.raises(FieldError, match="named blocks"):
+    with pytest.raises(FieldError, match="prompts with hash_ids"):
         list(scale([named(0, 8, 1, 2)], prompt=2))
     assert list(scale([named(2, 8, 1, 2)], rate=2)) == [named(1, 8, 1, 2)]
     for field in ("rate", "prompt", "output"):
         with pytest.raises(FieldError, match=field):
             list(scale(trace, **{field: 0.0}))
-        with pytest.raises(FieldError, match=rf"--{field}(-scale)?: (makes|1e)"):
+        with pytest.raises(FieldError, match=rf"--{field}(-scale)?: (scales|1e)"):
             list(scale(trace, **{field: 1e8 if field != "rate" else 1e300}))
 
 
