@@ -201,8 +201,8 @@ def spoilt_drafts() -> Iterator[None]:
     def spoilt(self: DraftModel, rows: DraftRows) -> Proposal:
         proposal = propose(self, rows)
         noise = rng.integers(0, self.table.vocab_size, proposal.tokens.shape)
-        wrong = rng.random(proposal.tokens.shape) < _SPOILT
-        return proposal._replace(tokens=np.where(wrong, noise, proposal.tokens))
+        is_spoilt = rng.random(proposal.tokens.shape) < _SPOILT
+        return proposal._replace(tokens=np.where(is_spoilt, noise, proposal.tokens))
 
     DraftModel.propose = spoilt  # type: ignore[method-assign]
     try:

@@ -1,6 +1,7 @@
-"""Peak rates of the device, measured in the run that uses them: reading, copying, multiplying.
+"""Ceilings: the highest rates at which the device reads, copies and multiplies. Each run measures
+them for its own figures.
 
-A ceiling is the best of several kernels over buffers far larger than any cache.
+A ceiling is the best rate of several kernels over buffers far larger than any cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SECTION = "ceilings"
 _BYTES, _EDGE = 4 << 30, 8192  # size of a buffer; edge of the square matrices.
 _WARM_S = 0.5  # seconds of work before the first sample: an idle device has low clocks.
 _TILES = ((4096, 4), (8192, 8), (16384, 8))  # (words per load, warps).
-_PROGRAMS = 132 * 8
+_PROGRAMS = 132 * 8  # 8 for each multiprocessor of an H100 or H200.
 
 
 @jit
@@ -50,7 +51,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def load_ceilings(out: Path) -> Ceilings | None:
-    """Return the rates measured in this run; None if they were not."""
+    """Return the rates measured in this run; None if one is missing."""
     rows = Journal(out / f"{SECTION}.jsonl").rows
     rates = [rows.get(name, {}).get("per_s") for name in ("read", "matmul")]
     return Ceilings(*rates) if all(rates) else None
@@ -96,6 +97,7 @@ def _matmul(bench: Bench) -> Row:
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     calls: dict[str, Call] = {
+        # Products of rows of `a` with columns of `b`, then with its rows.
         "rows by columns": lambda: torch.mm(a, b, out=out),
         "rows by rows": lambda: torch.mm(a, b.t(), out=out),
     }

@@ -173,8 +173,10 @@ def _measure(
 
 def _measure_sdpa(bench: Bench, shape: GridHeads) -> Row:
     names = dict.fromkeys((*DECODES, *VERIFIES, *CHUNKS))
-    every = {name: _steps(shape, 64, name, bench.device)[0] for name in names}
-    median_us = {name: _median_us(bench, peers.sdpa(bench, steps)) for name, steps in every.items()}
+    inputs = {name: _steps(shape, 64, name, bench.device)[0] for name in names}
+    median_us = {
+        name: _median_us(bench, peers.sdpa(bench, steps)) for name, steps in inputs.items()
+    }
     _SDPA_US[shape] = median_us
     return _compared(bench, shape, median_us)
 

@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
 _SAMPLE_S = 4e-3  # approximate duration of a sample.
 CELL_S = 0.2  # sampling time of a cell.
-_MOST_SETS = 256  # input sets of a small kernel.
+_MOST_SETS = 256  # maximum number of input sets; the limit for small kernels.
 
 
 class Timing(NamedTuple):
@@ -29,15 +29,17 @@ class Timing(NamedTuple):
 
 
 def input_sets(num_bytes: int, device: torch.device) -> int:
-    """Return how many input sets of that size must alternate so that none stays in the cache."""
+    """Return how many input sets of `num_bytes` each must take turns so that none stays in the L2
+    cache."""
     return max(1, min(_MOST_SETS, -(-4 * l2_bytes(device) // max(num_bytes, 1))))
 
 
 def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> Timing | None:
-    """Return the mean time of one of `calls`, run in sequence; None if calls are not timed here.
+    """Return the time of one call: a sample is the mean over `calls`, run in sequence.
 
-    Every call runs once before, which compiles it; interpreted kernels run only then. Samples are
-    taken for `seconds`; slow calls get fewer samples.
+    First, every call runs once, which compiles its kernel. Samples are then taken for about
+    `seconds`, so slow calls get fewer. Without a GPU nothing is timed, and the result is None;
+    with the interpreter only the first call runs.
     """
     if bench.world.runs:
         for call in calls if bench.full else calls[:1]:
@@ -53,7 +55,8 @@ def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> 
 
 
 def _captured(calls: Sequence[Call]) -> Call:
-    """Capture the calls as one graph. The first two run before on another stream, as a warm-up."""
+    """Return a function that replays the calls as one CUDA graph. To warm up, the first two calls
+    run on another stream before the capture."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -86,7 +89,8 @@ def summarize(seconds: Sequence[float]) -> Timing:
 
 
 def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dict[str, Any]:
-    """Return the columns of a timed kernel; None in them if it, or the ceilings, are unmeasured."""
+    """Return the columns of a timed kernel. Columns that need a missing `timing` or `ceilings` are
+    None."""
     row: dict[str, Any] = dict.fromkeys(FIGURES)
     row |= {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
     if timing is None:

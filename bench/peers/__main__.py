@@ -227,9 +227,9 @@ def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str
             notes.append(f"{peer} left out: name a Python that has it by {flag}")
     if args.skip_agreement:
         notes.append("agreement of the systems was not checked")
-    wrong = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]
-    if wrong:
-        notes.append(f"computes another model, its figures mean nothing: {', '.join(wrong)}")
+    disagreeing = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]
+    if disagreeing:
+        notes.append(f"computes another model, its figures mean nothing: {', '.join(disagreeing)}")
     return notes
 
 

@@ -115,7 +115,7 @@ def _race(
 ) -> list[BatchRun]:
     """Measure and print the speed-up by speculation, for a full batch and for single sequences.
 
-    Both run without lookahead and with it, at full speed. `run` has put all prompts into the
+    Each is run without lookahead and with it, without pauses. `run` has put all prompts into the
     prefix cache, so this times decoding alone. Returns the four runs."""
     slots = min(engine.scheduler.config.max_num_seqs, len(prompts))
     table = Table(title="What speculation gains, in tokens/s", title_justify="left")
@@ -124,14 +124,14 @@ def _race(
     runs: list[BatchRun] = []
     gains: list[float] = []
     for at_once, groups in ((slots, [prompts]), (1, [[each] for each in prompts[:RACE_PROMPTS]])):
-        (off, texts), (on, same_texts) = (
+        (off, texts_off), (on, texts_on) = (
             _timed(engine, info, groups, replace(params, max_lookahead=k, seed=0))
             for k in (0, None)
         )
         runs += [replace(run, batch=at_once) for run in (off, on)]
         rates = [run.tokens_per_s or 0.0 for run in (off, on)]
         gains.append(rates[1] / rates[0] if rates[0] else 1.0)
-        same = "yes" if texts == same_texts else "no"
+        same = "yes" if texts_off == texts_on else "no"
         table.add_row(str(at_once), *(f"{r:,.0f}" for r in rates), f"{gains[-1]:.2f}x", same)
     console.print(table)
     if info.lookahead != "off" and gains[0] < LEAST_GAIN:

@@ -25,7 +25,7 @@ QUESTIONS = (
     "Tell me about the moon.",
 )
 FOLLOW_UP = "Can you explain that to a child?"
-LOOKUP = ("ngram",)  # the drafter, if the options name none but a draft model
+LOOKUP = ("ngram",)  # used if the options give only a draft model, as there is none here
 FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
 
 Messages = list[dict[str, str]]
@@ -36,8 +36,9 @@ def chat(
 ) -> list[BatchRun]:
     """Run all conversations as one batch, two turns each, and print them.
 
-    The second turn finds the first in the prefix cache. Returns the run in a list, or an empty
-    list, after a message, if the model is not installed."""
+    The second turn finds the first in the prefix cache. A step that is drawn takes at least
+    `pace_s` seconds. Returns a list with the run. If the model is not installed, prints so and
+    returns an empty list."""
     console.print()
     console.rule(f"a chat with {NAME}", align="left")
     try:

@@ -43,8 +43,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     def lines(self) -> list[str]:
         """Return the description as lines of text for a log."""
         draft = f", draft {self.draft}" if self.draft else ""
-        by = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
-        lookahead = self.lookahead + by
+        drafters = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
+        lookahead = self.lookahead + drafters
         defaults = ", ".join(f"{name} {value}" for name, value in self.sampling_defaults.items())
         shared = f" in {self.ranks} ranks" if self.ranks > 1 else ""
         factor = f"{self.ranks} x " if self.ranks > 1 else ""
@@ -116,8 +116,8 @@ def total_weight_bytes(models: LoadedModels) -> int:
 def weight_bytes(model: ModelFacts, num_ranks: int = 1) -> int:
     """Return the bytes of the matrices of one rank, as they are in memory. Norms and biases are
     negligible and not counted."""
-    if model.block_bytes is not None:
-        return model.block_bytes
+    if model.matrix_bytes is not None:
+        return model.matrix_bytes
     c = model.config
     count = num_weights(c)
     if not c.tie_embeddings:

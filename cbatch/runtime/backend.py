@@ -62,7 +62,7 @@ class LargestStep(NamedTuple):
 
 
 class ModelFacts(Protocol):
-    """A loaded model or head. `block_bytes` is the size of its matrices if it does not follow from
+    """A loaded model or head. `matrix_bytes` is the size of its matrices if it does not follow from
     `dtype`."""
 
     config: ModelConfig
@@ -73,7 +73,7 @@ class ModelFacts(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def block_bytes(self) -> int | None: ...
+    def matrix_bytes(self) -> int | None: ...
 
 
 class LoadedModels(Protocol):

@@ -69,8 +69,8 @@ class OpenedTrace:
         self.recorded: SchedulerConfig | None = None  # configuration of a step log's last engine
         if is_step_log(self.path):
             if args.format not in (None, STEP_LOG) or args.skip_empty:
-                wrong = "--skip-empty" if args.skip_empty else "--format"
-                raise FieldError(wrong, f"{self.path} is a step log", "leave it out")
+                option = "--skip-empty" if args.skip_empty else "--format"
+                raise FieldError(option, f"{self.path} is a step log", "leave it out")
             self._from_log, self.recorded = read_recording(self.path)
             self.format = STEP_LOG
         else:

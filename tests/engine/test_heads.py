@@ -129,7 +129,7 @@ def test_a_head_of_a_model_in_blocks_is_rounded_to_blocks(tmp_path):
         load_heads(demo_head(), plain, TARGET, HEADS)[0],
         load_heads(demo_head(), blocks, path, HEADS)[0],
     )
-    assert 0.5 < rounded.block_bytes / whole.block_bytes < 0.56
+    assert 0.5 < rounded.matrix_bytes / whole.matrix_bytes < 0.56
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:60]
     plain.keep_hidden(whole.head.hidden_layers)
     hidden = plain.room_for_hidden(len(tokens))

@@ -53,7 +53,7 @@ def test_fields_of_requests(field: str) -> None:
     [
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            "quantization_config.quant_method: 'bitsandbytes' is not supported; .*full weights",
+            "quantization_config.quant_method: 'bitsandbytes' is not supported; .*unquantised",
         ),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 is not supported"),
         ({"architectures": None, "model_type": "medusa"}, "'medusa' is not supported"),

@@ -139,7 +139,7 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         ({"num_local_experts": 8}, ["num_experts", "mixtures of experts"]),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
-            ["quantization_config.quant_method", "bitsandbytes", "full weights"],
+            ["quantization_config.quant_method", "bitsandbytes", "unquantised weights"],
         ),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},

@@ -235,7 +235,11 @@ def test_older_spellings_mean_the_same(architecture: str, values: dict[str, Any]
     [
         ("cohere", {"use_qk_norm": True}, "use_qk_norm: True is not supported"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 33}, "33 is not a multiple of the 64"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 33},
+            "must be a multiple of the width of an expert, 64; got 33",
+        ),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation: 'tanh' is not supported"),
         (
             "phi3",
@@ -262,7 +266,11 @@ def test_what_the_flags_do_not_say_is_left_to_others(
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok: 5 of 4 experts"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 5},
+            "must be at most the 4 experts of a layer, got 5",
+        ),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: must name 4 layers"),
         ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: must be a positive"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must have 4 numbers"),

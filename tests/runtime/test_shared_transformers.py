@@ -53,7 +53,7 @@ def logits_of(folder: Path, ranks: RankGroup | None) -> tuple[torch.Tensor, int,
     rows = sequences((23, 11, 17))
     together = run_all(model, kv, paged(kv, rows), SIZES, firsts=[9, 4, 1])
     alone = torch.cat([run_all(model, kv, paged(kv, [row]), [4]) for row in rows])
-    return together, model.block_bytes, torch.equal(together, alone)
+    return together, model.matrix_bytes, torch.equal(together, alone)
 
 
 def main(rank: int, group: Path, folders: list[Path]) -> None:

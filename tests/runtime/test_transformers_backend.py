@@ -211,7 +211,8 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 "architectures": ["Phi3ForCausalLM"],
                 "quantization_config": {"quant_method": "awq", "bits": 4},
             },
-            "quantization_config: awq: transformers' modelling code supports full weights only",
+            "quantization_config: awq: transformers' modelling code supports unquantised weights "
+            "only",
         ),
     ],
 )

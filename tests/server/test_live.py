@@ -179,7 +179,7 @@ def _admitted(client: Client) -> bool:
 class Stub:
     """A stub of a service."""
 
-    state, over, num_restarts = "running", False, 0
+    state, has_ended, num_restarts = "running", False, 0
 
     class queue:
         num_requests = 0
@@ -213,7 +213,7 @@ def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
         kept = [json.loads((await anext(watcher))[6:])["look"]["num_steps"] for _ in range(2)]
         assert kept == [98, 99] and MAX_UNREAD == 2
         assert service.on_snapshot is not None
-        service.over = True
+        service.has_ended = True
         with pytest.raises(StopAsyncIteration):
             await anext(watcher)
         assert service.on_snapshot is None

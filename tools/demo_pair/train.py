@@ -1,4 +1,4 @@
-"""Build the demo pair from the interpreter's own standard library.
+"""Train the demo pair on the interpreter's own standard library.
 
     python -m tools.demo_pair.train                  # everything: about two hours on two cores
     python -m tools.demo_pair.train draft evaluate   # some stages, from the files in --work

@@ -119,8 +119,10 @@ class AdaptivePolicy(LearningPolicy):
         right after it."""
         if self._steps in self._experiment:
             return 2 * self._steps >= self._experiment.start + self._experiment.stop
-        every = SOON_STEPS if self.drafting else DECISION_STEPS
-        return (self._steps - self._decided_at) % every == SOON_STEPS - 1 or not self.costs.is_known
+        interval = SOON_STEPS if self.drafting else DECISION_STEPS
+        return (
+            self._steps - self._decided_at
+        ) % interval == SOON_STEPS - 1 or not self.costs.is_known
 
     def _decide(self, step: PlannedRows) -> None:
         self._drift()

@@ -94,7 +94,7 @@ def with_prices(
         "shapes": [repr(m.config) for m in given],
         "dtype": [str(target.dtype), kv_cache_dtype],
         "numerics": target.numerics,
-        "weights": [m.block_bytes for m in given],
+        "weights": [m.matrix_bytes for m in given],
         **models.price_key,
         "threads": torch.get_num_threads(),
         "ranks": models.num_ranks,

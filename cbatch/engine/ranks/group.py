@@ -50,13 +50,13 @@ class _Health:
         self._lock = threading.Lock()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.closing or self.problem is not None
 
     def lose(self, problem: str, killed_by: signal.Signals | None = None) -> None:
         """Record a problem. Only the first one counts: later ones are its consequences."""
         with self._lock:
-            if self.over:
+            if self.has_ended:
                 return
             self.problem, self.killed_by = problem, killed_by
         if self.on_lost is not None:
@@ -135,7 +135,7 @@ class Ranks:
         """Send a message to the other ranks; in the context rank 0 does its own part. An exception
         there would leave the others waiting in the middle, so it ends all ranks:
         `RanksLostError`."""
-        if self._health.over:
+        if self._health.has_ended:
             raise self._lost()
         try:
             content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -145,7 +145,7 @@ class Ranks:
         except BaseException as error:
             if not isinstance(error, RanksLostError):
                 self._await_notice(error)
-            if not self._health.over:
+            if not self._health.has_ended:
                 _logger.error("rank 0 did not complete a step", exc_info=error)
             self._health.lose(f"not all ranks completed a step: {error!r}")
             self._finalizer()
@@ -169,7 +169,7 @@ class Ranks:
     def _await_notice(self, error: BaseException) -> None:
         """Wait a moment for the watcher to report the end of the rank whose connection broke."""
         until_s = time.monotonic() + (_NOTICE_S if isinstance(error, Exception) else 0)
-        while not self._health.over and time.monotonic() < until_s:
+        while not self._health.has_ended and time.monotonic() < until_s:
             time.sleep(0.01)
 
     def _lost(self) -> RanksLostError:

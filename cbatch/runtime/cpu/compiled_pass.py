@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is faster than several
 _OUR_REFERENCES = 3  # to the memory of logits: the decoder's, a local name's and an argument's
-WRONG = {
+PASS_ERRORS = {  # by the status that a pass returns
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: too short for the context, or with a block that is not in the cache",
     3: "logits_index: a row that is not in the batch",
@@ -196,7 +196,7 @@ class CompiledDecoder:
     ) -> Tensor:
         """Run a pass; arguments as for `Model.forward`, `progress` as there. A drafter reads
         `states`, fp32 [T, hidden]. Kept states are written to `hidden`, fp32 [T, num_kept, hidden],
-        or [N, 1, hidden] for a drafter. Raises IndexError with a message of `WRONG`."""
+        or [N, 1, hidden] for a drafter. Raises IndexError with a message of `PASS_ERRORS`."""
         rows, num_logits = tokens.shape[0], logit_rows.shape[0]
         if self.num_kept and hidden is None:
             made = num_logits if states is not None else rows
@@ -214,7 +214,7 @@ class CompiledDecoder:
             tables.ctypes.data,
             kv.data.data_ptr(),
             logits.data_ptr(),
-            self._room(max(rows, num_logits), threads),
+            self._work_address(max(rows, num_logits), threads),
             None if progress is None else progress.ctypes.data,
             None if states is None else states.data_ptr(),
             None if hidden is None else hidden.data_ptr(),
@@ -234,13 +234,13 @@ class CompiledDecoder:
         return self._run_parts(step, logits, self._ranks)
 
     def step_like(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
-        """Return the fields that passes of up to `rows` rows and `positions` positions share, for
-        C code that calls passes."""
+        """Return a step for C code that runs several passes of up to `rows` rows and `positions`
+        positions. It has only the fields that are equal in all of them."""
         self._reach(positions)
         threads = torch.get_num_threads()
         return StepStruct(
             kv=kv.data.data_ptr(),
-            memory=self._room(rows, threads),
+            memory=self._work_address(rows, threads),
             blocks=kv.num_blocks + 1,
             block_size=kv.block_size,
             kv_half=kv.data.dtype == torch.bfloat16,
@@ -248,9 +248,9 @@ class CompiledDecoder:
         )
 
     def _call(self, step: StepStruct) -> None:
-        wrong = self._decode(self.struct, step)
-        if wrong:
-            raise IndexError(WRONG[wrong])
+        status = self._decode(self.struct, step)
+        if status:
+            raise IndexError(PASS_ERRORS[status])
 
     def _run_parts(self, step: StepStruct, logits: Tensor, ranks: RankGroup) -> Tensor:
         """Run a pass in parts; between them, ranks add up their sums: see `part` of step.h."""
@@ -288,7 +288,7 @@ class CompiledDecoder:
         first = -memory.ctypes.data % _ALIGNMENT_BYTES // 4
         return torch.from_numpy(memory[first : first + count]).view(rows, vocab)
 
-    def _room(self, rows: int, threads: int) -> int:
+    def _work_address(self, rows: int, threads: int) -> int:
         """Return the address of working memory for this number of rows and threads."""
         if rows > self._room_for[0] or threads > self._room_for[1]:
             self._room_for = 2 * rows, threads

@@ -1,4 +1,4 @@
-"""One decoder for every supported family, over a ragged flat batch and paged KV."""
+"""One decoder for every supported family, over a ragged batch and paged KV."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Model:
 
     @property
     def code(self) -> str:
-        """The modelling code in use, in words."""
+        """A description of the modelling code in use."""
         return f"our own ({self.config.family})"
 
     @property
-    def block_bytes(self) -> int | None:
+    def matrix_bytes(self) -> int | None:
         """Bytes of all matrices, if some of them are quantised; None: they follow from `dtype`."""
         products = [linear.compiled for linear in self.linears()]
         compiled = [product for product in products if product is not None]

@@ -82,7 +82,7 @@ class Linear:
 
     @property
     def description(self) -> str:
-        """The implementation in words."""
+        """A description of the implementation."""
         types = self.compiled.block_types if self.compiled is not None else ()
         return " ".join([self.plan.kind.value, *types])
 

@@ -71,7 +71,7 @@ class Drafter:
         """Zero the drafter's KV in blocks that held non-finite values."""
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """As `TorchExecutor.report_progress`, for the drafter's own model."""
+        """Report progress of the drafter's own model, as `TorchExecutor.report_progress` does."""
 
     def admit(self, admission: NewSequence) -> None:
         """Note a sequence's new slot; the drafter's KV has its first `draft_kv_len_tokens`."""

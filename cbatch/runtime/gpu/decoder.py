@@ -1,4 +1,4 @@
-"""The decoder of every supported family on a GPU, over a flat batch of tokens."""
+"""The decoder of every supported family on a GPU, over a ragged batch."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Decoder:
         self.layers: list[Layer[Any]]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
-            self.block_bytes = self._block_bytes()
+            self.matrix_bytes = self._matrix_bytes()
             self.kv_scales = [_kv_scales(source, i) for i in range(config.num_layers)]
             self._rotary = RotaryTable(
                 config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
@@ -186,13 +186,13 @@ class Decoder:
 
     @property
     def code(self) -> str:
-        """The modelling code in use, in words."""
+        """A description of the modelling code in use."""
         return f"our own ({self.config.family})"
 
     def _products(self) -> list[Any]:
         return [p for layer in self.layers for p in layer.products()] + [self.head]
 
-    def _block_bytes(self) -> int | None:
+    def _matrix_bytes(self) -> int | None:
         """Return the bytes of all matrices; None if no matrix is quantised."""
         weights = [weight_of(product) for product in self._products()]
         if not any(isinstance(weight, Packed) for weight in weights):

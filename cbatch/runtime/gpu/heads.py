@@ -102,7 +102,7 @@ class GpuEagleHead(GpuHead):
                 c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device
             )
         products = [*self._layer.products(), self._lm_head, self._fc, self._front]
-        self.block_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
+        self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
 
     def cos_sin(self, most_tokens: int) -> Tensor:
         return self._rotary.cos_sin(most_tokens)
@@ -125,7 +125,7 @@ class GpuEagleHead(GpuHead):
     def forward(
         self, flat: Flat, states: Tensor, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
     ) -> None:
-        """As `Decoder.forward`, of tokens and the states [T, hidden] before them."""
+        """Compute as `Decoder.forward` does, from tokens and the states [T, hidden] before them."""
         count = len(flat.tokens)
         fused, residual = self.project(flat, states, attention, cos_sin)
         hidden.residual[:count].copy_(residual)
@@ -158,7 +158,7 @@ class GpuEagleHead(GpuHead):
         return (residual + last).to(self.dtype)
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
-        """As `Decoder.logits`."""
+        """Return logits as `Decoder.logits` does."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
         if self._lm_head.norm is None:
@@ -188,7 +188,7 @@ class GpuMedusaHead(GpuHead):
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads: list[Any] = own.heads(vocabulary, target_head)
         products = [*self._heads, *(linear for each in self._blocks for linear in each)]
-        self.block_bytes = sum(weight_of(each).nbytes for each in products)
+        self.matrix_bytes = sum(weight_of(each).nbytes for each in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden[:, 0], self._norm, self.config.rms_norm_eps)

@@ -42,8 +42,8 @@ class DraftPlan(NamedTuple):
 
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
-        none = np.zeros_like(plan.num_drafts)
-        return cls(none, none, none, {})
+        zeros = np.zeros_like(plan.num_drafts)
+        return cls(zeros, zeros, zeros, {})
 
 
 class Credits(NamedTuple):

@@ -40,10 +40,10 @@ def shapes_logits(p: SamplingParams, *, has_stops: bool) -> bool:
 
 def neutral(vocab_size: int) -> Sparse:
     """Return the lists that leave every logit unchanged."""
-    none = np.zeros(0, dtype=np.int32)
+    empty = np.zeros(0, dtype=np.int32)
     plain = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     penalties = np.array([1, 0, 0], dtype=np.float32)
-    return Sparse(plain, none, none.astype(np.float32), none, none, penalties, 0)
+    return Sparse(plain, empty, empty.astype(np.float32), empty, empty, penalties, 0)
 
 
 def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:

@@ -81,7 +81,7 @@ class ModellingDecoder:
         layers, vocab_size = self._probe()
         config = bridge(net.config, path, layers, vocab_size)
         self.config = _served(config, net.config, layers, path)
-        self.block_bytes = sum(parameter.nbytes for parameter in net.parameters())
+        self.matrix_bytes = sum(parameter.nbytes for parameter in net.parameters())
         self.kv_scales = [(1.0, 1.0)] * len(layers)
         self._unturned = torch.tensor([1.0, 0.0], device=self.device)
         self._unturned = self._unturned.repeat(self.config.head_dim // 2, 1)[None].contiguous()
@@ -135,7 +135,7 @@ class ModellingDecoder:
                 raise ModelError(f"{self.path}: {error}") from None
             except Exception as error:  # modelling code may raise anything
                 raise ModelError(
-                    f"{self.path}: {type(self.net).__name__} does not run over a flat batch: "
+                    f"{self.path}: {type(self.net).__name__} cannot compute a ragged batch: "
                     f"{type(error).__name__}: {error!s:.200}"
                 ) from error
         if not self._pass.layers:
@@ -166,7 +166,7 @@ class _SplitModel:
         return self._output_type(last_hidden_state=self._given_states)
 
     def states(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the states [T, hidden] of a flat batch."""
+        """Return the states [T, hidden] of a ragged batch."""
         output = self._net.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False
         )

@@ -18,8 +18,8 @@ class HostBuffers:
     step's message is written while the previous step still runs."""
 
     def __init__(self) -> None:
-        none = torch.zeros(0, dtype=torch.int32)
-        self.message = self.result = self.drafts = self.masks = none
+        empty = torch.zeros(0, dtype=torch.int32)
+        self.message = self.result = self.drafts = self.masks = empty
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Parsing of `config.json`, for every family that our own pass computes."""
+"""Parsing of `config.json`, for every family that our own forward pass computes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from cbatch.runtime.model.quantisation import parse_quantisation
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu_squared"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# One norm, before both attention and the feed-forward; see `Arithmetic.norms`.
 _SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
 _MOST_NORM_EPS = 1.0
-_LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30  # tokens: a prompt token and one more; 32-bit counts
+# In tokens: room for a prompt token and one more; positions are 32-bit integers.
+_LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -52,9 +54,10 @@ def load_config(path: str | Path) -> ModelConfig:
 def parse_config(
     values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """Return the configuration of values already read. Messages use `path`; `names` maps fields to
+    """Return the configuration for the fields `values`. Messages use `path`; `names` maps fields to
     their names in a file of another format. Raises ModelError as `load_config`."""
     family = _family(Fields(path, values, names=names))
+    # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
     _refuse_unsupported(f, family)
@@ -129,13 +132,15 @@ def _experts(f: Fields, family: Family) -> Experts | None:
     count = f.integer("num_local_experts" if f.get("num_experts") is None else "num_experts")
     chosen, width = f.integer("num_experts_per_tok"), f.integer(fields.width)
     if chosen > count:
-        raise f.error("num_experts_per_tok", f"{chosen} of {count} experts")
+        raise f.error(
+            "num_experts_per_tok", f"must be at most the {count} experts of a layer, got {chosen}"
+        )
     shared = f.integer(fields.shared, least=0) if fields.shared else 0
     if shared % width:
-        problem = f"{shared} is not a multiple of the {width} of an expert"
+        problem = f"must be a multiple of the width of an expert, {width}; got {shared}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
-    every = f.integer("decoder_sparse_step", 1)
-    dense = f.get("mlp_only_layers", [])
+    interval = f.integer("decoder_sparse_step", 1)
+    dense_layers = f.get("mlp_only_layers", [])
     layers = range(f.integer("num_hidden_layers"))
     return Experts(
         count=count,
@@ -143,7 +148,7 @@ def _experts(f: Fields, family: Family) -> Experts | None:
         width=width,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
         shared=shared // width,
-        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % every),
+        dense_layers=tuple(i for i in layers if i in dense_layers or (i + 1) % interval),
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,
     )
@@ -182,9 +187,11 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     if experts is not None and family.experts is None:
         problem = f"mixtures of experts are not supported in {family.name}; use a dense model"
         raise f.error("num_experts", problem, UnsupportedModelError)
-    whole = family.names or family.fused or family.experts or family.flags.get("norm_bias")
-    if whole and f.get("quantization_config") is not None:
-        problem = f"{family.name} is supported with full weights only"
+    needs_plain_weights = (
+        family.names or family.fused or family.experts or family.flags.get("norm_bias")
+    )
+    if needs_plain_weights and f.get("quantization_config") is not None:
+        problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)
     for field in family.unsupported:
         if f.get(field, False) is not False:
@@ -200,14 +207,14 @@ def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
     if types is None:
         if family.windows == "late":
             first = f.integer("max_window_layers", least=0)
-            slides = [i >= first for i in range(layers)]
+            is_sliding = [i >= first for i in range(layers)]
         else:
-            every = f.integer("sliding_window_pattern", family.full_every, least=0)
-            slides = [not every or bool((i + 1) % every) for i in range(layers)]
-        return ["sliding_attention" if each else "full_attention" for each in slides]
+            interval = f.integer("sliding_window_pattern", family.full_every, least=0)
+            is_sliding = [not interval or bool((i + 1) % interval) for i in range(layers)]
+        return ["sliding_attention" if each else "full_attention" for each in is_sliding]
     known = ("sliding_attention", "full_attention")
-    named = isinstance(types, list) and all(isinstance(t, str) and t in known for t in types)
-    if not named or len(types) != layers:
+    valid = isinstance(types, list) and all(isinstance(t, str) and t in known for t in types)
+    if not valid or len(types) != layers:
         problem = f"must name {layers} layers, each one of {', '.join(known)}; got {types!r:.80}"
         raise f.error("layer_types", problem)
     layer_types: list[str] = types
@@ -228,12 +235,14 @@ def _windows(
 
 
 def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
-    """Return the longest context.
+    """Return the longest context. As in vLLM, it depends on the type of the rope:
 
-    Configurations disagree whether `max_position_embeddings` is the length before or after
-    scaling. The rules are vLLM's. yarn gives the original length itself. With linear, the field is
-    the length before scaling; with llama3, and where layers have different ropes, the length after.
-    Longrope has other frequencies beyond the original length, so the context ends there.
+    - linear: `max_position_embeddings` is the length before scaling, so it is multiplied;
+    - yarn: the original length is a field of the rope, and is multiplied;
+    - longrope: the original length; longer contexts need other frequencies, which are unsupported;
+    - others: `max_position_embeddings` itself.
+
+    Where layers have different ropes, nothing is multiplied.
     """
     context: float = f.integer("max_position_embeddings")
     if rope.type in ("yarn", "longrope"):
@@ -262,29 +271,30 @@ def _ropes(
             raise f.error("rope_parameters", f"must be an object, got {nested!r:.40}")
         local = f.get("rope_local_base_freq", f.get("rope_theta"))
         by_type = {}
-        for kind, own in (
+        for kind, overrides in (
             ("full_attention", {}),
             ("sliding_attention", {"rope_theta": local, "rope_scaling": None}),
         ):
-            values = {**f.values, **own, "rope_parameters": nested.get(kind)}
+            values = {**f.values, **overrides, "rope_parameters": nested.get(kind)}
             by_type[kind] = _rope(Fields(f.path, values, names=f.names), family, head_dim)
         return by_type["full_attention"], tuple(by_type[kind] for kind in types)
     rope = _rope(f, family, head_dim)
-    none = replace(rope, share=0.0)
+    no_rope = replace(rope, share=0.0)
     if family.ropes == "windowed" and any(windows):
-        return rope, tuple(none if window is None else rope for window in windows)
+        return rope, tuple(no_rope if window is None else rope for window in windows)
     if family.ropes == "listed":
-        every = f.integer("no_rope_layer_interval")
-        listed = f.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(len(windows))])
-        if not isinstance(listed, list) or len(listed) != len(windows):
-            raise f.error("no_rope_layers", f"must have {len(windows)} numbers, got {listed!r:.40}")
-        return rope, tuple(rope if each else none for each in listed)
+        layers, interval = len(windows), f.integer("no_rope_layer_interval")
+        # 1 for a layer with a rope, despite the name of the field.
+        flags = f.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
+        if not isinstance(flags, list) or len(flags) != layers:
+            raise f.error("no_rope_layers", f"must have {layers} numbers, got {flags!r:.40}")
+        return rope, tuple(rope if each else no_rope for each in flags)
     return rope, ()
 
 
 def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
-    """Parse a rope in either spelling: `rope_parameters` (transformers 5), or `rope_theta` with
-    `rope_scaling`."""
+    """Parse the fields of a rope: `rope_parameters` (transformers 5), or `rope_theta` with
+    `rope_scaling` (earlier)."""
     context_tokens = f.integer("max_position_embeddings")
     field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
     raw = f.get(field, {})
@@ -301,16 +311,16 @@ def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
     theta = r.number("rope_theta", f.number("rope_theta", RopeConfig().theta))
     plain = RopeConfig(theta=theta, share=share, interleaved=family.interleaved)
     if plain.rotated(head_dim) % 2:
-        problem = f"{share!r} of {head_dim} dimensions are not pairs"
+        rotated = plain.rotated(head_dim)
+        problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
         raise r.error("partial_rotary_factor", problem)
     if kind == "default":
         return plain
     if kind == "yarn" and theta == 1:
         raise f.error("rope_theta", "must not be 1 with yarn")
-    own = "original_max_position_embeddings"
-    original = (f if r.get(own) is None or own in family.defaults else r).integer(
-        own, context_tokens
-    )
+    field = "original_max_position_embeddings"
+    source = f if r.get(field) is None or field in family.defaults else r
+    original = source.integer(field, context_tokens)
     default_factor = context_tokens / original if kind in ("yarn", "longrope") else None
     factor = r.number("factor", default_factor)
     if kind == "linear":
@@ -339,13 +349,14 @@ def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
 
 
 def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs: int) -> RopeConfig:
-    """Return LongRoPE (arXiv:2402.13753) with its short factors: up to the original context."""
+    """Return LongRoPE (arXiv:2402.13753) with the factors for contexts up to the original length.
+    Longer contexts would need its `long_factor`."""
     divisors = r.get("short_factor")
-    numbers = isinstance(divisors, list) and all(
+    valid = isinstance(divisors, list) and all(
         isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf
         for n in divisors
     )
-    if not numbers or len(divisors) != pairs:
+    if not valid or len(divisors) != pairs:
         raise r.error("short_factor", f"must be {pairs} positive numbers, got {divisors!r:.40}")
     scale = 1.0
     if factor > 1 and original > 1:
@@ -360,7 +371,7 @@ def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs:
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """Return the given factor, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
+    """Return the factor given, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Checkpoint tensors under the names of our own forward pass."""
+"""The tensors of any supported checkpoint, under the names that our own forward pass uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class FamilyWeights(WeightSource):
     def __init__(self, files: WeightSource, config: ModelConfig) -> None:
         self._files, self._family = files, family_named(config.family)
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._fused = {
+        # Fused matrix -> {part: rows}.
+        self._fused_rows = {
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
         }
@@ -44,14 +45,15 @@ class FamilyWeights(WeightSource):
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         for fused in self._family.fused:
-            rows = self._fused[fused]
+            rows = self._fused_rows[fused]
             if last in rows:
-                all_rows = sum(rows.values()), *shape[1:]
-                matrix = self._files.get(f"{parent}.{fused}.{kind}", all_rows)
+                fused_shape = sum(rows.values()), *shape[1:]
+                matrix = self._files.get(f"{parent}.{fused}.{kind}", fused_shape)
                 return dict(zip(rows, matrix.split(list(rows.values())), strict=True))[last]
-        return self._files.get(f"{self._named(module)}.{kind}", shape)
+        return self._files.get(f"{self._stored_name(module)}.{kind}", shape)
 
-    def _named(self, module: str) -> str:
+    def _stored_name(self, module: str) -> str:
+        """Return the name that the checkpoint has for a module of ours."""
         for own_name, stored_name in self._family.names.items():
             if module.endswith(own_name):
                 return module.removesuffix(own_name) + stored_name
@@ -59,17 +61,19 @@ class FamilyWeights(WeightSource):
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self._family.stacked == "outputs":
-            return self._files.get(self._named(name), shape)
-        gates = "gate_up_proj" in name
-        if self._family.stacked == "inputs":  # outputs alternate between gate and up
-            tensor = self._files.get(name, (shape[0], *shape[:0:-1]))
+            return self._files.get(self._stored_name(name), shape)
+        has_gates = "gate_up_proj" in name
+        if self._family.stacked == "inputs":  # a matrix is [experts, inputs, outputs]
+            tensor = self._files.get(name, (shape[0], *reversed(shape[1:])))
             tensor = tensor.transpose(1, -1) if tensor.dim() == 3 else tensor
-            return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1) if gates else tensor
-        experts = self._named(name.partition(_EXPERTS)[0] + _EXPERTS)
-        parts = ("gate_proj", "up_proj") if gates else ("down_proj",)
+            if has_gates:  # the rows of gate and up alternate
+                return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+            return tensor
+        experts = self._stored_name(name.partition(_EXPERTS)[0] + _EXPERTS)
+        parts = ("gate_proj", "up_proj") if has_gates else ("down_proj",)
         part_shape = shape[1] // len(parts), shape[2]
         matrices = []
         for expert in range(shape[0]):
-            names = [f"{experts}.{expert}.{self._named(part)}.weight" for part in parts]
+            names = [f"{experts}.{expert}.{self._stored_name(part)}.weight" for part in parts]
             matrices.append(torch.cat([self._files.get(n, part_shape) for n in names]))
         return torch.stack(matrices)

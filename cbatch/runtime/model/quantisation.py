@@ -48,7 +48,7 @@ def parse_quantisation(given: Any, error: Callable[[str, str], Exception]) -> Qu
                 raise refused("weight_block_size", f"must be two numbers, got {size!r:.40}")
             rows, columns = size
     else:
-        known = "compressed-tensors, gptq, awq, fp8; or use the full weights"
+        known = "compressed-tensors, gptq, awq, fp8; or use the unquantised weights"
         raise refused("quant_method", f"{method!r:.40} is not supported; supported: {known}")
     shifted = method == "gptq" and given.get("checkpoint_format", "gptq") == "gptq"
     return Quantisation(method, int(shifted), rows, columns)

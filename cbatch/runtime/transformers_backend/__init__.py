@@ -1,1 +1,1 @@
-"""transformers' modelling code over a flat batch and paged KV, on any device."""
+"""transformers' modelling code over a ragged batch and paged KV, on any device."""

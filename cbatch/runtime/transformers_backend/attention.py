@@ -33,7 +33,7 @@ def attention(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for a flat batch: query [1, H, T, Dk], key and value [1, Hkv, T, ...] -> [1, T, H,
+    """Attend for a ragged batch: query [1, H, T, Dk], key and value [1, Hkv, T, ...] -> [1, T, H,
     Dv]."""
     layer: AttentionLayer | None = getattr(module, LAYER, None)
     if layer is None or layer.owner.registered is not None:

@@ -64,8 +64,8 @@ def problem_of(values: dict[str, Any]) -> str | None:
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else quantised
         return (
-            f"quantization_config: {method}: transformers' modelling code supports full "
-            "weights only; use a checkpoint that is not quantised"
+            f"quantization_config: {method}: transformers' modelling code supports "
+            "unquantised weights only; use a checkpoint that is not quantised"
         )
     if "auto_map" in values and find_spec(f"transformers.models.{kind}") is None:
         return f"auto_map: {name} has its own code, which is not run"

@@ -91,7 +91,7 @@ class LiveFeed:
             yield b""
             yield b"event: hello\ndata: " + encode(self._hello()) + b"\n\n"
             yield self._frame(self._latest)
-            while not self._service.over:
+            while not self._service.has_ended:
                 try:
                     frame = await asyncio.wait_for(unread.get(), QUIET_S)
                 except TimeoutError:

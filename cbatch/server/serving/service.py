@@ -1,4 +1,5 @@
-"""The engine as the HTTP side sees it: text and parameters in, streams of outputs back."""
+"""The engine as the HTTP side sees it: it takes prompts and parameters and returns streams of
+outputs."""
 
 from __future__ import annotations
 
@@ -39,10 +40,12 @@ from cbatch.workers import PoolClosedError, WorkerPool
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-READING_S = 2.0  # time after a stop signal for prompts that are being tokenized
-# Prompt lengths of the warm-up requests. A next one is skipped if one took over `_LONG_WARM_S`. The
-# first of each size is slower; the last, of a repeated size, gives a true time per prompt token.
-_WARM_TOKENS, _LONG_WARM_S, _WARM_S = (8, 64, 256, 256), 1.0, 60.0
+READING_S = 2.0  # after a stop signal, the time to finish tokenizing the prompts already received
+# Prompt lengths of the warm-up requests. The first request of each length is slow, so the last
+# length is repeated: the engine learns the true time per prompt token.
+_WARM_TOKENS = (8, 64, 256, 256)
+_LONG_WARM_S = 1.0  # warm-up ends after a request that took longer, unless it is the first
+_WARM_TIMEOUT_S = 60.0
 _STOPPING = "the server is stopping"
 
 
@@ -58,7 +61,7 @@ class EngineService:
         seed: int | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """`seed` makes the seeds that are drawn for requests reproducible. `kv_events` publishes
+        """With `seed`, requests without a seed get reproducible ones. `kv_events` publishes
         the engine's KV events; it is closed with the service."""
         self.limits = limits or Limits()
         self.queue = AdmissionQueue(self.limits, time.monotonic, lambda: client.stats)
@@ -66,13 +69,13 @@ class EngineService:
         self.kv_events = kv_events
         if kv_events is not None:
             client.on_step, client.on_death = self._publish, self._publish_cleared
-            self._publish_cleared()  # for subscribers of an earlier server
+            self._publish_cleared()  # subscribers may still list the blocks of an earlier server
         self._workers: WorkerPool | None = None
         self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
-        self._open_requests: dict[OpenRequest, None] = {}
-        self._num_open = 0  # running requests, and those whose prompt or grammar is being read
-        self._stops_at_s: float | None = None  # latest end of a drain; None: not stopping
+        self._submitted: dict[OpenRequest, None] = {}  # prompts that the engine has
+        self._num_open = 0  # these, and prompts that are being tokenized or have grammars checked
+        self._stops_at_s: float | None = None  # when grace time ends; None: not stopping
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -93,11 +96,13 @@ class EngineService:
 
     @property
     def num_requests(self) -> int:
-        return len(self._open_requests)
+        """Number of prompts that the engine has and has not finished."""
+        return len(self._submitted)
 
     @property
     def num_open(self) -> int:
-        """Number of running requests, and of those whose prompt or grammar is being read."""
+        """Number of unfinished prompts: `num_requests`, and those that are being prepared for the
+        engine."""
         return self._num_open
 
     @property
@@ -112,7 +117,7 @@ class EngineService:
 
     @property
     def state(self) -> str:
-        """The state in one word, for people."""
+        """The state in one word, for the live page."""
         if self._stops_at_s is not None:
             return "stopping"
         if not self.running:
@@ -120,8 +125,8 @@ class EngineService:
         return "running" if self._client.up else "restarting"
 
     @property
-    def over(self) -> bool:
-        """True if the server stops, or has lost its engine, and no request runs any more."""
+    def has_ended(self) -> bool:
+        """True if no request is open and none will be accepted again."""
         ending = self._stops_at_s is not None or self.down is not None
         return ending and not self._num_open
 
@@ -168,7 +173,7 @@ class EngineService:
         with suppress(FieldError, ServiceError):  # requests will report these errors
             for token, length in enumerate(_WARM_TOKENS):
                 start_s, prompt = time.monotonic(), (token,) * length
-                request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_S)
+                request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_TIMEOUT_S)
                 async for opened in self.submit(request):
                     async for _ in opened:
                         pass
@@ -176,8 +181,8 @@ class EngineService:
                     return
 
     async def drain(self, grace_s: float) -> None:
-        """Reject new requests and wait `grace_s` for the accepted ones, then end these with an
-        error. Prompts that are being tokenized have `READING_S`."""
+        """Reject new requests and wait up to `grace_s` for the accepted ones. Then end those that
+        are unfinished with an error. Prompts still being tokenized after `READING_S` fail, too."""
         self._stops_at_s = time.monotonic() + grace_s
         reading_s = min(READING_S, grace_s)
         with suppress(TimeoutError):
@@ -206,15 +211,14 @@ class EngineService:
             await self._workers.close()
 
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
-        """Queue the choices of each prompt, and yield its outputs. The caller closes what it got.
-        Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt that was not
-        queued."""
+        """Queue the choices of each prompt, and yield its outputs, which the caller closes. Raises
+        `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt that was not queued."""
         for prompt in api_request.prompts:
             opened = OpenRequest(self.queue, api_request.params.n)
-            with ExitStack() as failure:
-                failure.push(opened.holds)
+            with ExitStack() as on_failure:
+                on_failure.push(opened.holds)  # frees what `opened` has acquired
                 await self._open(opened, api_request, prompt)
-                failure.pop_all()
+                on_failure.pop_all()
             yield opened
 
     async def _open(self, opened: OpenRequest, api_request: ApiRequest, prompt: AnyPrompt) -> None:
@@ -223,13 +227,14 @@ class EngineService:
         self._open_one(opened.holds)
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
         ids = await prompts.ids(prompt)
-        request = self._request(ids, within(api_request.params, prompt, ids), api_request, engine)
+        params = with_prompt_grammar(api_request.params, prompt, ids)
+        request = self._request(ids, params, api_request, engine)
         if request.params.structured_outputs is not None:
             request = await self._with_grammar(request, api_request)
         opened.settle(len(ids))
         self.queue.require_in_time()
-        self._open_requests[opened] = None
-        opened.holds.callback(self._open_requests.pop, opened)
+        self._submitted[opened] = None
+        opened.holds.callback(self._submitted.pop, opened)
         opened.set_deadlines(self.limits, api_request.timeout_s)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
         opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
@@ -298,12 +303,15 @@ class EngineService:
             self._idle.set()
 
     def _abort_all(self, message: str) -> None:
-        for opened in list(self._open_requests):
+        for opened in list(self._submitted):
             opened.abort(ServiceDownError(message))
 
 
-def within(params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]) -> SamplingParams:
-    """Return parameters with the grammar that the prompt implies around a structured output."""
+def with_prompt_grammar(
+    params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]
+) -> SamplingParams:
+    """Return `params` with the grammar of the text around a structured output. After some prompts
+    the model begins with a thought, and only the answer after it has the requested structure."""
     output = params.structured_outputs
     if output is None or not isinstance(prompt, PendingPrompt) or prompt.around is None:
         return params

@@ -47,8 +47,8 @@ def read_lines(path: Path) -> Lines:
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(raw) > MAX_LINE_BYTES:
-                    wrong = f"has more than {MAX_LINE_BYTES >> 20} MiB"
-                    raise TraceError(path, number, "line", wrong, "write one request per line")
+                    problem = f"has more than {MAX_LINE_BYTES >> 20} MiB"
+                    raise TraceError(path, number, "line", problem, "write one request per line")
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
@@ -96,8 +96,8 @@ class TraceRow:
         if number != int(number):
             raise self.fail(field, f"{number} is not a whole number", "give a number of tokens")
         if not 0 <= number <= MAX_TOKENS:
-            wrong = "negative" if number < 0 else f"more than {MAX_TOKENS}"
-            raise self.fail(field, f"{number:.0f} is {wrong}", "give a number of tokens")
+            problem = "negative" if number < 0 else f"more than {MAX_TOKENS}"
+            raise self.fail(field, f"{number:.0f} is {problem}", "give a number of tokens")
         return int(number)
 
     def text(self, field: str) -> str:

@@ -100,9 +100,9 @@ class Trace:
         size = more.setdefault("hash_block_tokens", self._block_tokens)
         count, max_blocks = len(more["hash_ids"]), -(-prompt_tokens // size)
         if not prompt_tokens // size <= count <= max_blocks:
-            wrong = f"names {count} blocks of {size} tokens"
+            problem = f"names {count} blocks of {size} tokens"
             remedy = f"a prompt of {prompt_tokens} tokens has {max_blocks}; give --block-tokens"
-            raise TraceError(self.path, line, "hash_ids", wrong, remedy)
+            raise TraceError(self.path, line, "hash_ids", problem, remedy)
 
     def has_stamps_like_seconds(self) -> bool:
         """Return True if the first rows are too close together for a unit below a second."""

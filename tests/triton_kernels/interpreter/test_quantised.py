@@ -87,4 +87,4 @@ def test_a_decoder_multiplies_with_what_is_stored(device: torch.device) -> None:
                 taken += 1
                 assert torch.equal(restored(product.packed), plain.weight)
     assert taken == 4 * len(wide.layers)
-    assert wide.block_bytes is None and quantised_.block_bytes is not None
+    assert wide.matrix_bytes is None and quantised_.matrix_bytes is not None

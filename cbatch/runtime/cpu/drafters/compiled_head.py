@@ -1,5 +1,5 @@
-"""An EAGLE head's work of a step in two calls of the C kernel: `ingest` reads the target's states,
-`draft` makes all drafts of all rows."""
+"""An EAGLE head on the CPU. A step makes two calls to its C kernel (heads.h): `ingest` reads the
+target's hidden states, and `draft` makes all drafts of all rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import LinearStruct
-from cbatch.runtime.cpu.compiled_pass import WRONG, CompiledDecoder, DecoderStruct, StepStruct
+from cbatch.runtime.cpu.compiled_pass import PASS_ERRORS, CompiledDecoder, DecoderStruct, StepStruct
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
@@ -23,6 +23,7 @@ from cbatch.runtime.model.arrays import I64
 _ALIGNMENT_BYTES = 64
 
 
+# The structs mirror those of heads.h, which describes their fields.
 class _Head(ctypes.Structure):
     _fields_ = [
         ("decoder", POINTER(DecoderStruct)),
@@ -49,9 +50,12 @@ class _Setting(ctypes.Structure):
 
 
 class StateFusing(NamedTuple):
-    """How the states [layers, width] of a position become the head's input. `norms` fp32
-    [layers * width], if given, is an RMS norm of each layer's state, or with `norms_all` of their
-    concatenation. `fc` then maps the concatenation to one state; None: only one layer is read."""
+    """How a position's hidden states [layers, width] become one input state of the head.
+
+    First come RMS norms with the weights `norms`, fp32 [layers * width]; None: no norm. Each
+    layer's state is normed alone, or with `norms_all` the concatenation of all. Then `fc` maps the
+    concatenation to one state. `fc` is None if the head reads one layer, whose state is the input.
+    """
 
     layers: int
     width: int
@@ -61,8 +65,9 @@ class StateFusing(NamedTuple):
 
 
 class SlotStates(NamedTuple):
-    """The slots, the head's KV cache, and the input states of the last position of each slot
-    (`of_slot` fp32 [slots, hidden]) and of each block (`of_block` fp32 [blocks, hidden])."""
+    """The slots, the head's KV cache, and input states that it keeps: those of the last position
+    of each slot (`of_slot` fp32 [slots, hidden]) and of each KV block (`of_block` fp32 [blocks,
+    hidden])."""
 
     table: InputBatch
     kv: KVCache
@@ -71,9 +76,12 @@ class SlotStates(NamedTuple):
 
 
 class CompiledHead:
-    """The C kernel of an EAGLE head. `vocabulary` int64 has the target's id of each logit; None:
-    they are the same. With `carries_normed` the next draft continues from the normed state; the
-    norm's weight is `carry_norm` fp32 [hidden], or 1 if that is None."""
+    """The C kernel of an EAGLE head.
+
+    `vocabulary` int64 maps the index of a logit to the target's token id; None: they are equal.
+    Each draft reads the output state of the draft before it. With `carries_normed`, it reads that
+    state after an RMS norm with the weights `carry_norm`, fp32 [hidden]; None: all weights are 1.
+    """
 
     def __init__(
         self,
@@ -88,11 +96,15 @@ class CompiledHead:
         assert kernel is not None
         self._decoder, self._fuse, self._fusing = decoder, kernel.fuse, fusing
         self._ingest, self._draft, self._bytes = kernel.ingest, kernel.draft, kernel.head_bytes
-        by = fusing.width * (fusing.layers if fusing.norms_all else 1)
-        norms = None if fusing.norms is None else (fusing.norms.flatten() * by**0.5).contiguous()
+        # The kernel divides by the root of the sum of squares, not of their mean, so the weights
+        # include the root of the number of elements.
+        norm_size = fusing.width * (fusing.layers if fusing.norms_all else 1)
+        norms = fusing.norms
+        if norms is not None:
+            norms = (norms.flatten() * norm_size**0.5).contiguous()
         size = decoder.hidden_size
         carry = None if carry_norm is None else (carry_norm * size**0.5).contiguous()
-        self._tensors = norms, carry, vocabulary  # kept alive: the struct has their addresses
+        self._tensors = norms, carry, vocabulary  # keeps them alive: the struct has their addresses
         fc = None if fusing.fc is None else fusing.fc.compiled
         self._struct = _Head(
             ctypes.pointer(decoder.struct),
@@ -100,7 +112,7 @@ class CompiledHead:
             *(None if each is None else each.data_ptr() for each in self._tensors),
             fusing.layers,
             fusing.width,
-            by,
+            norm_size,
             carries_normed,
         )
         self._pointer = ctypes.pointer(self._struct)
@@ -118,66 +130,69 @@ class CompiledHead:
         """Return the head's input states [T, hidden] from states fp32 [T, layers, width]."""
         rows, hidden = len(hidden), hidden.contiguous()
         fused = torch.empty(rows, self._decoder.hidden_size)
-        like = StepStruct(threads=torch.get_num_threads())
-        work = self._room(rows, 1, 1)
-        setting = _Setting(self._pointer, None, ctypes.pointer(like), work)
+        step = StepStruct(threads=torch.get_num_threads())
+        work = self._work_address(rows, 1, 1)
+        setting = _Setting(self._pointer, None, ctypes.pointer(step), work)
         self._fuse(setting, hidden.data_ptr(), rows, fused.data_ptr())
         return fused
 
     def ingest(
-        self, at: SlotStates, slots: NDArray[np.integer], starts: I64, lens: I64, hidden: Tensor
+        self, states: SlotStates, slots: NDArray[np.integer], starts: I64, lens: I64, hidden: Tensor
     ) -> None:
-        """Write the head's K and V of positions [starts[i], starts[i] + lens[i]) of slot i.
+        """Write the head's K and V at positions [starts[i], starts[i] + lens[i]) of slots[i].
 
         `hidden` has the target's states at these positions, fp32 [sum of lens, layers, width]. A
-        slot may occur several times, with successive positions. Updates the last states of slots
-        and blocks."""
+        slot may occur several times, with successive positions. Updates the last states in
+        `states`."""
         rows, longest = len(hidden), int((starts + lens).max())
-        width = min(-(-longest // at.kv.block_size), at.table.blocks.shape[1])
-        setting = self._setting(at, rows, len(slots), longest, width)
+        table_width = min(-(-longest // states.kv.block_size), states.table.blocks.shape[1])
+        setting = self._setting(states, rows, len(slots), longest, table_width)
         arrays = [_longs(array) for array in (slots, starts, lens)]
         addresses, hidden = map(_address, arrays), hidden.contiguous()
-        self._raise(self._ingest(setting, hidden.data_ptr(), *addresses, len(slots), rows, width))
+        sizes = len(slots), rows, table_width
+        self._raise(self._ingest(setting, hidden.data_ptr(), *addresses, *sizes))
 
     def draft(
-        self, at: SlotStates, slots: NDArray[np.integer], known: I64, depths: I64
+        self, states: SlotStates, slots: NDArray[np.integer], known: I64, depths: I64
     ) -> tuple[I64, I64, NDArray[np.bool_]]:
-        """Draft greedily: `depths[i]` >= 1 tokens for slot i, which has `known[i]` tokens. Returns
-        drafts [R, deepest], the number of drafts of each row, and the rows whose logits became
-        non-finite after these drafts, bool [R]."""
+        """Draft up to `depths[i]` >= 1 tokens greedily for slots[i], which has `known[i]` tokens.
+
+        Returns drafts [R, deepest], the number of drafts of each row, and bool [R]: True for a row
+        whose drafting ended early because its logits were not finite."""
         rows, deepest = len(slots), int(depths.max())
         longest = int((known + depths).max())
-        width = min(-(-longest // at.kv.block_size), at.table.blocks.shape[1])
-        setting = self._setting(at, rows, rows, longest, width)
+        table_width = min(-(-longest // states.kv.block_size), states.table.blocks.shape[1])
+        setting = self._setting(states, rows, rows, longest, table_width)
         drafts = np.zeros((rows, deepest), dtype=np.int64)
         broken = np.zeros(rows, dtype=np.bool_)
         counts = np.array(depths, dtype=np.int64)
         arrays = [_longs(slots), _longs(known), counts]
         addresses = map(_address, arrays)
-        sizes = rows, deepest, width
+        sizes = rows, deepest, table_width
         self._raise(self._draft(setting, *addresses, *sizes, _address(drafts), _address(broken)))
         return drafts, counts, broken
 
     def _setting(
-        self, at: SlotStates, rows: int, sequences: int, positions: int, width: int
+        self, states: SlotStates, rows: int, sequences: int, positions: int, table_width: int
     ) -> _Setting:
-        like = ctypes.pointer(self._decoder.step_like(rows, positions, at.kv))
-        work = self._room(rows, sequences, width)
-        return _Setting(self._pointer, self._places(at), like, work)
+        step = ctypes.pointer(self._decoder.step_like(rows, positions, states.kv))
+        work = self._work_address(rows, sequences, table_width)
+        return _Setting(self._pointer, self._slot_table_pointer(states), step, work)
 
-    def _places(self, at: SlotStates) -> Any:
+    def _slot_table_pointer(self, states: SlotStates) -> Any:
         """Return a pointer to the struct with the slots' addresses, rebuilt if an array changed."""
-        table = at.table
-        arrays = table.tokens, table.blocks, at.of_slot, at.of_block
+        table = states.table
+        arrays = table.tokens, table.blocks, states.of_slot, states.of_block
         if any(a is not b for a, b in zip(arrays, self._slot_arrays, strict=True)):
             addresses = _address(table.tokens), _address(table.blocks)
-            states = at.of_slot.data_ptr(), at.of_block.data_ptr()
+            state_addresses = states.of_slot.data_ptr(), states.of_block.data_ptr()
             strides = table.tokens.shape[1], table.blocks.shape[1]
-            self._slot_table = ctypes.pointer(_SlotTable(*addresses, *states, *strides))
+            self._slot_table = ctypes.pointer(_SlotTable(*addresses, *state_addresses, *strides))
             self._slot_arrays = arrays
         return self._slot_table
 
-    def _room(self, *sizes: int) -> int:
+    def _work_address(self, *sizes: int) -> int:
+        """Return the address of working memory for rows, sequences and blocks of a sequence."""
         need = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
         if len(self._work) < need:
             self._work = torch.empty(2 * need, dtype=torch.uint8)
@@ -185,9 +200,9 @@ class CompiledHead:
         return address + -address % _ALIGNMENT_BYTES
 
     @staticmethod
-    def _raise(wrong: int) -> None:
-        if wrong:
-            raise IndexError(WRONG[wrong])
+    def _raise(status: int) -> None:
+        if status:
+            raise IndexError(PASS_ERRORS[status])
 
 
 def _address(array: NDArray[np.generic]) -> int:

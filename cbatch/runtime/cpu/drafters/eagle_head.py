@@ -65,7 +65,7 @@ class EagleHead(Head):
         self._decoder = CompiledDecoder(c, embedding, [layer], lm_head, reading)
         size = (c.hidden_size,)
         self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
-        self.block_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
+        self.matrix_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
         width = target.config.hidden_size
         self.compiled = CompiledHead(
             self._decoder,

@@ -43,7 +43,7 @@ class MedusaHead(Head):
             self._heads = own.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for blocks in self._blocks for linear in blocks)]
         size = self.dtype.itemsize
-        self.block_bytes = sum(
+        self.matrix_bytes = sum(
             p.shape[0] * p.shape[1] * size if p.compiled is None else p.compiled.num_bytes
             for p in products
         )

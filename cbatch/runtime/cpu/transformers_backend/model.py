@@ -29,14 +29,14 @@ from cbatch.runtime.transformers_backend.step import Pass
 
 
 class TransformersModel:
-    """A model computed by transformers' modelling code over a ragged flat batch and paged KV. It
-    has the interface of `decoder.Model`.
+    """A model that transformers' modelling code computes, over a ragged batch and a paged KV cache.
+    It has the interface of `decoder.Model`.
 
-    Weights have the type `dtype`; activations between layers are fp32.
+    Weights have the dtype `dtype`; activations between layers are fp32.
     """
 
     hidden_layers: tuple[int, ...] = ()
-    kv_dtype = torch.float32  # during the self-test
+    kv_dtype = torch.float32  # of the KV cache of the self-test
 
     def __init__(
         self,
@@ -46,9 +46,11 @@ class TransformersModel:
         numerics: Numerics,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Take over `net`, a model for causal LM, and change it. With `ranks`, each rank passes the
-        whole model and keeps its shard. Raises ModelError for a model that we cannot compute,
-        FieldError for one that cannot be divided among the ranks."""
+        """Replace the attention and products of `net`, a causal language model, by ours.
+
+        With `ranks`, every rank gives the whole model, of which this object keeps the rank's
+        shard. Raises ModelError for a model that we cannot compute, and FieldError for one that
+        cannot be divided among the ranks."""
         self.ranks = ranks
         self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
         self.net, self.path = net, path
@@ -66,14 +68,14 @@ class TransformersModel:
         net.set_attn_implementation(attention.NAME)
         if self._experts:
             net.set_experts_implementation(experts.NAME)
-        self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
+        self._selects_rows = "logits_to_keep" in inspect.signature(net.forward).parameters
         layers, vocab_size = self._probe()
         self._attention = CpuAttention(layers)
         self.config = bridge(net.config, path, layers, vocab_size)
 
     @property
     def code(self) -> str:
-        """The modelling code in use, in words."""
+        """A description of the modelling code in use."""
         from transformers import __version__
 
         name = type(self.net).__name__
@@ -88,8 +90,8 @@ class TransformersModel:
         self._pass.progress = counter
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of all weights as they are in memory."""
+    def matrix_bytes(self) -> int:
+        """Bytes of all weights in memory."""
         size = 0
         for linear in self.linears():
             product = linear.compiled
@@ -110,10 +112,11 @@ class TransformersModel:
             )
 
     def room_for_hidden(self, num_rows: int) -> None:
+        """Return None: no hidden states are kept."""
         return None
 
     def forward(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor | None = None) -> Tensor:
-        """As `Model.forward`, but without hidden states."""
+        """Compute logits as `Model.forward` does. Hidden states are not written."""
         last = int(batch.context_lens.max())
         if last > self.config.max_position_tokens:
             raise ValueError(
@@ -124,12 +127,12 @@ class TransformersModel:
             return self._run(batch.tokens, batch.positions, batch.logits_index)
 
     def _run(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        given = {"logits_to_keep": logit_rows} if self._keeps else {}
+        selection = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         out = self.net(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, **selection
         )
         logits = out.logits[0]
-        return (logits if self._keeps else logits.index_select(0, logit_rows)).float()
+        return (logits if self._selects_rows else logits.index_select(0, logit_rows)).float()
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list, int]:
@@ -142,7 +145,7 @@ class TransformersModel:
                 raise ModelError(f"{self.path}: {error}") from None
             except Exception as error:
                 raise ModelError(
-                    f"{self.path}: {type(self.net).__name__} does not run over a flat batch: "
+                    f"{self.path}: {type(self.net).__name__} cannot compute a ragged batch: "
                     f"{type(error).__name__}: {error!s:.200}"
                 ) from error
         if not self._pass.layers:

@@ -18,10 +18,10 @@ from cbatch.runtime.model.shapes import Numerics
 class Head:
     """A draft head. `config` has its layers' sizes and the target's vocabulary size. `vocabulary`
     int64 [drafts] has the target's ids of the tokens that the head can draft; None: all.
-    `block_bytes` is the size of its matrices."""
+    `matrix_bytes` is the size of its matrices."""
 
     vocabulary: Tensor | None
-    block_bytes: int
+    matrix_bytes: int
 
     def __init__(self, head: HeadConfig, target: Any) -> None:
         """`target` is a `Model` on a CPU, a `Decoder` on a GPU."""
@@ -55,7 +55,7 @@ class HeadBuilder(LayerBuilder[P]):
         mode = Numerics(numerics, may_pack=False)
         super().__init__(head.layer, weights, target.dtype, target.device, mode)
         self.head, self.weights, self.names = head, weights, weights.names
-        self.quantised = target.block_bytes is not None
+        self.quantised = target.matrix_bytes is not None
 
     def _norm_weight(self, module: str) -> Tensor:
         """Return a norm's weight in fp32, without rounding it to the model's dtype first."""
