@@ -64,7 +64,7 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
     """16 slots, 10 ms a step, 40 tokens on average: about 40 requests a second. The objective is on
     the time between tokens alone, which no queue lengthens."""
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    engine += ("--rates", "20:60")
+    engine += ("--rates", "8:48")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
     rates = []
     for count in counts:
