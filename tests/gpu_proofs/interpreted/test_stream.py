@@ -322,7 +322,7 @@ def guesses_of_another_place(patch: pytest.MonkeyPatch) -> None:
 
 def overwritten_guesses(patch: pytest.MonkeyPatch) -> None:
     """Broken: the message of a step is overwritten before it was sent."""
-    real = GpuExecutor.send
+    real = DeviceSteps.send
     patch.setattr(DeviceSteps, "send", lambda *given: one_message(real, *given))
 
 

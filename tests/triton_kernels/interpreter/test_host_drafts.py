@@ -134,7 +134,7 @@ def test_a_guess_that_was_not_checked_is_caught(monkeypatch: pytest.MonkeyPatch)
         state.guess[:, 1] -= 1
         real(state, layout, **more)
 
-    monkeypatch.setattr("cbatch.runtime.gpu.executor.take_guesses", unchecked)
+    monkeypatch.setattr("cbatch.runtime.gpu.device_steps.take_guesses", unchecked)
     with pytest.raises(Differs):
         run_twins(
             chained(False, max_tokens=12),

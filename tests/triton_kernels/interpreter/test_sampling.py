@@ -244,7 +244,7 @@ def drafts_unseen(patch: pytest.MonkeyPatch) -> None:
 def test_broken_shaping_is_caught(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    batch, _ = random_batch(np.random.default_rng(9), 8, 40, filters=False)
+    batch, _ = random_batch(np.random.default_rng(9), 24, 40, filters=False)
     assert batch.shaping is not None
     batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # emitted tokens never come again
     assert torch.equal(sample(batch), reference_tokens(batch))

@@ -205,8 +205,8 @@ BROKEN = [
 def weighed() -> tuple[LogitsBatch, Proposals, tuple[Tensor, ...]]:
     """Return requests by rejection and in blocks, in turn, and the verdict of the reference."""
     rng = np.random.default_rng(24)
-    batch, _ = random_batch(rng, 16, 24, shaped=False)
-    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(8)
+    batch, _ = random_batch(rng, 44, 24, shaped=False)
+    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(22)
     batch = batch._replace(requests=batch.requests._replace(modes=modes))
     batch, proposals = proposals_for(rng, batch)
     return batch, proposals, verify_reference(batch, proposals)
