@@ -94,7 +94,7 @@ def test_settings_by_the_names_of_vllm(read: Reader, name: str, way: str, capsys
     assert not settings.warnings and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", VLLM.keys() - SERVER)
+@pytest.mark.parametrize("name", sorted(VLLM.keys() - SERVER))
 def test_keywords_by_the_names_of_vllm(name: str, caplog: pytest.LogCaptureFixture) -> None:
     _, value, field = VLLM[name]
     field, value = expected(field or name, value)
@@ -121,7 +121,9 @@ def test_old_names_of_settings_work_and_warn(
     assert (flag_of(new) if way == "flag" else new) in warning.replace("no-", "")
 
 
-@pytest.mark.parametrize("old", OLD.keys() - SERVER - {"kv_memory", "served_name", "tool_parser"})
+@pytest.mark.parametrize(
+    "old", sorted(OLD.keys() - SERVER - {"kv_memory", "served_name", "tool_parser"})
+)
 def test_old_names_of_keywords_work_and_warn(old: str, caplog: pytest.LogCaptureFixture) -> None:
     new = OLD_NAMES[old]
     value = VLLM[new][1]
