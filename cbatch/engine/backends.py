@@ -1,4 +1,4 @@
-"""Choice of the device, and so of the wing of `cbatch/runtime` that computes."""
+"""Selection of the device, and of its backend: `cbatch/runtime/cpu` or `cbatch/runtime/gpu`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cbatch.runtime.backend import Backend, Requirements
 
 
 def backend_of(device: str) -> Backend:
-    """Return the backend of a device, "cuda:1" say. Raises `FieldError` for a name that is not
+    """Return the backend of a device such as "cuda:1". Raises `FieldError` for a name that is not
     supported."""
     kind, colon, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
@@ -22,5 +22,5 @@ def backend_of(device: str) -> Backend:
 
 
 def default_device(needs: Requirements) -> str:
-    """Return the device of `device` "auto": the first that supports the options of the engine."""
+    """Return the device for `device` "auto": the first that supports the engine's options."""
     return next(kind for kind in ("cuda", "cpu") if backend_of(kind).suits(needs))

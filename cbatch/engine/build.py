@@ -63,7 +63,7 @@ def load_core(
     log: Callable[[Event], None] | None = None,
     kv_events: bool = False,
 ) -> tuple[EngineCore, EngineInfo, TextTokenizer | None]:
-    """Load a model and its draft (model or head) into an `EngineCore`. Returns it with a
+    """Load a model and its draft (model or head) into an `EngineCore`. Returns the core, its
     description and, if the caller `handles_text`, the tokenizer.
 
     `log` gets every input of the scheduler, see `cbatch.steplog.step_log`. With `kv_events` the

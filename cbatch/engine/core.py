@@ -26,8 +26,8 @@ COMPILING_TICK_S = 0.05  # how often an idle engine checks whether its kernels a
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds: drafting and the target model as measured by the executor, and the whole step with
-    planning and committing."""
+    """Durations in seconds: of drafting and the target model, measured by the executor, and of the
+    whole step, planning and committing included."""
 
     draft_s: float
     target_s: float
@@ -35,7 +35,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of a step, and the ends of requests since the previous step."""
+    """The new tokens of a step, and the requests that ended since the previous step."""
 
     admitted: tuple[str, ...] = ()  # ids of requests that entered a slot
     rows: tuple[OutputRow, ...] = ()
@@ -51,10 +51,10 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     free_blocks: int
     cached_blocks: int  # unreferenced, kept for prefix hits
-    remaining_prompt_tokens: int  # of requests with a slot, not computed yet
+    remaining_prompt_tokens: int  # not computed yet, of requests in slots
     prompt_token_s: float  # estimated seconds per prompt token at this load; 0: unknown
-    step_s: float  # total of all steps, with planning and committing
-    plan_s: float  # part of `step_s`; with overlap it runs during the previous step
+    step_s: float  # seconds in all steps, planning and committing included
+    plan_s: float  # part of `step_s`; with overlap the previous step runs meanwhile
     commit_s: float
     totals: SchedulerStats
     policy: PolicyStats | None  # None: the policy is not `adaptive`
@@ -62,8 +62,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LateCode:
-    """Kernels that are compiled in the background while the engine serves. An executor with such
-    kernels has an attribute `late`; this class is for executors without, and has no kernels."""
+    """Kernels that are compiled in the background while the engine serves. An executor that has
+    such kernels describes them in its attribute `late`. This default has no kernels."""
 
     pending: tuple[str, ...] = ()  # descriptions of kernels that are not compiled yet
 
@@ -75,11 +75,11 @@ class LateCode:
 
 
 class EngineCore:
-    """Takes requests of token ids and returns a `StepOutput` a step. `Engine` adds text to it,
+    """Serves requests of token ids: each step returns a `StepOutput`. `Engine` adds text,
     `EngineServer` a socket. Not thread-safe.
 
     `drafters` are the names that requests may choose; `grammars` compiles structured outputs;
-    `info` describes the engine. The owner closes `closing` after the last step.
+    `info` describes the engine. The owner closes `closing`, its resources, after the last step.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
-        self.executor = getattr(executor, "executor", executor)  # without the thread around it
+        self.executor = getattr(executor, "executor", executor)  # without its `ThreadedExecutor`
         self.drafters = tuple(drafters)
         self.grammars = grammars
         self.info = info or {}
@@ -124,7 +124,7 @@ class EngineCore:
             self.scheduler.add(request, self._clock(), output)
 
     def reject(self, request_id: str, error: BaseException) -> None:
-        """End a request that could not be added, as an error in the next step's output."""
+        """Report a request that could not be added as an error in the next step's output."""
         row = OutputRow(request_id, finish_reason=FinishReason.ERROR, message=str(error))
         self._rejected.append(row)
 
@@ -191,7 +191,7 @@ class EngineCore:
 
 
 def _with_ends(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputRow]:
-    """Return `rows` with the ends of their requests. An end without tokens is a row of its own."""
+    """Return `rows` with finish reasons. A request that ended without new tokens gets its own row."""
     if not ended:
         return rows
     ends = {end.request_id: end for end in ended}

@@ -49,7 +49,7 @@ class Engine:
         self.stats = EngineStats()
         self._seeds = Seeds(seed)
         self._live: dict[str, LiveChoice] = {}  # by the core's request id
-        self._groups: dict[str, list[str]] = {}  # by the caller's request id: live core ids
+        self._groups: dict[str, list[str]] = {}  # caller's request id: core ids of live choices
         self._num_added = 0
         self._ready: list[Output] = []  # outputs of cancelled choices, for the next `step`
 
@@ -127,7 +127,7 @@ class Engine:
         for row in step.rows:
             live = self._live.get(row.request_id)
             if live is None:
-                continue  # a stop string or the caller ended it while this step ran
+                continue  # a stop string or the caller ended the choice while this step ran
             if live.num_tokens and row.tokens:
                 self.stats.speculation.observe(row.num_drafted, row.num_accepted)
             output = live.extend(row)

@@ -1,4 +1,4 @@
-"""Texts that a draft head is tried on, to reject a head of another model."""
+"""Texts on which a draft head is tested, to reject a head that was trained for another model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _TEXTS = (
     "list where the number of items changes, and a tuple for a few values that belong "
     "together, such as a point with two coordinates.",
 )
-_MADE_UP_TOKENS = 256
+_MADE_UP_TOKENS = 256  # length of the random text, if there is no tokenizer
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Return the token ids of the trial texts; without a tokenizer one text of random tokens."""
+    """Return the token ids of the test texts; without a tokenizer, one text of random tokens."""
     if tokenizer is None:
         tokens = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
         return (tuple(tokens.tolist()),)

@@ -27,18 +27,18 @@ class EngineInfo(msgspec.Struct, frozen=True):
     device: str
     numerics: str
     row_invariant: bool  # results of a row do not depend on the batch
-    row_invariance: str  # the same as a sentence, with the kernels in use
+    row_invariance: str  # `row_invariant` as a sentence, with the kernels in use
     lookahead: str
-    drafter: tuple[str, ...]  # of a request that names none, preferred first; (): no drafting
-    weight_bytes: int  # of both models, in all ranks
+    drafter: tuple[str, ...]  # default drafters, preferred first; (): no drafting
+    weight_bytes: int  # of target and draft, in all ranks
     num_blocks: int
     block_size: int
     kv_cache_memory_bytes: int
     max_model_len: int
-    num_threads: int  # of each rank
-    ranks: int = 1  # of tensor parallelism
+    num_threads: int  # CPU threads of each rank
+    ranks: int = 1  # number of tensor-parallel ranks
     code: str = "our own"  # the modelling code in use
-    sampling_defaults: dict[str, float | int] = {}  # from the model's files, of `SamplingParams`
+    sampling_defaults: dict[str, float | int] = {}  # `SamplingParams` fields in the model's files
 
     def lines(self) -> list[str]:
         """Return the description as lines of text for a log."""
@@ -114,8 +114,8 @@ def total_weight_bytes(models: LoadedModels) -> int:
 
 
 def weight_bytes(model: ModelFacts, num_ranks: int = 1) -> int:
-    """Return the bytes of the matrices of one rank, as they are in memory. Norms and biases are
-    negligible and not counted."""
+    """Return the bytes of one rank's weight matrices in memory. Norms and biases are negligible
+    and not counted."""
     if model.matrix_bytes is not None:
         return model.matrix_bytes
     c = model.config

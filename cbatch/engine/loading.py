@@ -1,4 +1,4 @@
-"""Loading of an engine's target and draft on their device, and start of other ranks."""
+"""Load an engine's target and draft on their device, and start the other ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cbatch.text import TextTokenizer
 
 
 class Loaded(NamedTuple):
-    """Loaded models and their device. `ranks` are the other ranks, if there are any."""
+    """Loaded models and their backend. `ranks`: the other tensor-parallel ranks, if any."""
 
     backend: Backend
     models: LoadedModels
@@ -63,7 +63,7 @@ def load_models(
     tokenizer: TextTokenizer | None,
 ) -> Loaded:
     """Load the models of an engine, and start its other ranks, which `opened` will close. `files`
-    are those of model and draft. Raises `FieldError` if the device does not support the options."""
+    belong to model and draft. Raises `FieldError` if the device does not support the options."""
     impls: tuple[Impl, Impl]
     impls = files[0].impl, "own" if files[1] is None else files[1].impl
     needs = Requirements(
@@ -102,7 +102,7 @@ def load_models(
 
 
 def _trial_texts(model: str | Path, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Return the texts on which a head is tried, for the vocabulary of the model."""
+    """Return the token ids of the texts on which a head is tested."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     return trial_texts(read_config(resolve_directory(model, weights=False)).vocab_size, tokenizer)

@@ -1,4 +1,4 @@
-"""The step loop: plan, run, commit. At depth 1 it plans a step while the previous one runs."""
+"""The step loop: plan, run, commit. At depth 1 a step is planned while the previous step runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepLoop:
 
     After a fault the executor is reset, and the scheduler recomputes its requests from their
     tokens. After `MAX_CONSECUTIVE_FAULTS` without a committed token, the requests that were in all
-    of these steps end with an error. So a request that always fails cannot block the others.
+    failed steps end with an error: a request that always fails must not block others.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class StepLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self._in_flight: StepPlan | None = None  # depth 1: submitted, not waited for
+        self._in_flight: StepPlan | None = None  # depth 1: plan of the running step
         self._occupants: dict[int, tuple[int, str]] = {}  # by slot: generation, request id
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
         self.plan_s = self.commit_s = 0.0  # total seconds in the scheduler's `plan` and `commit`
         self.last: tuple[StepPlan, StepResult, Commit] | None = None  # the last committed step
         # Called with the requests in flight, before a step runs and after its commit. If a step
-        # kills this process, the parent knows which requests it had.
+        # kills this process, the parent process knows the requests of the step.
         self.on_in_flight: Callable[[Collection[str]], None] | None = None
 
     def step(self) -> Commit | None:
-        """Run and commit a step; None if none can run now. After a fault it tries again."""
+        """Run and commit a step, and try again after a fault. Return None if no step can run."""
         while True:
             try:
                 commit = self._run_step()
@@ -139,7 +139,7 @@ class StepLoop:
         self._num_faults = 0
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
-        """Return the requests in a plan, without those whose slot has another sequence by now."""
+        """Return the requests of a plan, except requests whose slot another sequence has now."""
         rows = zip(plan.slots.tolist(), plan.generations.tolist(), strict=True)
         occupants = ((generation, self._occupants[slot]) for slot, generation in rows)
         return {request_id for planned, (present, request_id) in occupants if present == planned}

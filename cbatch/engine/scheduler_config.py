@@ -1,4 +1,4 @@
-"""The configuration of the scheduler for loaded models, and memory in bytes."""
+"""The configuration of the scheduler for loaded models, with the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scheduler_config(
         enable_prefix_caching=options.enable_prefix_caching,
         kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
-        # Cost of a draft token relative to a target token, estimated by the size of the weights.
+        # Cost of a draft token relative to a target token, estimated from the sizes of the weights.
         catch_up_price=1.0
         if draft is None
         else min(weight_bytes(draft) / weight_bytes(target, models.num_ranks), 1.0),
@@ -76,9 +76,9 @@ def scheduler_config(
 def _num_blocks(
     models: LoadedModels, options: EngineOptions, largest: LargestStep, block_bytes: int
 ) -> int:
-    """Return the number of KV blocks: `options.num_blocks`, or as many as fit
-    `options.kv_cache_memory_bytes`, or enough for all slots at full length within the memory for
-    KV."""
+    """Return `options.num_blocks`, or the number of blocks that fit
+    `options.kv_cache_memory_bytes`. By default return enough blocks for all slots at full length,
+    or fewer if the memory for KV is smaller."""
     if options.num_blocks is not None:
         return options.num_blocks
     if options.kv_cache_memory_bytes is not None:

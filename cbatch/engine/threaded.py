@@ -24,7 +24,7 @@ class ThreadedExecutor:
         self.executor = executor
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbatch-step")
         self._pending: deque[Future[StepResult]] = deque()
-        self._failed = False  # touched by the worker thread only
+        self._failed = False  # used by the worker thread only
 
     def submit(self, plan: StepPlan) -> None:
         self._pending.append(self._worker.submit(self._run, plan))

@@ -1,6 +1,6 @@
 """Options and request fields of other engines that this engine does not support.
 
-They are rejected by name, not ignored, unless their value asks for nothing. The README lists the
+They are rejected by name, not ignored, unless their value is neutral. The README lists the
 larger features ("What it does not do"). `cbatch.runtime.model.config` rejects unsupported models.
 """
 
@@ -108,8 +108,8 @@ FIELDS = {
 
 
 def require_neutral_option(name: str, value: Any, origin: str, known: Collection[str]) -> None:
-    """Raise `FieldError`, which names `origin`, for an option that is not one of the `known` ones.
-    A value, or its text, that asks for nothing of an option in `OPTIONS` is accepted."""
+    """Raise `FieldError`, which names `origin` and the `known` options, or the feature that is not
+    supported. An option in `OPTIONS` is accepted if its value, or its text, is neutral."""
     positive = name.removeprefix("no_")
     option = OPTIONS.get(positive)
     if option is None:

@@ -1,9 +1,9 @@
-"""Calibration: an engine serves designed batches, and its steps yield all prices of the simulator.
+"""Calibration: an engine serves designed batches, and its steps give all prices of the simulator.
 
 A batch has a fixed number of concurrent requests and drafts per step. Its prompts have many
 lengths, so that steps mix chunks with rows that decode or verify. Prompts are made of the model's
-own output, so that drafts are accepted often enough for the adaptive policy to draft. The time of a
-step outside the executor is the host's.
+own output, so that drafts are accepted often enough for the adaptive policy to draft. Host time
+is the time of a step outside the executor.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.machine import describe_machine, describe_versions
 
-# Fields of the batches that prices are fitted to, and of the held-out ones (`_OTHER_...`).
+# Fields of batches that prices are fitted to, and of held-out batches (`_OTHER_...`).
 _ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
 _OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
 _IDLE_S, _OTHER_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
 _SHARED_TOKENS, _OTHER_SHARED_TOKENS = (64, 256, 512), (160, 384)
-_PROMPT_TOKENS = (8, 512)  # fewest and most of a request
-_OUTPUT_TOKENS = (2, 48)  # fewest and most of a request
+_PROMPT_TOKENS = (8, 512)  # minimum and maximum of a request
+_OUTPUT_TOKENS = (2, 48)  # minimum and maximum of a request
 _MAX_UNSHARED_TOKENS = 128  # longest part of a prompt after the shared tokens
-_MAX_SHARING_ROWS = 8  # rows of a batch with shared tokens
+_MAX_SHARING_ROWS = 8  # maximum rows of a batch with shared tokens
 _SHORT_OUTPUT_TOKENS = 4  # output of a request after idle time, or with shared tokens
 _WARM_UP = 3  # batches that run first and are not measured
 _NUM_TEXTS, _TEXT_TOKENS = 16, 128  # generated texts that prompts are cut from, and their length
@@ -55,9 +55,9 @@ _ENGINE_FIELDS = (
 
 
 class DesignedBatch(NamedTuple):
-    """`rows` concurrent requests, each of which drafts `k` tokens a step (None: as many as the
-    adaptive policy chooses). The engine idles for `idle_s` seconds before. Prompts begin with the
-    same `shared_tokens` tokens, which are in the prefix cache."""
+    """`rows` concurrent requests, each of which drafts `k` tokens a step (None: the adaptive policy
+    chooses). The engine idles for `idle_s` seconds before the batch. Prompts begin with the same
+    `shared_tokens` tokens, which are in the prefix cache."""
 
     rows: int
     k: int | None
@@ -68,7 +68,7 @@ class DesignedBatch(NamedTuple):
 def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[DesignedBatch]]:
     """Return the batches that prices are fitted to, and held-out batches; the largest are last.
 
-    Held-out batches have other rows and draft lengths; with one or two slots only the draft
+    Held-out batches have other rows and draft lengths; with at most 3 slots only the draft
     lengths differ. Raises `FieldError` if lookups draft: their price depends on the text.
     """
     if config.default_chain not in ((), (MODEL,)):
@@ -99,7 +99,7 @@ def _speculates(config: SchedulerConfig) -> bool:
 
 
 class Calibrator:
-    """Serves designed batches on an executor, which is reset. `pause` waits a number of seconds of
+    """Resets an executor and serves designed batches on it. `pause` waits a number of seconds of
     `clock`. Raises `FieldError` if lookups draft."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Calibrator:
         self._config, self._clock, self._pause = config, clock, pause
         self._meter = StepMeter(executor, config.max_num_seqs, clock)
         plain, speculates = LookaheadConfig(), _speculates(config)
-        if speculates:  # with `max_lookahead` a request drafts fewer
+        if speculates:  # `max_lookahead` of a request lowers k
             plain = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
         self._plain = self._serving = self._make(plain)
         self._sharing = self._make(LookaheadConfig(), enable_prefix_caching=True)
@@ -140,9 +140,9 @@ class Calibrator:
         held_out: bool = True,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Measure `steps` steps of each batch in the slice `part`, and call `on_batch` after each.
+        """Measure `steps` steps of each batch in the slice `part`, then call `on_batch`.
 
-        The order is drawn from `seed`, so that seconds in which the machine is slow affect all
+        The order of batches is drawn from `seed`, so that a slow phase of the machine affects all
         kinds of batches.
         """
         kinds = [(self.fitted, self.fitted_samples), (self.held_out, self.held_out_samples)]
@@ -199,8 +199,7 @@ class Calibrator:
         )
 
     def _switch_to(self, engine: Engine) -> None:
-        """Serve with this engine; if another one served before, reset the executor that they
-        share."""
+        """Serve with this engine. If another engine served before, reset their common executor."""
         if engine is not self._serving:
             self._meter.reset()
             engine.scheduler.executor_reset(self._clock())
@@ -222,7 +221,7 @@ class Calibrator:
     def _request(
         self, batch: DesignedBatch, rng: np.random.Generator
     ) -> tuple[list[int], SamplingParams]:
-        """Return a prompt and its parameters. Its lengths are distributed log-uniformly."""
+        """Return a prompt and its parameters. Their lengths are distributed log-uniformly."""
         minimum, maximum = _PROMPT_TOKENS
         maximum = max(min(maximum, self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1), 1)
         text = self._generated_text

@@ -1,4 +1,4 @@
-"""Fit of prices to measured steps: a duration is a sum of curves and of price * term.
+"""Fit of prices to measured steps: a duration is the sum of its curves and of price * term.
 
 Errors are relative, so that a long prefill does not outweigh a decode. Prices are fitted by
 non-negative least squares (Lawson and Hanson 1974), in which a price without evidence is 0.
@@ -17,24 +17,24 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.prices.terms import ADAPTIVE, DRAFT, HOST, MAX_IDLE_S, TARGET, Terms
 from cbatch.core.request.errors import FieldError
 
-# Errors above this many times the median count less: the machine stalled in such a step.
+# Errors above `_CLIP` times the median count less: in such a step the machine stalled.
 _CLIP = 4.0
 _ROUNDS = 6  # iterations of reweighted least squares
 _MIN_PREDICTION_S = 1e-7  # avoids a division by zero
-_MIN_T_SHARE = 0.01  # least value of T, as a share of the shortest measured step
+_MIN_T_SHARE = 0.01  # minimum of curve T, as a share of the shortest measured step
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 _IDLE_KNOTS_S = (0.0, 0.01, 0.03, MAX_IDLE_S)
-# Fields of `CostProfile`: a curve's points, and its seconds.
+# Fields of `CostProfile`: the points of a curve, and its values in seconds.
 _SECONDS = {"tokens": "target_s", "contexts": "context_s", "idles_s": "after_idle_s"}
 
 
 def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostProfile:
     """Return the prices that fit the samples best. A duration of 0 was not measured.
 
-    `start`: the samples are few, each the median of equal steps. Then T has a point at every
-    measured number of tokens, and only prices that are fields of the profile are fitted. Raises
-    `FieldError` without samples.
+    With `start` the samples are few, and each is the median of equal steps: curve T has a point at
+    every measured number of tokens, and only prices that are fields of the profile are fitted.
+    Raises `FieldError` without samples.
     """
     timed = [sample for sample in samples if sample.target_s > 0]
     if not timed:
@@ -48,7 +48,7 @@ def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostPr
     tokens = np.array([work.target_tokens for work in works])
     curves = {"tokens": (tokens, np.unique(tokens).tolist())}
     if not start:
-        del target["context_token_s"]  # C replaces it
+        del target["context_token_s"]  # replaced by curve C (`contexts`)
         contexts = np.array([work.decode_context_tokens for work in works])
         idles_s = np.array([work.idle_s for work in works])
         curves = {
@@ -77,8 +77,8 @@ def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostPr
 def _fit_terms(
     terms: Terms, samples: Sequence[StepSample], seconds: Sequence[float]
 ) -> dict[str, float]:
-    """Return the price of each term; the `ADAPTIVE` terms are 0 in steps that are not
-    `controlled`."""
+    """Return the price of each term; the `ADAPTIVE` terms are 0 in steps without the adaptive
+    policy."""
     if not samples:
         return {}
     columns = _matrix(terms, [sample.work for sample in samples])
@@ -96,8 +96,8 @@ def fit_columns(columns: np.ndarray, durations_s: np.ndarray) -> np.ndarray:
     """Return the non-negative prices, float64 [columns], whose relative errors are smallest.
 
     Errors are relative to the prediction; relative to the measurement, noise would bias every price
-    downwards. So each round fits prices, then computes weights from their predictions. A step with
-    a far larger error than the median counts less, the larger the error (Huber).
+    downwards. So each round fits prices, then computes weights from their predictions. A step
+    whose error is far above the median has a lower weight (Huber).
     """
     predicted_s = np.maximum(durations_s, _MIN_PREDICTION_S)
     weights = np.ones(len(durations_s))
@@ -141,12 +141,12 @@ def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndar
 
 
 def _pieces(values: np.ndarray, knots: Sequence[float]) -> np.ndarray:
-    """Return the length of each interval between two knots that is below each value, float64
+    """Return the part of each interval between two knots that is below each value, float64
     [values, knots - 1]."""
     return np.stack([np.clip(values - a, 0, b - a) for a, b in pairwise(knots)], axis=1)
 
 
 def _up_to(maximum: int, knots: Sequence[int]) -> list[int]:
     """Return two knots or more that cover the range to `maximum`. The last interval is at least
-    half of the range, or the extrapolation beyond it would follow noise."""
+    half of the range, so that the extrapolation does not follow noise."""
     return [knots[0], *(k for k in knots[1:] if 2 * k <= maximum), max(int(maximum), knots[0] + 1)]

@@ -14,7 +14,7 @@ from cbatch.core.scheduler.slot_counts import SlotCounts
 
 
 class StepMeter:
-    """An executor that runs steps on another one, and keeps the sample of the last step."""
+    """An executor that runs steps on another executor, and keeps the sample of the last step."""
 
     def __init__(
         self, executor: Executor, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter

@@ -1,7 +1,7 @@
 """Prices for the lookahead policy, measured before the first request and cached on disk.
 
 Steps of chosen shapes run through the real executor, so that drafting, the forward pass and the
-verification are all timed. Their sequences are made up and need no prefill.
+verification are all timed. Their sequences are synthetic and need no prefill.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from cbatch.system.cache import cache_folder
 VERSION = 4  # version of measurement and fit; cached prices of another version are measured again
 CONTEXT_TOKENS = 64
 LONG_CONTEXT_TOKENS = 512
-DRAFTS = 3  # per row, of the shapes that verify
+DRAFTS = 3  # per row, in shapes that verify drafts
 _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # (drafts, rows), for the price of a draft pass
-MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # per row, of any shape
+MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # of a row, in any shape
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
-_PERIOD_TOKENS = 16  # after which the text for lookups repeats
-# Equal steps that run, the last of which is measured: a small model's first few take up to a third
-# longer, while caches and branch predictors are cold. After `_SETTLED_S` seconds no further step
-# runs, because in steps that long the difference is small.
+_PERIOD_TOKENS = 16  # period of the repeated text for lookups
+# Number of equal steps, the last of which is measured: a small model's first steps take up to a
+# third longer, while caches and branch predictors are cold. After `_SETTLED_S` seconds of steps no
+# further step runs, because in longer steps the difference is small.
 _LIKE_STEPS = 5
 _SETTLED_S = 0.01
-_MAX_ROUNDS = 15  # after the first
+_MAX_ROUNDS = 15  # after the warm-up round
 _BUDGET_S = 3.0
 _logger = logging.getLogger("cbatch")
 
@@ -65,12 +65,12 @@ class StepShape(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """True if an equal step can follow: each row decodes, and no drafter has to catch up."""
+        """True if an equal step can follow: all rows decode, and no drafter has to catch up."""
         return not self.catch_up and self.query_len == 1 + self.num_drafts
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a row: after `_LIKE_STEPS` steps that accept all drafts, and one more."""
+        """Maximum length of a row: after `_LIKE_STEPS` steps that accept all drafts, plus 1."""
         return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
 
 
@@ -81,8 +81,8 @@ def with_prices(
     models: LoadedModels,
     kv_cache_dtype: str,
 ) -> SchedulerConfig:
-    """Return `config` with what steps cost here, measured now or at an earlier start, if its policy
-    goes by prices. Where no shape of a step fits, prices are learned while serving."""
+    """Return `config` with prices, measured now or at an earlier start, if its policy uses prices.
+    If the engine is too small for the shapes, prices are learned while serving."""
     import torch
 
     if not policy_class(config.lookahead.policy).priced or not can_profile(config):
@@ -109,7 +109,7 @@ def with_prices(
 
 
 def most_drafts(config: SchedulerConfig) -> int:
-    """Return the most drafts of a row in a step, those that are measured included; 0: none."""
+    """Return the maximum number of drafts of a row, measured shapes included; 0: no drafting."""
     if not config.default_chain or config.lookahead.policy == "off":
         return 0
     shapes = shapes_for(config) if policy_class(config.lookahead.policy).priced else []
@@ -130,7 +130,7 @@ def cached_profile(
     key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
 ) -> CostProfile:
     """Return the profile cached for `key` (all that prices depend on), or measure and cache one. A
-    file that cannot be read or written is logged, and the prices are measured."""
+    file that cannot be read or written is logged, and is no error."""
     folder = folder or cache_folder("costs")
     if folder is None:
         _logger.warning("no cache folder (set HOME or XDG_CACHE_HOME): measuring step costs")
@@ -155,16 +155,16 @@ def cached_profile(
 
 
 def can_profile(config: SchedulerConfig) -> bool:
-    """Return whether shapes of two sizes fit. With a context below some hundred tokens none do."""
+    """Return whether shapes of two sizes in tokens fit. With a context below 70 they do not."""
     return len({shape.tokens for shape in shapes_for(config) if not shape.catch_up}) > 1
 
 
 def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     """Return shapes that decode, verify and prefill, and fit slots, context, budget and pool.
 
-    Equal numbers of tokens in different numbers of rows determine the price of a row, and longer
-    contexts that of a context token. Chunks determine the price of logits, because they need only
-    the last token's.
+    Equal numbers of tokens in different numbers of rows determine the price of a row. Longer
+    contexts determine the price of a context token. Chunks determine the price of logits, because
+    only the last token of a chunk needs logits.
     """
     drafts = DRAFTS if config.default_chain else 0
     candidates = [StepShape(rows) for rows in _ROWS]
@@ -198,8 +198,8 @@ def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
 
 
 class _StepRunner:
-    """Runs and measures made-up steps. The first step of a shape admits its rows, which takes a
-    third of a small model's step: if an equal step can follow, that one is measured instead."""
+    """Runs and measures synthetic steps. The first step of a shape admits its rows, which takes a
+    third of a small model's step, so a later step is measured if equal steps can follow."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._meter, self._config = StepMeter(executor, config.max_num_seqs), config
@@ -227,20 +227,19 @@ class _StepRunner:
         return [_median(measured[1:] or measured) for measured in samples.values()]
 
     def _run_shape(self, shape: StepShape) -> StepSample:
-        """Run steps of a shape, as many as `_LIKE_STEPS`, and return the sample of the last."""
+        """Run up to `_LIKE_STEPS` steps of a shape, and return the sample of the last step."""
         generation = self._steps + 1
         admitted = tuple(self._admission(shape, slot, generation) for slot in range(shape.rows))
         lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
         result = self._step(shape, generation, lag, admitted)
         settled_s = self._spent_s + _SETTLED_S
-        # In its first step a lookup reads the whole sequence, which is part of its cost: one step.
+        # A lookup reads the whole sequence in its first step: only this step has its full cost.
         reads = self._looks_up and shape.num_drafts > 0
         for _ in range(1, _LIKE_STEPS if shape.repeats and not reads else 1):
             if self._spent_s >= settled_s:
                 break
-            if (
-                shape.num_drafts
-            ):  # after a full acceptance a draft model has not seen the last draft
+            # After a full acceptance a draft model has not seen the last draft.
+            if shape.num_drafts:
                 lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
             result = self._step(shape, generation, lag, ())
         sample = self._meter.last
@@ -288,9 +287,9 @@ class _StepRunner:
         )
 
     def _tokens(self, slot: int, count: int) -> np.ndarray:
-        """Return made-up tokens, int32 [count]. If only lookups draft, the text repeats, so that
-        they have matches. If a draft model is the fallback of lookups, it does not repeat: the
-        price is then that of the model, the most expensive drafter."""
+        """Return synthetic tokens, int32 [count]. If only lookups draft, the tokens repeat, so that
+        lookups have matches. With a draft model they do not repeat: the draft model, the most
+        expensive drafter, then drafts."""
         rng = np.random.default_rng(slot)
         distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
         tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)

@@ -25,7 +25,7 @@ from cbatch.runtime.backend import LoadRequest
 if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
 
-_NOTICE_S = 2.0  # wait for the exit status of a process whose connection broke
+_NOTICE_S = 2.0  # maximum wait for the exit status of a process whose connection broke
 _LEAVE_S = 5.0  # time for a rank to end by itself before it is killed
 # A rank has this process's module path, but does not run its main module.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from cbatch.engine.ranks.worker import main; main()"
@@ -34,13 +34,11 @@ OnLost = Callable[[str, signal.Signals | None], None]
 
 
 class RanksLostError(RuntimeError):
-    """A rank ended, or its result differs. All other ranks have been ended; the engine must end,
-    too.
-    """
+    """A rank ended, or its result differs. All ranks have ended, and the engine must end."""
 
 
 class _Health:
-    """State of the other ranks. Watcher threads refer to it, so that `Ranks` can be collected."""
+    """State of the other ranks. Watcher threads keep it, not `Ranks`, which can be collected."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -102,7 +100,7 @@ class Ranks:
         program = _PROGRAM.format(path=sys.path)
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(remote.fileno())],
-            stdin=subprocess.PIPE,  # the rank exits at its end of file, when this process is gone
+            stdin=subprocess.PIPE,  # at its end of file, when this process is gone, the rank exits
             pass_fds=[remote.fileno()],
             # An interrupt from the terminal must reach this process only. And if this process dies
             # while a rank is stopped, the kernel hangs up the rank's orphaned process group.
@@ -132,8 +130,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        """Send a message to the other ranks; in the context rank 0 does its own part. An exception
-        there would leave the others waiting in the middle, so it ends all ranks:
+        """Send a message to the other ranks; rank 0 does its part in the body of the `with`. After
+        an exception in the body the other ranks would wait forever, so all ranks are ended. Raises
         `RanksLostError`."""
         if self._health.has_ended:
             raise self._lost()
@@ -206,8 +204,8 @@ def _end(
 
 
 def end_engine(problem: str, killed_by: signal.Signals | None) -> None:
-    """End this process in the same way as the lost rank, for an engine in a process of its own. The
-    server, which restarts it, then sees the rank's signal."""
+    """End this engine process with the signal that killed the lost rank, or else with status 1. The
+    server, which restarts the engine, then sees the signal."""
     _logger.error("%s; the engine stops", problem)
     if killed_by is not None:
         os.kill(os.getpid(), killed_by)

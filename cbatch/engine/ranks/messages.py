@@ -20,7 +20,7 @@ READY, LOADED = "ready", "loaded"
 
 class Start(msgspec.Struct, frozen=True):
     """A rank's number and the models that it loads. The ranks connect by files in `folder`.
-    `tokenizer` is the option of the engine."""
+    `tokenizer` is the engine's option."""
 
     rank: int
     size: int
