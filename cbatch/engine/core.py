@@ -191,7 +191,7 @@ class EngineCore:
 
 
 def _with_ends(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputRow]:
-    """Return `rows` with finish reasons. A request that ended without new tokens gets its own row."""
+    """Return `rows` with finish reasons. A request that ended without tokens gets its own row."""
     if not ended:
         return rows
     ends = {end.request_id: end for end in ended}
