@@ -1,16 +1,16 @@
-"""Our own kernels for CPUs, in C: products, and a decoder's whole pass.
+"""The project's C kernels for CPUs: matrix products, and a decoder's whole forward pass.
 
-They exist because libraries are slow for few rows, above all of bf16 on CPUs without bf16
-instructions, and because their bits change with the number of rows. A pass would also call hundreds
-of small operations. The kernels keep weights in their stored type, packed in panels. A row's bits
-do not depend on the other rows. A C compiler is needed (see `compiler`); without one, torch
-computes.
+They exist because libraries are slow for few rows, above all with bf16 weights on CPUs without bf16
+instructions. A library's result for a row also depends on the number of rows, and a pass would call
+hundreds of small operations. The kernels keep weights in their stored type, packed in panels. A
+row's bits do not depend on the other rows. Compilation needs a C compiler (see `compiler`); without
+one, torch computes.
 
-- `library.c` and what it includes: the kernels, and the threads that share their loops (`team.h`);
-  `build` compiles them, as one of `builds`.
-- `product`: one product as the runtime calls it.
-- `layer_attention`, `experts`: parts of a pass, for models whose other parts run in other code.
-- `cbatch.runtime.cpu.compiled_pass` calls the pass.
+- `library.c` and its headers: the kernels. `team.h` has the threads that share a kernel's loops.
+  `build` compiles them for this CPU, `builds` lists the CPU features that a build may use.
+- `product`: a single matrix product.
+- `layer_attention`, `experts`: parts of a pass, for models whose other operations run in torch.
+- `cbatch.runtime.cpu.compiled_pass` calls the whole pass.
 """
 
 from cbatch.runtime.compiled.build import build_name, version

@@ -30,10 +30,10 @@ _logger = logging.getLogger("cbatch")
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None, with a warning, without a compiler or not on Linux.
-    Raises FieldError if CBATCH_KERNELS names no build that runs here."""
+    """Return the compiled library. Without a compiler or on a system other than Linux, log a
+    warning and return None. Raises FieldError if CBATCH_KERNELS names no build that runs here."""
     try:
-        if platform.system() != "Linux":  # other systems have another OpenMP in torch
+        if platform.system() != "Linux":  # elsewhere torch has another OpenMP
             raise OSError("they support Linux only")
         return _cached_or_built()
     except (OSError, subprocess.SubprocessError) as error:
@@ -42,7 +42,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def version() -> str | None:
-    """Return an identifier of the kernels, for caches of their speed; None without kernels."""
+    """Return an identifier of the compiled kernels, for reports and caches; None without
+    kernels."""
     kernels = library()
     return None if kernels is None else Path(kernels._name).stem
 
@@ -74,8 +75,8 @@ def _cached_or_built() -> ctypes.CDLL:
 
 
 def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Build:
-    """Return the first build that is cached or that the compiler supports. The last one is not
-    tested: compiling it gives a better message."""
+    """Return the first build that is cached or that the compiler supports. The last build is not
+    tested: its failed compilation gives a better message."""
     *others, last = offered
     for build in others:
         kept = folder is not None and (folder / _file_name(build, compiler)).exists()
@@ -85,8 +86,8 @@ def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Bu
 
 
 def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
-    """Return the library from the cache, or compile it and cache it. If it cannot be cached, it is
-    for this process only. Raises OSError or SubprocessError."""
+    """Return the library from the cache, or compile and cache it. If it cannot be cached, this
+    process compiles it for itself. Raises OSError or SubprocessError."""
     name = _file_name(build, compiler)
     if folder is None:
         return _built(build, compiler, None)
@@ -120,8 +121,8 @@ def _file_name(build: Build, compiler: Compiler) -> str:
 
 
 def _cached(file: Path) -> ctypes.CDLL:
-    """Load a cached library. Raises OSError if it is damaged: loading part of a library may kill
-    the process, so its bytes are first compared with the digest at its end."""
+    """Load a cached library. Raises OSError if the digest at the end of the file is wrong: loading
+    a damaged library may kill the process."""
     content = file.read_bytes()
     if _digest(content[:-_DIGEST_BYTES]) != content[-_DIGEST_BYTES:]:
         raise OSError("the file is incomplete")
@@ -129,8 +130,7 @@ def _cached(file: Path) -> ctypes.CDLL:
 
 
 def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
-    """Compile a library and move it to `folder` (safe with other processes); None: do not keep
-    it."""
+    """Compile a library, load it, and move its file to `folder` (atomically; None: delete it)."""
     name = _file_name(build, compiler)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
@@ -159,7 +159,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line, with the last line of the compiler's output."""
+    """Return an error as one line, with the last line of the compiler's output."""
     said = getattr(error, "stderr", None) or b""
     last = said.decode(errors="replace").strip().splitlines()[-1:]
     return ": ".join([str(error), *last])

@@ -1,8 +1,8 @@
-"""The builds of our kernels: the instructions that each may use, and those that run here.
+"""Builds of the kernels: the CPU features that each one may use, and the builds that run here.
 
-A name fixes the instructions, so a build gives the same bits on every processor. The processor only
-affects their order (`-mtune`). The kernels learn their instructions from the compiler (`__AVX2__`
-...).
+A build's name fixes its instructions, so a build gives the same bits on every processor. The
+processor only affects their order (`-mtune`). The C sources test the compiler's macros for the
+instructions (`__AVX2__` ...).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
 
-KERNELS = "CBATCH_KERNELS"  # names the build to use, for tests and diagnosis
+KERNELS = "CBATCH_KERNELS"  # variable that names the build to use, for tests and diagnosis
 
 
 class Build(NamedTuple):
-    """A build. `features` are the processor features it needs, as named in /proc/cpuinfo."""
+    """A build. `features` are the CPU features that it needs, as named in /proc/cpuinfo."""
 
     name: str
     features: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ _TILE = "amx_tile"
 # For some processors gcc leaves one of two dependent `a * b + c` unfused, depending on nearby code.
 # A row's bits would then depend on the number of rows. Other compilers ignore this option.
 _FUSE = "--param=avoid-fma-max-bits=0"
-_NATIVE = Build("native")  # all that the compiler finds; for architectures without named builds
+_NATIVE = Build("native")  # all features of this CPU; for architectures without named builds
 _PORTABLE = Build("portable")
-# By architecture, the preferred first.
+# Builds of each architecture (`platform.machine()`), the preferred one first.
 _BUILDS = {
     "x86_64": (
         Build("amx", (*_AVX512_BF16, _TILE, "amx_bf16", "amx_int8")),
@@ -52,13 +52,13 @@ _OF_ANOTHER_MACHINE = (_NATIVE, _PORTABLE)
 
 
 def builds_of(machine: str) -> tuple[Build, ...]:
-    """Return all builds for an architecture (`platform.machine()`), the preferred first."""
+    """Return all builds for an architecture (`platform.machine()`), the preferred one first."""
     return _BUILDS.get(machine, _OF_ANOTHER_MACHINE)
 
 
 def runnable() -> list[Build]:
-    """Return the builds that this processor can run, the preferred first. Raises OSError without
-    /proc."""
+    """Return the builds that this processor can run, the preferred one first. Raises OSError
+    without /proc."""
     features = set(cpu_features().split())
     if _TILE in features and not may_use_tiles():
         features.remove(_TILE)
@@ -89,12 +89,12 @@ def offered() -> list[Build]:
 
 
 def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
-    """Return the options of a build for gcc or clang, or for zig's clang, which has other names."""
+    """Return a build's options for gcc or clang, or for zig's clang, whose CPU names differ."""
     tiles = [word for word in build.features if word.startswith("amx_")]
     words = [word.replace("_", "") for word in build.features if word not in tiles]
     if zig:
         cpu = "native" if build is _NATIVE else "+".join(["baseline", *words, *tiles])
-        return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # zig's default checks at run time
+        return (f"-mcpu={cpu}", "-fno-sanitize=undefined")  # zig adds run-time checks by default
     if machine == "x86_64":
         words += [word.replace("_", "-") for word in tiles]
         return ("-march=x86-64", "-mtune=native", _FUSE, *(f"-m{word}" for word in words))
@@ -104,6 +104,6 @@ def flags_of(build: Build, machine: str, *, zig: bool) -> tuple[str, ...]:
 
 
 def cpu_features() -> str:
-    """Return the processor's features as the system lists them. Raises OSError without /proc."""
+    """Return the line of /proc/cpuinfo with the CPU's features. Raises OSError without /proc."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

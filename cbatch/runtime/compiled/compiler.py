@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cbatch.runtime.compiled.builds import Build, flags_of
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 300.0  # of one call of the compiler
 _ZIG_CACHES = ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
 _logger = logging.getLogger("cbatch")
 
@@ -36,8 +36,8 @@ class Compiler(NamedTuple):
         return flags_of(build, platform.machine(), zig=self.is_zig)
 
     def takes(self, build: Build) -> bool:
-        """Return whether it supports the instructions of a build, which an old compiler may not."""
-        if self.is_zig:  # recent enough
+        """Return whether the compiler supports the instructions of a build; an old one may not."""
+        if self.is_zig:  # every zig is recent enough
             return True
         try:
             self.run(*self.flags(build), "-E", "-x", "c", os.devnull, "-o", os.devnull)
@@ -46,8 +46,8 @@ class Compiler(NamedTuple):
         return True
 
     def run(self, *arguments: str, scratch: str | None = None) -> None:
-        """Run it. `scratch` is a folder for zig's caches: it would keep 50 MB in the user's home,
-        and fail without a home. Raises OSError or SubprocessError."""
+        """Run the compiler. `scratch` is a folder for zig's caches: its default is in the user's
+        home, takes 50 MB, and fails without a home. Raises OSError or SubprocessError."""
         caches = {} if scratch is None else dict.fromkeys(_ZIG_CACHES, scratch)
         subprocess.run(
             [*self.command, *arguments],
@@ -59,8 +59,8 @@ class Compiler(NamedTuple):
 
 
 def find_compiler() -> Compiler | None:
-    """Return the compiler that CC names (a command, with arguments if needed). If it does not
-    exist, log a warning and return another, or None."""
+    """Return the compiler that CC names (a command, with arguments if needed). If CC is unset or
+    does not exist (logs a warning), return another compiler, or None."""
     given = os.environ.get("CC", "").strip()
     compiler = _on_path(given)
     if compiler is None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts with our own products."""
+"""Mixtures of experts (MoE), by the compiled products."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster, as f
 
 
 class Gating(enum.IntEnum):
-    """Activations of gate and up: silu(gate) * up; gelu(gate) * up in the tanh form; with both
-    clamped, gate * sigmoid(alpha * gate) * (up + 1); the caller's own; relu(gate)^2 * up."""
+    """Activations of an expert, in this order: silu(gate) * up; gelu(gate) * up in the tanh form;
+    gate * sigmoid(alpha * gate) * (up + 1) of clamped inputs; a `Gate.function`; relu(gate)^2 *
+    up."""
 
     SILU = 0
     GELU_TANH = 1
@@ -33,8 +34,9 @@ class Gating(enum.IntEnum):
 
 
 class Gate(NamedTuple):
-    """An activation. `limit` and `alpha` belong to CLAMPED. `function` belongs to GIVEN and maps
-    [pairs, outputs of gate_up] to [pairs, inputs of down]; it must be row-invariant."""
+    """An activation. CLAMPED uses `limit` and `alpha`. GIVEN uses `function`, which maps [pairs,
+    outputs of gate_up] to [pairs, inputs of down]; a pair is a row and one of its experts. The
+    function must be row-invariant."""
 
     gating: Gating
     limit: float = 0.0
@@ -65,15 +67,15 @@ class MixtureStruct(ctypes.Structure):
 
 
 class CompiledExperts:
-    """Experts down(gate(gate_up(x))). The outputs of a row's chosen experts are summed with their
-    weights, in the order of the experts."""
+    """Experts down(gate(gate_up(x))). The outputs of a row's chosen experts are weighted and
+    summed, in the order of the experts."""
 
     def __init__(
         self, gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate
     ) -> None:
-        """Take one product of each expert, all of one shape and type, without `in_scale`. gate_up
-        has gates, then ups; for GIVEN, the function's inputs. Raises ValueError for shapes that do
-        not fit together."""
+        """Take a gate_up and a down product for each expert, without `in_scale`; all of a list have
+        one shape and type. The outputs of gate_up are all gates, then all ups, or the inputs of
+        `function`. Raises ValueError for shapes that do not fit together."""
         _check(gate_up, down, gate)
         kernel = library()
         assert kernel is not None  # the products exist
@@ -96,8 +98,8 @@ class CompiledExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> CompiledExperts:
-        """Pack weights [outputs, inputs] of each expert, fp32 or bf16, and biases [experts,
-        outputs]. Raises ValueError if there is no kernel for them."""
+        """Pack each expert's weights [outputs, inputs], fp32 or bf16, and biases [experts,
+        outputs]. Raises ValueError if there is no kernel for their type."""
         parts = [
             [
                 CompiledProduct(each.contiguous(), None if bias is None else bias[i], None)
@@ -113,16 +115,16 @@ class CompiledExperts:
         return [*gate_up, *down]
 
     def mixture(self, experts: Experts) -> MixtureStruct:
-        """Return the struct for a whole pass. Experts after the first `experts.count` are
-        shared."""
+        """Return the struct of a layer for the whole pass. Experts after the first `experts.count`
+        are shared."""
         shared = self.num_experts - experts.count
         numbers = experts.count, experts.chosen, shared, experts.normalized
         return MixtureStruct(self._gate_up, self._down, *numbers, *self.gate[:3])
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return fp32 [T, outputs of down] for x fp32 [T, inputs of gate_up], chosen int64 [T, k]
-        and weights fp32 [T, k]. The number `num_experts` in `chosen` means no expert. Raises
-        IndexError for other invalid numbers, ValueError for shapes."""
+        """Return fp32 [T, outputs of down] for fp32 x [T, inputs of gate_up], int64 `chosen` [T, k]
+        and fp32 `weights` [T, k]. An entry `num_experts` in `chosen` means no expert. Raises
+        IndexError for other invalid entries, ValueError for wrong shapes."""
         rows, choices = chosen.shape
         if x.shape != (rows, self._columns) or weights.shape != chosen.shape:
             shapes = [tuple(each.shape) for each in (x, chosen, weights)]
@@ -172,7 +174,7 @@ class CompiledExperts:
         return 1 if work < _ALONE_BELOW else num_threads()
 
     def _call(self, step: _Step, parts: int) -> int:
-        """Run the parts; return the number of (row, expert) pairs."""
+        """Run parts 1, 2 or both (3), see experts.h; return the number of (row, expert) pairs."""
         step.parts = parts
         pairs = int(self._run(step))
         if pairs < 0:

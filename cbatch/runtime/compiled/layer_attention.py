@@ -1,4 +1,4 @@
-"""Attention over paged KV, layer by layer, for passes whose other operations run in other code."""
+"""Attention over paged KV, layer by layer, for models whose other operations run in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbatch.runtime.compiled.structs import fields
 from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
-_NUMBERS_OF_A_ROW = 6  # int64 numbers per row: sequence, position, and a piece of 4
+_NUMBERS_OF_A_ROW = 6  # int64 per row: its sequence, its position, a `piece` (4)
 _NO_WINDOW = 1 << 40  # tokens: longer than any context
 _WRONG = "block_tables: too short for the context, or with a block that is not in the cache"
 
@@ -48,10 +48,9 @@ class LayerShape(NamedTuple):
     """The parameters of a layer's attention: softmax(scale * q K^T) V.
 
     A row sees the last `window` positions, its own included. With `softcap`, scores become softcap
-    * tanh(score / softcap). `sinks` [heads] are further scores in the softmax of each head, for
-    * keys
-    whose value is 0. With `pairs` and bf16 KV, queries and weights are rounded to bf16 if the
-    processor multiplies pairs of bf16. Without `pairs`, bits are the same on every processor.
+    * tanh(score / softcap). `sinks` [heads] add a score to each head's softmax, as a key with value
+    0 would. With `pairs` and bf16 KV, queries and weights are rounded to bf16 if the processor
+    multiplies pairs of bf16. Without `pairs`, bits are the same on every processor.
     """
 
     heads: int
@@ -66,7 +65,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerAttention:
-    """A layer in the form that the kernel takes."""
+    """A layer's attention parameters in the form that the kernel takes."""
 
     def __init__(self, shape: LayerShape) -> None:
         """Raises ValueError for a shape that the kernel does not support."""
@@ -132,10 +131,10 @@ class CompiledAttention:
         num_blocks: int,
         block_size: int,
     ) -> AttentionStep:
-        """Return a step of a ragged batch: `query_lens` [B] rows of each sequence, the last of
-        which has the position `context_lens` [B] - 1, and `block_tables` [B, W] of ids below
-        `num_blocks`, with `block_size` positions per block. Entering the step raises IndexError if
-        the tables do not hold the context."""
+        """Return a step of a ragged batch of B sequences. Sequence b has `query_lens[b]` rows, the
+        last one at position `context_lens[b]` - 1. `block_tables` [B, W] has ids below `num_blocks`
+        of blocks of `block_size` positions. Entering the step raises IndexError if the tables do
+        not hold the context."""
         rows, threads = int(query_lens.sum()), num_threads()
         arrays = [np.ascontiguousarray(x, np.int32) for x in (query_lens, context_lens)]
         tables = np.ascontiguousarray(block_tables, np.int32)
@@ -169,8 +168,8 @@ class CompiledAttention:
 
 
 class AttentionStep:
-    """One step: call `attend` for each layer inside its `with`. Threads stay awake between these
-    calls and sleep afterwards."""
+    """A context manager for one step: call `attend` for each layer inside it. Threads stay awake
+    between these calls and sleep afterwards."""
 
     def __init__(
         self, of: CompiledAttention, struct: AttendedStepStruct, kept_alive: tuple[object, ...]
@@ -199,12 +198,13 @@ class AttentionStep:
         values: Tensor | None,
     ) -> Tensor:
         """Write keys [..., kv_heads, T, key_dim] and values [..., kv_heads, T, value_dim] to
-        `blocks`, then attend for queries [..., heads, T, key_dim]: fp32 [T, heads, value_dim].
+        `blocks`. Then return the attention of queries [..., heads, T, key_dim]: fp32 [T, heads,
+        value_dim].
 
         Keys and values are None if the blocks hold them already. Leading dimensions are 1. fp32
-        inputs with dense rows are not copied. `blocks`, fp32 or bf16, are the layer's, contiguous:
-        [kv_heads * num_blocks, block_size * (key_dim + value_dim)], for each block and head K, then
-        V (see paged.h). Raises ValueError for other shapes.
+        inputs with dense rows are not copied. `blocks` is the layer's KV cache, contiguous fp32 or
+        bf16 [kv_heads * num_blocks, block_size * (key_dim + value_dim)]: for each head and block K,
+        then V (see paged.h). Raises ValueError for other shapes.
         """
         shape, struct, step = layer.shape, layer.struct, self.struct
         self._point(layer, blocks)
@@ -237,8 +237,8 @@ class AttentionStep:
 
 
 def _rows(x: Tensor, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """Return `x` as fp32 of this shape with a dense last dimension. Raises ValueError for
-    others."""
+    """Return `x` as fp32 of this shape with a dense last dimension. Raises ValueError for other
+    shapes."""
     if x.shape[-3:] != shape or x.numel() != shape[0] * shape[1] * shape[2]:
         raise ValueError(f"{name}: {tuple(x.shape)}, of which the last should be {shape}")
     if x.dim() > 3:

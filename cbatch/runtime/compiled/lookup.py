@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.model.arrays import I64
 
-_COLUMNS = 4  # columns before the drafts of a row, see `look_up` in lookup.h
+_COLUMNS = 4  # columns of a request before its drafts, see `look_up` in lookup.h
 
 
 class LookupStruct(ctypes.Structure):
@@ -25,8 +25,8 @@ class LookupStruct(ctypes.Structure):
 
 
 class CompiledLookup:
-    """Drafts and scores in rows of `tokens`, int64 [slots, width], contiguous. Each lookup reads
-    the last `half_window` to 2 `half_window` tokens before its position."""
+    """A lookup over rows of `tokens`, int64 [slots, width], contiguous. At each position it reads
+    only the last `half_window` to 2 `half_window` tokens."""
 
     def __init__(self, kernel: ctypes.CDLL, struct: LookupStruct, half_window: int) -> None:
         self._struct, self._half = struct, half_window
@@ -36,14 +36,15 @@ class CompiledLookup:
 
     @classmethod
     def of(cls, struct: LookupStruct | None, half_window: int) -> CompiledLookup | None:
-        """Return None if there are no kernels, or none for this lookup."""
+        """Return the compiled form of a lookup, or None without kernels or `struct`."""
         kernel = None if struct is None else library()
         return None if kernel is None or struct is None else cls(kernel, struct, half_window)
 
     def look_up(
         self, tokens: I64, slots: NDArray[np.integer], known: I64, depths: I64
     ) -> tuple[I64, I64]:
-        """Draft up to `depths[i]` tokens after the first `known[i]`; return drafts and counts."""
+        """Draft up to `depths[i]` tokens after the first `known[i]` of a slot; return drafts and
+        counts."""
         depth = int(depths.max(initial=0))
         requests = np.zeros((len(slots), _COLUMNS + depth), dtype=np.int64)
         requests[:, 0], requests[:, 1], requests[:, 2] = slots, known, depths
@@ -53,8 +54,8 @@ class CompiledLookup:
     def score(
         self, tokens: I64, slots: NDArray[np.integer], since: I64, known: I64
     ) -> tuple[I64, I64]:
-        """Count the tokens from `since[i]` on that have a draft before them, and those equal to
-        it."""
+        """Draft each token at positions [since[i], known[i]) of a slot from the tokens before it.
+        Return the numbers of drafts and of correct drafts."""
         requests = np.empty((len(slots), 5), dtype=np.int64)
         requests[:, 0], requests[:, 1], requests[:, 2] = slots, since, known
         self._call(self._score, tokens, requests)

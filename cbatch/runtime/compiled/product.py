@@ -1,4 +1,4 @@
-"""Products with constant weights, by our own kernel."""
+"""Matrix products with constant weights, by the compiled kernel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
-_SLAB_BYTES = 1 << 25
+_SLAB_BYTES = 1 << 25  # memory that the panels of small matrices share
 _slab: Tensor | None = None  # the free rest of the current slab
 _slab_lock = threading.Lock()
-_PANELS_AT_ONCE = 256
+_PANELS_AT_ONCE = 256  # panels packed in one copy
 ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster than several
-MOST_LANES = 16
-# The numbers that ggml gives these types.
+MOST_LANES = 16  # floats in the widest vector of any build
+# ggml's numbers of these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
 BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
 BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
@@ -41,7 +41,7 @@ class Segment(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """`linear` of problem.h: addresses; the owner keeps their memory alive."""
+    """`linear` of problem.h. It holds addresses; its owner keeps their memory alive."""
 
     _fields_ = [
         ("segments", POINTER(Segment)),
@@ -53,7 +53,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class Blocks(NamedTuple):
-    """A matrix [out, columns] in blocks of a GGUF type, as stored in a file: `rows` is uint8 [out,
+    """A matrix [out, columns] in blocks of a GGUF type, as stored in a file. `rows` is uint8 [out,
     bytes of a row]; `type` is the name of the type."""
 
     type: int
@@ -62,8 +62,8 @@ class Blocks(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Where the outputs of a matrix go among those of a product: `length` consecutive ones at a
-    time, `pitch` apart, from `first` on."""
+    """The columns of a product's result that one of its matrices fills: runs of `length` columns,
+    their starts `pitch` apart, from column `first` on."""
 
     length: int
     pitch: int
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
 
 class CompiledProduct:
-    """y = (x * in_scale) W^T + bias over fp32 rows [T, in], contiguous: fp32 [T, out].
+    """The product y = (x * in_scale) W^T + bias of fp32 rows x [T, in], contiguous: fp32 [T, out].
 
     Weights are fp32 or bf16; see `of_blocks` for other types.
     """
@@ -96,7 +96,8 @@ class CompiledProduct:
         in_scale: Tensor | None,
     ) -> CompiledProduct:
         """Return the product of several matrices with the same columns, stacked or interleaved.
-        Rows are rounded to 8 bits, 32 columns at a time (see blocks.h). There must be kernels."""
+        Rows of x are rounded to 8 bits, 32 columns at a time (see blocks.h). Needs
+        `compiles_blocks`."""
         kernel, product = library(), cls.__new__(cls)
         assert kernel is not None
         columns = parts[0][0].columns
@@ -121,7 +122,7 @@ class CompiledProduct:
         *,
         block_types: tuple[str, ...],
     ) -> None:
-        """Keep everything whose address the kernel gets, and fill the struct."""
+        """Fill the struct, and keep a reference to all memory whose address it holds."""
         kernel = library()
         assert kernel is not None
         self.shape, self.panels, self.block_types = shape, panels, block_types
@@ -140,7 +141,7 @@ class CompiledProduct:
 
     @property
     def types(self) -> set[int]:
-        """Types of its segments, as ggml's numbers."""
+        """ggml's type numbers of the segments."""
         return {segment.type for segment in self._segments}
 
     @property
@@ -172,7 +173,7 @@ def compiles_blocks(blocks: Blocks) -> bool:
 
 
 def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
-    """Repack blocks in panels (see blocks.h)."""
+    """Repack blocks into panels (see blocks.h)."""
     out, columns, number = len(blocks.rows), blocks.columns, BLOCK_TYPES[blocks.type]
     kernel.bytes_of_panel.argtypes, kernel.bytes_of_panel.restype = [c_int, c_long], c_long
     panels = -(-out // kernel.lanes())
@@ -186,8 +187,8 @@ def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
 
 
 def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate memory for panels. Small ones share a slab: allocations below some MiB get no huge
-    pages, and page table lookups would slow products of few rows."""
+    """Allocate memory for panels. Small matrices share a slab: allocations below some MiB get no
+    huge pages, and page table lookups would slow products of few rows."""
     global _slab
     num_bytes = -(-count * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if num_bytes > _SLAB_BYTES // 4:
@@ -214,7 +215,7 @@ def panels_of(weight: Tensor, lanes: int) -> Tensor:
     count = -(-out // lanes)
     memory = _aligned(count * lanes * columns, weight.dtype)
     panels = memory.view(count, columns // pair, -1, pair)
-    for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all would need its memory twice
+    for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all panels would double the memory
         some = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
         some = F.pad(some, (0, columns - weight.shape[1], 0, -len(some) % lanes))
         paired = some.view(-1, lanes, columns // pair, pair).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The number of threads of our kernels."""
+"""The number of threads of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _kernel_threads: int | None = None
 
 
 def num_threads() -> int:
-    """Return torch's number of threads, or its number before `torch_alone`."""
+    """Return torch's number of threads; inside `torch_alone`, the number before it."""
     return torch.get_num_threads() if _kernel_threads is None else _kernel_threads
 
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Give torch's own operations one thread, and our kernels as many as before.
+    """Give torch's operations one thread. The kernels keep their number of threads.
 
-    On the few rows of a step, several torch threads cost more than they save, and compete with ours
-    for processors. A torch operation that is split among threads may also change bits, because the
-    ends of its vectors move."""
+    On the few rows of a step, several torch threads cost more than they save, and compete with the
+    kernels for processors. Splitting a torch operation among threads may also change bits, because
+    the ends of its vectors move."""
     global _kernel_threads
     before, threads = _kernel_threads, torch.get_num_threads()
     _kernel_threads = num_threads()
