@@ -1,1 +1,1 @@
-"""The commands `cbatch sim`, `trace` and `calibrate`. Imports all the rest of `sim`."""
+"""The commands `cbatch sim`, `cbatch sim capacity` and `cbatch trace`. May import all of `sim`."""

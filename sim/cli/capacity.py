@@ -30,7 +30,7 @@ from sim.report.report import Objectives, Record, parse_objectives, to_json
 from sim.workload.options import SHARE_KNOB
 
 COMMAND = "sim capacity"
-PERCENTILE = 99.0  # default, unless a goodput share is given
+PERCENTILE = 99.0  # default of --percentile, unless --goodput-share is given
 _knob = partial(knob, "service level")
 # Options of a simulation that this command lacks, since the search chooses the rate.
 PACE = ("rate", "rate_scale", "concurrency", "think")

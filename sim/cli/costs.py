@@ -26,7 +26,7 @@ class Priced(msgspec.Struct, kw_only=True):
     cost: CostModel
     names: dict[str, Any]  # source of the costs, for the report
     engine: dict[str, Any]  # defaults for fields of the scheduler's configuration
-    limits: dict[str, int | None] = {}  # largest measured value, by such a field
+    limits: dict[str, int | None] = {}  # by field of that configuration: its largest measured value
 
 
 def priced(scenario: Scenario, policy: str) -> Priced:
@@ -104,8 +104,8 @@ def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
 def _devices(
     scenario: Scenario, gpu: str, *, drafts: bool
 ) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
-    """Return the roofline of the models on the device, their names for the report, and `engine` of
-    `Priced`: the context, the size of the KV pool, and the draft's relative price."""
+    """Return the roofline's configuration, and `names` and `engine` of `Priced`: defaults for the
+    context length, the number of KV blocks and the catch-up price."""
     model = scenario.model or MODEL_SHAPE
     parts = 1 if scenario.tensor_parallel_size is None else scenario.tensor_parallel_size
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)

@@ -75,7 +75,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 class Files:
     """Report files of the options --json, --records, --page and --perfetto. Records and Perfetto
-    events are written during the run, the others by `write`."""
+    events are written during the run, the other two files by `write`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

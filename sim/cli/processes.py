@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def num_processes(given: int | None, num_scenarios: int) -> int:
-    """Return how many processes to use: --processes if `given`, else a process per usable core, and
-    never more than there are scenarios. Raises `FieldError`."""
+    """Return the number of processes: `given` (--processes), by default the number of usable cores,
+    but at most `num_scenarios`. Raises `FieldError`."""
     if given is None:
         affinity = getattr(os, "sched_getaffinity", None)  # Linux only
         given = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -33,8 +33,8 @@ def num_processes(given: int | None, num_scenarios: int) -> int:
 def run_scenarios(
     work: Callable[[Scenario], T], scenarios: Sequence[Scenario], processes: int
 ) -> list[T]:
-    """Return the results of `work` in order of `scenarios`, with a progress bar. A single process
-    is this process. The first exception cancels the rest and is raised."""
+    """Return the results of `work` in order of `scenarios`, with a progress bar. With `processes` =
+    1 the work runs in this process. The first exception cancels the rest and is raised."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(
@@ -61,5 +61,5 @@ def run_scenarios(
 
 
 def _exit_on_interrupt() -> None:
-    """Let Ctrl-C end a worker without a traceback. The parent gets it too and reports it."""
+    """Let Ctrl-C end a worker without a traceback. The parent also gets SIGINT, and reports it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

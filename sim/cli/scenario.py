@@ -1,5 +1,5 @@
-"""Options of one simulation, as an immutable struct that can be sent to another process. Its fields
-are the command line's options; those of the engine reuse the engine's knobs."""
+"""Options of one simulation, as an immutable struct that can be sent to another process. Each field
+is an option of the command line; engine options reuse the engine's knobs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class PacedTrace(TraceFile, frozen=True, kw_only=True):
     rate_scale: Annotated[float | None, RATE_SCALE_KNOB] = None
 
     def scale_of(self, requests: Callable[[], Iterable[TraceRequest]]) -> float:
-        """Return the factor on the trace's own rate that --rate or --rate-scale asks for.
-        `requests` opens the trace, to measure that rate. Raises `FieldError`."""
+        """Return the factor by which --rate or --rate-scale multiplies the trace's rate. `requests`
+        opens the trace, to measure its rate. Raises `FieldError`."""
         if self.rate is None:
             return 1.0 if self.rate_scale is None else self.rate_scale
         if self.rate_scale is not None:
@@ -68,7 +68,7 @@ class PacedTrace(TraceFile, frozen=True, kw_only=True):
 
 
 class Scenario(PacedTrace, frozen=True, kw_only=True):
-    """All options of a simulation. None is a default that depends on other options."""
+    """All options of a simulation. None means not given: the default depends on other options."""
 
     slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
     requests: Annotated[int | None, _load("only the first N requests", "N")] = None
@@ -155,12 +155,12 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     @property
     def holds_kernel_tables(self) -> bool:
-        """True if --cost-table is of kernels, for any model, not of one model's layers."""
+        """True if --cost-table has times of kernels (for any model), not of one model's layers."""
         return self.cost_table is not None and holds_kernel_tables(self.cost_table)
 
     @property
     def has_device(self) -> bool:
-        """True if the cost model is of a GPU with a known memory size."""
+        """True if the cost model describes a GPU with a known memory size."""
         if self.cost_table is not None:
             return self.holds_kernel_tables
         return self.step_seconds is None and self.cost is None

@@ -40,7 +40,7 @@ _CHANGES = (
 
 
 def refuse_ignored(*scenarios: Scenario) -> None:
-    """Raises `FieldError` for an option that is ignored in all of these scenarios."""
+    """Raise `FieldError` for an option that all `scenarios` ignore."""
     first, *others = (scenario.ignored() for scenario in scenarios)
     for option, why in first.items():
         if all(option in other for other in others):
@@ -150,11 +150,11 @@ def _requests(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
 
 
 def _as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
-    """Fill options that are not given from the `config` of the engine that recorded a step log.
-    Returns the scenario and the names of these options.
+    """Set options that are not given to the values in `config`, the configuration in a step log.
+    Return the scenario and the names of these options.
 
-    Lookahead and prices are never taken from a log. Nor is the number of KV blocks if the cost
-    model's device has a known memory, from which it is computed."""
+    A log never sets lookahead or prices. It sets the number of KV blocks only if the device's
+    memory size is unknown; otherwise the number is computed."""
     recorded = {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}
     if scenario.has_device:
         del recorded["num_blocks"]
@@ -183,9 +183,9 @@ def _scheduler(
     prices: Priced,
     recorded: SchedulerConfig | None,
 ) -> SchedulerConfig:
-    """Return the scheduler's configuration. A size is the option's, otherwise the cost model's,
-    otherwise that of `ENGINE_DEFAULTS` up to the largest measured value. Settings without an option
-    come from `recorded`, the engine that recorded a step log. Raises `FieldError`."""
+    """Return the scheduler's configuration. A size comes from its option, else from the cost model,
+    else from `ENGINE_DEFAULTS`, limited to the largest measured value. Settings without an option
+    come from `recorded`, the configuration in a step log. Raises `FieldError`."""
     given = {field: v for field in SIZES if (v := getattr(scenario, field)) is not None}
     fields: dict[str, Any] = ENGINE_DEFAULTS | prices.engine
     limits = {field: limit for field, limit in prices.limits.items() if limit is not None}

@@ -70,8 +70,8 @@ class Variant(NamedTuple):
 def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[Variant]:
     """Return the scenarios of all combinations of swept values; the last option varies fastest.
 
-    Without `--sweep` that is one scenario. All are checked before any of them runs. Options in
-    `fixed` cannot be swept. Raises `FieldError`."""
+    Without `--sweep` there is one scenario. All scenarios are checked before the first one runs.
+    Options in `fixed` cannot be swept. Raises `FieldError`."""
     names = {
         known: name
         for name, setting in fields_of(Scenario).items()
@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
 
 
 def figures(report: Report) -> dict[str, float | None]:
-    """Return the table's figures of a report: seconds, rates per second, and a share."""
+    """Return the figures of a report for the table: seconds, rates per second, and a share."""
     shown: dict[str, float | None] = {"output_tokens_per_s": report.output_tokens_per_s}
     for name in ("ttft", "tpot", "e2e"):
         spread = getattr(report, f"{name}_s")

@@ -120,7 +120,7 @@ def _draws(args: argparse.Namespace) -> bool:
 
 
 def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
-    """Return the seed, by default 0. Raises `FieldError` if one is given but would be ignored."""
+    """Return the seed, by default 0. Raises `FieldError` if a given seed would be ignored."""
     if args.seed is not None and not drawing:
         raise FieldError("--seed", "is not used here", "leave it out")
     return args.seed or 0

@@ -4,10 +4,10 @@ files anywhere below a folder, latencies in milliseconds, each file for one syst
 - `gemm_perf.parquet`: the product [m, k] x [k, n], by m, n and k. Other n and k are interpolated; a
   size beyond the last one is computed as several products of equal size.
 - `generation_attention_perf.parquet`: a batch of rows with one query each over a context of `isl +
-  step` tokens. Rows that verify drafts read the same KV. If their arithmetic takes longer by the
-  roofline, that time is used.
+  step` tokens. Rows that verify drafts read the same KV and take the same time, or their
+  arithmetic's roofline time if that is longer.
 - `context_attention_perf.parquet`: a batch of whole prompts. A chunk with context before it is
-  looked up as the prompt with as many query-key pairs.
+  looked up as the prompt with the same number of query-key pairs.
 
 The roofline supplies what no table holds: norms and other small kernels, launches, all-reduces and
 host time. It also supplies attention for head counts that were not measured. `from_roofline` lists
@@ -41,8 +41,8 @@ Heads = tuple[int, int, int]  # query heads, KV heads, head size
 
 
 class KernelTables(msgspec.Struct, frozen=True):
-    """Measured seconds: of products by (n, k) and m, of attention by heads and (batch, tokens of a
-    row)."""
+    """Measured seconds: `products` by (n, k), then m; `decodes` and `prefills` by heads, then
+    (batch, tokens per row)."""
 
     device: str
     framework: str
@@ -111,7 +111,7 @@ class KernelCost:
 
     def _draft_s(self, draft: _Passes, work: StepWork) -> float:
         """Return the seconds of all draft passes. As in the roofline, the first pass also ingests
-        tokens, and rows with few drafts leave the later passes early."""
+        tokens that the draft has not read, and rows with few drafts leave early."""
         depth = max(work.draft_depth, 1)
         rows, read_tokens = ceil(work.draft_tokens / depth), work.draft_context_tokens
         attention_s = draft.decodes_s(rows, read_tokens, read_tokens) if rows else 0.0
@@ -121,8 +121,9 @@ class KernelCost:
 
 
 class _Passes(NamedTuple):
-    """Tables of one model on its devices. `tokens` covers the products of all layers, `logits` that
-    of the LM head. Attention is of one layer, or None if the roofline supplies it."""
+    """Times of one model on its devices: `tokens` for the products of all layers, `logits` for the
+    LM head's. `decodes` and `prefills` are one layer's attention, None if the roofline supplies
+    it."""
 
     tokens: Curve
     logits: Curve
@@ -193,8 +194,8 @@ def _product(products: Mapping[tuple[int, int], Mapping[int, float]], n: float, 
 
 def _neighbours(axis: Sequence[int], target: float) -> list[tuple[int, float]]:
     """Return the points of an ascending axis next to `target`, each with its weight. A target
-    beyond the last point counts as several of equal size, one below the first point as the
-    first."""
+    beyond the last point is split into equal pieces, whose number multiplies the weights. A target
+    below the first point is raised to it."""
     pieces = ceil(target / axis[-1])
     at = max(target / pieces, axis[0])
     high = next(i for i, point in enumerate(axis) if point >= at)
@@ -232,7 +233,7 @@ def _attention(path: Path | None) -> dict[Heads, dict[tuple[int, int], float]]:
 
 
 def _read(path: Path, columns: tuple[str, ...], only: Mapping[str, Any]) -> _Table:
-    """Return seconds by the values of `columns`, from the rows that match all of `only`. Of rows
+    """Return seconds by the values of `columns`, from the rows that match all of `only`. Among rows
     with equal values the shortest time counts, since an engine uses its fastest kernel."""
     try:
         from pyarrow import ArrowException, parquet

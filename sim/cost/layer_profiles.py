@@ -1,11 +1,11 @@
 """Reader of layer profiles: kernels of one transformer layer timed inside vLLM, in the format of
 LLMServingSim's profiler (Cho et al. 2025). A folder holds
 
-- `dense.csv`: layer, tokens, time_us. Layers are those of a Llama block, `embedding` and
-  `final_layernorm`.
+- `dense.csv`: layer, tokens, time_us. Layers are `embedding`, `final_layernorm` and the kernels of
+  a Llama block.
 - `per_sequence.csv`: layer, sequences, time_us, for `lm_head` and `sampler`.
-- `attention.csv`: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us. Each row is one launch
-  over a chunk with `kv_prefill` tokens of context and `n_decode` rows of equal context.
+- `attention.csv`: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us. Each line is one launch
+  over a chunk with `kv_prefill` tokens of context, and `n_decode` rows with `kv_decode` each.
 - `skew_fit.csv` (optional), for rows of unequal context: the share `alpha`, by bucket, in time =
   time(mean context) + alpha * (time(longest context) - time(mean context)).
 """
@@ -73,8 +73,8 @@ class LayerProfile:
 
 
 class ProfiledAttention:
-    """Attention time of one layer. Decoding rows alone and rows together with a chunk have a
-    lattice each: a batch of both is one launch, which takes longer than two separate ones."""
+    """Attention time of one layer. One lattice is for decoding rows alone, another for rows and a
+    chunk: both are one launch, which takes longer than two separate launches."""
 
     def __init__(self, folder: Path) -> None:
         seconds_at = _points(folder / "attention.csv")
@@ -117,9 +117,9 @@ class ProfiledAttention:
 
 
 def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
-    """Return the tokens, and the tokens of context before them, of a single chunk that replaces all
-    chunks of a step. It has the same number of query-key pairs. Several prompts at once have fewer
-    pairs than one chunk of as many tokens, so their chunk is shorter."""
+    """Return the tokens, and the tokens of context before them, of a single chunk with the same
+    number of query-key pairs as all chunks of a step. Several prompts have fewer pairs than one
+    prompt of their total length, so their chunk is shorter."""
     tokens, pairs = work.prefill_tokens, work.prefill_pairs
     history_tokens = (pairs - tokens * (tokens + 1) / 2) / tokens
     if history_tokens >= 0:
@@ -165,9 +165,9 @@ def _mixed(
     seconds_at: dict[tuple[int, ...], float],
 ) -> tuple[dict[str, list[int]], dict[tuple[int, ...], float]]:
     """Return the axes and values of the lattice for chunks together with decoding rows. A profile
-    may join lattices of several spacings. Chosen are the chunks that were measured down to the
-    shortest context, with the values of each axis that all of them share. Without rows there is no
-    context to read, without a chunk no history."""
+    may join lattices of several spacings. The lattice has the chunk sizes that were measured at the
+    shortest context, and on other axes the values that all these sizes share. Without rows the
+    context has no effect, without a chunk the history has none."""
     with_rows = {key for key in seconds_at if key[0] and key[2]}
     shortest = min(key[3] for key in with_rows)
     chunks = sorted({key[0] for key in with_rows if key[3] == shortest})

@@ -1,11 +1,11 @@
 """The number of KV blocks that vLLM allocates on a device, computed by its own rules.
 
 vLLM takes a share of the memory that CUDA reports. It subtracts the weights, the peak of one
-profiling run, and what the process holds outside torch, and cuts the remainder into blocks. The
-peak is the larger of two: the pass of the largest step, and the sampler on one row of logits per
+profiling run, and the process's memory outside torch, and cuts the remainder into blocks. The peak
+is the larger of two: activations of the largest step, and the sampler on one row of logits per
 slot. Since 0.21 vLLM also reserves memory for CUDA graphs, and its top-p needs no sort.
 
-Three numbers are fitted, each to one run (`FITTED`); the others are read in vLLM's code. The memory
+Three numbers are fitted, each to one run (`FITTED`); the others come from vLLM's code. The memory
 of a draft model follows cbatch's own rule, not vLLM's.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cbatch.core.request.errors import FieldError
 from sim.cost.roofline import VALUE_BYTES, ModelShape, RooflineConfig
 
-MEMORY_SHARE = 0.9
+MEMORY_SHARE = 0.9  # default of `gpu_memory_utilization`
 MIB = 2**20
 
 
@@ -28,16 +28,16 @@ class PoolRules(NamedTuple):
     context_bytes: float  # outside torch: modules that are loaded late, libraries
 
 
-# 38.2: a profiling run's peak of 1.40 GiB on an L20, Qwen3-8B, 256 slots, 2,048 tokens, sorting:
-# bf16 and fp32 logits, sorted values, their indices, and the sort's own buffers. 14: logits in bf16
-# and fp32, probabilities and noise. 6.19 MiB: 0.52 GiB estimated for 86 graphs on an A5000, 0.21.0.
-# 48 MiB: four logs of versions 0.10 to 0.15 report 0.02 to 0.07 GiB. 307 MiB (0.30 GiB): an A100
-# with 0.31.0 reported 15.26 GiB for 14.96 GiB of weights and everything outside torch.
+# Bytes per logit. 38.2: bf16 and fp32 logits, sorted values, indices and the sort's buffers, fitted
+# to a peak of 1.40 GiB (L20, Qwen3-8B, 256 slots, 2,048 tokens). 14: bf16 and fp32 logits,
+# probabilities and noise. Bytes per graph: vLLM 0.21.0 estimated 0.52 GiB for 86 graphs on an
+# A5000. Bytes outside torch. 48 MiB: four logs of versions 0.10 to 0.15 report 0.02 to 0.07 GiB.
+# 307 MiB: an A100 with 0.31.0 reported 15.26 GiB, of which the weights were 14.96 GiB.
 RULES = {
     "vllm-0.19": PoolRules(38.2, 0.0, 48 * MIB),
     "vllm-0.21": PoolRules(14.0, 6.19 * MIB, 307 * MIB),
 }
-FITTED = {"vllm-0.19": ("L20",), "vllm-0.21": ("A5000", "A100")}
+FITTED = {"vllm-0.19": ("L20",), "vllm-0.21": ("A5000", "A100")}  # GPUs of the fitted runs
 DEFAULT_RULES = "vllm-0.21"
 
 
@@ -65,7 +65,7 @@ class PoolSettings(NamedTuple):
 
 
 def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) -> int:
-    """Return the number of KV blocks on each device, each for target and draft together. Raises
+    """Return the number of KV blocks on each device; a block holds KV of target and draft. Raises
     `FieldError` if not even one block fits."""
     settings = settings or PoolSettings()
     shapes = [config.shape, *([config.draft] if config.draft else [])]

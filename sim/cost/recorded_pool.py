@@ -22,7 +22,7 @@ _TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 
 class RecordedPool(NamedTuple):
     """A pool as a record gives it: `blocks` of `block_tokens` tokens each, or only the number of
-    `tokens`. None marks what the record does not give."""
+    `tokens`. None marks a number that the record lacks."""
 
     blocks: int | None
     block_tokens: int | None
@@ -30,8 +30,8 @@ class RecordedPool(NamedTuple):
 
 
 def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
-    """Return the number of blocks and the tokens per block. `block_tokens` is used if the record
-    has no blocks size, and 16 if neither has one. Raises `FieldError`."""
+    """Return the number of blocks and the tokens per block. A record without a block size gets
+    `block_tokens`, or 16 if that is None. Raises `FieldError`."""
     try:
         text = read_whole(path).decode("utf-8", errors="replace")
     except OSError as error:

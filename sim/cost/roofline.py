@@ -34,8 +34,8 @@ _UNSUPPORTED = {
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Peak rates of one device, per second; `link_bytes_per_s` is one way. `memory_bytes` is what
     the driver reports if the source says so (ECC takes a sixteenth on some devices). `usable_bytes`
-    is what CUDA reports, which is less because the driver reserves some; None if no run is
-    known."""
+    is the smaller size that CUDA reports, since the driver reserves some; None if no run has
+    reported it."""
 
     bf16_flops: float
     memory_bytes_per_s: float
@@ -144,8 +144,8 @@ class Rates(NamedTuple):
     weights_s: float  # reading the layers' weights once
     logit_s: float  # arithmetic of the LM head for one row
     head_s: float  # reading the LM head's weights once
-    fixed_s: float
-    exchange_token_s: float
+    fixed_s: float  # small kernels and the latency of all-reduces, per pass
+    exchange_token_s: float  # all-reduces of all layers for one token
     pair_s: float  # arithmetic of attention for one query-key pair
     context_token_s: float  # reading the KV of one position
 
@@ -182,8 +182,8 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_efficiency: float = 0.8
     layer_s: float = 8e-6
     step_host_s: float = 5e-4  # scheduler, input preparation, sampling
-    request_host_s: float = 2e-4
-    link_latency_s: float = 1e-5
+    request_host_s: float = 2e-4  # per admitted request
+    link_latency_s: float = 1e-5  # per all-reduce
 
     def __post_init__(self) -> None:
         shape, parts = self.shape, self.tensor_parallel_size
@@ -234,8 +234,7 @@ class Roofline:
         self._config = config
         self._target = config.rates(config.shape)
         self._draft = None if config.draft is None else config.rates(config.draft)
-        # Arguments and result of the latest step: most steps have the same numbers as the one
-        # before.
+        # Token counts of the latest step and their time: most steps repeat the counts.
         self._tokens: tuple[int, int] | None = None
         self._matrices_s = 0.0
 
@@ -247,7 +246,7 @@ class Roofline:
         pairs_s = target.pair_s * work.decode_pairs
         read_s = target.context_token_s * (work.context_tokens - work.prefill_context_tokens)
         seconds = self._matrices_s + (pairs_s if pairs_s > read_s else read_s)
-        if work.prefill_tokens:  # counted as a kernel of its own, in series with the decoding rows'
+        if work.prefill_tokens:  # a kernel of its own, after the decoding rows' kernel
             seconds += target.attention_s(work.prefill_pairs, work.prefill_context_tokens)
         if work.admitted:
             host_s += self._config.request_host_s * work.admitted
@@ -256,9 +255,9 @@ class Roofline:
         return self._draft_s(work), seconds, host_s
 
     def _draft_s(self, work: StepWork) -> float:
-        """Return the seconds of sequential draft passes. The first pass also ingests what the draft
-        lacks. Rows with fewer drafts than the deepest row leave early, so a pass has on average
-        `draft_tokens / depth` rows."""
+        """Return the seconds of sequential draft passes. The first pass also ingests tokens that
+        the draft has not read. Rows with fewer drafts than the deepest row leave early, so a pass
+        has on average `draft_tokens / depth` rows."""
         if self._draft is None:
             return 0.0
         depth = max(work.draft_depth, 1)

@@ -1,8 +1,8 @@
 """Tables of measured durations, interpolated linearly on every axis.
 
 Beyond the last point the last line continues: all times measured here grow linearly once a device
-is full. A cost model states how far its table was measured. A run far beyond it is refused before
-it begins.
+is full. Cost models give the largest measured counts (`most_rows`, `most_step_tokens`). A scheduler
+configuration above these is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models of draft acceptance for the fast executor.
 
 The acceptance of a draft is a pure function of its request and its absolute position, and in some
-models of its depth. The noise is keyed by seed, choice and position; k, neighbours, slots and
+models of its depth. The noise is keyed by seed, choice and position; k, other rows, slots and
 preemption do not change it. So two policies that try the same position of a request see the same
 result. Their runs differ only by their decisions (paired comparisons, common random numbers).
 """
@@ -148,8 +148,8 @@ class DriftingAcceptance(_Independent):
 
 class RecordedAcceptance:
     """Acceptance as an engine recorded it: for each request in order of arrival, and each position
-    of its output, whether a draft would be accepted. Recordings repeat from the start when they are
-    too short, in requests and in tokens."""
+    of its output, whether a draft would be accepted. A recording with too few requests, or a
+    request with too few positions, repeats from its start."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], *, max_num_seqs: int) -> None:
         if not sequences or not all(len(sequence) for sequence in sequences):

@@ -27,9 +27,8 @@ class ModelledExecutor:
         self._cost = cost
         self._acceptance = acceptance
         self._counts = SlotCounts(max_num_seqs)
-        self._first_token = [
-            0
-        ] * max_num_seqs  # token id at position 0, had the request counted from there
+        # By slot: id of the next token, minus the number of known tokens.
+        self._first_token = [0] * max_num_seqs
         # Shared by the results of steps in which every row emits one token.
         self._ramp = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._ones = np.ones(max_num_seqs, np.int32)
