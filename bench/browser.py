@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# The reason why no browser can run here; None: one can.
+# Reason why no browser can run on this machine, or None.
 MISSING = "there is no `chromium` on this machine" if CHROMIUM is None else None
 if importlib.util.find_spec("playwright") is None:
     MISSING = "there is no playwright: pip install -e '.[dev]'"

@@ -89,15 +89,15 @@ FLAGGED: dict[str, dict[str, Any]] = {
 }
 
 
-# Number of random values; weights repeat them, since drawing a billion takes a minute. The number
-# is prime, so that no two rows of a matrix are equal.
+# Number of random values drawn. Weights repeat them, since drawing a billion values takes a minute.
+# A prime number, so that no two rows of a matrix are equal.
 _NUM_DRAWN = 16_777_259
 
 
 def write_random_model(shape: str, folder: Path, dtype: str) -> Path:
-    """Save a model of that shape with seeded random weights. Return its directory.
+    """Save a model of the given shape with seeded random weights. Return its directory.
 
-    The end-of-sequence id is the last of the vocabulary; benchmarks ignore it.
+    The end-of-sequence id is the last id of the vocabulary; benchmarks ignore it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

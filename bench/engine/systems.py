@@ -86,8 +86,8 @@ def build_transformers(model: Path, dtype: str) -> System:
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    # Like `ignore_eos`. A minimum number of tokens would forbid the end token, which changes the
-    # text.
+    # As with `ignore_eos`, an end token does not stop generation. A minimum length would forbid the
+    # end token, which changes the text.
     peer.generation_config.eos_token_id = None
 
     def run(prompts: Prompts, output_tokens: int) -> EngineRun:
@@ -123,8 +123,8 @@ def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
 
 
 def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int) -> EngineRun:
-    """Complete all prompts in batches, one after another. A small batch is run several times
-    because prompts differ in speed."""
+    """Complete all prompts in successive batches and add up the times. Several small batches even
+    out the differences between prompts."""
     runs = [
         system.run(prompts[at : at + batch], output_tokens) for at in range(0, len(prompts), batch)
     ]
@@ -141,7 +141,7 @@ def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int
 def measure(
     systems: Sequence[System], model: Path, batch: int, args: Any, *, real: bool
 ) -> list[list[EngineRun]]:
-    """Return the runs of each system, one per repeat. Every other repeat has the reverse order."""
+    """Return the runs of each system, one per repeat. Every other repeat runs them in reverse."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count, real)
     for system in systems:
@@ -157,8 +157,7 @@ def measure(
 
 
 def ratio(of: Sequence[EngineRun], to: Sequence[EngineRun] | None) -> float | None:
-    """Return the median ratio of speeds within a repeat; None if there is nothing to compare
-    with."""
+    """Return the median over repeats of the ratio of speeds, or None without `to`."""
     if to is None:
         return None
     pairs = zip(of, to, strict=True)

@@ -61,7 +61,7 @@ class View:
         span_s = max(now_s - self._last_update[0], 1e-9)
         tokens, chunks = tally.tokens - self._last_update[1], tally.chunks - self._last_update[2]
         self._last_update = (now_s, tally.tokens, tally.chunks)
-        # A server that sends usage only at the end gives no token counts before.
+        # Tokens cannot be counted before the end if only the last chunk has usage.
         rate = f"{tokens / span_s:,.0f} tokens/s" if tokens else f"{chunks / span_s:,.0f} chunks/s"
         failed = f" · {tally.failed:,} failed" if tally.failed else ""
         words = (

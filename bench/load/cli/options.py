@@ -25,7 +25,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS_PROCESS = "128", "64", "poisson"
 
 
 class LoadOptions(Reading, frozen=True, kw_only=True):
-    """All options of `cbatch bench`. None is a default that depends on other options."""
+    """All options of `cbatch bench`. None: the default depends on other options."""
 
     url: Annotated[str | None, knob("", "http://host:8000", "URL")] = None
     concurrency: Annotated[

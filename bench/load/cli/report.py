@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     first, second = _read(args.first), _read(args.second)
-    # A single report has no load to match; sweeps are compared load by load.
+    # Two single reports are compared whatever their loads; sweeps are compared load by load.
     if len(first) == len(second) == 1:
         pairs = [(*first.values(), *second.values())]
     else:
@@ -120,7 +120,7 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
 
 
 def acceptance(report: Report) -> float | None:
-    """Return the share of accepted drafts: the simulation's, or that of the server's metrics."""
+    """Return the share of drafts that the simulation or the server accepted; None if unknown."""
     if report.speculation is not None:
         return report.speculation.acceptance
     server = getattr(report, "server", None)
@@ -133,7 +133,7 @@ def difference(first: float | None, second: float | None) -> float | None:
 
 
 def _read(path: Path) -> dict[str, Report]:
-    """Return the reports of a file by the name of their load. Raises `FieldError`."""
+    """Return the reports of a file by name of their load. Raises `FieldError`."""
     try:
         reports, names = read_reports(read_whole(path))
     except OSError as error:

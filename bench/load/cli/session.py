@@ -80,8 +80,8 @@ async def _bench(options: LoadOptions) -> int:
 async def _settings(
     options: LoadOptions, endpoint: Endpoint, workload: Workload
 ) -> tuple[LoadSettings, dict[str, str]]:
-    """Query the server for its model, its tokens and the fields that it rejects. Returns the
-    settings of all runs, and the reason for each rejected field."""
+    """Find the server's model, the token ids of the corpus and the fields that the server rejects.
+    Returns the settings of all runs, and the reason for each rejected field."""
     key = options.api_key or os.environ.get("CBATCH_API_KEY")
     client = HttpClient(endpoint, key=key, timeout_s=options.timeout)
     try:

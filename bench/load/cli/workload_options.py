@@ -180,7 +180,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def _refuse_ignored(options: LoadOptions) -> None:
-    """Raises `FieldError` for an option that other options make ineffective."""
+    """Raise `FieldError` for an option that other options make ineffective."""
     traced, own = options.trace is not None, options.prompts is not None
     is_open = traced or options.rate is not None
     given = {n: getattr(options, n) not in (None, False) for n in options.__struct_fields__}

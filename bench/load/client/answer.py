@@ -2,11 +2,11 @@
 
 Every event is decoded, by a decoder that knows only the fields needed here (about a microsecond).
 A chunk brings tokens if it holds output of any kind (text, reasoning, a refusal, a tool call), or
-if its usage counts more tokens than the chunk before. A first chunk with only a role is no token.
+if its usage counts more tokens than the chunk before. A first chunk with only a role has no token.
 
-Servers differ in how they write a stream, so this reads whatever the specification of server-sent
-events allows and what servers send beyond it: no [DONE], no finish reason, no blank line at the
-end, members that are null or missing, usage in any chunk or none.
+Servers differ in how they write a stream. The parser accepts all that the specification of
+server-sent events allows, and deviations of known servers: no [DONE], no finish reason, no blank
+line at the end, null or missing members, usage in any chunk or none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_SHOWN_BYTES = 2000  # bytes kept of an error message
 _BOM = b"\xef\xbb\xbf"
 _FAILED = ("abort", "error")  # finish reasons that are errors
 
-# Members of messages, parts and calls that hold output. A server that sends reasoning under several
-# names sends the same text under each.
+# JSON members of messages, parts and tool calls that hold output. Only the first of `_THOUGHTS`
+# counts, since servers send the same reasoning under several names.
 _THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
 _OUTPUT = (
     *("text", "thinking", "summary", "data", "content", "refusal", "audio", "transcript"),
@@ -68,13 +68,13 @@ class AnswerReader:
         self._rest = b""  # unfinished line of a stream, or the body so far
         self._unread_bytes = 0  # bytes since the last event
         self._status = 0
-        self._data: list[bytes] = []  # `data` lines of the present event
-        self._name = ""  # its `event` field
-        self._foreign = b""  # the first line that is not of server-sent events
+        self._data: list[bytes] = []  # `data` lines of the current event
+        self._name = ""  # `event` field of the current event
+        self._foreign = b""  # first line that is not in the format of server-sent events
         self._ends_with_cr = False
         self._done = self._finished = self._any_output = False
         self._counted = True  # so far every chunk with output had usage
-        self._tokens = 0  # output tokens by the latest usage
+        self._tokens = 0  # output tokens that usage has counted so far
 
     @property
     def text(self) -> str:
@@ -164,8 +164,8 @@ class AnswerReader:
             self._foreign = self._foreign or line
 
     def _add(self, data: bytes, now_s: float) -> None:
-        """Read a line of data. Complete JSON counts at once: not every server ends its events.
-        Raises `CallError`."""
+        """Read a `data` line. Complete JSON is handled at once, since not all servers end events
+        with a blank line. Raises `CallError`."""
         data = data.strip()
         if not data or data == b"[DONE]":
             self._done = self._done or bool(data)
@@ -201,8 +201,8 @@ class AnswerReader:
             self._any_output = True
             if self._texts is not None:
                 self._texts += outputs
-        # A chunk without output is a token only if usage grows from chunk to chunk: some servers
-        # send the usage of the whole answer in a last chunk that looks like any other.
+        # A chunk without output has tokens only if usage grows from chunk to chunk: some servers
+        # send the usage of the whole answer in a last chunk with an empty choice.
         if not self._streamed or not (outputs or (choices and new and expects_more)):
             return
         self._tokens += new
@@ -221,7 +221,7 @@ class AnswerReader:
         self._tally.chunks += 1
 
     def _raise_error(self, answer: _Answer) -> None:
-        """Raises `CallError` if a chunk is an error in any of the forms that servers use."""
+        """Raise `CallError` if a chunk is an error in any of the forms that servers use."""
         error = answer.error
         for choice in answer.choices or ():
             error = error or choice.error
@@ -236,8 +236,8 @@ class AnswerReader:
 
 
 def _parse(data: bytes) -> _Answer | None:
-    """Decode JSON of the API, None if `data` is something else. Python's own reader is slower, and
-    also takes NaN, halves of surrogate pairs, and text that is not UTF-8."""
+    """Decode JSON of the API, or return None. Python's parser is the second try: it is slower, but
+    accepts NaN, halves of surrogate pairs, and text that is not UTF-8."""
     try:
         return _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -259,7 +259,7 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    """Return a valid number of tokens, else None."""
+    """Return a number of tokens as an int, or None if it is invalid."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < MAX_TOKENS else None
 

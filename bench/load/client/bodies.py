@@ -34,7 +34,7 @@ class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     fields: dict[str, Any]  # fields of every call
     chunk_usage: bool = True  # ask for usage in every chunk, not only in the last
-    left_out: tuple[str, ...] = ()  # members of `refusals.PARTS` that the server rejects
+    left_out: tuple[str, ...] = ()  # parts that the server rejects (`refusals.PARTS`)
     ignore_eos: bool = False
     items: tuple[Item, ...] = ()
     corpus: PromptText | None = None

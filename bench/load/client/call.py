@@ -45,7 +45,7 @@ class CallError(Exception):
 class TimedCall:
     """Times and token counts of a call. Times are in seconds since the start of the run.
 
-    `scheduled_s` is when the source wanted the call sent; delays of the client do not change it.
+    `scheduled_s` is the send time by the source's schedule, whatever the delay of the client.
     `chunk_s` are the times of the socket reads that contained output tokens, `chunk_tokens` their
     token counts. Both are empty if the response was not streamed.
     """
@@ -91,8 +91,8 @@ class TimedCall:
         return (self.end_s - self.first_s) / (self.output_tokens - 1)
 
     def tokens_by_read(self) -> list[int]:
-        """Return the tokens of each read in `chunk_s`. If only the total is known, it is spread
-        evenly over the reads."""
+        """Return the number of tokens of each read in `chunk_s`. If only their sum is known, it is
+        spread evenly over the reads."""
         if self.counted_by != "usage" or not self.chunk_s:
             return self.chunk_tokens.tolist()
         count, total = len(self.chunk_s), self.output_tokens
@@ -101,7 +101,7 @@ class TimedCall:
 
 @dataclass(slots=True)
 class LiveTally:
-    """Counts for the progress display. `tokens` has only tokens of chunks with usage."""
+    """Counts for the progress display. `tokens` counts only chunks with usage."""
 
     sent: int = 0
     done: int = 0

@@ -22,7 +22,7 @@ import msgspec
 from bench.load.client.call import CallError, Failure
 from cbatch.core.request.errors import FieldError
 
-IDLE_S = 3.0  # idle connections are not reused after this; most servers close them after 5 s
+IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
 OUR_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self.now_s = 0.0
         self.idle_since_s = 0.0
-        self.silent = True  # no byte of the present response has come
+        self.silent = True  # no byte of the current response has arrived
         self._has_length = False
         self._until_close = False  # the body ends with the connection
 
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """HTTP client with as many connections as there are concurrent calls."""
+    """HTTP client with a connection per concurrent call."""
 
     def __init__(
         self,
@@ -243,8 +243,8 @@ class HttpClient:
             self._idle.pop().close()
 
     def _take_idle(self) -> Connection | None:
-        """Return the idle connection that was used last, so that surplus ones expire. None: none is
-        usable."""
+        """Return the most recently used idle connection, so that surplus connections expire, or
+        None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and self._clock() - connection.idle_since_s < IDLE_S:

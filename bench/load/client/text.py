@@ -1,7 +1,7 @@
 """Prompts of a given number of tokens, cut from a corpus of real text.
 
-Random tokens would not do: no real text is like them, so drafts would not be accepted as often as
-they are in use.
+Random tokens are unlike real text: with them, drafts would be accepted less often than in real
+use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CORPUS_CHARS = 200_000  # length of the default corpus.
 CHARS_PER_TOKEN = 4.0  # assumed until the server has counted a prompt.
 PIECE_CHARS = 100_000  # characters per /tokenize request
 
-# Sources of the default corpus.
+# Modules of the standard library whose source is the default corpus.
 _MODULES = (
     *("argparse", "ast", "calendar", "csv", "difflib", "doctest", "enum", "fractions", "inspect"),
     *("ipaddress", "mailbox", "pdb", "pickle", "tarfile", "textwrap", "zipfile"),
@@ -51,7 +51,7 @@ class PromptText(msgspec.Struct, frozen=True):
 
 
 class PromptCutter:
-    """Makes prompts for requests with only lengths and shared blocks (`hash_ids`)."""
+    """Makes prompts for requests that only have lengths and ids of shared blocks (`hash_ids`)."""
 
     def __init__(self, corpus: PromptText, seed: int, *, as_ids: bool) -> None:
         self._corpus, self._seed, self._as_ids = corpus, seed, as_ids
@@ -98,7 +98,7 @@ def load_text(path: Path | None) -> str:
 
 async def open_corpus(client: HttpClient, model: str, text: str) -> PromptText:
     """Tokenize `text` by the server's /tokenize, which vLLM and cbatch have. On other servers
-    prompts are cut by characters, at first with `CHARS_PER_TOKEN`."""
+    prompts are cut by characters, with `CHARS_PER_TOKEN` until a trial call has measured it."""
     ids: list[int] = []
     try:
         for start in range(0, len(text), PIECE_CHARS):

@@ -1,7 +1,7 @@
 """One client process of a run: sends the requests of a source to a server in real time.
 
-Only the source decides when a request is due; a slow response delays the next request only if the
-source (a closed loop) wants that. Latencies count from the time at which a request was due.
+Only the source decides when a request is due; a slow response delays the next request only in a
+closed loop. Latencies count from the time at which a request was due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sim.workload.sources import OpenLoop, Source
 from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 
-HOPELESS = 100  # failures without one success after which no more requests are sent
+HOPELESS = 100  # number of failures, without a success, after which sending stops
 LAG_EVERY_S = 0.02  # interval of the samples of the event loop's lag
 
 
@@ -56,7 +56,7 @@ class PartPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def index(self, number: int) -> int:
-        """Return the index in the run of request `number` of this process, repeats included."""
+        """Return the index in the run of request `number`, repeats included, of this process."""
         repeat, i = divmod(number, len(self.indices))
         return self.indices[i] + repeat * self.total
 

@@ -1,6 +1,6 @@
-"""Files of measured runs: a CSV table with a row per load, and the simulator's HTML page. There,
-`running` are the client's calls in flight, including those that wait in the server. Other series
-come from the server's /metrics."""
+"""Files of measured runs: a CSV table with a row per load, and the simulator's HTML page. On the
+page, `running` is the number of calls in flight, including calls that wait in the server. Other
+series come from the server's /metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
 
 
 def view(point: Point) -> RunView:
-    """Return a load's run for the page; series over time only if it was not repeated."""
+    """Return a load's run for the page. Repeats have no series over time."""
     collector = PageCollector()
     for record in records(point.runs):
         if isinstance(record, MeasuredRecord):
@@ -127,7 +127,7 @@ def _level(
 
 
 def _growth(samples: Sequence[ServerSample], name: str, edges_s: np.ndarray) -> np.ndarray | None:
-    """Return the growth of a counter in each interval, float64, or None as `_level` does."""
+    """Return a counter's growth in each interval, float64; None if the server has no such counter."""
     points = _points(samples, name)
     return None if points is None else np.diff(np.interp(edges_s, *points))
 
@@ -145,7 +145,7 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _cells(report: Measured | ServerCounters) -> dict[str, Cell]:
-    """Return the fields that are numbers or spreads."""
+    """Return the numbers of a report, and the figures of its spreads, by column."""
     row: dict[str, Cell] = {}
     for name in report.__struct_fields__:
         value = getattr(report, name)

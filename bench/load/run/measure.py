@@ -29,9 +29,9 @@ from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
 
-BUSY = 0.8  # a client that uses more of a core gets a warning: it may distort latencies.
-LATE_S = 0.01  # a send that is later than this is not in time.
-SLOW = 0.98  # an open loop with a smaller share of sends in time gets a warning.
+BUSY = 0.8  # share of a core; a client that uses more may distort latencies and gets a warning.
+LATE_S = 0.01  # delay beyond which a send is late.
+SLOW = 0.98  # share of sends in time; an open loop with a smaller share gets a warning.
 REFUSALS = (400, 413, 422)  # statuses of calls that the report lists as `refused`
 
 # Measures with a confidence interval.
@@ -159,7 +159,7 @@ def _measure(
 
 
 def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
-    """Return the fields of `Measured` about the calls in flight at one time."""
+    """Return the fields of `Measured` about calls in flight and saturation."""
     windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
     piled = [
         is_saturated(run.calls, window)
@@ -177,7 +177,7 @@ def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
 
 
 def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
-    """Return the fields of `Measured` about times, and about the chunks between them."""
+    """Return the fields of `Measured` about latencies and chunks."""
     gap_s, gap_tokens = _gaps(good)
     chunks = sum(call.chunks for call in good)
     tokens = sum(call.output_tokens for call in good if call.chunks)
@@ -276,7 +276,7 @@ def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
 
 
 def _token_source(good: Sequence[TimedCall]) -> TokenSource:
-    """Return the least exact way in which the tokens of a call were counted."""
+    """Return the least exact source of token counts among the calls."""
     sources: tuple[TokenSource, ...] = ("chunks", "usage", "per chunk usage")
     return next((s for s in sources if any(call.counted_by == s for call in good)), "none")
 

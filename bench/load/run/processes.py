@@ -27,7 +27,7 @@ Watch = Callable[[LiveTally, float], None]  # called with the tally and the seco
 
 def split(plan: PartPlan, processes: int) -> list[PartPlan]:
     """Divide the clients and requests of a plan among processes, without splitting sessions. Raises
-    `FieldError` if a process would have none."""
+    `FieldError` if a process would have no client or no request."""
     if processes == 1:
         return [plan]
     if plan.concurrency is not None and plan.concurrency < processes:
@@ -55,7 +55,7 @@ def split(plan: PartPlan, processes: int) -> list[PartPlan]:
 
 
 def _owners(plan: PartPlan, processes: int) -> list[int]:
-    """Return the process of each request: sessions, and requests without one, in rotation."""
+    """Assign a process to each session, and to each request without a session, in rotation."""
     groups: dict[str, int] = {}
     owners: list[int] = []
     count = 0
@@ -73,7 +73,7 @@ async def run_parts(
     plans: Sequence[PartPlan], *, stop: asyncio.Event, watch: Watch | None = None
 ) -> list[Part]:
     """Run a process per plan, or this process for a single plan. Returns the parts in order of the
-    plans. Setting `stop` ends them early, with the calls so far."""
+    plans. Setting `stop` ends all parts early, with the calls so far."""
     if len(plans) == 1:
         return [await _run_here(plans[0], stop, watch)]
     children = [_Child(plan) for plan in plans]
@@ -119,8 +119,8 @@ async def _forward_stop(stop: asyncio.Event, children: Sequence[_Child]) -> None
 
 
 class _Child:
-    """A process that runs one plan. It is sent the start time, and None to stop early. It sends
-    None when it is ready, then tallies, and at last its `Part`."""
+    """A process that runs one plan. The parent sends the start time, and None to stop early. The
+    child sends None when it is ready, then tallies, and at last its `Part`."""
 
     def __init__(self, plan: PartPlan) -> None:
         context = multiprocessing.get_context("spawn")
@@ -160,7 +160,7 @@ class _Child:
 
 
 def _child(pipe: Connection, plan: PartPlan) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and sends None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and sends None
     loop_of()(_serve(pipe, plan))
 
 
@@ -190,7 +190,7 @@ async def _serve(pipe: Connection, plan: PartPlan) -> None:
 
 
 def loop_of() -> Callable[..., Any]:
-    """Return a function that runs a coroutine: uvloop's, or asyncio's without uvloop."""
+    """Return `uvloop.run`, or `asyncio.run` if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:

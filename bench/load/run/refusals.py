@@ -19,12 +19,12 @@ from bench.load.client.http import HttpClient
 from cbatch.core.request.errors import FieldError
 from sim.workload.traces.request import TraceRequest
 
-TRIAL_INDEX = 10**9 - 1  # prompts depend on the index; no run or warm-up has this one.
-TRIAL_TOKENS = 16  # tokens of the prompt, and at most of the output.
-COUNTED_TOKENS = 500  # about the prompt's length if it measures the characters per token
+TRIAL_INDEX = 10**9 - 1  # prompts depend on the index; no run or warm-up has this index.
+TRIAL_TOKENS = 16  # length of a trial's prompt, and maximum length of its output.
+COUNTED_TOKENS = 500  # rough length of a prompt that measures the characters per token
 
-# Parts of a body that can be left out: the name, then other words by which errors name the part. If
-# an error names none of them, the first remaining part is left out. `max_tokens` is then sent as
+# Parts of a body that can be left out: the name, then other words for the part in errors. If an
+# error names no part, the first remaining part is left out. `max_tokens` is then sent as
 # `max_completion_tokens`, and `prompt` as text instead of token ids.
 PARTS = (
     *("continuous_usage_stats|stream_options", "ignore_eos", "temperature", "max_tokens"),
@@ -79,7 +79,7 @@ async def settle(
 
 
 def remedy(label: str, detail: str) -> str:
-    """Return the option that helps if calls fail with this label and message."""
+    """Return the remedy for calls that fail with this label and message."""
     remedies = [text for labels, text in _REMEDIES.items() if label in labels.split("|")]
     if label.startswith("status 4"):
         remedies += [text for words, text in _CHANGES.items() if _has_word(detail, words)]

@@ -1,5 +1,5 @@
-"""Report of a measured run: the simulator's report (`sim.report.report`) and further fields of a
-client. Programs that read one can read the other. Further definitions:
+"""Report of a measured run. It has all fields of the simulator's report (`sim.report.report`), so
+that a program reads both, and fields that only a client measures. Further definitions:
 
 - Latencies count from the scheduled send; `ttft_from_send_s` counts from the send itself.
 - Token counts are the server's (usage). Tokens of one socket read have the same time. Without usage
@@ -38,7 +38,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """The steady window of a run, without the ramp and the drain at the end. Latencies are of calls
-    scheduled in the window; rates count calls that ended and tokens that came in it."""
+    scheduled in the window; rates count calls that ended and tokens that arrived in it."""
 
     start_s: float
     end_s: float
@@ -60,7 +60,7 @@ class ClientUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Growth of the server's counters (/metrics) during the run; None: it has no such counter."""
+    """Growth of the server's counters (/metrics) during the run; None: no such counter."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -178,7 +178,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
     """Return the reports of a document, and the names of their loads; a single report's name is
-    empty. They may be simulated or measured. Raises ValueError (also msgspec's) for other JSON."""
+    empty. They are simulated or measured. Raises ValueError (also msgspec's) for other JSON."""
     header = msgspec.json.decode(document, type=_Header)
     if header.version != VERSION or header.schema not in (SCHEMA, SWEEP_SCHEMA):
         raise ValueError(f"{header.schema} version {header.version}; this reads version {VERSION}")

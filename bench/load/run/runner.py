@@ -23,7 +23,7 @@ from sim.workload.traces.request import TraceRequest
 
 # Index of the first warm-up request. Prompts depend on the index, so no prompt of a run is cached.
 WARM_INDEX = 10**9
-WARM_CLIENTS = 8  # at most
+WARM_CLIENTS = 8  # maximum number of clients in a warm-up
 
 
 class OfferedLoad(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Runner:
-    """Runs loads. `watch` is called with the progress of a run, `announce` with its name."""
+    """Runs loads. `watch` gets the progress of a run, `announce` the name of each phase."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Runner:
         self._stop, self._watch, self._announce = stop, watch, announce
 
     async def runs(self, load: OfferedLoad, number: int = 0) -> list[LoadRun]:
-        """Run the repeats of a load. Each has its own prompts and times, by a seed from `number`
-        (of the load in a sweep) and the repeat. Returns fewer runs if stopped."""
+        """Run the repeats of a load. Each repeat has a seed, and so prompts and times, of its own.
+        `number` is the load's index in a sweep. Returns fewer runs if stopped."""
         settings = self._settings
         runs: list[LoadRun] = []
         for repeat in range(settings.repeats):
@@ -146,7 +146,7 @@ class Runner:
         )
 
     def _warm(self, plan: PartPlan) -> PartPlan:
-        """Return a plan to send `warmup` of the plan's requests by a few clients."""
+        """Return a plan by which a few clients send `warmup` of the plan's requests."""
         count = self._settings.warmup
         requests = [plan.requests[i % len(plan.requests)] for i in range(count)]
         requests = [replace(r, session=None, think_s=None, hash_ids=None) for r in requests]

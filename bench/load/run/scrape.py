@@ -14,8 +14,8 @@ from bench.load.client.call import CallError
 from bench.load.client.http import HttpClient
 from bench.load.run.report import ServerCounters, ServerSample
 
-SCRAPE_EVERY_S = 1.0  # not more often: a server may send no tokens while it writes the page.
-PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several have a metric, the first one counts.
+SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
 Counters = dict[tuple[str, int | None], float]  # by (name without prefix, draft position)
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
 NAMES = {
@@ -46,8 +46,8 @@ async def scrape(client: HttpClient) -> Counters | None:
 
 
 def parse(page: str) -> Counters:
-    """Return the metrics of a page, summed over all labels but the position; of a share the
-    maximum. Raises ValueError if the page is not in Prometheus' format."""
+    """Return the metrics of a page, summed over all labels except the draft position; `kv_share` is
+    a maximum instead. Raises ValueError if the page is not in Prometheus' format."""
     names = {*NAMES.values(), *_GAUGES.values(), _POSITIONS}
     by_prefix: dict[str, Counters] = {}
     for family in text_string_to_metric_families(page):
@@ -114,8 +114,8 @@ class Watcher:
 
 
 def samples(scrapes: Sequence[Scrape], start_s: float) -> tuple[ServerSample, ...]:
-    """Return samples with gauges, and counters since the first scrape. `start_s` is the start of
-    the run on the monotonic clock."""
+    """Return the gauges of each scrape, and the growth of counters since the first. `start_s` is
+    the start of the run on the monotonic clock."""
     first = scrapes[0].counters if scrapes else {}
 
     def sample(at_s: float, counters: Counters) -> ServerSample:

@@ -21,7 +21,7 @@ from bench.load.run.processes import loop_of, run_parts, split
 from bench.report import print_report
 from sim.workload.traces.request import TraceRequest
 
-NEEDED_PER_S = 50_000  # chunks that a core should process.
+NEEDED_PER_S = 50_000  # chunks per second that a core should process.
 STREAMS = (64, 256)  # concurrent calls.
 CHUNKS, ROUNDS = 200, 6  # chunks per call, and calls per stream
 MODEL, PROMPT_TOKENS = "stub", 128
@@ -101,7 +101,7 @@ async def _serve(pipe: Connection) -> None:
 
 
 def answer() -> list[bytes]:
-    """Return the HTTP chunks of cbatch's response with `CHUNKS` tokens, an event each. The last one
+    """Return cbatch's response with `CHUNKS` tokens as HTTP chunks, an event each. The last chunk
     also has the final usage and [DONE]."""
     common = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": MODEL}
     events: list[bytes] = []

@@ -17,9 +17,9 @@ from sim.workload.traces.request import TraceRequest
 
 class ClosedSessions:
     """`concurrency` clients. Each takes the next request of the list, or all turns of the next
-    session, and sends them one after another. It pauses between requests, by the turn's own
-    `think_s` or else by `think_s`. The clients start one by one over `ramp_s`. Arrival times in the
-    list are ignored."""
+    session, and sends them one after another. It pauses between requests for the turn's
+    `think_s`, or for the constructor's. The clients start one by one over `ramp_s`. Arrival times
+    in the list are ignored."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from bench.load.client.call import TimedCall
 from bench.load.run.report import Steady
 from sim.report.report import Spread
 
-LEAST_CALLS = 20  # calls scheduled in a window; with fewer there is none.
+LEAST_CALLS = 20  # minimum of calls in a window; with fewer there is no window.
 PILED = 0.1  # an open loop is saturated if a larger share of its calls did not end in the window.
 START_SHARE = 0.1  # share of an open loop's span that is left out: the server starts empty
 
@@ -51,8 +51,8 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
 def is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
     """Return whether calls of an open loop piled up in the window.
 
-    Calls that ended must be fewer than those scheduled, by more than the share `PILED` and by more
-    than chance (3 standard deviations of a Poisson count)."""
+    Fewer calls must have ended than were scheduled, by more than the share `PILED` and by more than
+    3 standard deviations of a Poisson count."""
     window = steady.start_s, steady.end_s
     sent = sum(window[0] <= call.scheduled_s < window[1] for call in calls)
     ended = sum(window[0] <= call.end_s < window[1] for call in calls)

@@ -16,9 +16,9 @@ from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 
 MAX_POINTS = 16  # loads of a sweep that doubles.
 GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growth.
-LEAST_POINTS = 3  # loads that a knee needs.
-TOLERANCE = 0.05  # relative width at which a search ends; repeated runs differ by about as much.
-RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that
+LEAST_POINTS = 3  # minimum of loads for a knee.
+TOLERANCE = 0.05  # relative width of the interval that ends a search; repeats differ by about 5 %.
+RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that rate
 
 Result = TypeVar("Result")
 
@@ -60,8 +60,8 @@ async def measure_each(
     measure: Measure,
     begin: Begin | None,
 ) -> tuple[list[Point], Result | None]:
-    """Measure the loads that a generator yields, and send it the point of each. Returns the points
-    and the generator's return value, or None for that if a run was interrupted."""
+    """Measure each load that a generator yields, and send the generator its point. Returns the
+    points, and the generator's return value or, if a run was interrupted, None."""
     points: list[Point] = []
     try:
         load = next(loads)
@@ -80,7 +80,7 @@ async def measure_each(
 async def _measured(
     runner: Runner, load: OfferedLoad, number: int, measure: Measure, begin: Begin | None
 ) -> Point | None:
-    """Run and measure a load. `number` counts the loads of the command. Returns None if it was
+    """Run and measure a load. `number` is the index of the load. Returns None if the run was
     stopped before a call ended."""
     if begin is not None:
         begin(load)
@@ -123,7 +123,7 @@ def _loads(
 
 
 def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
-    """Return the result of a rate for the search."""
+    """Return the result of a measured rate in the form that the search needs."""
     # Without a successful call there is no goodput.
     reached = 0.0 if report.goodput is None else report.goodput.share
     return Trial(
@@ -141,8 +141,8 @@ def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
 
 
 def throughputs(points: Sequence[Point]) -> list[float]:
-    """Return output tokens a second: those of the steady windows if all points have one, otherwise
-    those of whole runs, with ramp and drain."""
+    """Return each point's output tokens a second: in steady windows if all points have a window,
+    otherwise over whole runs, with ramp and drain."""
     reports = [point.report for point in points]
     windows = [report.steady for report in reports]
     steady = [window.output_tokens_per_s for window in windows if window is not None]
@@ -179,7 +179,7 @@ def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | No
 
 
 def is_flat(throughputs: Sequence[float]) -> bool:
-    """Return whether neither of the last two loads improved on the best one before by `GAIN`."""
+    """Return whether neither of the last two loads exceeds the best earlier load by `GAIN`."""
     if len(throughputs) < LEAST_POINTS:
         return False
     best = max(throughputs[:-2])
@@ -187,9 +187,8 @@ def is_flat(throughputs: Sequence[float]) -> bool:
 
 
 def knee_of(points: Sequence[Point]) -> Knee | None:
-    """Return the knee of loads in ascending order; None for other orders. Random arrivals can be
-    few in a run, which looks like a knee; so a knee of rates is `reached` only if calls piled
-    up."""
+    """Return the knee of loads in ascending order; None for other orders. A rate with few
+    random arrivals looks like a knee, so a knee of rates is `reached` only if calls piled up."""
     loads = [point.load.value for point in points]
     if loads != sorted(set(loads)):
         return None
