@@ -50,7 +50,7 @@ CHATS["both"] = [*itertools.chain(*zip(CHATS["stories"], CHATS["renames"], stric
 _SPOILT = 0.87  # share of drafts that `useless` replaces: acceptance becomes about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "adaptive")
-_CONSTANTS = ("off", *FIXED)  # what the best fixed k is chosen from
+_CONSTANTS = ("off", *FIXED)  # among these the best fixed k is chosen
 _MOST_PROMPT_TOKENS = 256
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _VERIFICATIONS = ("auto", "rejection", "block", "coupled")
@@ -64,7 +64,7 @@ class PolicyRun(msgspec.Struct):
     tokens: int
     seconds: float
     speculation: Speculation
-    # By depth: drafts that were looked at, how many should have survived, and did. float64 [3, k]
+    # By depth: drafts made, drafts predicted to survive, drafts that survived. float64 [3, k]
     survival: np.ndarray | None = None
 
     @property
@@ -78,10 +78,10 @@ class PolicyRun(msgspec.Struct):
 
 
 class EndlessLoop:
-    """Keeps `concurrency` requests in flight for ever: one that ends makes room for the next.
+    """Keeps `concurrency` requests in flight: when a request ends, the next one is added.
 
-    Outputs are half to one and a half times `output_tokens` long, so that requests do not end in
-    lock step; the first ones are somewhere in theirs already.
+    Outputs have 0.5 to 1.5 times `output_tokens` tokens, so that requests do not end at the same
+    time. The first outputs are shorter, as if their requests were already running.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class EndlessLoop:
         self._prompts = itertools.cycle(prompts)
         self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
         self._running: set[str] = set()
-        self._ahead_tokens = 0  # that the last turn brought beyond what was asked
+        self._ahead_tokens = 0  # tokens of the last turn beyond its `num_tokens`
 
     def start(self) -> None:
-        """Fill the slots and run until each has begun to answer."""
+        """Add the first requests and step until each has an output."""
         for begun in self._rng.random(self.concurrency).tolist():
             self._add(begun)
         waiting = set(self._running)
@@ -108,8 +108,8 @@ class EndlessLoop:
             waiting -= {output.request_id for output in self._step(Speculation())}
 
     def run(self, num_tokens: int) -> PolicyRun:
-        """Step until `num_tokens` more tokens have come out. Tokens of the last step beyond these
-        count for the next turn."""
+        """Step until `num_tokens` more tokens are generated. Surplus tokens of the last step count
+        for the next turn."""
         speculation, tokens = Speculation(), 0
         remaining = num_tokens - self._ahead_tokens
         started_s = time.perf_counter()
@@ -143,7 +143,7 @@ class EndlessLoop:
 
 
 def survival_until_now(engine: Engine) -> np.ndarray:
-    """Return totals as in `PolicyRun.survival`, of no depth for a policy without predictions."""
+    """Return totals as in `PolicyRun.survival`; [3, 0] for a policy without predictions."""
     stats = engine.scheduler.state.policy.stats
     if stats is None:
         return np.zeros((3, 0))
@@ -159,7 +159,7 @@ def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
 
 
 def survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """Return the error of the predicted survival of each depth, mean over all drafts."""
+    """Return |predicted - survived|, summed over depths and divided by the number of drafts."""
     totals = survival_totals(runs)
     if totals is None:
         return None
@@ -168,8 +168,8 @@ def survival_error(runs: Sequence[PolicyRun]) -> float | None:
 
 
 def survival_chance(runs: Sequence[PolicyRun]) -> float | None:
-    """Return the mean of that error by chance alone, if all predictions are right: the survivors of
-    a depth are binomial."""
+    """Return the `survival_error` to expect by chance if all predictions are right: the number of
+    survivors at a depth is binomial."""
     totals = survival_totals(runs)
     if totals is None:
         return None
@@ -179,7 +179,7 @@ def survival_chance(runs: Sequence[PolicyRun]) -> float | None:
 
 
 def make_prompts(workload: str, model: str | Path) -> Prompts:
-    """A cycle of the shipped prompts; in a mix every other one is of each kind."""
+    """Return the token ids of a workload's prompts; a mix alternates between two kinds."""
     tokenizer = tokenizer_of(model)
     if workload in CHATS:
         template = chat_template_of(model)
@@ -195,7 +195,7 @@ def make_prompts(workload: str, model: str | Path) -> Prompts:
 
 @contextlib.contextmanager
 def spoilt_drafts() -> Iterator[None]:
-    """The draft model's guesses come out wrong for the most part; their price is the same."""
+    """Replace most tokens that the draft model proposes by random ids, at the same cost."""
     propose, rng = DraftModel.propose, np.random.default_rng(0)
 
     def spoilt(self: DraftModel, rows: DraftRows) -> Proposal:
@@ -218,8 +218,8 @@ def measure(
     args: argparse.Namespace,
     advance: Callable[[], None],
 ) -> dict[str, list[PolicyRun]]:
-    """Runs by policy, one a cycle. All loops stay full between their turns, and serve the same
-    tokens in each: what differs between two policies in a cycle is their time."""
+    """Return the runs of each policy, one per cycle. Loops keep their requests between turns. In a
+    cycle all policies generate the same number of tokens, so only their times differ."""
     params = msgspec.structs.replace(
         _GREEDY, temperature=args.temperature, verification=args.verification
     )
@@ -240,7 +240,7 @@ def measure(
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
         before = {policy: survival_until_now(engine) for policy, engine in engines.items()}
         for turn in range(turns):
-            first = turn % len(policies)  # none finds its own caches more often than another
+            first = turn % len(policies)  # so that each policy is first equally often
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
@@ -253,15 +253,15 @@ def measure(
 
 
 def turns_of(prompts: Prompts, concurrency: int, args: argparse.Namespace) -> tuple[int, int]:
-    """Tokens of a turn, and turns of a cycle: through all prompts, and everything in flight
-    exchanged."""
+    """Return the tokens of a turn, and the turns of a cycle, which completes as many requests as
+    there are prompts, at least `2 * concurrency`."""
     tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
     return tokens, -(-max(len(prompts), 2 * concurrency) * args.output_tokens // tokens)
 
 
 def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list[dict[str, Any]]:
-    """A row a policy: speed over all cycles, and ratios of times for the same tokens with the ends
-    of their 95 % intervals."""
+    """Return a row per policy: the speed over all cycles and its ratios to other policies, with
+    95 % intervals."""
     costs = {
         policy: np.array([1 / r.tokens_per_s for r in policy_runs])
         for policy, policy_runs in runs.items()
@@ -297,8 +297,8 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
-    """sum(above) / sum(below) of paired cycles, and the low end of its 95 % interval (jackknife
-    over cycles, Student's t); None for a single cycle."""
+    """Return sum(above) / sum(below) of paired cycles, and the low end of its 95 % interval
+    (jackknife over cycles, Student's t); None for a single cycle."""
     count = len(above)
     ratio = float(above.sum() / below.sum())
     if count < 2:
@@ -336,8 +336,8 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         max_num_seqs=max(args.batch),
         max_model_len=most_tokens,
         num_blocks=max(args.batch) * -(-most_tokens // 16),
-        enable_prefix_caching=False,  # the same prompts come again in every run
-        # A head is tried on texts before it is taken.
+        enable_prefix_caching=False,  # every cycle has the same prompts
+        # A head is tried on texts when it is loaded, which needs the tokenizer.
         tokenizer=None if args.draft is not None else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),
     )

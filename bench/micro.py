@@ -55,8 +55,8 @@ def run(options: Sequence[str]) -> dict[str, Any]:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x"]
         command += ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={out}"]
-        # On a busy machine two threads of one product wait for each other, up to a hundred times
-        # longer.
+        # On a busy machine two threads of a matrix product wait for each other, which makes it up
+        # to a hundred times slower.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -71,7 +71,7 @@ def run(options: Sequence[str]) -> dict[str, Any]:
 
 
 def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a row for each benchmark, in order of running. It has no ratio without a baseline."""
+    """Return a row for each benchmark, in order of running. Ratios are None without a baseline."""
     past = {} if baseline is None else baseline["quartile_us"]
     speed = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
     rows = []

@@ -33,7 +33,7 @@ from sim.workload.traces.reader import write_requests
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight.
-ACCEPTANCE = "beta:0.6,3"  # requests differ widely: some drafts do well, others never.
+ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests.
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
 SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
 MEASURED = Path("docs/benchmarks.md")
@@ -66,7 +66,7 @@ def simulated(policy: str, clients: int) -> float:
 
 
 def save_policies(path: Path) -> list[dict[str, Any]]:
-    """Draw the picture and return its figures."""
+    """Draw `policies.png` and return its figures."""
     off = {clients: simulated("off", clients) for clients in CLIENTS}
     lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
     figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
@@ -114,8 +114,8 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
 
 
 def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
-    """Return the ratios that cbatch reached on `machine`, by row, of the first table below
-    `heading` in docs/benchmarks.md: a column for each number of requests in flight."""
+    """Return cbatch's ratios on `machine`, by row, from the first table below `heading` in
+    docs/benchmarks.md. The table has a column for each number of requests in flight."""
     table = MEASURED.read_text(encoding="utf-8").split(heading)[1].split("\n#")[0]
     rows = re.findall(
         rf"^\| {machine} \| (.*?)(?: \[\^\w+\])? \| (.*) \|$", table, flags=re.MULTILINE
@@ -124,7 +124,7 @@ def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
 
 
 def save_peers(path: Path) -> None:
-    """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns of prompts."""
+    """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns for prompts."""
     llama = {n.split()[-1]: r[:3] for n, r in measured("### llama.cpp").items()}
     vllm = measured("### vLLM")["cbatch"][:5]
     figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.5, 1))

@@ -30,7 +30,7 @@ def print_report(
 def print_document(
     console: Console, rows: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Print the JSON document of `print_report` alone, below tables of the caller's own."""
+    """Print only the JSON document of `print_report`, after tables that the caller has printed."""
     machine = describe_machine()
     load, cores = machine["load_1min"], machine["cores"]
     if load is not None and cores and load > cores:
@@ -66,7 +66,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-# 97.5 % points of Student's t for 1 to 20 degrees of freedom. More use the last, up to 6 % wide.
+# 97.5 % points of Student's t for 1 to 20 degrees of freedom. Beyond 20 the last is up to 6 % wide.
 _STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

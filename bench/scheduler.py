@@ -28,13 +28,13 @@ CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 32_000
 ACCEPTANCE = 0.7
 WARM_UP_STEPS = 50
-# (running, k, prefix cache), or a prefix of it: the limit in microseconds a step.
+# Limits in microseconds per step, by (running, k, prefix cache) or the first members of it.
 LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
 PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"
 
 
 def limit_us(*cell: Any) -> float | None:
-    """Return the limit of a cell, or None."""
+    """Return the limit of (running, k, prefix cache), or None."""
     return next((LIMITS_US[key] for key in (cell[0], cell[:2], cell) if key in LIMITS_US), None)
 
 
@@ -63,7 +63,7 @@ def build_scheduler(running: int, k: int, enable_prefix_caching: bool) -> Schedu
 
 
 def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
-    """Return a possible result of an executor: runs of accepted drafts, random tokens."""
+    """Return a result as of an executor, with random acceptance and random tokens."""
     drafted = plan.num_drafts
     deepest = int(drafted.max(initial=0))
     accept = rng.random((plan.num_rows, deepest)) < ACCEPTANCE
@@ -101,7 +101,7 @@ def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]
 def steady_state(
     running: int, k: int, enable_prefix_caching: bool
 ) -> tuple[Scheduler, np.random.Generator]:
-    """Return a scheduler whose requests all decode with k drafts each, and the noise of results."""
+    """Return a scheduler whose requests all decode with k drafts each, and a random generator."""
     scheduler = build_scheduler(running, k, enable_prefix_caching)
     rng = np.random.default_rng(1)
     warm_steps = 0

@@ -41,7 +41,7 @@ from rich.progress import track
 from bench.report import print_report
 
 _FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts come.
-_START_S, _CALL_S = 300.0, 600.0
+_START_S, _CALL_S = 300.0, 600.0  # time limits: of a server or streams to start, and of a call
 _IDS = range(1000, 40_000)  # token ids of the prompts
 
 

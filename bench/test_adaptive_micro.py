@@ -1,7 +1,7 @@
 """Micro-benchmark (`pytest bench --benchmark-enable`) of the `adaptive` decision at 256 rows and 8
 depths.
 
-`flat` is memory-bound at this load, `steep` compute-bound, `stairs` rises in steps of 64 tokens.
+Profile `flat` is memory-bound at this load, `steep` compute-bound; `stairs` rises every 64 tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROFILES = {
 
 
 def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return N and D of rows whose acceptance is spread around 2/3, and their largest depths."""
+    """Return accepted drafts, trials and maximum depths of rows whose acceptance is about 2/3."""
     rng = np.random.default_rng(0)
     trials = rng.uniform(8, 25, rows)
     return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
@@ -93,7 +93,7 @@ def policy_of(kind: str, rows: int) -> AdaptivePolicy:
     )
     policy.estimate[:] = inputs(rows)[:2]
     work = StepWork(rows=rows, target_tokens=rows, logit_tokens=rows)
-    for _ in range(2):  # otherwise it would first test the profile's prices
+    for _ in range(2):  # without these, the policy would first test the profile's prices
         policy.costs.observe(StepSample(work, 0.0, float(PROFILES[kind].table(TOKENS)[rows])))
     return policy
 

@@ -17,7 +17,7 @@ VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejects"])
 def test_verify(benchmark, mode, rows, k):
-    """Verify drafts of which all but the last of each row are the target's likeliest tokens."""
+    """Verify drafts. All but the last draft of a row are the target's likeliest tokens."""
     table = _table(mode, rows)
     generator = torch.Generator().manual_seed(0)
     drafts = torch.randint(0, VOCAB_SIZE, (rows, max(k, 1)), generator=generator)

@@ -11,7 +11,7 @@ def main() -> None:
     llm = LLM(target, draft)
     params = SamplingParams(max_tokens=24, temperature=0, stop=("\ndef ",))
     for prompt, completion in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
-        if completion.error is not None:  # one prompt at fault; the others were completed
+        if completion.error is not None:  # only this prompt failed; the others were completed
             print(f"--- refused: {completion.error}")
             continue
         gained = completion.speculation.mean_accepted_tokens

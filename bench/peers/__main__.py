@@ -138,7 +138,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 
 def compare(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of `bench.peers.agree`; systems that can choose compute in float32."""
+    """Return the rows of `bench.peers.agree`. Systems with a choice of dtype use float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
     entrants = choices(model, args, sizes, exact=True)
@@ -206,8 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of one figure, without the figure's name and without columns that are
-    empty."""
+    """Return the rows of one figure, without its name and without empty columns."""
     chosen = [row for row in rows if row["figure"] == figure]
     columns = {key for row in chosen for key, value in row.items() if value is not None} - {
         "figure"

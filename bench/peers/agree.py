@@ -1,10 +1,10 @@
 """Comparison of greedy tokens: do the systems compute the same model as cbatch?
 
 Two correct implementations differ where two tokens are nearly tied, and then write different texts.
-So the first difference counts: the gap between the two tokens in the reference logits, which are
-transformers'. A wrong conversion (rotary pairs in another order, a missing norm) differs at once,
-by whole units. With quantised weights each system rounds the activations in its own way, which
-moves logits by tenths.
+So only the first difference counts: the gap between the two tokens in the reference logits, which
+are transformers'. A wrong conversion (rotary pairs in another order, a missing norm) changes logits
+at once by 1 or more. With quantised weights each system rounds the activations in its own way,
+which changes logits by a few tenths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.engine.systems import Prompts, System
 from bench.report import rounded
 
 NEARLY_TIED = 1e-2  # difference of logits; rounding of float32 changes them by about 1e-5
-NEARLY_TIED_QUANTISED = 0.5
+NEARLY_TIED_QUANTISED = 0.5  # the same for quantised weights
 Logits = Callable[[list[int]], np.ndarray]
 
 

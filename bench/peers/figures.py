@@ -1,4 +1,4 @@
-"""The figures measured of the systems, in turns, and their rows."""
+"""Figures of the systems, measured in turns, and the rows that report them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _decoding(
 def prefill(
     model: ModelFormats, systems: Sequence[System], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return rows for random prompts: the time until the first output token of each."""
+    """Return rows for random prompts: prompt tokens a second until each has an output token."""
     changed = {
         "prompt_tokens": PREFILL_TOKENS,
         "prompts": PREFILL_PROMPTS,
@@ -70,7 +70,7 @@ def prefill(
 
 def startups(model: ModelFormats, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
     """Return rows for the seconds of a constructor, in a new process with all imports done. An
-    untimed first turn creates files and caches that a system keeps from an earlier start."""
+    untimed first turn creates the files and caches that later starts of a system reuse."""
     values: list[list[float]] = [[] for _ in choices]
     for repeat in range(-1, repeats):
         order = range(len(choices))
@@ -89,10 +89,9 @@ def rows_of(
     systems: Sequence[System | Entrant],
     values: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
-    """Return a row for each system from its values by turn: the median; the median ratio, within a
-    turn, to the first peer; each between the smallest and largest of all turns. Also the median
-    ratio of cbatch with lookahead off to the system, and of the system to the limits, if
-    measured."""
+    """Return a row for each system from its values by turn: the median, and the median ratio to the
+    first peer within a turn, each with the smallest and largest of all turns. Further median ratios
+    are of cbatch with lookahead off to the system, and of the system to the limits, if measured."""
     named = list(zip((system.name for system in systems), values, strict=True))
     peer = next(
         (system_values for name, system_values in named if name not in (OURS, LIMITS)), None
@@ -136,6 +135,6 @@ def _range(
 
 
 def _tail(runs: Sequence[EngineRun]) -> float | None:
-    """Return p99 over median of decoding steps, over all turns; None without step times."""
+    """Return p99 / median of the decoding steps' times in all turns; None without step times."""
     steps = [step for run in runs for step in run.steps_s]
     return rounded(float(np.quantile(steps, 0.99) / np.median(steps))) if steps else None

@@ -42,9 +42,9 @@ _LLAMA3_TOKENS = 8192  # context length of Llama 3's pretraining
 
 
 class ModelFormats:
-    """One model in all formats. With `kind` None it stays as it is; otherwise cbatch and llama.cpp
-    get one GGUF file of that type. Files are written to `folder`. `llama` is a Python with
-    llama.cpp, which is needed to quantise a model or to convert a GGUF file."""
+    """One model in all formats. With `kind` None its format is kept; otherwise cbatch and
+    llama.cpp get one GGUF file of that type. Files are written to `folder`. `llama` is a Python
+    with llama.cpp, which is needed to quantise a model or to convert a GGUF file."""
 
     def __init__(
         self, name: str, kind: str | None, folder: Path, *, llama: str | None, threads: int
@@ -80,7 +80,7 @@ class ModelFormats:
         return path
 
     def gguf(self, exact: bool) -> Path:
-        """Return a GGUF file for llama.cpp: the one that cbatch reads, if any. Otherwise the type
+        """Return a GGUF file for llama.cpp: cbatch's file if it is GGUF, otherwise the type
         that suits llama.cpp best: f16 for bf16, f32 for float32 and if results are compared
         (`exact`)."""
         if is_gguf(self.ours):
@@ -121,8 +121,8 @@ class ModelFormats:
 
     @property
     def token_flop(self) -> int:
-        """Arithmetic of one prompt token; the LM head is not included, since only the last needs
-        it."""
+        """Floating-point operations per prompt token, without the LM head, which only the last
+        token needs."""
         return 2 * num_weights(self.config) - self.prompt_flop
 
     @property
@@ -163,7 +163,7 @@ def write_directory(file: Path, directory: Path) -> None:
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json. Raises ValueError like `write_directory`."""
+    """Return the fields of config.json. Raises ValueError as `write_directory` does."""
     c = config
     stretched = c.rope.factor if c.rope.type == "linear" else 1
     return {

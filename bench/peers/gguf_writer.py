@@ -1,5 +1,5 @@
 """A writer of GGUF files, from values or from a Hugging Face model. It follows the format's
-description and shares no code with the reader, so that tests can read back its files."""
+description and shares no code with the reader, so that its files test the reader."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def gguf_bytes(
 
 
 def write_gguf(model: Path, path: Path, kind: int) -> None:
-    """Write a Hugging Face directory as a GGUF file for llama.cpp too, which needs the vocabulary
-    size. The file has no tokenizer and serves token ids only."""
+    """Write a Hugging Face directory as a GGUF file, with the vocabulary size, which llama.cpp
+    needs. The file has no tokenizer and serves token ids only."""
     metadata, tensors = convert(model, kind)
     metadata["tokenizer.ggml.model"] = "no_vocab"
     vocab_size = tensors["token_embd.weight"].shape[0]
@@ -158,7 +158,7 @@ def _string(text: str) -> bytes:
 
 
 def _typed(value: Any, in_array: bool = False) -> bytes:
-    """Return a value after its type code."""
+    """Return the type code of a value, and the value, in bytes."""
     if isinstance(value, list):
         items = [_typed(item, in_array=True) for item in value]
         kind = items[0][:4] if items else struct.pack("<I", 4)

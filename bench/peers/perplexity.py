@@ -46,7 +46,7 @@ def perplexities(
 
 def rows_of(model: str, systems: Sequence[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
     """Return rows from (system, log probabilities [windows, tokens]). `more_nats` is the mean loss
-    of a token above the first system's; `ci95` is half the width of its 95 % interval over
+    per token minus the first system's; `ci95` is half the width of its 95 % interval over
     windows."""
     first = systems[0][1]
     rows = []

@@ -36,8 +36,7 @@ class Entrant(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Limits of a run: sequences at once (`max_sequences`), tokens of one, tokens of a cbatch
-    step."""
+    """Limits of a run: concurrent sequences, tokens per sequence, and tokens per cbatch step."""
 
     max_sequences: int
     tokens: int
@@ -45,8 +44,7 @@ class Sizes(NamedTuple):
 
 
 def python_of(peer: str, args: argparse.Namespace) -> str | None:
-    """Return the Python that has the peer: a given one, or this one; None if it is not
-    installed."""
+    """Return the Python that has the peer, from its flag or this one; None if no Python has it."""
     named = {LLAMA_CPP: args.llama, VLLM: args.vllm}.get(peer)
     if named is not None:
         return str(named)
@@ -57,8 +55,8 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
 def choices(
     model: ModelFormats, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
 ) -> list[Entrant]:
-    """Return cbatch with lookahead off first, then the installed peers in the given order. With
-    `exact` systems that can choose compute in float32."""
+    """Return cbatch by lookahead, off first, then the installed peers in the given order. With
+    `exact`, systems with a choice of dtype use float32."""
     dtype = "float32" if exact else model.dtype
     max_sequences, tokens, threads = sizes.max_sequences, sizes.tokens, args.threads
     entrants = []
@@ -110,7 +108,7 @@ def limits(model: ModelFormats, threads: int) -> Entrant:
 
 @contextmanager
 def started(entrants: list[Entrant]) -> Iterator[list[System]]:
-    """Start all systems at once, each in its process."""
+    """Start all systems, each in a process that ends with the context."""
     with ExitStack() as stack:
         systems = []
         for choice in entrants:

@@ -99,14 +99,14 @@ class StubService:
         if remaining == 1:
             ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation())
         tokens = len(self._ids)
-        text = f" {time.monotonic():.6f}"  # from which the client computes the delay
+        text = f" {time.monotonic():.6f}"  # send time, for the client to compute the delay
         return Output("", 0, text, self._ids, tokens - 1, tokens - 1, ended)
 
 
 class ReadChunks(NamedTuple):
     chunks: int
     cpu_s: float
-    delays_s: list[list[float]]  # from the engine's output to the client, by stream
+    delays_s: list[list[float]]  # from the stub's output to the client, by stream
 
 
 def read(port: int, path: str, num_streams: int) -> ReadChunks:

@@ -54,7 +54,7 @@ def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> Time
     """Read all tokens. Call this function in its own process. Raises RuntimeError if tokens are
     missing."""
     body = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
-    # With token ids a step is a chunk even without a tokenizer.
+    # With token ids, each step sends a chunk even without a tokenizer.
     body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
     ends = [b""] * len(prompts)
 

@@ -31,7 +31,7 @@ def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iter
             lines.append(line)
             address = ADDRESS.search(line)
             if address:
-                # Its further output must be read, or it would block.
+                # The server would block if its further output were not read.
                 threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
                 yield int(address[1])
                 return

@@ -25,7 +25,7 @@ from sim.workload.generate import generate
 from sim.workload.lengths import lognormal
 from sim.workload.traces.reader import write_requests
 
-LIMIT_US = 44.0  # limit of a step
+LIMIT_US = 44.0  # target for the CPU time per step, in microseconds
 
 
 def write_like_azure(path: Path, requests: int) -> None:

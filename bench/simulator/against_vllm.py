@@ -34,10 +34,10 @@ from sim.report.report import Record, Spread
 
 RUN = "RTXPRO6000_Llama-3.1-8B"
 BLOCK_TOKENS = 16
-# As CUDA reports it in later records of the same benchmark.
+# Memory of a card, as CUDA reports it in later records of the same benchmark.
 USABLE_BYTES = {"RTXPRO6000": 101_976_440_832, "RTX4090": 25_250_627_584}
-BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # largest relative errors of the mean
-Measures = dict[str, np.ndarray]  # seconds by request
+BOUNDS = {"ttft_s": 0.08, "tpot_s": 0.02, "e2e_s": 0.03}  # allowed relative errors of the mean
+Measures = dict[str, np.ndarray]  # by measure: seconds of each request
 
 
 def measured(path: Path) -> Measures:

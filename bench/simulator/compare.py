@@ -57,7 +57,7 @@ from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}
-TURNS, STEPS = 4, 16  # turns that measure all batches once; steps of a batch in one turn.
+TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn.
 _WARM_UP = 16  # requests to each replica.
 _WARM_SEED = 10**4  # a seed that no run has.
 
@@ -72,7 +72,7 @@ class Defaults(NamedTuple):
     seconds: float = 5.0
     repeats: int = 3
     max_num_seqs: int = 32
-    num_blocks: int | None = None  # of a replica; None: without a prefix cache
+    num_blocks: int | None = None  # pool of a replica; None: no prefix cache
 
 
 KINDS = {
@@ -156,7 +156,7 @@ def measured(args: argparse.Namespace) -> Comparison:
     fates = [[0]]
     if not is_fleet:
         fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_num_seqs)[0], texts)
-    policy = "off" if is_fleet else EngineOptions().lookahead  # without drafts, or with
+    policy = "off" if is_fleet else EngineOptions().lookahead  # a fleet does not draft
     prices = Calibrating(*load_policy(policy, kind.max_num_seqs))
     first, host = prices.finish(), None
     with contextlib.ExitStack() as stack:

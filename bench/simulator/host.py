@@ -18,12 +18,12 @@ from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 
 PROMPT_TOKENS = 560
-IDLE_S = 3.0
+IDLE_S = 3.0  # duration of the run without requests
 
 
 def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
-    """Fit the work of servers (children of this process) and of the client (this process), by
-    request, step and token, to runs of idle replicas. Needs two replicas or more."""
+    """Fit the processor time per request, step and token, of servers (children of this process) and
+    of the client (this process), to runs on an idle replica. Needs two replicas or more."""
     rows, servers_s, clients_s = [], [], []
     for requests in (*runs_of(), []):
         before_s, began_s, client_s, steps = server_cpu_s(), time.monotonic(), 0.0, 0

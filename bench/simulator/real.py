@@ -25,7 +25,7 @@ from sim.replay.routers import ReplicaLoad, Router, make_router
 from sim.report.report import Record
 from sim.workload.traces.request import TraceRequest
 
-FATE_TOKENS, FATE_K = 72, 8
+FATE_TOKENS, FATE_K = 72, 8  # of `record_fates`: output tokens per prompt, and drafts per step
 _HEADSTART_S = 0.1
 _MAX_QUEUED = 100_000  # so that requests wait at a load beyond capacity, as in the simulator
 
@@ -49,9 +49,9 @@ def _greedy(tokens: int) -> SamplingParams:
 
 
 def fates_of(outputs: Sequence[Output]) -> list[int]:
-    """Return for each output token of one request: is a draft of it accepted (1 or 0)? The steps'
-    drafted and accepted counts decide. The first token, and one after a fully accepted step, have
-    no draft; both count as accepted."""
+    """Return, for each output token of one request, 1 if a draft of the token is accepted, else 0.
+    The first token, and the bonus token of a step that accepts all drafts, have no draft and count
+    as accepted."""
     fates: list[int] = []
     for output in outputs:
         accepted = min(output.num_accepted, len(output.token_ids))
@@ -61,7 +61,7 @@ def fates_of(outputs: Sequence[Output]) -> list[int]:
 
 
 def record_fates(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return `fates_of` every prompt, greedily answered with `FATE_K` drafts a step."""
+    """Return the fates of every prompt's output, generated greedily with `FATE_K` drafts a step."""
     seen: dict[str, list[Output]] = {
         engine.add(text, _greedy(FATE_TOKENS)).request_id: [] for text in texts
     }
@@ -74,7 +74,7 @@ def record_fates(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
 def serve_here(
     engine: Engine, requests: Sequence[TraceRequest], texts: Sequence[list[int]]
 ) -> ReplayedRun:
-    """Serve the requests at their times, starting now, with `texts` as prompts in turn."""
+    """Serve the requests at their arrival times from now on, with `texts` as prompts in turn."""
     times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
     gc.collect()
     started_s, coming = time.perf_counter(), 0
@@ -209,7 +209,7 @@ def serve_by(
     router: str = "round-robin",
     texts: Sequence[list[int]] = (),
 ) -> tuple[ReplayedRun, float]:
-    """Return the run, and the processor seconds of this process for sending it."""
+    """Send the requests. Return the run, and the processor seconds of this process."""
 
     async def replay() -> tuple[ReplayedRun, float]:
         client = FleetClient(ports, make_router(router))

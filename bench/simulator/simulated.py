@@ -1,4 +1,4 @@
-"""Simulated replicas of the demo pair, their runs, and what probes of them would measure."""
+"""Simulated replicas of the demo pair, their runs, and their simulated probes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
         return report, ReplayedRun(records, report.prefix_hit_tokens or 0)
 
     def capacity_per_s(self, policy: str, make: Callable[..., list[TraceRequest]]) -> float:
-        """Return the highest rate of requests a second that the replicas reach, in turns."""
+        """Return the requests a second that all replicas serve with a client per slot."""
         clients = self.replicas * self.calibration.engine["max_num_seqs"]
         return self.replay(ClosedLoop(make(1.0, 500, 0), clients), policy)[0].requests_per_s or 1.0
 
@@ -154,8 +154,8 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
         return Probes.of(*(world.replay(OpenLoop(some))[1].records for world, some in worlds))
 
     def explaining(self, real: Probes) -> SimulatedReplicas:
-        """Return these replicas with the extra time of real probes over simulated ones: before the
-        first token, per step, per row, and when all replicas run."""
+        """Return these replicas with `outside` and `host.switch_s` fitted, so that simulated probes
+        take the same times as `real` ones."""
         world, replace = self, msgspec.structs.replace
         for _ in range(_FIT_ROUNDS):
             outside, simulated, host = world.outside, world.probes(), world.host
@@ -167,8 +167,8 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
                 outside.row_s + row_s,
             )
             if host is not None:
-                # Each step has work of its server and of the client, and needs two processors or
-                # more.
+                # Each step has two pieces of work that may have to take a processor from an
+                # engine: the server's and the client's.
                 more_s = (real.beside_tpot_s - simulated.beside_tpot_s - one_s) / 2
                 host = replace(host, switch_s=max(host.switch_s + more_s, 0.0))
             world = replace(world, outside=outside, host=host)

@@ -58,9 +58,9 @@ def shared_prefixes(rate_per_s: float, count: int, seed: int) -> list[TraceReque
 
 
 def probe_runs(replicas: int, shared: bool) -> tuple[tuple[int, list[TraceRequest]], ...]:
-    """Return three runs, each with the number of replicas it needs: single short requests, as many
-    requests at once as one replica decodes, and one request for each replica at once, repeatedly.
-    If `shared`, all prompts share a prefix, which a replica has cached after the first."""
+    """Return three runs, each with its number of replicas: single short requests, `FULL_ROWS`
+    requests at once to one replica, and repeatedly a request for each replica at once. If
+    `shared`, all prompts share a prefix, which a replica has cached after the first."""
     group = _PROBE_GROUP if shared else None
 
     def probe(arrival_s: float, output_tokens: int) -> TraceRequest:

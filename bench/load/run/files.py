@@ -127,7 +127,7 @@ def _level(
 
 
 def _growth(samples: Sequence[ServerSample], name: str, edges_s: np.ndarray) -> np.ndarray | None:
-    """Return a counter's growth in each interval, float64; None if the server has no such counter."""
+    """Return a counter's growth in each interval, float64, or None if the server lacks it."""
     points = _points(samples, name)
     return None if points is None else np.diff(np.interp(edges_s, *points))
 

@@ -1,1 +1,1 @@
-"""One process per system, under the Python that has it. cbatch need not be installed there."""
+"""Worker processes, one per system. The Python of a peer needs the peer, but not cbatch."""

@@ -12,9 +12,9 @@ import torch
 
 from bench.peers.workers.serving import serve
 
-READ_BYTES = 1 << 30  # larger than any cache.
+READ_BYTES = 1 << 30  # size of the buffer that is read; larger than any cache.
 WIDTH = 2048  # rows and columns of the multiplied matrices.
-TRIES = 4
+TRIES = 4  # timed runs, of which the fastest counts
 
 
 class MachineLimits:

@@ -1,5 +1,5 @@
 """The worker of llama.cpp, through llama-cpp-python's own bindings: one context, one sequence per
-prompt. It needs these and numpy only."""
+prompt. Its Python needs only the bindings and numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.peers.workers.serving import serve
 
-CELLS_MULTIPLE = 256  # llama.cpp rounds a sequence's share of the KV cells to this
+CELLS_MULTIPLE = 256  # llama.cpp rounds a sequence's KV cells up to a multiple of this
 
 
 class LlamaCpp:

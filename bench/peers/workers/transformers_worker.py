@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from bench.engine.systems import EngineRun, Prompts, System, build_transformers
 from bench.peers.workers.serving import serve
 
-PAGE_TOKENS = 256  # its default.
+PAGE_TOKENS = 256  # tokens of a KV page: transformers' default.
 PATIENCE_S = 300.0  # the longest wait for the next sequence to end.
 
 
@@ -42,10 +42,10 @@ class Transformers:
 
 
 def continuous_system(peer: Any, *, max_sequences: int, tokens: int) -> System:
-    """Return a system of up to `max_sequences` sequences of `tokens` tokens. On a CPU its cache
-    gets this size, since the default is nine tenths of the machine's memory. Its thread runs only
-    during a batch, since it would spin while others are timed; starting it is not timed. A run
-    raises RuntimeError if that thread dies."""
+    """Return a system of up to `max_sequences` sequences of `tokens` tokens. On a CPU the KV
+    cache gets this size, since the default is nine tenths of the machine's memory. The system's
+    thread runs only during a batch, since it would spin while other systems are timed. Its start is
+    not timed. A run raises RuntimeError if the thread dies."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     on_gpu = peer.device.type == "cuda"
     sizes: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""The worker that runs vLLM on a CPU, without a separate engine process. Its Python needs vllm
-alone."""
+"""The worker that runs vLLM on a CPU, without a separate engine process. Its Python needs only
+vllm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Vllm:
     ) -> None:
         from vllm import LLM
 
-        # vLLM caches compiled code under the given path, so give the same one in every run.
+        # vLLM's cache of compiled code depends on the given path, so every run gives the same path.
         os.chdir(Path(model).parent)
         self._llm = LLM(
             Path(model).name,
