@@ -22,10 +22,10 @@ from bench.gpu.world import Bench
 from triton_kernels.build.jit import jit
 
 SECTION = "ceilings"
-_BYTES, _EDGE = 4 << 30, 8192  # size of a buffer; edge of the square matrices.
-_WARM_S = 0.5  # seconds of work before the first sample: an idle device has low clocks.
-_TILES = ((4096, 4), (8192, 8), (16384, 8))  # (words per load, warps).
-_PROGRAMS = 132 * 8  # 8 for each multiprocessor of an H100 or H200.
+_BYTES, _EDGE = 4 << 30, 8192  # bytes of a buffer; rows of a square matrix
+_WARM_S = 0.5  # work before the first sample: an idle device has low clocks
+_TILES = ((4096, 4), (8192, 8), (16384, 8))  # (words per load, warps)
+_PROGRAMS = 132 * 8  # launched programs: 8 for each multiprocessor of an H100 or H200
 
 
 @jit
@@ -97,7 +97,7 @@ def _matmul(bench: Bench) -> Row:
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     calls: dict[str, Call] = {
-        # Products of rows of `a` with columns of `b`, then with its rows.
+        # Products of rows of `a`, first with columns of `b`, then with rows of `b`.
         "rows by columns": lambda: torch.mm(a, b, out=out),
         "rows by rows": lambda: torch.mm(a, b.t(), out=out),
     }

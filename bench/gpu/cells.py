@@ -37,7 +37,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
-        self.about: Row = {}  # the machine, if the section says so
+        self.about: Row = {}  # facts about the machine
         self._read_bytes = 0
         self.read()
 
@@ -90,6 +90,6 @@ def run_cells(cells: Iterable[Cell], journal: Journal, turns: DeviceTurns) -> No
 
 
 def is_fault(text: str) -> bool:
-    """Return True for an error after which its process cannot use the device. A lack of memory is
-    not one."""
+    """Return True for an error after which its process cannot use the device. Lack of memory is
+    no such error."""
     return "out of memory" not in text and any(sign in text for sign in _FAULTS)

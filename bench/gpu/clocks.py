@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 _EVERY_MS = 200
 QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
-# Bits of the last column that mean a slowdown of a busy device.
+# Bits in the last column of QUERY that mean a slowdown of a busy device.
 _REASONS = {
     0x2: "clocks set by an application",
     0x4: "power cap",

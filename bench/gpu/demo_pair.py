@@ -1,4 +1,4 @@
-"""The demo pair with 28 streams, through the public `LLM`: tokens a second of wall time with and
+"""The demo pair with 28 streams and with 1, through the public `LLM`: tokens per second with and
 without speculation. A small model waits for the host, which kernel times do not show."""
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The engine on random weights of real shapes: its start, the time of a step and tokens a second,
 compared with the time to read weights and KV.
 
-Acceptance is simulated. After the verification kernels have run at their usual cost, the number of
-accepted drafts is drawn on the device, each draft with probability `ACCEPTANCE`. The text is
-meaningless in any case.
+Acceptance is simulated. The verification kernels run at their usual cost. Then the number of
+accepted drafts is drawn on the device: each draft is accepted with probability `ACCEPTANCE`.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class EngineSizes(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """Return the tokens of the sequence that decodes first: while the others' prompts are
-        computed, during the warm-up and during the windows."""
+        """Most tokens of a sequence: the first one decodes while the other prompts are computed,
+        during the warm-up and during the windows."""
         free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MOST_DRAFTS), 1)
         prompts = -(-max(self.batches) * self.prompt_tokens // free_tokens)
         steps = prompts + self.warm_steps + self.windows * self.window_steps

@@ -43,13 +43,13 @@ from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
 OURS = "cbatch"
-PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # the default and the smallest page.
-_TOKENS = (1, 64, 512, 2048)  # rows of the products.
-MOST_ERROR = 2e-2
-_MOST_VERIFIED = 8
-_FIRST = 6
-_SHORT_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # workloads also measured with short pages.
-_WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B.
+PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # default and smallest page
+_TOKENS = (1, 64, 512, 2048)  # rows of the products
+MOST_ERROR = 2e-2  # largest relative error of an attention result
+_MOST_VERIFIED = 8  # tokens of a longer query count as a prompt, not as drafts to verify
+_FIRST = 6  # attention workloads that are measured before sampling and products
+_SHORT_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # workloads also measured with short pages
+_WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B
 
 
 class Subject(NamedTuple):
@@ -64,7 +64,7 @@ class Subject(NamedTuple):
 
 
 def subjects(bench: Bench) -> Iterator[Subject]:
-    """Yield the most important attention, sampling, products, and then the rest of attention."""
+    """Yield the first attention workloads, sampling, products, and then the rest of attention."""
     names = ATTENTION if bench.full else TINY_ATTENTION
     return chain(
         attention(bench, names[:_FIRST]),
@@ -129,7 +129,7 @@ def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
 
 def own_attention(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
     step, shipped = steps[0], TINY_TUNING
-    if bench.full:  # the tuning of an executor that drafts as many tokens as these queries, or none
+    if bench.full:  # the tuning of an executor whose verifications have these query lengths
         query_tokens = max(
             (q.query_tokens for q in step.queries if q.query_tokens <= _MOST_VERIFIED), default=1
         )
@@ -222,8 +222,8 @@ def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:
 
 
 def products(bench: Bench) -> Iterator[Subject]:
-    """Yield products by fixed tiles and by the library; their ratio is the cost of invariant
-    numerics."""
+    """Yield products by fixed tiles and by the library; the ratio of their times is the cost of
+    invariant numerics."""
     width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
     for tokens in _TOKENS if bench.full else (3,):
         for outs, columns in ((2 * inner, width), (width, inner)):

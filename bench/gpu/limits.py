@@ -78,7 +78,7 @@ HEADS = {
 TINY_HEADS = GridHeads(kv_heads=1, group=2, head_dim=16)
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
-MODEL, SMALLER = MODELS  # the model that is measured first, and the one for which time may be left
+MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time
 BATCHES = (64, 8, 1, 128)
 PROMPT_TOKENS = 512
 # Standard deviation of logits from random weights: a nucleus of top_p holds 1 to some 300 tokens.
@@ -131,8 +131,8 @@ class Cost(NamedTuple):
 def attention_cost(
     queries: Sequence[Query], shape: GridHeads, *, element_bytes: int = 2, kv_bytes: int = 2
 ) -> Cost:
-    """Return the cost of reading K and V of every context once, reading queries and writing
-    results; only causal products count."""
+    """Return the cost of reading K, V and queries once, of writing the results, and of the
+    products under a causal mask."""
     contexts = sum(q.context_tokens for q in queries)
     tokens = sum(q.query_tokens for q in queries)
     heads = shape.kv_heads * shape.group
@@ -166,8 +166,8 @@ def sampling_cost(rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
 def step_cost(
     queries: Sequence[Query], shape: ModelShape, *, logits_rows: int, element_bytes: int = 2
 ) -> Cost:
-    """Return the cost of a forward pass: all weights read once (but few rows of the embedding), K
-    and V of every context in every layer, and the arithmetic of both. The LM head multiplies
+    """Return the cost of a forward pass: reading all weights once (but few rows of the embedding)
+    and K and V of every context in every layer, and the arithmetic of both. The LM head multiplies
     `logits_rows` rows."""
     tokens = sum(q.query_tokens for q in queries)
     inner, head, layers = shape.layer_weights, shape.head_weights, shape.num_hidden_layers

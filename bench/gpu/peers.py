@@ -1,5 +1,5 @@
 """Peer kernels over the same inputs, called as their own users call them: torch's, and vLLM's
-Triton kernels if `--peers` holds vLLM. A peer that is not available says why."""
+Triton kernels if `--peers` holds vLLM. A peer that is not available raises `Absent`."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-STEPS, STEP_KERNELS = "steps", "kernels of a step"  # values of `what` in rows of an engine.
-_MOST, _NAME_CHARS = 40, 90  # kernels kept, and characters of their names.
+STEPS, STEP_KERNELS = "steps", "kernels of a step"  # values of `what` in rows of an engine
+_MOST, _NAME_CHARS = 40, 90  # most kernels in a list, and characters of their names
 
 
 def step_kernels(step: Callable[[], Any], steps: int) -> list[dict[str, Any]]:

@@ -26,9 +26,9 @@ from cbatch.runtime.kv_cache import KVCache
 
 DATA = Path(__file__).parent / "data" / "recorded_logits.npz"
 ROWS, VOCAB = 64, 49_152  # as recorded
-_EVERY = 15  # tokens of the text between two recorded rows.
-_HEAD = 1024  # the first ranks, whose logits are the same for every vocabulary.
-_EXACT, _KNOTS = 64, 200  # the first ranks, stored one by one; ranks stored in total.
+_EVERY = 15  # tokens of the text between two recorded rows
+_HEAD = 1024  # number of first ranks, whose logits are equal for every vocabulary
+_EXACT, _KNOTS = 64, 200  # number of first ranks that are all stored; number of stored ranks
 
 
 class LogitProfiles(NamedTuple):

@@ -28,7 +28,7 @@ _COLUMNS = {
 
 def write(out: Path, about: Row, rows: Sequence[Row]) -> None:
     """Write both files. Each is replaced in one operation, so a reader never sees an incomplete
-    one."""
+    file."""
     document = json.dumps({"about": about, "rows": rows}, indent=0, default=str)
     for name, text in ((RESULTS, document), (TABLE, tables(about, rows))):
         part = out / f".{name}"
@@ -102,8 +102,8 @@ def _outcomes(rows: Sequence[Row]) -> list[Row]:
 
 
 def _step_kernels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield, by setting, the kernels of cbatch and vLLM in columns, longest first, below their
-    sums."""
+    """Yield a table for each setting: kernels of cbatch and vLLM in columns, longest first, after
+    a line with the sums."""
     settings: dict[str, list[Row]] = {}
     for r in (r for r in rows if r.get("what") == STEP_KERNELS):
         setting = " ".join(str(r[name]) for name in ("model", "lookahead", "sampling", "batch"))

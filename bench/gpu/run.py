@@ -1,4 +1,4 @@
-"""The parts of a run as processes, each with its own time limit; rows are on disk at once.
+"""The parts of a run as processes, each with its own time limit. Rows are written to disk at once.
 
 A part starts when the parts it follows have ended. Parts run concurrently, and `turns` separates
 their measurements. A process that dies loses its current cell; another continues after that cell.
@@ -19,17 +19,17 @@ from bench.gpu.cells import NOT_REACHED, Journal, Row
 from bench.gpu.turns import DeviceTurns
 
 _POLL_S, WRITE_S = 0.2, 2.0
-_SLACK_S = 2.0  # pause reserved between two parts.
+_SLACK_S = 2.0  # pause reserved between two parts
 _MOST_RESTARTS = 4
-_TAIL_BYTES = 20_000  # the last bytes of a log, which are kept.
+_TAIL_BYTES = 20_000  # bytes at the end of a log that are kept
 
 Rows = dict[str, dict[str, Row]]  # by part and cell
 Write = Callable[[Rows, Row], None]  # takes all rows, and facts about the machine
 
 
 class RunPart(NamedTuple):
-    """The cells of one process. It does not start with less than `least_s` left. Earlier parts
-    leave that much time for a `needed` part."""
+    """The cells of one process. It does not start if less than `least_s` remains. Earlier parts
+    leave this time for a `needed` part."""
 
     name: str
     command: tuple[str, ...]

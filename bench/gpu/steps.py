@@ -224,9 +224,9 @@ def tuning_of(
 
 
 def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list[Call]:
-    """Return a launch for each step; empty if kernels do not run here. The steps have equal lengths
-    and share one work list. It is planned outside the launch, as in an engine once for all
-    layers."""
+    """Return a launch for each step, or [] if kernels do not run here. The steps have equal lengths
+    and share their work lists. These are planned outside the launches, since an engine plans once
+    for all layers."""
     if not bench.world.runs:
         return []
     step = steps[0]

@@ -36,10 +36,10 @@ DECODES = {"64q1s540": 3.0, "q1s540": 2.0, "64q1s4k": 2.0, "8q1s4k": 1.0, "128q1
 VERIFIES = {"64q5s540": 3.0, "64q1s540": 2.0, "q1s540": 1.0, "64q1s4k": 1.0}
 CHUNKS = {"q2k": 2.0, "q2ks8k": 1.0}
 EVERY = {"64q1s4k": 3.0, "64q5s540": 2.0, "64q1s540": 2.0, "q2k": 1.0, "q2ks8k": 1.0}
-_SAMPLE_S = 0.04
-MOST_ERROR = 2e-2
+_SAMPLE_S = 0.04  # sampling time of a workload
+MOST_ERROR = 2e-2  # largest relative error of an attention result
 
-# rows, keys, num_warps, num_stages, programs; the head size that they are for (None: any)
+# Fields of a tile: rows, keys, num_warps, num_stages, programs; then its head size (None: any).
 _BY_DESCRIPTORS = (
     (16, 64, 4, 3, 3, None),
     (16, 32, 4, 4, 4, None),
@@ -89,7 +89,7 @@ def _tuning(shape: GridHeads, tile: Tile, part_tokens: int, device: torch.device
 
 
 def workloads_of(rows: int) -> Mapping[str, float]:
-    """Return the workloads, with weights, by which tiles of `rows` rows are compared."""
+    """Return the workloads, with their weights, on which tiles of `rows` rows are compared."""
     return {16: DECODES, 32: VERIFIES, 64: EVERY, 128: CHUNKS}[rows]
 
 

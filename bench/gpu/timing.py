@@ -13,9 +13,9 @@ from bench.gpu.world import Bench, World, l2_bytes
 
 Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
-_SAMPLE_S = 4e-3  # approximate duration of a sample.
-CELL_S = 0.2  # sampling time of a cell.
-_MOST_SETS = 256  # maximum number of input sets; the limit for small kernels.
+_SAMPLE_S = 4e-3  # approximate duration of a sample
+CELL_S = 0.2  # sampling time of a cell
+_MOST_SETS = 256  # most input sets, which only small kernels reach
 
 
 class Timing(NamedTuple):

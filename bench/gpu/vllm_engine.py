@@ -3,7 +3,7 @@
 The folder of peers holds its package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
 requirements that are not installed (`wheels/`). The time of a step is the time of 128 more tokens
 per sequence divided by 128, which cancels the prompts. The engine runs in the calling process, as
-cbatch's does here: otherwise its kernels could not be listed.
+cbatch's engine does here: otherwise its kernels could not be listed.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Peer:
 
 
 def _peaked(model: Any) -> None:
-    """Set random weights that give logits like those of our random weights, instead of equal
-    ones."""
+    """Set norm and LM head weights as `bench.gpu.engine.DeviceWeights` does: vLLM's dummy weights
+    give nearly equal logits."""
     model.model.norm.weight.data.fill_(1.0)
     weight = model.lm_head.weight.data
     weight.normal_(0.0, LOGIT_STD / weight.shape[1] ** 0.5)

@@ -46,7 +46,7 @@ __all__ = [
     "tile_for",
 ]
 
-_MOST_ELEMENTS = 1 << 31  # offsets into the pool are 32 bits wide
+_MOST_ELEMENTS = 1 << 31  # elements of a pool must be fewer: its offsets are 32 bits wide
 _LOG2_E = math.log2(math.e)
 
 
@@ -77,7 +77,7 @@ def attention(
     - work: filled by `plan` for this step.
 
     Scores are `scale` q k with `scale` > 0, then `soft_cap` tanh(score / `soft_cap`). No query sees
-    keys before position `first_key`. `num_programs`: launched programs, as many as fit on the
+    keys before position `first_key`. `num_programs`: launched programs, those that fit on the
     device (`resident_programs`). Tiles with descriptors read whole pages, so unused slots of a page
     must be finite. `early` is that of `launch_options`: `work` and `block_tables` are read before
     the previous kernel ends. Raises ValueError naming the argument that does not fit.
@@ -104,7 +104,7 @@ def attention(
 
 
 def _described(pages: Tensor, tile: Tile) -> TensorDescriptor:
-    """Return the descriptor by which TMA reads a tile of keys of one head from the pool."""
+    """Return the TMA descriptor of the pool, for tiles of one head's keys."""
     block = [1, 1, tile.keys, triton.next_power_of_2(pages.shape[3])]
     return TensorDescriptor.from_tensor(pages.transpose(1, 2), block)
 

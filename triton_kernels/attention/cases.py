@@ -13,8 +13,8 @@ from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 
 SPLIT_TOKENS = 1024
 INVARIANT_ROWS = 64  # rows of the tile that batch-invariant attention uses for all query lengths
-_STATISTICS = 24  # narrow loads of partial maxima and sums, over all pipeline stages
-_MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # of a multiprocessor
+_STATISTICS = 24  # most narrow loads: partial maxima and sums, over all pipeline stages
+_MEMORY_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # shared, per SM
 _AMD_REGISTERS = 512  # registers per lane that the waves of a SIMD share
 _TYPES = {16: "bf16", 32: "fp32", 8: "fp8e4nv"}
 _POINTERS = ("q", "tables", "out", "items", "num_items", "sums", "stats", "arrived")

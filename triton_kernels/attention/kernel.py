@@ -9,12 +9,12 @@ from triton_kernels.build.jit import jit
 
 # Fields of a work item; `items` is int32 [capacity, ITEM_FIELDS].
 SEQUENCE = tl.constexpr(0)  # row of the block tables
-ROW = tl.constexpr(1)  # flat row of its first token
+ROW = tl.constexpr(1)  # flat row of the item's first token
 TOKENS = tl.constexpr(2)
-POSITION = tl.constexpr(3)  # absolute, of its first token
+POSITION = tl.constexpr(3)  # absolute position of the first token
 FIRST_SPLIT = tl.constexpr(4)
 STOP_SPLIT = tl.constexpr(5)
-SLOT = tl.constexpr(6)  # index of its partial result
+SLOT = tl.constexpr(6)  # index of the item's partial result
 PART = tl.constexpr(7)  # 0 .. parts - 1; the parts of one result have successive slots
 PARTS = tl.constexpr(8)  # 1: the result is written directly
 ITEM_FIELDS = tl.constexpr(9)

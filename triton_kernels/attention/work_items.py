@@ -6,9 +6,8 @@ into splits of `split_tokens` at absolute positions. A block is *whole*, a singl
 into parts, one item each: the program that finishes last folds their partial results.
 
 - Fixed parts: softmax is computed for each split on its own, and the splits are folded in order,
-also
-  in a whole block. So a row's bits depend neither on the batch nor on the assignment of work. A
-  part is one split. Short queries are split while memory for partial results lasts.
+  also in a whole block. So a row's bits depend neither on the batch nor on the assignment of
+  work. A part is one split. Short queries are split while memory for partial results lasts.
 - Balanced parts: a part has as many splits as give every program about one part. An item is one
   running softmax over its keys, so a row's bits depend on the load of the step.
 
@@ -41,7 +40,7 @@ from triton_kernels.attention.kernel import (
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 
-_MOST_SPLIT_BLOCKS = 8  # queries of more blocks are not split: they fill the device without it
+_MOST_SPLIT_BLOCKS = 8  # queries of more blocks are not split: they fill the device anyway
 _ANY = (1 << 30) - 1  # no limit: larger than any token or block count
 _LANES = 128
 # Arguments that must not specialise the planning kernel: one compilation serves every work list.

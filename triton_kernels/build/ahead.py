@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 _MOST_PROCESSES = 16
-# At least: starting a process for a single kernel takes longer than it saves.
+# Least kernels per process: starting a process for one kernel takes longer than it saves.
 _KERNELS_A_PROCESS = 2
 _MOST_S = 300  # time limit of a process, in seconds
 COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # followed by a niceness

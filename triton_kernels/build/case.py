@@ -28,10 +28,10 @@ class KernelCase(NamedTuple):
     num_warps: int
     num_stages: int
     limits: Mapping[str, CaseLimits]
-    wgmma: bool = False  # sm_90 must multiply by wgmma: for products of 64 rows and more.
-    wide_loads: bool = False  # Memory must be read 128 bits at a time,
-    most_narrow: int = 0  # except for this number of loads.
-    tma: bool = False  # sm_90 and later must load through descriptors.
+    wgmma: bool = False  # sm_90 must use wgmma, for products of 64 rows or more
+    wide_loads: bool = False  # memory must be read 128 bits at a time
+    most_narrow: int = 0  # most loads that may be narrower, with `wide_loads`
+    tma: bool = False  # sm_90 and later must load through descriptors
     # At least (number, rows, columns) tiles must be in flight in shared memory.
     buffers: tuple[int, int, int] | None = None
     fp_fusion: bool = True

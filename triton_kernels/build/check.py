@@ -11,13 +11,13 @@ Shape = tuple[int | None, ...]
 
 
 def check_fields(group: str, fields: Any, shapes: dict[str, tuple[torch.dtype, Shape]]) -> None:
-    """Raises ValueError naming the first field that is not of its type and shape."""
+    """Raise ValueError naming the first field whose type or shape is wrong."""
     for name, (dtype, shape) in shapes.items():
         check_tensor(f"{group}.{name}", getattr(fields, name), dtype, shape)
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: Shape) -> None:
-    """Raises ValueError unless `tensor` is contiguous with this dtype and shape; None: any
+    """Raise ValueError unless `tensor` is contiguous with this dtype and shape, where None is any
     length."""
     fits = tensor.shape == shape or (  # the usual case first: it takes a tenth of the time
         tensor.dim() == len(shape)

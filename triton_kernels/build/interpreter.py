@@ -1,4 +1,4 @@
-"""Repairs Triton's interpreter for the floats that numpy lacks: bf16 and fp8.
+"""Repairs Triton's interpreter for the odd types, floats that numpy lacks: bf16 and fp8.
 
 The interpreter stores them as integers of their width. Loads, stores and selections are right. But
 arithmetic and `tl.dot` work on these integers, and narrowing casts truncate or carry wrongly. After
@@ -115,7 +115,7 @@ def _create_dot(
     _: Any, a: TensorHandle, b: TensorHandle, added: TensorHandle, *__: Any
 ) -> TensorHandle:
     """Multiply matrices. Each element is one sum over the inner dimension in one order, as in
-    matrix units. In a library's product its bits may depend on the place of its row in the tile."""
+    matrix units. With a library, a row's bits may depend on its place in the tile."""
     dtype = added.data.dtype
     factors = (_widened(each).data.astype(dtype) for each in (a, b))
     product = np.einsum("...ik,...kj->...ij", *factors, optimize=False)

@@ -34,7 +34,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, E
 def silu_mul(gate_up: Tensor, *, early: bool = False) -> Tensor:
     """Return silu(gate) * up [T, n] of [T, gate | up] in fp32, bf16 or fp16, computed in fp32 and
     rounded once. Rows may be strided. `early` (see `build.hopper`): nothing is read early. Raises
-    ValueError naming the argument."""
+    ValueError naming the argument that does not fit."""
     known = gate_up.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1 or not known:
         raise ValueError(
@@ -53,7 +53,7 @@ def silu_mul(gate_up: Tensor, *, early: bool = False) -> Tensor:
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """`silu_mul` in plain torch."""
+    """Compute `silu_mul` in plain torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
 

@@ -1,4 +1,4 @@
-"""From a fused projection to the KV pool in one kernel: norm of queries and keys, RoPE, write.
+"""One kernel between the fused QKV projection and attention: QK norm, RoPE and KV write.
 
 A row of the projection is [kv_heads, group + 2, head_dim]: for each KV head its query heads, then
 its K, then its V. The two dimensions of a rotary pair are adjacent (`interleave_halves`). Queries
@@ -122,7 +122,7 @@ def kv_write_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`kv_write` in plain torch."""
+    """Compute `kv_write` in plain torch."""
     real = slots >= 0
     group, head_dim = fused.shape[2] - 2, fused.shape[3]
     x = fused[real, :, : group + 1].float()

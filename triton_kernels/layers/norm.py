@@ -44,12 +44,11 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, early: bool = False
 ) -> Tensor:
     """Return x / rms(x) * weight of x [T, n]. With `residual` [T, n], x is first added to it in
-    place.
+    place, and the norm is of the sum.
 
-    Tensors may be fp32, bf16 or fp16, each its own. Computed in fp32 and rounded once, to the type
-    of `x`. Rows may be strided, elements must be adjacent. `early` (see `build.hopper`): the weight
-    is read early. Raises ValueError naming the argument.
-    """
+    Tensors may be fp32, bf16 or fp16, independently. The result is rounded once, from fp32 to the
+    type of `x`. Rows may be strided, elements must be adjacent. `early` (see `build.hopper`): the
+    weight is read early. Raises ValueError naming the argument that does not fit."""
     _check(x, weight, residual)
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -67,7 +66,7 @@ def rms_norm(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor:
-    """`rms_norm` in plain torch."""
+    """Compute `rms_norm` in plain torch."""
     wide = x.float()
     if residual is not None:
         residual.copy_(wide + residual.float())

@@ -1,1 +1,1 @@
-"""Products with weights in which the bits of a row do not depend on other rows."""
+"""Matrix products with weights; the bits of a row do not depend on other rows."""

@@ -7,7 +7,7 @@ row of the result reads only its own row of x and the weight; its place in the t
 threads compute it, not what they compute. This assumes that the hardware's instruction treats all
 rows of a tile in the same way. `keeps_bits` tests it on the device.
 
-The cost: a few rows still use tiles of 64, and a product too narrow to fill the device stays so.
+The cost: a few rows still use tiles of 64 rows, and a narrow product does not fill the device.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from triton_kernels.build.jit import jit
 class ProductTile(NamedTuple):
     rows: int
     outs: int
-    columns: int  # of x, per step of the sum
+    columns: int  # columns of x per step of the sum
     num_warps: int
     num_stages: int
-    programs: int = 0  # per multiprocessor, reading through descriptors; 0: reading by pointers
+    programs: int = 0  # per multiprocessor, with TMA descriptors; 0: loads by pointers
     flatten: bool = True  # programs load for the next tile while they finish one
 
 
 MANY_ROWS = 256
 _STAGES, _STAGES_OF_AMD = 4, 2
-_BAND = 16  # blocks of rows
+_BAND = 16  # blocks of rows that are computed before the next weights
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -102,8 +102,8 @@ def described_kernel(
 
 
 def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int) -> ProductTile:
-    """Return the tile for a weight, and with descriptors for the number of rows. Narrow weights
-    have narrow tiles, so that as many programs as possible read them."""
+    """Return the tile for a weight. With descriptors it also depends on the number of rows. Narrow
+    weights have narrow tiles, so that more programs share the work."""
     if dtype == torch.float32:
         return ProductTile(32, 32, 32, 4, 2)
     if described and num_rows >= MANY_ROWS:
@@ -119,7 +119,7 @@ def dense(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile | None = None
 ) -> None:
     """Compute `out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded
-    once. All have one type. Rows of `x` and of `out` may be strided. `tile` is chosen if not given.
+    once. All have one type. Rows of `x` and of `out` may be strided. `tile`: by default `tile_of`.
     Raises ValueError naming the argument that does not fit."""
     num_rows, num_columns = x.shape
     num_outs = weight.shape[0]
@@ -160,15 +160,15 @@ def dense(
 
 
 def dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `dense` in plain torch, with another order of its sums."""
+    """Compute `dense` in plain torch, with another order of sums."""
     product = x.double() @ weight.double().t()
     return (product if bias is None else product + bias.double()).to(x.dtype)
 
 
 def keeps_bits(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Return whether rows of a product keep their bits on this device: alone, with others,
-    elsewhere in a tile, in another tile, and with the tile for many rows. `x` needs more rows than
-    these."""
+    elsewhere in a tile, in another tile, and with the tile for many rows. `x` needs more than
+    MANY_ROWS rows."""
     whole = product(x)
     parts = [slice(0, 1), slice(0, 17), slice(0, 64), slice(5, 6), slice(61, 70), slice(3, None)]
     return all(torch.equal(product(x[part]), whole[part]) for part in parts)

@@ -1,8 +1,8 @@
 """x @ weight.T with weights of 4 or 8 bits, dequantised inside the kernel.
 
-A weight is code * scale + offset, with an fp16 scale and offset for 32 columns each: the form of
-GGUF's Q4_0, Q4_1 and Q8_0, and so of compressed-tensors, GPTQ and AWQ. It is rounded to the type of
-x and multiplied as in `dense`: one tile size for any number of rows, one order of columns.
+A weight is code * scale + offset, with an fp16 scale and offset for each 32 columns: the form of
+GGUF's Q4_0, Q4_1 and Q8_0, and so of compressed-tensors, GPTQ and AWQ. The sum is rounded to the
+type of x and multiplied as in `dense`: one tile size for any number of rows, one order of columns.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def restored(weight: Packed) -> Tensor:
 
 
 def quantised_reference(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """Return `quantised` in plain torch, with another order of its sums."""
+    """Compute `quantised` in plain torch, with another order of sums."""
     product = x.double() @ restored(weight).to(x.dtype).double().t()
     return (product if bias is None else product + bias.double()).to(x.dtype)
 

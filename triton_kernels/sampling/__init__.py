@@ -2,7 +2,6 @@
 
 `scan` reads the logits of a step once, with a program for each tile of a row. Before it, where
 requests shape their logits, `shape` writes the listed tokens of each row to an overlay. After it,
-requests shape their logits, `shape` writes the listed tokens of each row to an overlay. After it,
 where requests have filters, `laws` finds the cut of each row and rereads only the pieces of the row
 that can contain it. `launch` runs these kernels on the `inputs`; `order` has device functions that
 they share. `mask` forbids tokens before all of these.

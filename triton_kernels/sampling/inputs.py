@@ -14,7 +14,7 @@ COUPLED: Final = 1
 REJECTION: Final = 2
 BLOCK: Final = 3
 
-# Replaces a purpose: each row of a verification uses the purpose of the token that it gives.
+# In place of a noise purpose: each row of a verification uses the purpose of the token it gives.
 VERIFY: Final = -1
 
 # Marks of a listed token.
@@ -68,7 +68,7 @@ class LogitsShaping(NamedTuple):
     plain: Tensor  # int32 [B, ceil(V / 32)]: bit i % 32 of word i // 32 says whether i is plain
     listed: Tensor  # int32 [B, L]: token ids
     num_listed: Tensor  # int32 [B]
-    bias: Tensor  # fp32 [B, L]; minus infinity bans
+    bias: Tensor  # fp32 [B, L]; minus infinity forbids the token
     counts: Tensor  # int32 [B, L]: times in the output
     marks: Tensor  # int32 [B, L]: IN_PROMPT | IS_STOP
     penalties: Tensor  # fp32 [B, 3]: repetition (1: none), presence, frequency

@@ -20,8 +20,8 @@ from triton_kernels.sampling.scan import scan_kernel
 from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-_LEAST_TILES = 64  # with fewer, the code of `laws_kernel` would spill registers
-_SPARE = 8  # kernels are compiled for the vocabulary's tiles plus 1/8 of them for listed tokens
+_LEAST_TILES = 64  # least tiles per row in kernel code; with fewer, `laws_kernel` would spill
+_SPARE = 8  # kernels are compiled for the vocabulary's tiles, plus 1/8 for listed tokens
 
 
 class CompileOptions(NamedTuple):
@@ -60,7 +60,7 @@ class Scanned(NamedTuple):
 
     tiles: Tensor  # fp32 [N, T, 4]: fields, see `scan`
     winners: Tensor  # int64 [N, T]: race keys, see `order.race_key`
-    piece_tops: Tensor  # fp32 [N, T, pieces]: maxima; only of filtered rows, as the next field
+    piece_tops: Tensor  # fp32 [N, T, pieces]: maxima; like the next field only of filtered rows
     piece_masses: Tensor  # fp32 [N, T, pieces]: relative to the maximum of the tile
 
 
@@ -81,13 +81,13 @@ def draw(
     step: int = 1,
     listed: Tensor | None = None,
 ) -> Laws:
-    """Draw a token of each row, and return the distributions that they come from.
+    """Draw a token of each row, and return the distributions of the rows.
 
     Greedy requests get the likeliest token. Others get a draw, with COUPLED noise for coupled
-    requests and that of `purpose` for the rest. Ties go to the lowest id. Masses and cuts are exact
-    if the purpose is DRAFT and the request is verified by rejection.
+    requests and noise of `purpose` for the rest. Ties go to the lowest id. Masses and cuts are
+    exact if the purpose is DRAFT and the request is verified by rejection.
 
-    If `laws` is given, the distribution of row i is stored at its place `first + i * step`. If
+    If `laws` is given, the distribution of row i is stored there at `first + i * step`. If
     `listed` fp32 [N, L] is given, it gets the shaped logits of listed tokens. If logits are shaped,
     forbidden tokens are marked in `batch.logits`. Raises ValueError naming the argument that does
     not fit."""
@@ -198,7 +198,7 @@ def launch(
 
 
 def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
-    """Return the most bytes that are allocated for each row of logits to draw from or verify."""
+    """Return the most bytes that drawing or verification allocates for each row of logits."""
     tiles = tiling.num_tiles(vocab) + tiling.num_tiles(listed)
     return tiles * (12 * tiling.pieces + 40) + 8 * (listed + tiling.list_tokens) + 64
 

@@ -1,4 +1,4 @@
-"""Forbids tokens by bit masks, which the host sends together with the places of their rows.
+"""Forbids tokens by bit masks; the host sends each mask with the place of its row of logits.
 
 A forbidden token gets the least finite number of its type. Non-finite values stay as they are, so
 that the scan finds them.
@@ -42,7 +42,7 @@ def mask_kernel(
 
 
 def words_of(vocab: int) -> int:
-    """Return the number of words of a row of bits, with its head."""
+    """Return the number of words of a mask, including its head."""
     return HEAD_WORDS + triton.cdiv(vocab, 32)
 
 

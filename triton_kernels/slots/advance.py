@@ -14,7 +14,7 @@ from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES
 from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TARGET_TYPES, TargetLayout
 from triton_kernels.verification.kernel import VerifyOutput
 
-# Fields of a slot's row of the result; the tokens that it emitted follow.
+# Fields of a slot's row of the result, before the tokens that the slot emitted.
 STATUS, DRAFTED, ACCEPTED, EMITTED, DRAFT_KV, NUM_FIELDS = range(6)
 # Statuses.
 OK, NON_FINITE, DRAFT_NON_FINITE, DOES_NOT_FIT = range(4)
@@ -145,7 +145,7 @@ def advance(
 ) -> None:
     """Apply a step's results to `state`. `decision` is None if no logits were computed. `broken`
     and `next_draft_kv` int32 [S] come from the draft's passes. `shaped`: some row shapes its
-    logits. `result` is int32 [S, fields, then the most tokens that a row emits]. Raises ValueError
+    logits. `result` is int32 [S, NUM_FIELDS + most tokens that a row emits]. Raises ValueError
     naming the argument that does not fit."""
     slots = len(state.num_tokens)
     if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS:

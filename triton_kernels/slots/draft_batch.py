@@ -1,5 +1,5 @@
 """The draft model's passes of a step, laid out on the device: first a ragged pass over the tokens
-missing in its KV, then passes of one token per row while any row goes deeper."""
+missing in its KV, then passes of one token per row while any row has drafts left."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _TAKE_WARPS = 2
 
 class DraftLayout(NamedTuple):
     """Passes of S slots, in which up to R rows draft up to K tokens each. The drafts of slot s, and
-    their distributions, begin at `starts[s]`: r K for its row r. Rows of padding belong to the last
-    slot. After all rows, `drafts` has room for K lookup drafts of every slot."""
+    their distributions, begin at `starts[s]` = r K, with r its row. Rows of padding belong to the
+    last slot. After all rows, `drafts` has room for K lookup drafts of every slot."""
 
-    tokens: Tensor  # int32 [T]: ids, positions and KV slots of a pass; later passes have R.
+    tokens: Tensor  # int32 [T]: token ids of a pass; later passes have R tokens
     positions: Tensor  # int32 [T]
     kv_slots: Tensor  # int32 [T]
-    query_starts: Tensor  # int32 [S + 1], of the first pass.
+    query_starts: Tensor  # int32 [S + 1], of the first pass
     contexts: Tensor  # int32 [S]
-    row_starts: Tensor  # int32 [S + 1], of the later passes.
+    row_starts: Tensor  # int32 [S + 1], of the later passes
     row_contexts: Tensor  # int32 [S]
     row_slots: Tensor  # int32 [R]
-    row_tokens: Tensor  # int32 [R]: index of the row's last token, below T.
+    row_tokens: Tensor  # int32 [R]: index of the row's last token, below T
     depths: Tensor  # int32 [S]: drafts of the slot; fewer if its logits become non-finite
     starts: Tensor  # int32 [S]
     broken: Tensor  # int32 [S]: 1 if its logits became non-finite: its draft KV is invalid

@@ -1,8 +1,8 @@
 """Drafts from lookups on the host, stored where the drafts of a model would be.
 
-The host may know one step less than the device. So a guess continues the tokens that the host knew.
-If the tokens emitted since then are how the guess begins, its rest is drafted. Otherwise the slot
-has no drafts.
+The host may know one step less than the device, so a guess continues the tokens that the host knew.
+If the guess begins with the tokens emitted since then, its rest becomes the drafts. Otherwise the
+slot has no drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton_kernels.build.jit import jit
 from triton_kernels.slots.draft_batch import LAYOUT_TYPES, DraftLayout
 from triton_kernels.slots.state import LIMITS, LOOKED_UP, STATE_TYPES, SlotState
 
-# The head of a slot's field `guess`: number of tokens, and tokens known before them.
+# Words at the head of a slot's field `guess`: number of guessed tokens, and of tokens before them.
 HEAD_WORDS = 2
 _HEAD = tl.constexpr(HEAD_WORDS)
 _SLOTS = 64
@@ -66,9 +66,9 @@ def guess_kernel(
 
 
 def take_guesses(state: SlotState, layout: DraftLayout, *, most_drafts: int, alone: bool) -> None:
-    """Take drafts from `state.guess` for the slots that the plan wants lookup drafts for. `alone`:
-    no model drafts in this step, so this fills `layout` for all other slots, too. `most_drafts` is
-    K of the layout."""
+    """Take drafts from `state.guess` for slots with planned lookup drafts. `alone`: no model drafts
+    in this step, so this fills `layout` for all other slots, too. `most_drafts` is K of the
+    layout."""
     slots = len(state.num_tokens)
     if len(layout.drafts) < (2 * slots - 1) * most_drafts:
         raise ValueError(f"layout: allocate it for {slots} slots of {most_drafts} drafts")

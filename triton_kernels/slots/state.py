@@ -1,8 +1,8 @@
 """The device's state of every sequence, by slot, in one piece of memory.
 
-All fields lie in one arena of 32-bit words. So all changes since the last step come as one message
-of runs: words, and their destination. The last slot is never filled. Rows of padding use it: it is
-greedy and has nothing to compute.
+All fields lie in one arena of 32-bit words, so all changes since the last step come as one message.
+It consists of runs: successive words and their destination. Rows of padding use the last slot,
+which has no sequence: it is greedy and has nothing to compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton_kernels.sampling.inputs import GREEDY, LogitsShaping
 _ALIGN_WORDS = 32
 _BLOCK = 1024
 _NUM_WARPS = 4
-RUN_WORDS = 4096  # the longest run; one program copies it
+RUN_WORDS = 4096  # most words of a run of `SlotUpdate.put`; one program copies it
 LIMITS = CaseLimits(registers=128, shared_bytes=4 << 10)
 
 
@@ -72,7 +72,7 @@ class Asked(NamedTuple):
     num_drafts: int = 1
     catch_up: int = 2  # tokens for the draft model beyond the last known one
     wants_logits: int = 3
-    drafting: int = 4  # the same for all slots: whether any slot drafts or catches up in this step
+    drafting: int = 4  # equal in all slots: 1 if any slot drafts or catches up in this step
     looked_up: int = 5  # drafts from a lookup on the host, instead of the model's
 
 
@@ -121,7 +121,7 @@ STATE_TYPES = SlotState(*["*i32"] * len(SlotState._fields))._replace(
 
 
 class FieldPlace(NamedTuple):
-    """The place of a field, in words: that of slot s begins at `offset + s * stride`."""
+    """The place of a field, in words: slot s has it at `offset + s * stride`."""
 
     offset: int
     stride: int
@@ -141,7 +141,7 @@ class Arena(NamedTuple):
             width = math.prod(shape) * dtype.itemsize // 4
             places[name], shapes[name] = FieldPlace(used, width), (dtype, (sizes.slots, *shape))
             used += _aligned(sizes.slots * width)
-        # Rows of slots, unlike the other fields: a plan sends this field as a whole.
+        # [requests, slots], unlike the other fields: a plan sends this field as a whole.
         places["asked"], shapes["asked"] = (
             FieldPlace(used, num_requested),
             (torch.int32, (num_requested, sizes.slots)),
@@ -178,8 +178,8 @@ def apply_kernel(inbox_ptr, words_ptr, first_run, BLOCK: tl.constexpr):
 
 
 def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
-    """Copy the runs from number `first_run` on, in `inbox` int32 [n], to `words` int32 [m]. No two
-    of them may overlap. Raises ValueError naming the argument that does not fit."""
+    """Copy `num_runs` runs of `inbox` int32 [n], from number `first_run` on, to `words` int32 [m].
+    Their destinations must not overlap. Raises ValueError naming the argument that does not fit."""
     for name, tensor in (("inbox", inbox), ("words", words)):
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; give int32 [n]")

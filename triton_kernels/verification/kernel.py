@@ -28,7 +28,7 @@ from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification.block_kernel import joint_ratio
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
-ROWS = 8  # rows of a request that a program handles together
+ROWS = 8  # rows of a request that a program handles at a time
 _DECIDE, _ONE_WARP = CompileOptions(4), CompileOptions(1)
 
 
@@ -36,7 +36,7 @@ class VerifyOutput(NamedTuple):
     """The result: request b emits its first `num_accepted` drafts and the next token."""
 
     num_accepted: Tensor  # int32 [B]
-    next_tokens: Tensor  # int32 [B]: the target's own, the replacement, or the bonus token
+    next_tokens: Tensor  # int32 [B]: greedy or coupled token, replacement, or bonus token
     finite: Tensor  # int32 [B]: 1 if all logits of its rows were finite; else the result is invalid
 
 

@@ -1,6 +1,6 @@
 """The residual max(0, c p - q), from which the token that replaces a sampled draft is drawn.
 
-c is the joint ratio of the drafts before it in a block, else 1. A program handles a tile of a row.
+c is the joint ratio of the block's earlier drafts, else 1. A program handles a tile of a row.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The wing of GPUs: steps run with Triton kernels and captured CUDA graphs.
+"""GPU execution: steps run with Triton kernels and captured CUDA graphs.
 
-Modules here import triton, except `backend`. All of them except graph capture also run on CPU
-tensors under `TRITON_INTERPRET=1`; the tests use that.
+Modules here import triton, except `backend`. Everything except graph capture also runs on CPU
+tensors under `TRITON_INTERPRET=1`, as in the tests.
 """

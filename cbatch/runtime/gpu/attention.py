@@ -28,7 +28,7 @@ from triton_kernels.attention.cases import INVARIANT_ROWS, SPLIT_TOKENS
 from triton_kernels.attention.table import arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
-_MOST_BLOCK_TOKENS = 8  # query tokens in one tile; a longer verification takes another tile
+_MOST_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several
 LEAST_PART_TOKENS = 64  # keys in the smallest part of a context, with balanced parts
 
 
@@ -37,10 +37,10 @@ class Tuning(NamedTuple):
     queries use `longer`, or the same tuning if that is None."""
 
     tile: Tile
-    num_programs: int  # as many as fit on the device at a time
+    num_programs: int  # launched programs: those that fit on the device at a time
     most_partials: int  # most partial results (block of queries, part of keys) in memory at a time
     split_tokens: int = SPLIT_TOKENS
-    balanced: bool = False  # parts fitted to the load; if not, attention is batch-invariant
+    balanced: bool = False  # size parts by the step's load; False: batch-invariant attention
     longer: Tuning | None = None
     query_tokens: int = 1
 
@@ -102,7 +102,7 @@ class Tuning(NamedTuple):
         most_sequences: int,
         windows: Iterable[int | None] = (None,),
     ) -> dict[int | None, list[tuple[WorkList, int]]]:
-        """Return by window the work lists of short and of long queries, with program counts."""
+        """Return the work lists of short and of long queries, with program counts, by window."""
         short = most_tokens
         if self.longer is not None:
             short = max(block_tokens(heads, self.tile), self.query_tokens)
@@ -205,7 +205,7 @@ class PagedAttention:
                 k_scale=k_scale,
                 v_scale=v_scale,
                 num_programs=num_programs,
-                early=True,  # planned before the product that made `q`
+                early=True,  # `work` was planned before the product that made `q`
             )
         return out
 

@@ -16,14 +16,14 @@ from cbatch.runtime.rank_group import RankGroup
 if TYPE_CHECKING:
     from cbatch.runtime.gpu.loaded import GpuModels
 
-_LEAST_CAPABILITY = (8, 0)  # the first with bf16 and asynchronous copies to shared memory
+_LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bf16 and asynchronous copies to shared memory
 _UNTESTED = "was never tested on one; --device cuda uses it"
 _logger = logging.getLogger("cbatch")
 
 
 class GpuBackend:
-    """Triton kernels. A device would idle while the host plans, so a plan is made ahead by default.
-    Attention reads pages of 64 tokens fastest."""
+    """Backend with Triton kernels. By default the host plans the next step while one runs, since
+    the device would idle otherwise. Attention reads pages of 64 tokens fastest."""
 
     default_block_size = 64
     default_overlap: Literal[0, 1] = 1

@@ -6,8 +6,8 @@ from __future__ import annotations
 SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LARGE_STEP = 128
 _ROUND_TO = 16
-# Larger steps are not captured: they run for longer on the device than the host needs to queue
-# them.
+# Most tokens of a captured step. The device runs larger steps for longer than the host needs to
+# queue them.
 MOST_CAPTURED_TOKENS = SMALL[-1]
 
 
@@ -22,7 +22,7 @@ def bucket(count: int, largest: int) -> int:
 
 def aligned(count: int) -> int:
     """Return `count` rounded up to a multiple of 16, the row length of a buffer. Rows then start at
-    aligned addresses; kernels are compiled for wide loads, in this variant only."""
+    aligned addresses, so kernels need only a variant with wide loads."""
     return -(-count // _ROUND_TO) * _ROUND_TO
 
 

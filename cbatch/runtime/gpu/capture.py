@@ -36,7 +36,7 @@ class StepCapture:
         """Compile kernels and capture the graphs of all bucket sizes.
 
         Kernels that every request needs, and those of the groups `now`, are compiled here. Other
-        groups that Triton's cache lacks are left to `late`, and captured at their first use."""
+        groups that Triton's cache lacks are left to `late`; first use captures their graphs."""
         queue = self._steps.queue
         if not queue.captures:
             return
@@ -62,7 +62,7 @@ class StepCapture:
             queue.synchronize()
 
     def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
-        """Run every kind of step, without slots. `sizes` maps the largest count to all to run."""
+        """Run every kind of step, without slots. `sizes` maps a largest count to those to run."""
         steps, limits = self._steps, self._steps.limits
         message = SlotUpdate(steps.places)
         message.put_all("asked", np.zeros(steps.state.asked.shape, dtype=np.int32))

@@ -23,11 +23,11 @@ from triton_kernels.layers.norm import rms_norm
 from triton_kernels.products.dense import MANY_ROWS, dense, keeps_bits
 from triton_kernels.products.quantised import Packed, pack, quantised
 
-_PROBED_ROWS = MANY_ROWS + 44  # more than MANY_ROWS, so that other tiles are used
+_PROBED_ROWS = MANY_ROWS + 44  # rows of the batch-invariance test; above MANY_ROWS tiles differ
 
 
 class Dense(NamedTuple):
-    """A linear layer by a library product, and the weight of the norm before it. A row's bits may
+    """A linear layer computed by a library, and the weight of the norm before it. A row's bits may
     depend on the number of rows."""
 
     weight: Tensor  # [out, in]
@@ -44,7 +44,7 @@ class Dense(NamedTuple):
 
 
 class InvariantDense(Dense):
-    """A linear layer by the project's batch-invariant kernel."""
+    """A linear layer computed by the project's batch-invariant kernel."""
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), len(self.weight))
@@ -56,7 +56,7 @@ class InvariantDense(Dense):
 
 
 class QuantisedDense(NamedTuple):
-    """A linear layer with weights of 4 or 8 bits, by the project's batch-invariant kernel."""
+    """A linear layer with 4- or 8-bit weights, computed by the project's batch-invariant kernel."""
 
     packed: Packed
     bias: Tensor | None
@@ -72,7 +72,7 @@ class QuantisedDense(NamedTuple):
 
 
 class ProductBuilder(LayerBuilder[Any]):
-    """Builds the layers of a GPU. Norm weights stay apart from the linear layers, and only weights
+    """Builds layers for a GPU. Norm weights are not folded into the linear layers, and only weights
     that are quantised in the file are packed."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Any:
@@ -158,7 +158,7 @@ class Hidden(NamedTuple):
 
 class Decoder:
     """A model with its weights. The residual stream is fp32, products use the model's dtype. With
-    `numerics` "fast" they are a library's: a row's bits may depend on the number of rows.
+    `numerics` "fast" a library computes them: a row's bits may depend on the number of rows.
 
     `forward` and `logits` never wait for the device, so they can be captured in a graph.
     """
@@ -254,7 +254,7 @@ class Decoder:
         c, count = self.config, len(flat.tokens)
         kept = self.hidden_layers if states is not None else ()
         residual = hidden.residual[:count]
-        residual.zero_()  # each layer adds its input to it, the first the embedding
+        residual.zero_()  # each layer adds its input; the first layer adds the embedding
         x = F.embedding(flat.tokens, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -326,7 +326,7 @@ def weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
 
 
 def _kv_scales(source: WeightSource, layer: int) -> tuple[float, float]:
-    """Return the checkpoint's fp8 scales of K and V, by which they are divided; 1 without any."""
+    """Return the checkpoint's fp8 scales, the divisors of K and V; 1 for a missing scale."""
     k, v = (source.scalar(f"model.layers.{layer}.self_attn.{n}_scale") for n in "kv")
     return k or 1.0, v or 1.0
 

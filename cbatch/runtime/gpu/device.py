@@ -30,12 +30,12 @@ class Device:
     """The CPU: it runs all work immediately and captures nothing."""
 
     captures = False
-    deferred: Collection[Hashable] = ()  # keys whose first `run` captures
+    deferred: Collection[Hashable] = ()  # keys that their first `run` captures
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Call `function`, or replay the graph captured for `key`. All calls with one key must
-        queue the same work on the same memory. A key in `deferred` is captured here, any other only
-        by `capture`, which takes too long while requests wait."""
+        queue the same work on the same memory. A key in `deferred` is captured here, others only by
+        `capture`, since capturing takes too long while requests wait."""
         function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Device:
         return {}
 
     def staging(self, words: int) -> Tensor:
-        """Return int32 [words] of pinned host memory, for copies that do not wait."""
+        """Return int32 [words] of pinned host memory, for asynchronous copies."""
         return torch.zeros(words, dtype=torch.int32)
 
     def fetch(self, source: Tensor, to: Tensor) -> None:

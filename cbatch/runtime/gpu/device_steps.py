@@ -23,7 +23,7 @@ from triton_kernels.slots.state import Arena, SlotState, apply
 
 
 class DeviceSteps:
-    """Queues parts of steps of at most `limits`. Arguments are those of `GpuExecutor`."""
+    """Queues the parts of a step, within `limits`. Other arguments are those of `GpuExecutor`."""
 
     def __init__(
         self,

@@ -61,8 +61,8 @@ class DraftPasses:
         self.layout = layout
         rows, own = slots - 1, decoder.config.vocab_size
         shape = (rows, most_drafts, aligned(max(own, vocab)))
-        # Ids outside the draft's vocabulary: finite, so that no row counts as broken, but never
-        # drawn.
+        # Logit of ids outside the draft's vocabulary: finite, so that no row counts as broken, and
+        # too low to be drawn.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
         self._laws = Laws.allocate(rows * most_drafts, device)
@@ -103,7 +103,7 @@ class DraftPasses:
         device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
 
     def drafts(self) -> DraftTokens:
-        """Return the drafts of all slots, without their numbers."""
+        """Return the drafts of all slots, without the number of drafts per slot."""
         return DraftTokens(self.layout.drafts, self.layout.starts, self._no_drafts)
 
     def proposals(self, shaped: bool) -> Proposals:

@@ -1,4 +1,4 @@
-"""The GPU executor: lengths are on the device, so steps are queued before results are known."""
+"""GPU executor: with sequence lengths on the device, steps are queued before results are known."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ class GpuExecutor:
 
     - `max_sequence_tokens`, `max_num_batched_tokens`: most tokens of a sequence, and of a step.
     - `max_drafts`: most drafts of a row; 0 turns speculation off. Drafts come from `draft`, and
-    from
-      `lookups`, which run on the host over the tokens before the pending step.
+      from `lookups`, which run on the host over the tokens before the pending step.
     - `block_size`: page size of the KV cache; the attention kernel checks it.
     - `grammars`: the host computes their token masks. Sampling of a step then waits for the
-    previous
-      step's result; its forward pass does not.
+      previous step's result; its forward pass does not.
     - `kv_dtype`: type of the KV cache, the model's by default, or an fp8 type.
-    - `tuning`: of attention, by default the table's for this device.
+    - `tuning`: tile and launch sizes of attention, by default from the table for this device.
 
     `submit` queues the work of a step and never waits for the device. The result is one copy to the
-    host, log probabilities are others. After any exception the state is unspecified: call
-    `reset()`.
+    host; log probabilities are copied separately. After any exception the state is unspecified:
+    call `reset()`.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class GpuExecutor:
         self.host_side.forget()
 
     def _begin(self, plan: StepPlan) -> Pending:
-        """Queue a step up to the target's forward pass."""
+        """Queue a step, up to and including the target's forward pass."""
         started = self.queue.mark()
         self.host_side.take_in(plan.deltas)
         draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))

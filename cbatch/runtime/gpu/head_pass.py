@@ -1,4 +1,4 @@
-"""Passes of heads that read the target's states, and the states that outlive a step.
+"""Passes of draft heads that read the target's states, and the states kept between steps.
 
 A head ingests every token within the target's pass: it writes K and V from the token and the state
 of the position before. Entries of rejected drafts are overwritten later, as the target's are. So a
@@ -33,14 +33,14 @@ class DeviceStates:
         options: dict[str, Any] = {"dtype": head.dtype, "device": head.device}
         self._of_pass = torch.zeros(most_tokens, size, **options)
         self._of_slot = torch.zeros(slots, size, **options)
-        self._of_block = torch.zeros(num_blocks + 1, size, **options)  # the last is of no block
+        self._of_block = torch.zeros(num_blocks + 1, size, **options)  # last row: no block
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         index = torch.from_numpy(block_ids.astype(np.int64)).to(self._of_block.device)
         self._of_block.index_fill_(0, index, 0)
 
     def before(self) -> Tensor:
-        """Return each slot's state at the last position in the target's KV, zero without one."""
+        """Return each slot's state at the last position in the target's KV; zero for empty KV."""
         kv = self._state.kv_len
         entry = torch.div((kv - 1).clamp_min(0), self._block_size, rounding_mode="floor")
         block = self._state.blocks.gather(1, entry.long()[:, None])[:, 0]
@@ -49,14 +49,14 @@ class DeviceStates:
         return states.masked_fill((kv == 0)[:, None], 0.0)
 
     def read(self, flat: Flat, layout: TargetLayout, states: Tensor) -> Tensor:
-        """Keep the states of a pass; return that of the position before each token."""
+        """Keep the states of a pass, and return the state before each token."""
         count = len(flat.tokens)
         self._of_pass[:count].copy_(states)
         ends = ((flat.positions + 1) % self._block_size == 0) & (flat.slots >= 0)
         blocks = torch.div(flat.slots, self._block_size, rounding_mode="floor")
         blocks = torch.where(ends, blocks, len(self._of_block) - 1)
         self._of_block.index_copy_(0, blocks.long(), states)
-        # One row more than tokens: slots without any put theirs there.
+        # The extra row takes the states of slots without tokens in this pass.
         before = states.new_zeros(count + 1, states.shape[1])
         before[1:count].copy_(states[:-1])
         starts, stops = layout.query_starts[:-1], layout.query_starts[1:]
@@ -64,7 +64,7 @@ class DeviceStates:
         return before.index_copy_(0, first.long(), self.before())[:count]
 
     def settle(self, layout: TargetLayout) -> None:
-        """Keep the state of each slot's last valid position, after the verdict on a pass."""
+        """Keep the state of each slot's last valid position, once a pass is verified."""
         starts, stops = layout.query_starts[:-1], layout.query_starts[1:]
         queries = stops - starts
         valid = self._state.kv_len - layout.contexts + queries
@@ -74,7 +74,7 @@ class DeviceStates:
 
 
 class HeadPasses(DraftPasses):
-    """Drafts of a head. The target's pass calls `read`, its verdict `settle`."""
+    """Drafts of a head. The target's pass calls `read`, and after verification `settle`."""
 
     lengths = [1]
 
@@ -88,13 +88,13 @@ class HeadPasses(DraftPasses):
         self.states.read(flat, layout, self._decoder.fuse(hidden))
 
     def settle(self, layout: TargetLayout, result: Tensor) -> None:
-        """Follow `slots.advance`: in its `result` the head's KV is as long as the target's."""
+        """Set the head's KV length to the target's, also in the `result` of `slots.advance`."""
         self.states.settle(layout)
         self._state.draft_kv_len.copy_(self._state.kv_len)
         result[:, DRAFT_KV].copy_(self._state.kv_len)
 
     def _ingest(self, most_tokens: int, longest: int) -> None:
-        self._state.draft_kv_len.copy_(self._state.kv_len)  # those that came since, too
+        self._state.draft_kv_len.copy_(self._state.kv_len)  # of new sequences, too
         super()._ingest(most_tokens, longest)
 
     def _before(self, count: int) -> Tensor:
@@ -103,7 +103,7 @@ class HeadPasses(DraftPasses):
 
 
 class EaglePasses(HeadPasses):
-    """Drafts of an EAGLE head, each from its own state at the draft before."""
+    """Drafts of an EAGLE head, each from the head's own state at the previous draft."""
 
     def read(self, flat: Flat, layout: TargetLayout, hidden: Tensor) -> None:
         before = self.states.read(flat, layout, self._decoder.fuse(hidden))
@@ -116,7 +116,7 @@ class EaglePasses(HeadPasses):
 
 
 class MedusaPasses(HeadPasses):
-    """Head i drafts token i of a row, from the state before the last known one."""
+    """Head i drafts token i of a row, from the state before the row's last known token."""
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)

@@ -1,5 +1,5 @@
-"""EAGLE and Medusa heads from kernels and library products. As with `Decoder`, no method waits for
-the device or reads from it, but for `first_logits`."""
+"""EAGLE and Medusa heads on a GPU. As in `Decoder`, no method waits for the device, except
+`first_logits`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.rope import RotaryTable
 from triton_kernels.layers.norm import rms_norm
 
-FIRST_KEY = 1  # before position 0 there is no state that a head could read
+FIRST_KEY = 1  # first key's position: a head reads the state before a token; position 0 has none
 
 
 class _EagleProducts(ProductBuilder, EagleTensors[Any]):
@@ -51,7 +51,7 @@ class GpuHead(Head):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state that it reads of a position, one of which each block keeps."""
+        """Bytes of the state that the head reads at a position. Each block keeps one state."""
         return self.config.hidden_size * self.dtype.itemsize
 
     def pass_bytes(self, tokens: int) -> int:
@@ -63,7 +63,7 @@ class GpuHead(Head):
         return tokens * width * self.dtype.itemsize
 
     def _put(self, product: Any, x: Tensor, out: Tensor) -> None:
-        """Write logits of `x` to `out` [N, vocab], for the ids that it drafts alone."""
+        """Write logits of `x` to `out` [N, vocab], only for the ids that the head drafts."""
         if self.vocabulary is None:
             product.into(x, out)
         else:
@@ -81,7 +81,7 @@ class GpuHead(Head):
 
 
 class GpuEagleHead(GpuHead):
-    """The equations of `cbatch.runtime.cpu.drafters.eagle_head.EagleHead`."""
+    """EAGLE head with the equations of `cbatch.runtime.cpu.drafters.eagle_head.EagleHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor
@@ -108,7 +108,7 @@ class GpuEagleHead(GpuHead):
         return self._rotary.cos_sin(most_tokens)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] of the target's states [T, layers, H]."""
+        """Return the head's input states [T, hidden], made from the target's [T, layers, H]."""
         eps = self.config.rms_norm_eps
         if self.head.kind == "eagle":
             assert self._norms is not None
@@ -150,7 +150,7 @@ class GpuEagleHead(GpuHead):
         return project(c, self._layer, 0, x, flat, attention, cos_sin), residual
 
     def carried(self, hidden: Hidden, count: int) -> Tensor:
-        """The states [count, hidden] that the next drafts go on from."""
+        """Return the states [count, hidden] from which the next drafts continue."""
         residual, last = hidden.residual[:count], hidden.last[:count]
         if self.head.norm_output:
             norm, eps = self._lm_head.norm, self.config.rms_norm_eps
@@ -158,7 +158,7 @@ class GpuEagleHead(GpuHead):
         return (residual + last).to(self.dtype)
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
-        """Return logits as `Decoder.logits` does."""
+        """Write logits, as `Decoder.logits` does."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
         if self._lm_head.norm is None:
@@ -175,7 +175,7 @@ class GpuEagleHead(GpuHead):
 
 
 class GpuMedusaHead(GpuHead):
-    """The equations of `cbatch.runtime.cpu.drafters.medusa_head.MedusaHead`."""
+    """Medusa heads with the equations of `cbatch.runtime.cpu.drafters.medusa_head.MedusaHead`."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Decoder, target_head: Tensor

@@ -1,7 +1,7 @@
 """Choice of each row's drafter in a step: the draft model on the device, or a lookup on the host.
 
-While a step is pending the host lacks the tokens that it emits. A lookup then guesses further, from
-the tokens before that step. If the step's tokens match the guess, the device drafts the rest of it.
+While a step is pending the host lacks the step's tokens, so a lookup guesses these, too. If the
+step's tokens match the guess, the device takes the rest of the guess as drafts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Credits(NamedTuple):
     """Slots that draft in a step, and their drafters; kept until the step's result."""
 
     slots: I32
-    num_requested: I64  # by entry of `slots`
+    num_requested: I64  # drafts requested for each of `slots`
     owners: dict[str, I32]  # slots by drafter
 
 
@@ -74,8 +74,8 @@ class DeviceModel(NamedTuple):
 
 
 class _NotedDrafter(ModelDrafter):
-    """Placeholder of the device's draft in the chain: it records the drafts requested of it, by
-    slot. `kv_len` is as in the last result."""
+    """Placeholder for the device's draft model in the chain: it records the requested drafts by
+    slot. `kv_len`: the draft model's KV lengths in the last result, by slot."""
 
     def __init__(self, model: DeviceModel) -> None:
         self.on_device, self.context_tokens = model, model.context_tokens

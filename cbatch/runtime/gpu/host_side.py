@@ -22,8 +22,8 @@ from triton_kernels.slots import advance as fields
 
 
 class HostSide:
-    """`known` has the tokens if there are lookups or grammars, `chains` the drafters if there are
-    lookups; `model` describes the draft on the device. Each may be None."""
+    """The host's part of a step. `known`: tokens, for lookups and grammars. `chains`: drafters, for
+    lookups. `model` describes the draft on the device. Each may be None."""
 
     def __init__(
         self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
@@ -81,7 +81,7 @@ class HostSide:
         return self.chains.plan(plan, ahead)
 
     def masked(self, plan: StepPlan) -> I32:
-        """Return the slots with a grammar, of those that emit tokens in this step."""
+        """Return the slots that have a grammar and emit tokens in this step."""
         return plan.slots[:0] if self.known is None else self.known.masked(plan)
 
     def learn(
@@ -90,7 +90,7 @@ class HostSide:
         """Take in a step's result; return `draft_kv_lens` and `shadow` of its `StepResult`. `rows`
         has a row for each row of the plan, packed by `triton_kernels.slots.advance`."""
         drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
-        # For a head it is known after every step, whichever drafter was used.
+        # A head's KV length is known after every step, whichever drafter was used.
         kv_lens = draft_kv.copy() if self._model is not None and self._model.reads else None
         if self.known is None:
             return kv_lens, None

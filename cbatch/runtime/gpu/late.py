@@ -57,7 +57,7 @@ class LateKernels:
                 self._uncompiled[min(groups)] = rest
 
     def begin(self) -> None:
-        """Start a process for each group that compiles it."""
+        """Start a compiling process for each group."""
         for group in self._uncompiled.keys() - self._running.keys():
             _logger.info("compiling while serving: %s", group)
             kernels = [*self._uncompiled[group].values()]

@@ -1,4 +1,4 @@
-"""Models on a GPU, and what an engine needs of them."""
+"""Models on a GPU, with the properties and methods that an engine uses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from cbatch.system.machine import mib
 
-KV_SHARE = 0.85  # default part for KV of the memory that weights and steps leave free
+KV_SHARE = 0.85  # default share of the KV cache in the memory that weights and steps leave free
 
 
 class GpuModels:
-    """A target and its draft. `kv_cache_dtype` is an option of the engine."""
+    """A target and its draft. `kv_cache_dtype` is the engine's option."""
 
     num_ranks = 1
 
@@ -81,7 +81,7 @@ class GpuModels:
         grammars: GrammarSource | None = None,
         default_params: SamplingParams | None = None,
     ) -> GpuExecutor:
-        """Create the executor, as `LoadedModels.executor`: compile kernels and capture graphs."""
+        """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`."""
         lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
         executor = GpuExecutor(
             self.target,

@@ -47,8 +47,8 @@ def neutral(vocab_size: int) -> Sparse:
 
 
 def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
-    """Return the lists of a sequence, penalties counted over its tokens so far. Raises FieldError
-    if it may need more than `most_listed` entries."""
+    """Return a sequence's lists, with its token counts so far. Raises FieldError if the sequence
+    may need more than `most_listed` entries."""
     params = a.params
     prompt, output = a.tokens[: a.num_prompt_tokens], a.tokens[a.num_prompt_tokens :]
     allowed = np.ones(vocab_size, dtype=np.bool_)

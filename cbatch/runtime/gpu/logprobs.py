@@ -91,7 +91,7 @@ class LogprobsReader:
 
     def queue(self, plan: StepPlan, device: Device) -> tuple[_Copy, ...]:
         """Queue the log probabilities of the step that was queued last; pass the copies to
-        `describe` once it has been waited for."""
+        `describe` once that step has been waited for."""
         asks = self._asks
         if not (asks.outputs or asks.prompts):
             return ()
@@ -152,7 +152,7 @@ class LogprobsReader:
         self._computed.pop(slot, None)
 
     def _queue_prompt(self, slot: int, count: int, ask: LogprobRequest, device: Device) -> _Copy:
-        """Queue the prompt tokens that the first `count` rows of a chunk predict."""
+        """Queue log probabilities of prompt tokens that a chunk's first `count` rows predict."""
         start = self._computed[slot]
         self._computed[slot] = start + count
         begin = self._target.layout.query_starts[slot]
@@ -167,7 +167,7 @@ class LogprobsReader:
         return self._fetched(slot, ask, torch.cat(parts), device)._replace(position=start + 1)
 
     def _queue_output(self, slot: int, count: int, device: Device) -> _Copy:
-        """Queue the `count` tokens that the step may emit."""
+        """Queue log probabilities of the tokens that the step emits, at most `count`."""
         target, ask = self._target, self._asks.outputs[slot]
         logits = self._kept.pop(slot, None)
         if logits is None:

@@ -30,7 +30,7 @@ class Masking:
         mask_logits(self._target.logits, no_rows, self._target.layout.logit_starts, no_rows[0])
 
     def fetch_drafts(self, layout: DraftLayout, buffers: HostBuffers) -> None:
-        """Queue a copy to the host: each slot's number of drafts, their first index, all drafts."""
+        """Queue a copy to the host: each slot's draft count and first draft index, all drafts."""
         drafts = torch.cat([layout.depths, layout.starts, layout.drafts])
         if not len(buffers.drafts):
             buffers.drafts = self._device.staging(len(drafts))
@@ -40,7 +40,7 @@ class Masking:
         self, known: KnownTokens, slots: I32, buffers: HostBuffers, *, drafts: bool
     ) -> dict[int, int]:
         """Mask the tokens that these slots' grammars forbid, and return the dead ends (see
-        `Masks`). `drafts`: the step has drafts, and `fetch_drafts` has brought them."""
+        `Masks`). `drafts`: the step has drafts, and `fetch_drafts` has copied them."""
         counts: I64 = np.zeros(len(slots), dtype=np.int64)
         tokens: I64 = np.zeros((len(slots), self._max_drafts), dtype=np.int64)
         if drafts:

@@ -24,9 +24,9 @@ from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 from triton_kernels.layers.kv_write import kv_write
 
 _PAGE_TOKENS = 16  # page size of the self test after loading
-_WIDTHS_OF_A_PASS = 12  # estimate: a layer's activations, in rows as wide as its widest tensor
-# Operations that no graph can hold: they wait for the device, or their output's shape needs its
-# data.
+_WIDTHS_OF_A_PASS = 12  # estimate: a layer's activations per token, in widths of its widest tensor
+# Operations that no graph can hold: they wait for the device, or the shape of their output depends
+# on data.
 _WAITS = {
     *("_local_scalar_dense", "_unique2", "allclose", "argwhere", "bincount", "equal", "is_nonzero"),
     *("item", "masked_select", "nonzero", "unique_dim"),
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
 
 
 class ModellingDecoder:
-    """A `Decoder` of transformers' code. `forward` and `logits` never wait for the device."""
+    """A `Decoder` over transformers' code. `forward` and `logits` never wait for the device."""
 
     def __init__(self, net: nn.Module, path: Path, dtype: torch.dtype) -> None:
         """`net` is a causal LM on its device; its attention is replaced. Raises ModelError for a
@@ -88,7 +88,7 @@ class ModellingDecoder:
 
     @property
     def code(self) -> str:
-        """The code that computes the model, for people to read."""
+        """A description of the modelling code in use."""
         from transformers import __version__
 
         return f"transformers {__version__} ({type(self.net).__name__}), with our attention"
@@ -157,7 +157,7 @@ class _SplitModel:
             raise ModelError(f"{path}: {type(net).__name__} has no module apart from its head")
         self._body = body.forward
         self._given_states: Tensor | None = None
-        self._output_type: Any = None  # of the body
+        self._output_type: Any = None  # type of the body's output
         body.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ def load_modelling_decoder(
     random_weights_seed: int | None = None,
 ) -> ModellingDecoder:
     """Load a model as `load_transformers_model` does, on a GPU, and compare it with transformers'
-    own pass. Raises ModelError for a model that cannot be served so, FieldError for "invariant"."""
+    own pass. Raises ModelError for a model that it cannot serve, FieldError for "invariant"."""
     if numerics == "invariant":
         problem = "'invariant' is not supported with transformers' modelling code on a GPU"
         raise FieldError("numerics", problem, "use fast, or --device cpu")

@@ -1,4 +1,4 @@
-"""A decoder's pass over a batch of the host, in one call, for trials before it serves."""
+"""A decoder's pass over a batch on the host, in one call, for self-tests before it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cbatch.runtime.kv_cache import KVCache
 
 
 class OneCall:
-    """A decoder, but with the `forward` of the CPU's `Model`, as self-tests call it."""
+    """A decoder whose `forward` has the arguments of the CPU's `Model`, for self-tests."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder, self.kv_dtype = decoder, decoder.dtype
@@ -39,7 +39,7 @@ class OneCall:
 def lay_out(
     decoder: Any, batch: RaggedBatch, kv: KVCache, *, first_key: int = 0
 ) -> tuple[Flat, PagedAttention]:
-    """The tokens of a batch on the decoder's device, and attention planned for them."""
+    """Return a batch's tokens on the decoder's device, and attention planned for them."""
     lens, device = batch.query_lens, decoder.device
     positions = batch.positions.numpy()
     owners = np.repeat(np.arange(len(lens)), lens)

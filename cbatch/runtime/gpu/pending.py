@@ -40,8 +40,8 @@ class Pending:
 
     @property
     def durations_s(self) -> tuple[float, float]:
-        """Seconds on the device of drafting, and of the rest of the step. Gaps in which the device
-        waited for the host are included."""
+        """Device time of drafting and of the rest of the step, in seconds, including gaps in which
+        the device waited for the host."""
         draft_s = 0.0
         if self.drafts is not None:
             begun, drafted = self.drafts

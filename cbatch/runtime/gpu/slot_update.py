@@ -12,8 +12,8 @@ Words = NDArray[np.int32]
 
 class SlotUpdate:
     """Collects runs of int32 words. `write` packs them in the format that
-    `triton_kernels.slots.state.apply` reads: first new sequences, then all that may overwrite their
-    values."""
+    `triton_kernels.slots.state.apply` reads: first those of new sequences, then runs that may
+    overwrite them."""
 
     def __init__(self, places: dict[str, FieldPlace]) -> None:
         self._places = places
@@ -22,7 +22,7 @@ class SlotUpdate:
         self._scattered: list[tuple[Words, Words]] = []
 
     def put(self, name: str, slot: int, values: NDArray[np.generic]) -> None:
-        """Set the first elements of field `name` of a slot."""
+        """Set the first elements of a slot's field `name`."""
         offset, stride = self._places[name]
         words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
         to = offset + slot * stride
@@ -35,8 +35,8 @@ class SlotUpdate:
         self._second.append((offset, np.ascontiguousarray(values).reshape(-1)))
 
     def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
-        """Set single elements; of several values for one element the last wins. Call it at most
-        once a message, and not for a field of `put_all`."""
+        """Set single elements; the last of several values for an element wins. Call it at most
+        once per message, and not for a field that `put_all` sets."""
         offset, stride = self._places[name]
         to = offset + slots.astype(np.int64) * stride + indices
         _, last = np.unique(to[::-1], return_index=True)
@@ -44,7 +44,7 @@ class SlotUpdate:
         self._scattered.append((to[kept].astype(np.int32), values[kept].astype(np.int32)))
 
     def num_runs(self) -> tuple[int, int]:
-        """Return the number of runs of the two parts, which `apply` writes one after the other."""
+        """Return the number of runs in each of the two parts, which `apply` writes in order."""
         scattered = sum(len(to) for to, _ in self._scattered)
         return len(self._first), len(self._second) + scattered
 
@@ -55,7 +55,7 @@ class SlotUpdate:
         return 3 * (first + second) + payload + scattered
 
     def write(self, out: Words) -> None:
-        """Fill the first `num_words` of `out`."""
+        """Fill the first `num_words()` words of `out`."""
         num_runs = sum(self.num_runs())
         runs, at = out[: 3 * num_runs].reshape(-1, 3), 3 * num_runs
         row = 0

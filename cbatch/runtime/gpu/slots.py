@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
     longest: int  # most tokens of a row
     logits: int  # rows of logits
     catch_up: int  # tokens of the draft model's first pass
-    longest_catch_up: int  # most of these of a row
+    longest_catch_up: int  # most of these tokens in a row
     draft_rows: int  # rows for which the draft model drafts
     depth: int  # most drafts of a row by the draft model
     drafting: bool  # the draft model runs
@@ -49,7 +49,7 @@ class HostSlots:
         self.mode = np.full(count, GREEDY, dtype=np.int32)
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
         self._filtered: Flags = np.zeros(count, dtype=np.bool_)
-        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # the device's lists are not neutral
+        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # its device lists are not neutral
         self.clear()
 
     def clear(self) -> None:
@@ -121,7 +121,7 @@ class HostSlots:
         self._occupied[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)
-        if a.params.structured_outputs is not None:  # its masks include these
+        if a.params.structured_outputs is not None:  # its masks include these tokens
             a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
         self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:

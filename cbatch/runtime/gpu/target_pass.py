@@ -33,7 +33,7 @@ class Deciding(NamedTuple):
 
 
 PLAIN = Deciding()
-BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # lookups do not sample their drafts
+BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # for lookups, which do not sample their drafts
 WEIGHING = (PLAIN, Deciding(weighs=True), Deciding(weighs=True, blocks=True))
 
 
@@ -63,7 +63,7 @@ class TargetPass:
             decoder.keep_hidden(self._reader.hidden_layers)
         self._cos_sin = decoder.cos_sin(most_positions)
         self.hidden = Hidden.allocate(most_tokens, decoder)
-        # One row of logits per token at most, and one more than drafts per slot.
+        # At most one row of logits per token, and per slot one more than its drafts.
         self.most_logits = min(most_tokens, (slots - 1) * (1 + most_drafts))
         self.layout = TargetLayout.allocate(slots, most_tokens, self.most_logits, device)
         vocab = decoder.config.vocab_size
@@ -74,7 +74,7 @@ class TargetPass:
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def compute(self, device: Device, tokens: int, longest: int) -> None:
-        """Queue the forward pass over up to `tokens` tokens, up to `longest` of a row."""
+        """Queue the forward pass over up to `tokens` tokens, at most `longest` in one row."""
         key = "target", tokens, longest > self.attention.short_tokens
         forward = partial(self._forward, tokens, longest)
         if tokens > MOST_CAPTURED_TOKENS:
