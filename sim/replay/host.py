@@ -1,11 +1,11 @@
 """Replicas, their servers and one client that share the processors of one machine.
 
     arrival -> client -> server of a replica -> its engine's inbox
-    step    -> its server -> client, where its tokens have come
+    step    -> its server -> client, which then has the step's tokens
 
 Each piece of work occupies one processor: an engine's step, a server's work for a request or a
-step, and the work of the single client (or gateway). A server, and the client, does one thing at a
-time. If more work is in progress than there are processors, all of it slows down equally.
+step, and the work of the single client (or gateway). The client and each server do one piece of
+work at a time. If more work is in progress than there are processors, all of it slows down equally.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A machine with `cores` processors, shared by servers, client and engines.
 
     `crowded`: factor by which work slows down while all processors are busy, for example because
-    they share a core or memory; with fewer busy ones the slowdown is proportionally smaller.
-    `switch_s`: extra seconds of a server's or the client's work that finds no processor free: it
-    takes one from an engine, and with it the caches. `server` is the work of each replica's server,
-    `client` that of the one client."""
+    they share a core or memory; with fewer busy processors the slowdown is proportionally smaller.
+    `switch_s`: extra seconds of a server's or the client's work that starts while no processor is
+    free, since it displaces an engine and its caches. `server` is the work of each replica's
+    server, `client` that of the one client."""
 
     cores: int
     crowded: float = 1.0
@@ -92,8 +92,8 @@ def read_host(path: str | Path) -> Host:
 
 
 class Processors:
-    """The work in progress as of the last call. Work is scheduled on a clock of its own, which
-    advances at the current pace (see `Host.pace`)."""
+    """The work in progress as of the last call. Its ends are times of a work clock, which advances
+    at the current pace (see `Host.pace`)."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -103,19 +103,18 @@ class Processors:
         self._count = 0
 
     def start(self, work_s: float, ended: Callable[[float], Any], now_s: float) -> None:
-        """Start a piece of work. `ended(now_s)` is called at the time when `work_s` of it is
-        done."""
+        """Start work of `work_s` seconds. `take_ended` returns `ended` when the work is done."""
         self._move(now_s)
         self._count += 1
         heapq.heappush(self._work, (self._done_s + work_s, self._count, ended))
 
     @property
     def switch_s(self) -> float:
-        """Return the extra cost of starting work now that is not an engine's step."""
+        """Return the extra seconds of a server's or the client's work that starts now."""
         return self._host.switch_s if len(self._work) >= self._host.cores else 0.0
 
     def next_s(self) -> float:
-        """Return when the next piece of work ends, if none starts before that."""
+        """Return when the next piece of work ends, if no other work starts before."""
         if not self._work:
             return math.inf
         left_s = max(self._work[0][0] - self._done_s, 0.0)

@@ -14,9 +14,9 @@ from sim.workload.sources import Source
 
 
 class HostedLoop(ReplayLoop):
-    """A replay loop. At one time, work ends first, then requests arrive, then idle replicas begin a
-    step. Routers and records see the end of a request when its last token has reached the
-    client."""
+    """A replay loop. Events at the same time have this order: work ends, requests arrive, idle
+    replicas begin a step. Routers and records see the end of a request when its last token has
+    reached the client."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a source to a scheduler: gives requests of a trace their tokens, and notes refused ones."""
+"""Adds a source's requests to schedulers: makes their prompt tokens, lists refused requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Intake:
         self, arrival: Arrival, scheduler: Scheduler, recorder: MetricsRecorder, now_s: float
     ) -> bool:
         """Add the request to the scheduler; return False if it was refused. Its time in the queue
-        counts from its arrival in either case."""
+        counts from its arrival, not from `now_s`."""
         number, traced, request = arrival
         recorder.arrived(number, traced)
         try:

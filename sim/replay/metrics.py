@@ -1,7 +1,7 @@
 """The measurements of a replay: a few numbers per request, and every gap between tokens.
 
-A step in which the same rows as before decode one token each has one gap for all of them, and costs
-one append. All other steps are processed row by row. Memory grows by some 60 bytes a request and 24
+If the same rows as before decode one token each, the step has one gap for all rows and costs one
+append. All other steps are processed row by row. Memory grows by some 60 bytes a request and 24
 bytes a step.
 """
 
@@ -60,8 +60,8 @@ class MetricsRecorder:
         self._on_record = on_record
         self._open: dict[str, _Open] = {}
         self._occupants: list[_Open | None] = [None] * max_num_seqs
-        self._last_s: list[float | None] = [None] * max_num_seqs  # of the last token of its request
-        # Slots whose rows all emitted their last token at _steady_s, and no other rows did.
+        self._last_s: list[float | None] = [None] * max_num_seqs  # by slot: time of its last token
+        # Slots whose last token came at `_steady_s`; `_last_s` is out of date for them.
         self._steady: np.ndarray | None = None
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
@@ -97,7 +97,7 @@ class MetricsRecorder:
             slot, opened = admission.slot, self._open[admission.request_id]
             self._settle()
             self._vacate(slot)
-            if opened.slot is not None:  # it was preempted, and its old slot is still empty
+            if opened.slot is not None:  # it was preempted, and no other request took its old slot
                 self._vacate(opened.slot)
             opened.slot = slot
             self._occupants[slot] = opened
@@ -131,7 +131,7 @@ class MetricsRecorder:
         self._steady, self._steady_s = plan.slots, end_s
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
-        """Record that a request ended now with `num_tokens` of output. Return its trace row."""
+        """Record a request's end at `now_s`, with `num_tokens` output tokens. Return the request."""
         opened = self._open.pop(name)
         request = opened.request
         assert opened.queue_s is not None
@@ -168,8 +168,8 @@ class MetricsRecorder:
         return request
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds between tokens that came at different times (float64); how many
-        requests waited each gap (int64); and how many tokens arrived after it in total (int64)."""
+        """Return gaps between tokens that came at different times, in seconds (float64); how many
+        requests had each gap (int64); and the sum of their tokens after the gap (int64)."""
         chunks, tokens = np.asarray(self._gap_chunks), np.asarray(self._gap_tokens)
         return np.asarray(self._gap_s), chunks, tokens
 
@@ -188,7 +188,7 @@ class MetricsRecorder:
             self._steady = None
 
     def _stay_steady(self, slots: np.ndarray) -> bool:
-        """Return True if all these rows are steady; they become the only steady ones."""
+        """Return True if the steady rows include all `slots`; only these remain steady."""
         steady = self._steady
         if steady is not None and slots is not steady:
             self._settle()
@@ -221,8 +221,7 @@ class MetricsRecorder:
     def _meets(
         self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float
     ) -> bool:
-        """Return True if all objectives are met. With one token there is no TPOT, so nothing to
-        miss."""
+        """Return True if all objectives are met. A request with one token has no TPOT to check."""
         usual = self._objectives
         return (
             _within(ttft_s, request.ttft_slo_s, usual.ttft_s)

@@ -1,4 +1,4 @@
-"""A trace through the real scheduler, or several of them with a router, on one virtual clock.
+"""Replay of a trace through the real scheduler, or several with a router, on one virtual clock.
 
     arrivals -> router -> inbox of a replica, until its step ends
              -> `Scheduler.schedule` -> executor.run -> now += duration -> `update_from_output`
@@ -7,7 +7,7 @@ Each replica has a scheduler, an executor and a pool of its own, and its steps h
 durations. Events at the same time have this order: steps end (by replica), requests arrive and are
 routed, idle replicas begin a step. Loops are serial (overlap depth 0).
 
-No code here reads a clock or draws a number that does not come from `seed`: equal inputs give equal
+No code here reads a clock, and all random numbers derive from `seed`: equal inputs give equal
 reports, byte for byte.
 """
 
@@ -109,9 +109,8 @@ class _Loop(ReplayLoop):
         return ended
 
     def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
-        """Route all due arrivals. Deliver them, and those that came during the ended steps, to
-        replicas without a running step; return these replicas. A refusal may cause another arrival
-        at once."""
+        """Route all due arrivals to inboxes. Deliver the inboxes of replicas without a running
+        step; return the replicas that got requests. A refusal may cause another arrival at once."""
         served: set[int] = set()
         source, load, replicas = self._source, self._load, self._replicas
         waiting = set(ended)  # other idle replicas have empty inboxes

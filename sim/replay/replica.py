@@ -1,4 +1,4 @@
-"""One engine of a replay: its scheduler, its executor, the step that it runs; the base of loops."""
+"""One engine of a replay, with its running step; and the base class of replay loops."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ReplayedEngine:
 
 
 class EndedStep(NamedTuple):
-    """A committed step, until its tokens have reached the client."""
+    """A committed step whose tokens may not have reached the client yet."""
 
     started_s: float
     ended_s: float

@@ -17,10 +17,10 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError
 
-BLOCK_TOKENS = 64  # tokens per block of remembered prefixes.
-MAX_PREFIXES = 2**18  # remembered prefixes, the least recently used leave first.
+BLOCK_TOKENS = 64  # tokens per block of remembered prefixes
+MAX_PREFIXES = 2**18  # limit of remembered prefixes; the least recently used are dropped first
 # A replica that knows the prefix is skipped if its open requests exceed those of the least loaded
-# replica by more than both limits: a number, and a share of the latter's requests.
+# replica by more than both limits: a number, and a share of the least loaded replica's.
 MAX_EXCESS_REQUESTS = 8
 MAX_EXCESS_SHARE = 0.5
 
@@ -72,8 +72,8 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """Choose the replica that was sent the longest prefix of the prompt, in whole blocks. The least
-    loaded replica is chosen instead if the former has much more to do, or if no replica knows a
+    """Choose the replica that was sent the longest prefix of the prompt, in whole blocks. Choose
+    the least loaded replica if that one has many more open requests, or if no replica was sent a
     prefix."""
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Search for the highest rate that meets a service level: bracketed by doubling, then bisected.
 
-A rate multiplies that of a trace; for a load test it is in requests a second. A rate is tried by a
-replay at that rate or by a load test against a server. The search assumes that higher rates are
-never better, which holds for a queue except for noise.
+A rate is a factor on the trace's own rate, for a load test requests per second. It is tried by
+replaying the trace, or by a load test of a server. The search assumes that higher rates are never
+better, which holds for a queue except for noise.
 
-A burst is no capacity: any rate meets the objectives if the trace ends before the queue grows long.
-So a trace that is short for its rate is repeated. A rate is met only if the time to first token
-does not grow over the arrivals.
+A short trace meets the objectives at any rate, if it ends before the queue grows long. So a trace
+that is short for its rate is repeated. A rate passes only if the time to first token does not grow
+over the arrivals.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from sim.report.report import Objectives, Record, Report
 TOLERANCE = 0.02  # largest relative gap between the best rate and the lowest failed one.
 MAX_GROWTH = 0.01  # growth of TTFT, in seconds per second, beyond which arrivals outrun the engine.
 SPAN_LATENCIES = 10  # arrivals must last this many mean latencies of a request or session.
-LEAST_REQUESTS = 300
+LEAST_REQUESTS = 300  # fewest requests or sessions of a sustained load.
 MAX_REQUESTS = 10_000  # limit of a repeated trace.
 _EXTENSIONS = 2  # runs after the first; each is as long as the last run's latencies require
 Ends = Literal["between", "lowest fails", "highest meets"]
 
 
 class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits for a run; at least one of the two must be given. `percentile`: of all finished
-    requests, this percentile of each time must be within its objective. `goodput_share`: at least
-    this share of all sent requests must meet every objective."""
+    """Limits for a run: `percentile`, `goodput_share` or both. `percentile`: this percentile of
+    each time, over finished requests, must be within its objective. `goodput_share`: at least this
+    share of all sent requests must meet every objective."""
 
     objectives: Objectives
     percentile: float | None = 99.0
@@ -53,8 +53,8 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one rate; times are at the percentile, None without one. The trace was served
-    `rounds` times in a row. `too_short`: the run was too short to distinguish a burst from a
+    """Result of one rate; times are at the level's percentile, None if it has none. The trace was
+    served `rounds` times in a row. `too_short`: the run was too short to distinguish a burst from a
     sustained load."""
 
     rate: float
@@ -72,8 +72,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search. `best` is the highest rate that met the level below all that failed, None
-    if the lowest rate failed. `tried` is in the order of the search."""
+    """Result of a search. `best` is the highest rate that met the level; all failed rates are
+    higher. It is None if the lowest rate failed. `tried` is in the order of the search."""
 
     ends: Ends
     best: Trial | None
@@ -92,15 +92,14 @@ def try_rate(serve: Callable[[int], Trial]) -> Trial:
 
 
 def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
-    """Return how often arrivals over `span_s` must be repeated to be a sustained load, not a
-    burst."""
+    """Return how many rounds of arrivals, each over `span_s`, are a sustained load, not a burst."""
     return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-LEAST_REQUESTS // requests))
 
 
 def judge(
     rate: float, report: Report, records: list[Record], level: ServiceLevel, rounds: int = 1
 ) -> Trial:
-    """Judge a run by the service level alone; `try_rate` adds the growth of the queue. Raises
+    """Judge a run by the service level alone; `try_rate` also limits the growth of TTFT. Raises
     `FieldError` if nothing finished, or if the trace has no rate."""
     if not records:
         raise FieldError("trace", "none of its requests can run", "give a larger pool or context")

@@ -1,4 +1,4 @@
-"""A report on a terminal, in a table, and as the data of a JSON line."""
+"""Output of a report: a wide console, a table, and the data of a JSON line."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The steps of a replay in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
-One process, with a thread for the steps and one for each slot: which requests ran there, from
-admission to their end. Counters show running and waiting requests and used blocks. Times are
-microseconds of the virtual clock.
-(Trace Event Format, Duflot and Duca 2016: "X" is a complete event, "C" a counter, "M" a name.)
+One process has a thread for the steps and a thread per slot, with the requests that ran in the
+slot, from admission to end. Counters show running and waiting requests and used blocks. Times are
+microseconds of the virtual clock. (Trace Event Format, Duflot and Duca 2016: "X" is a complete
+event, "C" a counter, "M" a name.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class PerfettoTrace:
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
         self._separator = "[\n"
-        self._inside: dict[
-            str, tuple[int, float, dict[str, Any]]
-        ] = {}  # slot, admission time, facts
+        # By request id: slot, admission time in seconds, facts to show.
+        self._inside: dict[str, tuple[int, float, dict[str, Any]]] = {}
         self._occupants: dict[int, str] = {}
         self._named: set[int] = set()
         self._now_s = 0.0

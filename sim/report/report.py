@@ -1,6 +1,6 @@
 """The report of a run: one schema for simulated and for measured runs.
 
-Definitions, equal for both. Times are in seconds.
+Definitions for both kinds of run. Times are in seconds.
 
 - `ttft_s`: from a request's arrival (its scheduled send) to its first output token.
 - `tpot_s`: (last token - first token) / (output tokens - 1), for requests with two tokens or more.
@@ -99,7 +99,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: int
     accepted_tokens: int
     acceptance: float | None  # accepted / drafted
-    tokens_per_step: float | None  # per row, over the steps in which the row emits any
+    tokens_per_step: float | None  # mean per row, over steps in which the row emits tokens
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     preemptions: int
     session: str | None = None
-    replica: int | None = None  # that served it, from 0; None: there was only one
+    replica: int | None = None  # replica that served it, from 0; None if there was only one
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +181,5 @@ def to_json(document: Any) -> bytes:
 
 
 def to_line(record: msgspec.Struct) -> bytes:
-    """Return a line of a records file, one JSON object; the load tester also writes failed
-    requests."""
+    """Return a record as a line of a records file. The load tester also writes failed requests."""
     return msgspec.json.encode(record) + b"\n"

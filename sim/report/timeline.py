@@ -1,7 +1,7 @@
 """A run over time, in at most `INTERVALS` intervals of equal length.
 
-Whenever the run outgrows the intervals, neighbours are merged and the length doubles. So memory,
-the cost of a step and the size of the page do not depend on the length of the run.
+Whenever the run outgrows the intervals, pairs of intervals are merged and their length doubles. So
+memory, the cost of a step and the size of the page do not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: list[float | None]
     prompt_tokens_per_s: list[float | None]
     step_s: list[float | None]
-    drafted_per_row: list[float | None]  # mean k of the rows that emitted
+    drafted_per_row: list[float | None]  # mean number of drafts of the rows that emitted
     acceptance: list[float | None]
 
 
 _SUMS = (
     "steps",
     "busy_s",
-    "running",  # times seconds, like the next two
+    "running",  # multiplied by the step's seconds, like the next two
     "waiting",
     "blocks",
     "output_tokens",
@@ -124,7 +124,7 @@ class Timeline:
         )
 
     def _merge(self) -> None:
-        half = len(self._sums) // 2  # their number is even
+        half = len(self._sums) // 2  # the number of intervals is even
         self._sums[:half] = self._sums[0::2] + self._sums[1::2]
         self._sums[half:] = 0.0
         self._length_s *= 2

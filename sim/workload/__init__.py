@@ -1,2 +1,1 @@
-"""Workloads: traces of requests, made-up requests, and when each arrives. The load tester uses them
-too."""
+"""Workloads: recorded traces, synthetic requests, arrival times. The load tester uses them too."""

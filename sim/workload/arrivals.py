@@ -16,13 +16,13 @@ import numpy as np
 from cbatch.core.request.errors import FieldError
 
 CHUNK = 4096
-EXTREME = 1e9  # times as large, or as small, as a second or a share
+EXTREME = 1e9  # largest parameter in its own unit; the smallest is 1 / EXTREME
 _MOST_IN_A_PHASE = 1e7  # arrivals, on average
 Law = Literal["gamma", "weibull"]
 
 
 def constant(rate_per_s: float) -> Iterator[float]:
-    """One request every 1 / rate seconds, the first at 0."""
+    """Yield times that are 1 / `rate_per_s` apart, from 0."""
     require_positive("rate_per_s", rate_per_s)
     count = 0
     while True:
@@ -31,26 +31,26 @@ def constant(rate_per_s: float) -> Iterator[float]:
 
 
 def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
-    """Exponential gaps."""
+    """Yield times with exponential gaps."""
     return gamma(rate_per_s, 1.0, rng)
 
 
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
-    """Gamma gaps of that CV: above 1 bursts, below 1 regular."""
+    """Yield times with gamma gaps. A CV above 1 gives bursts, below 1 regular arrivals."""
     require_positive("cv", cv)
     return _renewal(rate_per_s, "gamma", 1 / cv**2, rng)
 
 
 def weibull(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
-    """Weibull gaps of that CV: a longer tail than gamma's above 1."""
+    """Yield times with Weibull gaps. Above a CV of 1 the tail is longer than gamma's."""
     return _renewal(rate_per_s, "weibull", weibull_shape(cv), rng)
 
 
 def on_off(
     rate_per_s: float, on_s: float, off_s: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Poisson arrivals in phases that last `on_s` on average, none between them for `off_s` on
-    average, all exponential; `rate_per_s` is the mean over both. Begins with arrivals."""
+    """Yield Poisson arrivals in phases of mean length `on_s`, separated by pauses of mean length
+    `off_s`, both exponential; `rate_per_s` is the mean over both. The first phase begins at 0."""
     for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
         require_positive(field, value)
     busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s
@@ -68,7 +68,7 @@ def on_off(
 def diurnal(
     rate_per_s: float, swing: float, period_s: float, rng: np.random.Generator
 ) -> Iterator[float]:
-    """Rate `rate_per_s` (1 + swing sin(2 pi t / period)); the swing is in [0, 1]."""
+    """Yield times at the rate `rate_per_s` (1 + swing sin(2 pi t / period)); swing is in [0, 1]."""
     require_positive("rate_per_s", rate_per_s)
     require_positive("period_s", period_s)
     if not 0 <= swing <= 1:
@@ -83,7 +83,7 @@ def diurnal(
 
 
 def unit_gaps(law: Law, shape: float, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Gaps of mean 1, float64 [count]."""
+    """Return gaps with mean 1, float64 [count]."""
     if law == "gamma":
         return rng.gamma(shape, 1 / shape, count)
     gaps: np.ndarray = rng.weibull(shape, count) / math.gamma(1 + 1 / shape)
@@ -91,8 +91,8 @@ def unit_gaps(law: Law, shape: float, rng: np.random.Generator, count: int) -> n
 
 
 def weibull_shape(cv: float) -> float:
-    """The shape with CV^2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2 - 1, by bisection (the CV falls as
-    the shape rises)."""
+    """Return the shape k with CV^2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2 - 1, by bisection (the CV
+    falls as k rises)."""
     require_positive("cv", cv)
     low, high = 0.05, 100.0
     if not weibull_cv(high) < cv < weibull_cv(low):
@@ -122,6 +122,6 @@ def _renewal(
 
 
 def require_positive(field: str, value: float) -> None:
-    """Raise `FieldError` for what is not positive, or so extreme that float64 overflows later."""
+    """Raise `FieldError` unless `value` is in [1 / EXTREME, EXTREME], which avoids overflow."""
     if not 1 / EXTREME <= value <= EXTREME:
         raise FieldError(field, f"{value} is not allowed", "give a number from 1e-9 to 1e9")

@@ -12,7 +12,7 @@ import numpy as np
 from sim.report.report import Record, Report
 from sim.report.timeline import Series
 
-QUANTILES = 201
+QUANTILES = 201  # values of each quantile curve
 MOST_POINTS = 2_000  # requests drawn one by one
 
 _PLACE = "/*data*/"
@@ -41,7 +41,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageCollector:
-    """Collects seven numbers of each record while a run goes on. It is a callback for records."""
+    """Callback for records, which collects seven numbers of each record during a run."""
 
     def __init__(self) -> None:
         self._columns = {
@@ -77,8 +77,8 @@ class PageCollector:
 
 
 def quantiles_of(values: np.ndarray) -> list[float]:
-    """Return the quantiles at `QUANTILES` equal steps from 0 to 1; NaN counts as absent. Empty if
-    no value is present."""
+    """Return the quantiles at `QUANTILES` equal steps from 0 to 1; NaN values are left out.
+    Return an empty list if no value remains."""
     present = values[~np.isnan(values)]
     if not len(present):
         return []
