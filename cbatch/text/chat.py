@@ -28,7 +28,7 @@ TEMPLATE_FILE = "chat_template.jinja"  # the default template
 TEMPLATE_FOLDER = "additional_chat_templates"  # the others, by name
 DEFAULT, TOOL_USE = "default", "tool_use"
 CONFIG_FILE = "tokenizer_config.json"
-# Names in a tokenizer's configuration that templates use.
+# Special tokens in a tokenizer's configuration that templates refer to, by name.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 RESERVED = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
 
@@ -42,19 +42,19 @@ _NULL_CONTENT = re.compile(r"""content['"]?\]?\)?\s*(?:is\s+(?:not\s+)?|[!=]=\s*
 
 
 class CallArguments(dict[str, Any]):
-    """The parsed arguments of an earlier tool call. `str` returns the text that the client sent."""
+    """Parsed arguments of a tool call in a conversation. `str` returns the text from the client."""
 
     def __init__(self, fields: Mapping[str, Any], text: str) -> None:
         super().__init__(fields)
-        self.text = text  # templates cannot read it, so it hides no argument
+        self.text = text  # `arguments.text` in a template reads this, not an argument
 
     def __str__(self) -> str:
         return self.text
 
 
 class ChatTemplateError(InputError):
-    """A broken template, or a conversation that it cannot render. `refused`: the template itself
-    rejects the conversation, by `raise_exception`."""
+    """A broken template, or a conversation that it cannot render. `refused` is true if the template
+    rejects the conversation by `raise_exception`, or drops some of its messages."""
 
     def __init__(self, problem: str, *, refused: bool = False) -> None:
         super().__init__(problem)
@@ -65,8 +65,8 @@ class ChatTemplate:
     """A chat template, rendered in Jinja's sandbox.
 
     `special_tokens` maps the template's names, such as `bos_token`, to texts. `tool_use` replaces
-    this template for requests with tools. Raises `ChatTemplateError` for a text that does not
-    parse.
+    this template for requests with tools. Raises `ChatTemplateError` for a text that is too long or
+    does not parse.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat template: {source} {problem}; name another")
         try:
             self._template = _environment().from_string(text)
-        except Exception as error:  # also of Python's compiler: for example, nested too deeply
+        except Exception as error:  # also errors of Python's compiler, as for deep nesting
             raise ChatTemplateError(f"chat template: {source} does not parse ({error})") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle. The parsed template is left out, and parsed again later."""
+        """Return the state to pickle, without the parsed template; `__setstate__` parses again."""
         return {name: value for name, value in vars(self).items() if name != "_template"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,9 +102,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the conversation as text, with special tokens. `variables` are the template's own,
-        such as `enable_thinking`. Raises `ChatTemplateError`, also if the template would silently
-        drop messages of a role that it does not know."""
+        """Return the conversation as text, with special tokens. `variables` are other variables of
+        the template, such as `enable_thinking`. Raises `ChatTemplateError`, also if the template
+        would silently drop messages of a role that it does not know."""
         values = {
             "documents": None,
             **self._special_tokens,
@@ -116,9 +116,9 @@ class ChatTemplate:
         return chosen._render(messages, values)
 
     def _render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
-        """Render with the first form of earlier tool calls that the template accepts. DeepSeek's
-        templates accept only text arguments, Mistral's only ids of nine letters and digits. Some
-        recognise calls by null content."""
+        """Render the conversation, with its tool calls in the first form that the template accepts.
+        DeepSeek's templates accept only text arguments, Mistral's only ids of nine letters and
+        digits. Some templates recognise a tool call by null content."""
         no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
         ways = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
@@ -194,8 +194,9 @@ def load_chat_template(
     """Load a model's template: `file` if given, else its `default` and `tool_use` templates.
 
     `file` may also be the name of one of the model's templates. These are `chat_template.jinja`,
-    `additional_chat_templates/NAME.jinja`, and those in `tokenizer_config.json`, which `config`
-    replaces. Returns None where there is no default. Raises `ChatTemplateError`.
+    `additional_chat_templates/NAME.jinja`, and the templates in `tokenizer_config.json`. If
+    `config` is given, it replaces these files. Returns None if the model has no default template.
+    Raises `ChatTemplateError`.
     """
     names = [DEFAULT, TOOL_USE] if file is None else [] if os.path.exists(file) else [str(file)]
     files: dict[str, Path | None] = {}
@@ -222,7 +223,7 @@ def load_chat_template(
 
 
 def _named(setting: Any) -> dict[str, str]:
-    """Return templates by name. A configuration has one text, a list or an object."""
+    """Return templates by name. `setting` is one template, or several in a list or an object."""
     if isinstance(setting, list):
         entries = [entry for entry in setting if isinstance(entry, dict)]
         setting = {str(entry.get("name")): entry.get("template") for entry in entries}
@@ -264,7 +265,7 @@ def _find(model: str | Path, name: str) -> Path | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the model's own text, for training. It renders its content."""
+    """`{% generation %}` marks the model's own text for training. Its content is rendered."""
 
     tags = {"generation"}
 

@@ -18,14 +18,14 @@ from cbatch.core.request.errors import FieldError
 from cbatch.text.chat import CallArguments
 
 _FENCE = "\ufdd0"  # a Unicode noncharacter, around placeholders of control tokens
-# The first private-use code point that replaces the first character of a control token.
+# First of the private-use code points that replace first characters of control tokens.
 _STAND_INS = 0x10F000
 
 
 @contextmanager
 def no_panics() -> Iterator[None]:
-    """Raise `FieldError` where the tokenizer panics. It does on a text for which a regular
-    expression takes too many steps; Rust's panic is not an `Exception`."""
+    """Raise `FieldError` if the tokenizer panics, as it does when a regular expression takes too
+    many steps. A Rust panic is not an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -36,12 +36,12 @@ def no_panics() -> Iterator[None]:
 
 
 class ControlTokens:
-    """Apply `escape` to the messages of a request, render the template, and `encode` the result.
+    """Encoder of conversations: `escape` the messages, render the template, `encode` the result.
 
-    `escape` replaces the first character of a control token's text in a message. Control tokens in
-    the rendered text are therefore the template's. `encode` swaps them for placeholders and
+    `escape` replaces the first character of a control token's text in a message. All control tokens
+    in the rendered text therefore come from the template. `encode` swaps them for placeholders and
     restores the replaced characters, so messages are tokenized together with the text around them.
-    The argument `encode` is the ordinary encoder, used if no message needed escaping.
+    The constructor's `encode` is the ordinary encoder, used if no message needed escaping.
     """
 
     def __init__(self, raw: Tokenizer, encode: Callable[..., list[int]]) -> None:
@@ -80,7 +80,7 @@ class ControlTokens:
         """Return the token ids of a conversation that was rendered from escaped texts. Raises
         `FieldError` for a message whose text this tokenizer can only encode as a control token."""
         for stand_in in self._stand_ins.values():
-            for written in (json.dumps(stand_in), repr(stand_in)):  # forms in which templates print
+            for written in (json.dumps(stand_in), repr(stand_in)):  # as templates may print it
                 text = text.replace(written[1:-1], stand_in)
         if not any(stand_in in text for stand_in in self._stand_ins.values()):
             ids = self._encode(text, add_special_tokens=add_special_tokens)
@@ -101,7 +101,7 @@ class ControlTokens:
         for token_id, token, is_around in columns:
             if not is_around and token in self._special and token != self._unknown:
                 ids += self._spelled(token)
-            else:  # the model may use the same id; `token` includes stripped blanks
+            else:  # the model may have this id, too; `token` includes blanks around `name`
                 name, own_id = self._ids.get(token_id, (token, token_id))
                 ids.append(token_id if is_around or name not in token else own_id)
         return ids

@@ -14,24 +14,24 @@ from cbatch.text.tokenizer import TextTokenizer
 if TYPE_CHECKING:
     from cbatch.core.request.request import SamplingParams
 
-# Some decoders drop the space of a sequence's first token. Decoding therefore starts with the last
-# tokens of the prompt.
+# Some decoders drop the space of a sequence's first token. Decoding therefore starts with this many
+# tokens from the end of the prompt.
 PRIMING_TOKENS = 6
-PRIMING_WINDOW_TOKENS = 64  # the end of the prompt in which they are searched.
+PRIMING_WINDOW_TOKENS = 64  # prompt tokens, from the end, among which the priming tokens are chosen
 MAX_CHARACTER_TOKENS = 4  # byte tokens in one UTF-8 character
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 # Placeholders for special tokens that are hidden but part of a stop string. They are surrogates,
 # which no decoded text contains.
 _MARKS = range(0xD800, 0xE000)
 _UNMARKED = dict.fromkeys(_MARKS)
-# Tokens that yield no text yet are decoded again with each later one. More than this is no
-# character.
+# Maximum of pending tokens, which have yielded no text and are decoded again with each new token.
+# A character has fewer tokens.
 MAX_HELD_TOKENS = 32
 
 
 class TextDelta(NamedTuple):
-    """`text` may be shown now. `keep_tokens` is set when a stop string was completed: the number of
-    output tokens up to its last one. Later tokens are not output."""
+    """`text` may be shown now. `keep_tokens` is None, or, if a stop string was completed, the
+    number of output tokens up to the one that completed the stop string."""
 
     text: str
     keep_tokens: int | None
@@ -40,13 +40,13 @@ class TextDelta(NamedTuple):
 class TextStream:
     """Incremental text of one sequence: whole UTF-8 characters only, up to a stop string.
 
-    The texts of all `push` and of `finish` join to the decoded output before the stop string.
-    Invalid UTF-8 becomes U+FFFD once no token can complete it. A character that is incomplete at
-    the end is not shown; one that begins in the prompt is shown whole.
+    The texts from `push` and `finish` join to the decoded output before the stop string. Invalid
+    UTF-8 becomes U+FFFD once no token can complete it. A character that is incomplete at the end is
+    not shown. A character that begins in the prompt is shown whole.
 
-    `texts` holds what each token of the last `push` decoded to, ignoring stop strings, and `tail`
-    what `finish` added. With `mark_ids` these special tokens are decoded as text; `pieces` then
-    holds the text to show for each token of the last `push`.
+    `texts` holds the decoded text of each token of the last `push`, ignoring stop strings; `tail`
+    is the text that `finish` decoded. The special tokens `mark_ids` are decoded as text. If
+    `mark_ids` is given, `pieces` holds the text to show for each token of the last `push`.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that have yielded no text yet
-        self._open = ""  # how the prompt's own pending tokens decode if no output completes them
+        self._open = ""  # text of the prompt's pending tokens; cut if the output begins with it
         self._after_added = False
         self._prime(prompt)
         self._ended = False
 
     def push(self, ids: Iterable[int]) -> TextDelta:
-        """Decode the next output tokens. Raises RuntimeError after a stop string."""
+        """Decode the next output tokens. Raises RuntimeError after a stop string or `finish`."""
         if self._ended:
             raise RuntimeError("the sequence has ended")
         texts = [self._step(token_id) for token_id in ids]
@@ -102,8 +102,8 @@ class TextStream:
         return TextDelta("".join(self.pieces), None)
 
     def finish(self) -> str:
-        """Return the rest of the text when the output ends. It was held back as a possible stop
-        string or as part of a character. Empty after a stop string."""
+        """Return the text that was held back as a possible stop string or part of a character, when
+        the output ends. Empty after a stop string."""
         if self._ended:
             return ""
         self._ended = True
@@ -117,7 +117,7 @@ class TextStream:
         decoder.decode(b"".join(map(self._tokenizer.token_bytes, self._pending)))
         incomplete = len(decoder.getstate()[0])
         if incomplete and self._tokenizer.byte_level:
-            incomplete = 1  # one U+FFFD for all of its bytes
+            incomplete = 1  # all bytes decode to one U+FFFD
         return text[: len(text) - incomplete]
 
     def _unmarked(self, text: str) -> str:
@@ -152,8 +152,8 @@ class TextStream:
         try:
             text = self._stream.step(self._tokenizer.raw, token_id) or ""
         except Exception:
-            # Invalid UTF-8 from byte tokens can change how earlier ones decode, and the library
-            # raises. The text shown so far is kept; decoding starts again at this token.
+            # An invalid byte token can change how earlier tokens decode; the library then raises.
+            # The text shown so far is kept, and decoding starts again at this token.
             text = self._decoded(self._pending)
             self._stream = self._new_stream()
             self._stream.step(self._tokenizer.raw, token_id)
@@ -196,7 +196,7 @@ class StopMatcher:
         marks = marks or {}
         parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         marked = {parts.sub(lambda part: marks.get(part[0], ""), stop): stop for stop in stops}
-        shown = dict(zip(stops, stops, strict=True)) | marked  # by the form that is searched
+        shown = dict(zip(stops, stops, strict=True)) | marked  # stop strings by searched form
         self._shown = {form: stop if include else "" for form, stop in shown.items()}
         self._stops = tuple(shown)
         self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
@@ -211,8 +211,8 @@ class StopMatcher:
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text to show, and whether a stop string was completed. With `may_stop=False`,
-        as for `min_tokens`, a stop string completed here is ordinary text. One that only begins
-        here counts."""
+        as for `min_tokens`, a stop string completed here is ordinary text. A stop string that only
+        begins here still counts."""
         if not self._stops:
             return text, False
         buffer = self._buffer + text

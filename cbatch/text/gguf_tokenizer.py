@@ -21,12 +21,12 @@ from cbatch.text.tokenizer import TextTokenizer, TokenizerError
 
 _PREFIX, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _SPACE = "\u2581"
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # llama.cpp's types of tokens
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types of llama.cpp
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# All ways to split a token in two are tried, which costs its length squared. This limits the sum.
+# Limit on the sum of squared token lengths: trying all splits of a token costs its length squared.
 _MAX_CUTTING = 200_000_000
 _MAX_TOKEN_CHARS = 1 << 12
-# Total length of added tokens, which the library searches for with one automaton.
+# Limit on the characters of all added tokens: the library searches for them with one automaton.
 _MAX_FOUND_CHARS = 1 << 18
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -61,8 +61,9 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }
 _CUTS_OF = {name: cuts for names, cuts in _CUTS.items() for name in names}
+# Names in `tokenizer.ggml.pre` whose merges do not apply to a word that is itself a token.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_BEGINS = _WHOLE_WORDS  # add BOS even if the file does not say so
+_BEGINS = _WHOLE_WORDS  # names in `tokenizer.ggml.pre` that add BOS unless the file says otherwise
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
@@ -88,7 +89,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         "eos": keys.flag("add_eos_token", False),
     }
     around = {name: keys.special(name) for name, is_added in ends.items() if is_added}
-    if around:  # under plain names, as "$" and ":" in a token's text have a meaning here
+    if around:  # plain names, since "$" and ":" in a token's text would be syntax here
         raw.post_processor = processors.TemplateProcessing(
             single=[part for part in ("bos", "$A", "eos") if part == "$A" or part in around],
             special_tokens=[
@@ -160,7 +161,7 @@ class _Keys:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Ids by text, without unused ids, which only pad the vocabulary."""
+        """Token ids by text, without unused tokens, which only pad the vocabulary."""
         vocab = {text: i for i, text in enumerate(self.tokens) if self.types[i] != _UNUSED}
         if len(vocab) + self.types.count(_UNUSED) != len(self.tokens):
             raise self.error("tokens", "a token appears twice")

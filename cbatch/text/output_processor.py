@@ -1,6 +1,6 @@
 """Validation and seeds of requests, and the text of each choice as its tokens arrive.
 
-`Engine` does this next to the scheduler, a server in its own process.
+`Engine` runs this in the scheduler's process, a server in the server's process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cbatch.text import TextStream, TextTokenizer
 from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 
 Prompt = str | Sequence[int]
-_LOST_CHARS = 32  # the most characters of a text that one unknown token may replace.
+_LOST_CHARS = 32  # most characters to skip when a token's text is searched
 _SEED_BITS = 53  # drawn seeds are exact in JSON readers that parse numbers as doubles
 
 
@@ -65,8 +65,8 @@ def token_ids(
 
 
 def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
-    """Raise `RefusedError` for a text that is too long for `max_tokens` however it is tokenized.
-    The check reads the length of the text alone."""
+    """Raise `RefusedError` if a text cannot fit in `max_tokens` tokens. The check uses only the
+    length of the text."""
     if len(text) > max_tokens * tokenizer.longest_token_chars:
         problem = f"{len(text)} characters cannot fit"
         raise RefusedError(field, problem, f"the context takes {max_tokens} tokens")
@@ -78,8 +78,8 @@ def token_texts(
     tokenizer: TextTokenizer | None,
     text: str | None = None,
 ) -> list[str | None]:
-    """Return what each token of a prompt adds to its text, see `TokenLogprob.text`. They join to
-    `text` if the tokens were made from it."""
+    """Return the text that each token of a prompt adds, as in `TokenLogprob.text`. If `text`, the
+    prompt's text, is given, the returned texts join to it."""
     if tokenizer is None:
         return [None] * len(ids)
     stream = TextStream(tokenizer, params)
@@ -90,8 +90,8 @@ def token_texts(
 def _cut(
     text: str, ids: Sequence[int], decoded: Sequence[str], tokenizer: TextTokenizer
 ) -> list[str | None]:
-    """Return the part of `text` that belongs to each token, found by the decoded token. A token
-    that is not found there gets everything up to the next token that is."""
+    """Return the part of `text` that belongs to each token, by searching for its decoded text. A
+    token whose text is not found gets all text up to the next token whose text is."""
     starts, at = [], 0
     for token_id, own in zip(ids, decoded, strict=True):
         special = token_id in tokenizer.special_ids
@@ -120,9 +120,9 @@ def require_supported(request: Request, *, drafters: Sequence[str], has_text: bo
 
 class LiveChoice:
     """One choice of a running request: turns the engine's tokens into outputs with text. `request`
-    is the scheduler's, `group_id` the caller's id. With `whole=False` text, tokens and log
-    probabilities are dropped after each output, and the final `Choice` lacks them. With `mark_ids`
-    these special tokens are decoded as text, and outputs have `pieces`."""
+    is the scheduler's request, `group_id` the caller's id. With `whole=False` text, tokens and log
+    probabilities are dropped after each output, and the final `Choice` lacks them. The special
+    tokens `mark_ids` are decoded as text; if they are given, outputs have `pieces`."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class LiveChoice:
             self._prompt_texts = token_texts(request.prompt, params, tokenizer)
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:
-        """Store log probabilities of the prompt, or of the tokens of the next `extend`. A
-        preemption or a restart repeats those of the prompt, with the same values."""
+        """Store log probabilities of the prompt, or of the tokens of the next `extend`. After a
+        preemption or a restart the prompt's values arrive again, unchanged."""
         first, prompt = entry.first_position, self.request.prompt
         if first >= len(prompt):
             self._entry = entry
@@ -164,8 +164,9 @@ class LiveChoice:
             self._prompt_logprobs[first : first + len(tokens)] = logprobs
 
     def extend(self, row: OutputRow) -> Output:
-        """Return the output of a step, with the final choice if the sequence ended. If the row has
-        no `finish_reason`, a stop string ended it: the scheduler must keep `num_tokens` tokens."""
+        """Return the output of a step, with the final choice if the sequence ended. If it ended
+        without a `finish_reason` in the row, a stop string was completed: the scheduler must keep
+        only `num_tokens` tokens."""
         if not row.tokens and row.finish_reason is not None:
             rest = self._rest()
             choice = self._choice(rest, row.finish_reason, row.message)
@@ -212,7 +213,7 @@ class LiveChoice:
         )
 
     def _without_stop(self, row: OutputRow) -> list[int]:
-        """Return the tokens to decode: without a stop token, unless the request includes it."""
+        """Return the tokens to decode: without a stop token, unless the output includes it."""
         includes = self.request.params.include_stop_str_in_output
         stopped = row.finish_reason is FinishReason.STOP
         return row.tokens[:-1] if stopped and not includes else row.tokens
@@ -221,7 +222,7 @@ class LiveChoice:
         """Return the text that each of the step's first `count` tokens added."""
         if self._stream is None:
             return [None] * count
-        texts = [*self._stream.texts, ""][:count]  # a stop token may add nothing
+        texts = [*self._stream.texts, ""][:count]  # a stop token may not be decoded
         return [*texts[:-1], *(text + self._stream.tail for text in texts[-1:])]
 
     def _rest(self) -> str:

@@ -12,13 +12,13 @@ from cbatch.core.request.request import FinishReason
 
 
 class Speculation(msgspec.Struct):
-    """Statistics of speculation over decoding steps. The step that ends a prompt is not counted."""
+    """Statistics of speculative decoding. The step that yields the first token is not counted."""
 
     steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     rejections: int = 0  # steps that rejected a draft token
-    k_histogram: dict[int, int] = msgspec.field(default_factory=dict)  # drafted tokens: steps
+    k_histogram: dict[int, int] = msgspec.field(default_factory=dict)  # steps by drafted tokens
 
     @property
     def mean_accepted_tokens(self) -> float | None:
@@ -54,9 +54,9 @@ class Speculation(msgspec.Struct):
 
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Natural logarithm of a token's probability, None for probability 0. `top` holds (id, logprob)
-    of the likeliest tokens at its position, the likeliest first, then by id. `text` is what the
-    token adds to the text, so the texts of all tokens join to it. It is empty for a hidden token,
-    and for all but the last token of a character; None without a tokenizer."""
+    of the likeliest tokens at its position, the likeliest first, then by id. `text` is the part of
+    the decoded text that the token adds. `text` is empty for a hidden token and for all but the
+    last token of a character; None without a tokenizer."""
 
     token_id: int
     logprob: float | None
@@ -68,7 +68,7 @@ def token_logprobs(
     token_ids: Sequence[int], entry: TokenLogprobs, texts: Sequence[str | None]
 ) -> list[TokenLogprob]:
     """Return log probabilities of `token_ids`, which are the first tokens of `entry`. `texts` has
-    at least as many elements."""
+    an element for each token; further elements are ignored."""
     rows = zip(entry.chosen.tolist(), entry.top_ids.tolist(), entry.top.tolist(), strict=True)
     return [
         TokenLogprob(
@@ -96,8 +96,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 class Choice(msgspec.Struct, frozen=True):
     """One completed sequence. `text` is empty if the engine has no tokenizer. A stop string is cut
-    from `text`, but `token_ids` includes the token that completed it. A server that streams drops
-    text, tokens and log probabilities, so they are empty here.
+    from `text`, but `token_ids` includes the token that completed it. For a streamed response,
+    `text` and `token_ids` are empty and `logprobs` is None.
 
     `logprobs` has an element per token of `token_ids`. `prompt_logprobs`, in the first choice only,
     has an element per prompt token, None for the first. Both are None if not requested.
@@ -124,7 +124,7 @@ class Output(msgspec.Struct, frozen=True):
     num_accepted: int = 0
     finished: Choice | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None  # of `token_ids`; None: not requested
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first tokens
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # in the first output
     pieces: tuple[str, ...] = ()  # what each token added to `text`, if requested
 
 
@@ -133,9 +133,9 @@ class Completion(msgspec.Struct, frozen=True):
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    # Given or drawn. With a given seed coupled verification is the default, and the choices are
-    # always the same. With a drawn seed rejection sampling is the default; the seed fixes its noise
-    # only.
+    # The request's seed, or a drawn seed. A request with a seed uses coupled verification by
+    # default, and its choices are reproducible. A request without a seed uses rejection sampling by
+    # default; the drawn seed then fixes only the random numbers.
     seed: int | None
     choices: tuple[Choice, ...] = ()
     error: str | None = None

@@ -13,15 +13,15 @@ from cbatch.core.request.errors import InputError
 from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token of a byte
-# Token ids. The library holds the interpreter lock while it decodes one list, but not for a batch
-# of one list.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte tokens
+# Longest list, in token ids, that is decoded by itself. The library releases the interpreter lock
+# only for a batch, even of one list.
 _LONG = 4096
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character in byte-level BPE (GPT-2). Printable characters are their
-    own bytes; the other bytes are the characters from U+0100 on, in order."""
+    """Return the byte that each character represents in byte-level BPE (GPT-2). A printable byte
+    has its own character; the other bytes have the characters from U+0100 on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -29,7 +29,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
-_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # of UTF-8
+_CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))  # UTF-8 continuation bytes
 
 
 class TokenizerError(InputError):
@@ -53,7 +53,7 @@ class TextTokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """The most characters of a text that one token covers."""
+        """Upper bound on the characters of text that one token covers."""
         return max(map(len, self.raw.get_vocab(True)), default=1)
 
     @cached_property
@@ -74,7 +74,7 @@ class TextTokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The encoder of conversations, in which messages must not become control tokens."""
+        """Encoder of conversations, which never encodes text of a message as a control token."""
         return ControlTokens(self.raw, self.encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -92,7 +92,7 @@ class TextTokenizer:
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the UTF-8 of a text; none for a special token."""
+        """Return the UTF-8 bytes that a token adds to a text; empty for a special token."""
         token = self.raw.id_to_token(token_id)
         if token is None or token_id in self.special_ids:
             return b""
@@ -114,7 +114,7 @@ class TextTokenizer:
 
     def require_same_as(self, target: TextTokenizer) -> None:
         """Raise `TokenizerError` unless both tokenizers give every token the same id. The target
-        would read other ids of a draft model as other text."""
+        model verifies the draft model's token ids, so an id must mean the same text to both."""
         own_vocab, target_vocab = self.raw.get_vocab(True), target.raw.get_vocab(True)
         if own_vocab == target_vocab:
             return
