@@ -19,7 +19,7 @@ from cbatch.engine.build import load_engine
 from cbatch.engine.prices.calibrator import Calibrator
 from cbatch.engine.progress import ProgressBar
 
-ROUNDS, STEPS = 2, 32  # defaults: rounds through all batches, and steps of a batch
+ROUNDS, STEPS = 2, 32  # defaults: rounds through all batches, and steps per batch
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,13 +28,13 @@ from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch, complete_all
 from cbatch.text.outputs import Completion
 
-STEPS_PER_S = 12.0  # slow enough to watch; throughput figures leave the pauses out
+STEPS_PER_S = 12.0  # slow enough to watch; throughput figures exclude the pauses
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # a function ends before these
 _ENGINE = {"max_num_seqs": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
 _SAMPLING = {"max_tokens": 120, "temperature": 0.0}
 FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself.
-RACE_PROMPTS = 6  # prompts of the measurement that runs one sequence at a time.
-LEAST_GAIN = 1.02  # `NO_GAIN` is printed if speculation is less than this many times as fast
+RACE_PROMPTS = 6  # number of prompts in the measurement with one sequence at a time
+LEAST_GAIN = 1.02  # minimum speed-up by speculation, below which `NO_GAIN` is printed
 NO_GAIN = (
     "with {} at once speculation gains nothing here: verifying a draft costs as much as it saves"
 )
@@ -115,8 +115,8 @@ def _race(
 ) -> list[BatchRun]:
     """Measure and print the speed-up by speculation, for a full batch and for single sequences.
 
-    Each is run without lookahead and with it, without pauses. `run` has put all prompts into the
-    prefix cache, so this times decoding alone. Returns the four runs."""
+    Both are run without and with lookahead, and without pauses. `run` has put all prompts into
+    the prefix cache, so only decoding is timed. Returns the four runs."""
     slots = min(engine.scheduler.config.max_num_seqs, len(prompts))
     table = Table(title="What speculation gains, in tokens/s", title_justify="left")
     for name in ("at once", "lookahead off", f"lookahead {info.lookahead}", "gain", "same text"):

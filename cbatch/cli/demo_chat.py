@@ -17,7 +17,7 @@ from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch
 from cbatch.text import ChatTemplate
 
-NAME = "smollm2"  # as `find_model` knows it
+NAME = "smollm2"  # name of the packaged model, for `find_model`
 QUESTIONS = (
     "Why is the sky blue?",
     "How do plants make food?",
@@ -25,7 +25,7 @@ QUESTIONS = (
     "Tell me about the moon.",
 )
 FOLLOW_UP = "Can you explain that to a child?"
-LOOKUP = ("ngram",)  # used if the options give only a draft model, as there is none here
+LOOKUP = ("ngram",)  # drafter if the options name none but a draft model, which SmolLM2 lacks
 FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
 
 Messages = list[dict[str, str]]
@@ -37,8 +37,8 @@ def chat(
     """Run all conversations as one batch, two turns each, and print them.
 
     The second turn finds the first in the prefix cache. A step that is drawn takes at least
-    `pace_s` seconds. Returns a list with the run. If the model is not installed, prints so and
-    returns an empty list."""
+    `pace_s` seconds. Returns a list with the run. If the model is not installed, prints the
+    reason and returns an empty list."""
     console.print()
     console.rule(f"a chat with {NAME}", align="left")
     try:

@@ -33,7 +33,7 @@ A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and 
 which override the options. The answer to an invalid line is its error; other lines are answered.
 The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
-SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # differ from the defaults of `SamplingParams`
+SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # this command's own defaults
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,7 +134,7 @@ def _complete(
 def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
     """Add a job to the batch. Returns a completion with the error if the job cannot run, else None.
 
-    With an `engine_seed`, a job without a seed gets one from it and the job's index in the input.
+    With an `engine_seed`, a job without a seed gets a seed derived from it and the job's index.
     A resumed run therefore generates the same tokens as an uninterrupted run."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)

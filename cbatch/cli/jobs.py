@@ -17,7 +17,7 @@ from cbatch.engine.unsupported import without_neutral_fields
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 LINE_FIELDS = ("prompt", "id", "priority")  # all other fields of a line are sampling parameters
-MAX_ERROR_CHARS = 1000  # an error quotes the name of an unknown field, which can be any length
+MAX_ERROR_CHARS = 1000  # an error quotes names of unknown fields, of any length
 
 
 class Job(msgspec.Struct, frozen=True):

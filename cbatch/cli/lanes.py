@@ -15,7 +15,7 @@ from cbatch.engine.engine import Engine
 from cbatch.llm import Batch
 from cbatch.text.outputs import Completion, Output, Speculation
 
-# Colour of a lane's lookahead, by k; the last colour is for larger k too.
+# Colours of the column k, indexed by k; the last colour is for larger k too.
 K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
 
 
@@ -32,8 +32,8 @@ class _Lane:
 
 
 class Lanes:
-    """Table of `num_lanes` sequences. A finished sequence keeps its lane until a new one needs it.
-    `titles` are by request id."""
+    """Table of `num_lanes` sequences. A finished sequence keeps its lane until a new sequence
+    needs it. `titles` are keyed by request id."""
 
     def __init__(self, num_lanes: int, titles: dict[str, str]) -> None:
         self._titles = titles
@@ -94,7 +94,7 @@ def watch(
     """Step the engine until `batch` is done, and draw its lanes if `console` is a terminal.
 
     Returns the completions by key, and the seconds spent in steps. A step that is drawn takes at
-    least `pace_s` seconds. `titles` are by key."""
+    least `pace_s` seconds. `titles` have the batch's keys."""
     lanes = Lanes(
         min(num_lanes, len(batch.waiting)),
         {request_id: titles[key] for request_id, (key, *_) in batch.waiting.items()},

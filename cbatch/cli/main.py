@@ -14,7 +14,7 @@ from cbatch.cli.output import INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
 
-AddParser = Callable[[Any], None]  # its argument is what `add_subparsers` returns
+AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
 COMMANDS = {
     "generate": "complete prompts to JSON lines",
@@ -27,11 +27,11 @@ COMMANDS = {
     "trace": "show, convert, sample, scale and generate traces of requests",
     "report": "compare reports of cbatch bench and cbatch sim",
 }
-# Entry points: a command's function `add_parser`, by the command's name with `-` for a space.
+# Group of entry points: functions `add_parser`, named by their command with `-` for a space.
 GROUP = "cbatch.commands"
 # Removed commands, each with the remedy that its error message names.
 MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
-# Not subparsers of `sim`: its first argument may be a trace file.
+# Commands of two words, not subparsers of `sim`: its first argument may be a trace file.
 TWO_WORDS = ("sim capacity",)
 FAILED = 2  # exit status for bad input, the same as argparse's
 
@@ -43,8 +43,8 @@ UNREAD = 141
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser. Only the module of `command` is imported; the other commands have a help
-    line alone. None imports the modules of all commands. Raises `FieldError` for a command that the
+    """Return the parser. Only the module of `command` is imported; other commands have only a
+    help line. None imports the modules of all commands. Raises `FieldError` for a command that the
     installed metadata does not name."""
     parser = CommandParser(
         prog="cbatch",

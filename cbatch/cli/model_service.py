@@ -1,5 +1,5 @@
-"""The engine service built from `ServeSettings`, with its tokenizer, chat template and keys. It is
-the part that `cbatch serve` and a replica of Ray Serve have in common."""
+"""The engine service built from `ServeSettings`, with its tokenizer, chat template and keys, for
+`cbatch serve` and for replicas of Ray Serve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelParts:
     The constructor checks the settings. The engine starts in `start`."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        """Raises `FieldError` for every setting that can be checked without an engine."""
+        """Check all settings that can be checked without an engine. Raises `FieldError`."""
         self._settings = settings
         model, draft = model_paths(settings.model, settings.draft)
         self._model = find_model(model)
@@ -51,9 +51,8 @@ class ModelParts:
             generation_config=settings.generation_config,
             prompt_share=PROMPT_SHARE if share is None else share,
         )
-        gguf = gguf_of(
-            self._model
-        )  # keeps the file in `read_gguf`'s weak cache for both calls below
+        # Keep the GGUF file, if any, in `read_gguf`'s weak cache for both calls below.
+        gguf = gguf_of(self._model)
         self._chat_template = chat_template_of(self._model, settings.chat_template)
         self._tokenizer = load_tokenizers(self._model, self._draft, self._options)
         del gguf
@@ -66,8 +65,8 @@ class ModelParts:
         require_record(settings.record)
 
     def make_service(self) -> EngineService:
-        """Return the service with its engine not yet started. The publisher of KV events, if the
-        settings ask for one, listens from now on."""
+        """Return the service, without starting its engine. If KV events are configured, their
+        publisher listens from now on."""
         settings = self._settings
         kv_events = kv_event_publisher(settings)
         factory = EngineFactory(

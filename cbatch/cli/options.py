@@ -23,7 +23,7 @@ class ModelSettings(EngineSettings, frozen=True, kw_only=True):
 
 
 class _RefuseOption(argparse.Action):
-    """An option of other engines: raises `FieldError` unless the value asks for nothing."""
+    """An option of other engines: raises `FieldError` unless its value is neutral."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, name: str | None = None) -> None:
         given = str(name).removeprefix("--").replace("-", "_")
@@ -31,7 +31,7 @@ class _RefuseOption(argparse.Action):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, kind: type[EngineSettings]) -> None:
-    """Add the flags of `kind`, and hidden ones of other engines' options."""
+    """Add the flags of `kind`, and hidden flags of other engines' options."""
     add_flags(parser, kind)
     for name, option in OPTIONS.items():
         is_switch = any(isinstance(value, bool) for value in option.neutral)

@@ -22,8 +22,8 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that an abbreviation may mean: those that help shows, or, if it shows
-        none of them, the hidden ones."""
+        """Return the options that match an abbreviation: the visible options, or, if no visible
+        option matches, the hidden options."""
         matches = super()._get_option_tuples(option_string)
         return [each for each in matches if each[0].help != argparse.SUPPRESS] or matches
 

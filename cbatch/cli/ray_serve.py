@@ -57,10 +57,10 @@ IN_A_FILE = {  # settings that are refused in the `args` of a Serve config file 
 ENVIRONMENT = {
     _HAPROXY: "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # HAProxy is late to notice it
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # HAProxy notices draining late
     # A change of replicas starts a new HAProxy; the old process may finish its streams for a day.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
-    # A request is sent to another replica if the first one answered nothing.
+    # A request is sent to another replica if the first replica answered nothing.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",  # each of Ray's default 4 would wake up for a token or two
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # Ray's default of 0.1 takes 3 % of a processor
@@ -231,8 +231,8 @@ def run_replicas(settings: ServeSettings) -> None:
 
 
 def require_reachable(host: str, node: str) -> None:
-    """Check that replicas that listen on `host` can be reached at the Ray node's address `node`,
-    which is the address that HAProxy uses. Raises `FieldError`."""
+    """Check that replicas that listen on `host` can be reached at `node`, the Ray node's
+    address, which HAProxy uses. Raises `FieldError`."""
     by_haproxy = os.environ[_HAPROXY] == "1"
     if by_haproxy and host.startswith(_LOOPBACK) and not node.startswith(_LOOPBACK):
         problem = f"{host} is not the address of the replicas, {node}"
@@ -241,7 +241,7 @@ def require_reachable(host: str, node: str) -> None:
 
 @contextmanager
 def _refusing_without_ray() -> Iterator[None]:
-    """Context manager that raises `FieldError` for an import of Ray that fails."""
+    """Context manager that raises `FieldError` if an import of Ray fails."""
     try:
         yield
     except ImportError as error:

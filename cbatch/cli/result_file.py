@@ -116,8 +116,8 @@ class ResultFile:
             raise self._unwritable(error, "continue with --resume") from error
 
     def _read(self, place: str, raw: bytes, jobs: Sequence[Job]) -> tuple[int, bool]:
-        """Return the index of the line's job, and whether that job runs again: the engine failed,
-        and the job itself is valid. `place` names the line in errors."""
+        """Return the index of the line's job, and whether that job runs again, because the
+        engine failed and the job is valid. `place` names the line in errors."""
         try:
             line = json.loads(raw)
             index, error = line["index"], line["error"]
@@ -182,7 +182,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 def lock_file(file: IO[bytes]) -> bool:
     """Lock the file. Returns False if another process has locked it, and True if the system or the
-    file system has no such locks."""
+    file system has no file locks."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 

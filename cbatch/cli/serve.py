@@ -76,7 +76,7 @@ def _serve_by_ray(settings: Settings[ServeSettings]) -> None:
 
 
 def require_alone(settings: Settings[ServeSettings]) -> None:
-    """Check that no setting is for replicas only alone. Raises `FieldError`."""
+    """Check that no setting for replicas was given. Raises `FieldError`."""
     for name in ("min_replicas", "max_replicas", "session_header"):
         if name in settings.given:
             raise FieldError(settings.origin(name), "is for replicas only", "give --ray as well")
@@ -110,9 +110,8 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
             def announce(port: int) -> None:
                 _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
-            await service.warm(
-                steps=settings.record is None
-            )  # a step log records only clients' requests
+            # A step log records only clients' requests: with a log, no warm-up requests run.
+            await service.warm(steps=settings.record is None)
             server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
             await server.serve([listener])
         finally:

@@ -32,7 +32,7 @@ _FACTORS = {
     for i, suffix in enumerate(suffixes)
 }
 T = TypeVar("T", bound=msgspec.Struct)
-# By setting: value, origin (its name in errors), and the name by which it was given.
+# By setting: its value, its origin (name in errors), and the name that the user gave.
 Layer = dict[str, tuple[Any, str, str]]
 
 
@@ -68,8 +68,8 @@ class Setting:
 
     def add_to(self, group: argparse._ActionsContainer, default: Any = None) -> None:
         """Add the flag or positional argument. Help hides aliases, and the `--no-` flag of a switch
-        that is off by default. `default` overrides the field's default. A hidden flag gives way to
-        another option's."""
+        that is off by default. `default` overrides the field's default. A hidden flag is not
+        added if another option has it."""
         default = self.default if default is None else default
         has_default = default is not None and default is not False and default != ()
         text = f"{self.help} (default: {default})" if has_default else self.help
@@ -97,8 +97,8 @@ class Setting:
             group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
 
     def convert(self, value: Any, origin: str, name: str, *, strict: bool) -> Any:
-        """Convert a value that is given as `name` to the field's type and unit. With `strict` it
-        has a TOML type; otherwise it is text. Raises `FieldError` naming `origin`."""
+        """Convert a value that is given as `name` to the field's type and unit. With `strict` the
+        value has a TOML type; otherwise it is text. Raises `FieldError` naming `origin`."""
         if self.plain is bool and not strict:
             value = {"on": True, "off": False}.get(value, value)
         unit = self._units.get(name)
@@ -203,8 +203,8 @@ def add_flags(
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every setting except those of `exclude`, or for those of `only`. `defaults`,
-    by field, are the command's own defaults."""
+    """Add a flag for every setting except those of `exclude`, or for those of `only`. `defaults`
+    maps fields to the command's own defaults."""
     groups: dict[str, argparse._ActionsContainer] = {}
     for setting in fields_of(kind).values():
         name = setting.group
@@ -217,7 +217,7 @@ def add_flags(
 
 class Settings(Generic[T]):
     """The struct `values`, and the names of the settings that were `given`. Later `layers` override
-    earlier ones. `warnings` are about old names in files and variables."""
+    earlier layers. `warnings` are about old names in files and variables."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
@@ -265,7 +265,7 @@ def read_settings(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> Settings[T]:
-    """Read flags, the `environment` and a TOML `file`; `defaults`, by field, are the command's own.
+    """Read flags, the `environment` and a TOML `file`; `defaults` maps fields to its own defaults.
     Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     own = defaults or {}
@@ -276,12 +276,12 @@ def read_settings(
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Settings[T]:
-    """Read `values` as from a TOML file. Raises `FieldError`, which names their place `where`."""
+    """Read `values` of TOML types. Raises `FieldError`, which names `where` they come from."""
     return Settings(kind, [_of_mapping(values, fields_of(kind), where)])
 
 
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
-    """Return environment variables with the prefix that name no setting: probably misspelt."""
+    """Return environment variables with `PREFIX` that name no setting: probably misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
     known = {PREFIX + name.upper() for name in (*names, *OPTIONS, "config", *_READ_ELSEWHERE)}
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]

@@ -15,7 +15,7 @@ from cbatch.engine.engine import EngineStats
 from cbatch.engine.info import EngineInfo
 from cbatch.system.machine import describe_machine, describe_versions
 
-BAR_WIDTH = 30
+BAR_WIDTH = 30  # characters of a bar for 100 %
 
 
 class BatchRun(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class BatchRun(msgspec.Struct, frozen=True):
         return self.stats.output_tokens / self.elapsed_s if self.elapsed_s > 0 else None
 
     def result(self) -> dict[str, Any]:
-        """Return the entry of `results` in the JSON of all commands and benchmarks."""
+        """Return this run's entry of `results`, as in the JSON of all commands and benchmarks."""
         rate = self.tokens_per_s
         mean = self.stats.speculation.mean_accepted_tokens
         return {

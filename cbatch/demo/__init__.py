@@ -1,4 +1,4 @@
-"""The trained demo pair that ships with the project; `README.md` in this folder is its card."""
+"""The trained demo pair that ships with the project. `README.md` here is its model card."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def demo_head() -> Path:
 
 
 def demo_prompts() -> list[str]:
-    """Return function heads (signature and docstring) of modules the pair was not trained on."""
+    """Return signatures with docstrings, of modules that the pair was not trained on."""
     return _prompts()["functions"]
 
 
 def edit_prompts() -> list[str]:
-    """Return prompts of a held-out function and the start of a nearly equal one: text with
-    repeats."""
+    """Return prompts that suit lookups: a held-out function, and the start of a nearly equal
+    function."""
     return _prompts()["edits"]
 
 

@@ -1,7 +1,7 @@
 """The engine client: sends requests to the engine process, keeps transcripts, restarts the engine.
 
-A transcript is a request, its seed and its tokens so far. If the engine process dies, a new one is
-started and every open sequence resumes from its transcript. Its client only sees a pause.
+A transcript is a request, its seed and its tokens so far. If the engine process dies, a new process
+is started and every open sequence resumes from its transcript. HTTP clients only see a pause.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from cbatch.process.messages import (
 )
 from cbatch.process.open_sequence import OpenSequence
 
-# After this many deaths in a row without a committed token the client runs a request of its own. If
-# that fails too, or no request was in flight, the engine is at fault, and not an open request.
-# Deaths by outside signals do not count: the engine is restarted for as long as needed.
+# Number of deaths in a row without a committed token, after which the client runs a test request of
+# its own. If the engine dies again, or no request was in flight at any death, it is given up.
+# Deaths by outside signals do not count: after them the engine is always restarted.
 MAX_BARREN_DEATHS = 8
 _CANARY = Request(
     request_id="", prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0), seed=0
 )
-_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before restarts; doubled after each barren death.
-_STOP_S = 5.0  # how long the engine may take to stop by itself
+_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pauses before restarts; doubled each time
+_STOP_S = 5.0  # time for the engine to stop by itself
 _logger = logging.getLogger("cbatch")
 AnyEvent = TypeVar("AnyEvent", bound=Event)
 
@@ -55,8 +55,8 @@ class EngineClient:
     def __init__(
         self, launch: Launch, *, start_timeout_s: float = 1800.0, hang_timeout_s: float = 120.0
     ) -> None:
-        """An engine that is silent for `hang_timeout_s` is killed; before it is ready, for
-        `start_timeout_s`, since loading a model takes time."""
+        """Create a client that kills an engine which is silent for `hang_timeout_s`, or, while the
+        engine starts and loads its model, for `start_timeout_s`."""
         self._launch = launch
         self._start_timeout_s, self._hang_timeout_s = start_timeout_s, hang_timeout_s
         self._open: dict[OpenSequence, None] = {}  # in order of arrival
@@ -70,14 +70,14 @@ class EngineClient:
         self._started: asyncio.Future[Ready]
         self._stopping = asyncio.Event()
         self._barren_deaths, self._unexplained_deaths, self._pause_s = 0, 0, 0.0
-        self.engine: Ready | None = None  # the engine's message when it was ready.
-        self.stats: EngineMetrics | None = None  # the latest.
+        self.engine: Ready | None = None  # message of the latest engine
+        self.stats: EngineMetrics | None = None  # the latest metrics
         self.num_starts = 0
-        self.num_tokens = 0  # received for open requests, from all engines.
+        self.num_tokens = 0  # tokens received for open requests, from all engines
         self.down: str | None = None  # the reason why the engine is gone for good.
         self.on_step: Callable[[Stepped], None] | None = None  # an observer of steps.
         self.on_death: Callable[[], None] | None = None  # called after each engine's death.
-        self._on_snapshot: Callable[[Snapshot], None] | None = None  # None: no page is open
+        self._on_snapshot: Callable[[Snapshot], None] | None = None  # None: no live page
 
     @property
     def up(self) -> bool:
@@ -115,7 +115,7 @@ class EngineClient:
 
     def add(self, sequences: Sequence[OpenSequence]) -> None:
         """Add the choices of one prompt, whose requests differ in the choice only. They are sent,
-        suspected and tried as one group. The requests must have been checked by
+        suspected and run alone as one group. The requests must have been checked by
         `engine.config.check_request`. Raises what the transport raises; then nothing was added."""
         if self.down is not None:
             for sequence in sequences:
@@ -158,14 +158,14 @@ class EngineClient:
             self._link.send(Watch(on_snapshot is not None))
 
     def request_id(self, wire_id: str) -> str | None:
-        """Return the public id of the request with this wire id, None if it has ended."""
+        """Return the public id of the request with this wire id, or None if it has ended."""
         sequence = self._by_wire_id.get(wire_id)
         return None if sequence is None else sequence.request.request_id
 
     # ---- commands to the engine ---------------------------------------------------------------
 
     def _dispatch(self, sequences: Sequence[OpenSequence]) -> None:
-        """Send one group's sequences. After an exception, cancel them: some may have been sent."""
+        """Send a group's sequences. After an exception cancel them: some may have been sent."""
         assert self._link is not None
         choices = {}
         for sequence in sequences:
@@ -224,7 +224,7 @@ class EngineClient:
             self._fail([sequence], error)
 
     def _fail(self, sequences: Iterable[OpenSequence], error: Exception) -> None:
-        """End these sequences with an error of this process."""
+        """End these sequences with an error that was raised in this process."""
         for sequence in sequences:
             request_id = sequence.request.request_id
             _logger.error("request %s failed", request_id, exc_info=error)
@@ -297,7 +297,7 @@ class EngineClient:
             self._notify(sequence, sequence.on_step, row)
 
     def _check_canary(self, step: Stepped) -> None:
-        """End the test after a token of the canary: the engine itself works."""
+        """End the test if the canary has a token, which shows that the engine works."""
         rows = step.output.rows
         canary = self._canary
         if canary is not None and any(row.tokens and row.request_id == canary for row in rows):
@@ -320,7 +320,7 @@ class EngineClient:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _run_engine_once(self, folder: Path) -> None:
-        """Run one engine from start to death, and decide how to go on."""
+        """Run one engine from start to death, then allow a restart or give up."""
         link = self._link = EngineLink(self._launch, folder, self.num_starts)
         self.num_starts += 1
         try:

@@ -1,4 +1,4 @@
-"""One engine process from the outside: the process, its socket and its journal."""
+"""The client's side of one engine process: its handle, its socket and its journal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
 
 TICK_S = 0.25  # interval of the checks for a hanging engine.
-_DRAIN_MS = 20  # wait for each message that a dead engine may still have sent
+_DRAIN_MS = 20  # maximum wait for each remaining message of a dead engine
 
 
 class EngineStartError(InputError):
@@ -44,7 +44,7 @@ class Handle(Protocol):
         """Release the dead engine's resources, and return how it ended."""
 
 
-Launch = Callable[[str, Path], Handle]  # of the socket's address and the journal's path
+Launch = Callable[[str, Path], Handle]  # arguments: socket address, journal path
 
 
 class EngineLink:
@@ -83,9 +83,9 @@ class EngineLink:
     async def serve(
         self, on_event: Callable[[Event], None], *, start_timeout_s: float, hang_timeout_s: float
     ) -> None:
-        """Pass on the engine's events until it is dead. An engine without progress is killed: after
-        `start_timeout_s` before it is ready, later after `hang_timeout_s`. The time is counted in
-        ticks of this process, so that a suspended machine does not count as a hang."""
+        """Pass events to `on_event` until the engine is dead. An engine without progress is killed
+        after `start_timeout_s` while it starts, and after `hang_timeout_s` later. The time is
+        counted in ticks of this process, so that a suspended machine does not count as a hang."""
         reader = asyncio.create_task(self._read(on_event))
         silent_s, progress = 0.0, self._progress()
         try:

@@ -1,10 +1,10 @@
 """Finds the sequence that kills the engine.
 
-Sequences are suspected if a death found them in flight, in reading or in compiling; each such death
-is a strike. A sequence's next committed token clears it. After two strikes its group is tried: the
-group runs alone. If the engine dies meanwhile, the group is tried again after all other
-suspects. These are cleared by then, unless the deaths have an outside cause. A second death alone
-proves the group guilty. All other sequences are resumed.
+A sequence is suspected if the engine dies while it runs the sequence, reads its request or compiles
+its grammar. Each of these deaths is a strike. The next committed token clears the sequence. After
+two strikes its group runs alone, on trial. If the engine dies, the group is tried again after all
+other suspects, which by then are cleared unless the deaths have an outside cause. After a second
+death on trial the group is guilty. All other sequences are resumed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Collection
 
 from cbatch.process.open_sequence import OpenSequence
 
-SUSPECT_STRIKES = 2  # after this many strikes a group runs alone.
-_CULPRIT_ALONE = 2  # deaths with no other group in flight
+SUSPECT_STRIKES = 2  # strikes of a sequence, after which its group runs alone
+_CULPRIT_ALONE = 2  # deaths with only one group in flight that prove it guilty
 
 
 class CrashSuspects:
-    """Suspected sequences, with their `strikes`. Those of one group are tried together, but cleared
-    one by one: a token of one choice says nothing about another."""
+    """Suspected sequences, with their `strikes`. Sequences of one group are tried together,
+    but cleared one by one: a token of one choice does not clear another choice."""
 
     def __init__(self) -> None:
         self.strikes: dict[OpenSequence, int] = {}
@@ -27,13 +27,13 @@ class CrashSuspects:
 
     @property
     def groups(self) -> list[OpenSequence]:
-        """The groups to try, in this order."""
+        """Return the groups to try, the group with the fewest deaths on trial first."""
         groups = [s.group for s, strikes in self.strikes.items() if strikes >= SUSPECT_STRIKES]
         return sorted(dict.fromkeys(groups), key=lambda group: self._lone_deaths.get(group, 0))
 
     def on_death(self, in_flight: Collection[OpenSequence], *, alone: bool) -> OpenSequence | None:
         """Count a death, for which the sequences `in_flight` are suspected. `alone` says that only
-        one group was in flight, cancelled sequences included. Returns the guilty group."""
+        one group was in flight, cancelled sequences included. Returns the guilty group, if any."""
         if alone:
             for group in {sequence.group for sequence in in_flight}:
                 self._lone_deaths[group] = self._lone_deaths.get(group, 0) + 1

@@ -24,9 +24,9 @@ class Waiting(NamedTuple):
 
 
 class GrammarQueue:
-    """Compiles grammars in the order of requests, and keeps each until its last request has left,
-    so that no step waits for compiling. Grammars known to be slow have their own thread with a
-    lower priority, so quick ones wait only for quick ones."""
+    """Compiles grammars in the order of requests, so that no step waits for compiling, and keeps
+    each grammar until its last request has left. Slow grammars have their own thread with a lower
+    priority, so that quick grammars do not wait for them."""
 
     def __init__(self, grammars: Grammars | None, note: Callable[[Collection[str]], None]) -> None:
         """`note` receives the ids of the requests whose grammars are being compiled."""
@@ -46,7 +46,7 @@ class GrammarQueue:
         return bool(self._waiting)
 
     def enter(self, request: Request, output: tuple[int, ...]) -> None:
-        """Queue a request that has `output` already."""
+        """Queue a request. `output`: the tokens that a resumed request has already emitted."""
         spec = request.params.structured_outputs
         assert spec is not None
         self._waiting[request.request_id] = Waiting(request, output)

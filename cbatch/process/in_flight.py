@@ -1,7 +1,7 @@
-"""The journal of an engine: its requests in flight and its progress, in a file that outlives it.
+"""The journal of an engine: its requests in flight and its progress, in a file.
 
-A message may be lost with its sender, since the transport sends it in the background. A page of a
-shared file belongs to the kernel as soon as it is written.
+A message may be lost when its sender dies, since the transport sends it in the background. A page
+of a shared file belongs to the kernel as soon as it is written, so the file outlives the engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_SIZE_BYTES = 2**20  # room for about ten thousand ids; unused pages cost nothing.
-_READING_BYTES = 2**16
-_COMPILING_BYTES = 2**12
+_SIZE_BYTES = 2**20  # of the file: about ten thousand ids; unused pages cost nothing
+_READING_BYTES = 2**16  # of the list of requests that are being read
+_COMPILING_BYTES = 2**12  # of the list of requests whose grammars are being compiled
 _HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty.
 _COUNTER = np.dtype("<i8")
 _FIRST_BYTE = 64  # the lists start after the progress counters

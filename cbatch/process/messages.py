@@ -1,5 +1,5 @@
 """Messages between the engine process and the server process, in msgpack. They contain token ids,
-no text. Requests are named by wire ids, each used once."""
+no text. A request has a wire id, which is never reused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Add(Message, frozen=True):
     """Start the choices of one prompt. The prompt and the parameters may be long, so they are sent
-    once. The id and choice in `request` are ignored. `choices` has, by wire id, the index of each
-    choice and the tokens that it has emitted before."""
+    once. The id and choice in `request` are ignored. `choices` maps wire ids to the index of
+    the choice and the tokens that it has already emitted."""
 
     request: Request
     choices: dict[str, tuple[int, tuple[int, ...]]]
@@ -52,7 +52,7 @@ class Finish(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End the process and drop what still runs."""
+    """End the process and drop running requests."""
 
 
 class Watch(Message, frozen=True):
@@ -68,7 +68,7 @@ Command = Add | Cancel | Finish | Stop | Watch
 
 class Ready(Message, frozen=True):
     """The model is loaded. `config` decides which requests are accepted. `drafters` are the names
-    that requests may use, `info` is for people. `supports_grammars`: grammars are supported."""
+    that requests may use, `info` is for people. `supports_grammars`: structured outputs work."""
 
     config: SchedulerConfig
     drafters: tuple[str, ...]
@@ -85,7 +85,7 @@ class StartFailed(Message, frozen=True):
 
 
 class Stepped(Message, frozen=True):
-    """The output of a step, or requests that ended without one. An idle engine sends an empty
+    """The output of a step, or requests that ended without a step. An idle engine sends an empty
     message as a heartbeat."""
 
     output: StepOutput
@@ -94,8 +94,8 @@ class Stepped(Message, frozen=True):
 
 
 class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The request in a slot. `tokens` counts its known tokens, prompt and output; those without KV
-    are `num_uncomputed_tokens`, 1 after prefill. The acceptance is None without an estimate."""
+    """The request in a slot. `tokens` counts prompt and output, `num_uncomputed_tokens` the tokens
+    without KV: 1 after prefill. The acceptance is None without an estimate."""
 
     slot: int
     request_id: str
@@ -106,7 +106,7 @@ class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step, by row. `chunk` counts tokens that are not drafts: 1 for a decoding row."""
+    """A step, with an entry per row. `chunk` counts tokens except drafts: 1 for a decoding row."""
 
     slots: list[int]
     drafted: list[int]
@@ -115,7 +115,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The block pool in cells of `cell_blocks` blocks: used and cached blocks of each cell."""
+    """The block pool in cells of `cell_blocks` blocks: used and cached blocks per cell."""
 
     cell_blocks: int
     used: list[int]

@@ -16,9 +16,9 @@ from cbatch.process.messages import BlockMap, SlotSnapshot, StepSnapshot
 PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # shortest and longest interval of snapshots
 # Largest share of the engine's time for snapshots. If they are slow, the interval grows.
 MAX_SHARE = 0.005
-MAX_STEPS = 4  # steps in a snapshot, the latest ones.
-MAX_ROWS = 256  # rows of a step, and requests, in a snapshot.
-MAX_CELLS = 512  # cells of the page's map of KV blocks.
+MAX_STEPS = 4  # maximum number of steps in a snapshot, the latest
+MAX_ROWS = 256  # maximum number of rows of a step, and of requests, in a snapshot
+MAX_CELLS = 512  # maximum number of cells of the page's map of KV blocks
 
 
 class _StepArrays(NamedTuple):
@@ -49,13 +49,13 @@ class Monitor:
         return now_s >= self._due_s
 
     def on_sent(self, now_s: float, took_s: float) -> None:
-        """Schedule the next snapshot. `took_s` is the processor time of the last one, since wall
+        """Schedule the next snapshot. `took_s` is the processor time of the last snapshot: wall
         time includes waiting for other processes."""
         self._due_s = now_s + min(max(PERIOD_S, took_s / MAX_SHARE), LONGEST_PERIOD_S)
 
     def take_steps(self) -> tuple[tuple[StepSnapshot, ...], int]:
-        """Return the latest steps since the last call (at most `MAX_STEPS`, oldest first), and how
-        many steps there were in all."""
+        """Return the latest steps since the last call (at most `MAX_STEPS`, oldest first), and the
+        number of steps since then."""
         num_steps, rows = self._num_steps, slice(MAX_ROWS)
         steps = tuple(
             StepSnapshot(

@@ -10,20 +10,20 @@ from cbatch.core.request.request import Request
 
 
 class OpenSequence(ABC):
-    """One choice of a request, and what receives its events on the event loop. `request` and
-    `tokens` are the transcript from which another engine resumes it. `EngineClient` sets all but
-    `request`. No event follows the last row, or a cancel or finish by the owner. If a method
-    raises, `on_failed` is called; no other sequence is affected."""
+    """One choice of a request, and the handlers of its events on the event loop. `request` and
+    `tokens` are the transcript from which another engine resumes the choice. `EngineClient` sets
+    the other attributes. No event follows the last row, or a cancel or finish by the owner. If a
+    handler raises, `on_failed` is called; no other sequence is affected."""
 
     request: Request
     tokens: list[int]  # emitted so far
-    group: OpenSequence  # the first sequence that was added with it
-    wire_id: str | None = None  # its id in the running engine, if it was sent there
+    group: OpenSequence  # first sequence of the group
+    wire_id: str | None = None  # id in the running engine, if it has the sequence
     admitted = False
 
     @abstractmethod
     def on_admitted(self, ago_s: float) -> None:
-        """Handle the slot that it got `ago_s` seconds ago. Called once, also if engines restart."""
+        """Handle the admission to a slot `ago_s` seconds ago. Called once, even after restarts."""
 
     @abstractmethod
     def on_logprobs(self, entry: TokenLogprobs) -> None:
@@ -31,7 +31,7 @@ class OpenSequence(ABC):
 
     @abstractmethod
     def on_step(self, row: OutputRow) -> None:
-        """Handle new tokens, which are in `tokens` already, and the end if the row has one."""
+        """Handle new tokens, which are in `tokens` already, and the finish reason, if any."""
 
     @abstractmethod
     def on_lost(self, message: str) -> None:
@@ -39,4 +39,4 @@ class OpenSequence(ABC):
 
     @abstractmethod
     def on_failed(self, error: Exception) -> None:
-        """Handle an error of this process or of another method. The sequence was dropped."""
+        """Handle an error of this process or of another handler. The sequence was dropped."""

@@ -42,13 +42,13 @@ from cbatch.system.heap import freeze_heap, trim_heap
 HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine.
 MAX_COMMANDS = 64  # limit of commands between two steps, since reading them delays the next step.
 GRAMMAR_TICK_S = 0.005  # how often an idle engine checks for compiled grammars.
-_LINGER_MS = 2000  # time to send the last messages
+_LINGER_MS = 2000  # time to send the last messages at exit
 _logger = logging.getLogger("cbatch")
 Factory = Callable[[], EngineCore]  # picklable, since it is called in the new process
 
 
 class EngineServer:
-    """Executes the client's commands between steps, and sends it the output of every step."""
+    """Executes the client's commands between steps, and sends the output of every step."""
 
     def __init__(
         self, core: EngineCore, socket: zmq.Socket[bytes], journal: InFlightJournal
@@ -123,7 +123,7 @@ class EngineServer:
                 self._core.finish(request_id, keep_tokens)
             case Watch(enabled):
                 self._monitor = Monitor(self._core.scheduler) if enabled else None
-                self._send_snapshot()  # now: an idle engine sends the next one with a heartbeat
+                self._send_snapshot()  # an idle engine sends the next with a heartbeat
             case _:
                 return False
         return True
@@ -181,7 +181,7 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
 
 def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
     """Run an engine until it is stopped. This is the main function of its process."""
-    # A terminal or service manager signals the whole group; the server decides when to stop.
+    # A terminal or service manager signals all processes; the server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()

@@ -11,7 +11,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def given_cpus(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int:
     """Return the number of processors in the affinity mask, or the container's quota if lower. The
     quota is cgroup `cpu.max`, or `cpu.cfs_quota_us` of version 1. The kernel pauses all threads of
-    a process that exceeds its quota, so more threads than that would only stall each other."""
+    a process that exceeds its quota, so more threads than the quota would only stall each other."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [_quota(folder) for folder in _folders(cgroup, root)]
     return max(1, int(min([float(allowed or 1), *(q for q in quotas if q is not None)])))

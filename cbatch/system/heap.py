@@ -7,7 +7,7 @@ import gc
 from contextlib import suppress
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
-_LARGE_BYTES = 2**18
+_LARGE_BYTES = 2**18  # malloc returns freed blocks of this size to the system
 
 
 def freeze_heap() -> None:

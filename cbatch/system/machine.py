@@ -46,10 +46,10 @@ def _cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """Return the machine's memory in bytes. Free memory would differ at every start."""
+    """Return the machine's total memory in bytes. Free memory would differ at every start."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError):  # not a POSIX system
+    except (AttributeError, ValueError):  # not a POSIX system: assume 4 GiB
         return 4 * 2**30
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-_CHUNK_BYTES = 1 << 25
+_CHUNK_BYTES = 1 << 25  # memory that one call of `madvise` allocates
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: allocates pages, keeps their contents
 
 

@@ -28,17 +28,17 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",  # a backtrace needs memory, and hangs when there is none
     "TOKENIZERS_PARALLELISM": "false",
 }
-MAX_IDLE = 2  # workers kept for later tasks, for each value of `TaskLimits.aside`
-# A worker whose task took longer ends, so that all its memory is returned.
+MAX_IDLE = 2  # idle workers kept for later tasks, for each value of `TaskLimits.aside`
+# Wall time of a task: after a longer task its worker ends, so that all its memory is returned.
 _QUICK_S = 0.5
-_AT_ONCE_S = 0.02  # a reused worker that dies sooner was dead before the task.
+_AT_ONCE_S = 0.02  # a reused worker that dies within this time was dead before the task
 WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
-_START_S = 120.0  # wall time allowed to the start of the fork server
+_START_S = 120.0  # maximum wall time for the start of the fork server
 T = TypeVar("T")
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker ended during its task. `overran`: it exceeded the limit on time."""
+    """A worker ended during its task. `overran`: the task exceeded its time limit."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"a worker ended with status {status}")

@@ -1,7 +1,7 @@
 """The processes of `WorkerPool`: a fork server, and the workers that it forks.
 
-The fork server loads the shared state, such as a tokenizer, once. A worker shares that memory and
-starts in milliseconds, so a worker that a task has killed is replaced at once.
+The fork server loads the shared state, such as a tokenizer, once. Workers share its memory
+and start in milliseconds, so a worker that died in a task is replaced at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")
+LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")  # length of a message, process id
 DONE, RAISED, DIED = range(3)  # kinds of answers: with a result, an exception, an exit status
 _OUT_OF_MEMORY = 1  # exit status of a worker.
 _NICE = 10  # niceness of a worker whose tasks are `aside`
