@@ -51,11 +51,11 @@ _SPOILT = 0.87  # share of drafts that `useless` replaces: acceptance becomes ab
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "adaptive")
 _CONSTANTS = ("off", *FIXED)  # among these the best fixed k is chosen
-_MOST_PROMPT_TOKENS = 256
+_MOST_PROMPT_TOKENS = 256  # of a longer prompt only the end is used
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _VERIFICATIONS = ("auto", "rejection", "block", "coupled")
 _TURN_STEPS = 3  # shortest turn, in decoding steps without drafts
-_WARM_UP_TURNS = 4
+_WARM_UP_TURNS = 4  # untimed turns of each policy
 
 Prompts = list[list[int]]
 

@@ -28,7 +28,7 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 BASELINE = Path(__file__).parent / "baseline.json"
 SLOWER = 1.3  # ratio beyond which a benchmark is reported as slower
-YARDSTICK_ROUNDS = 200
+YARDSTICK_ROUNDS = 200  # timed runs of the yardstick, of which the median counts
 
 
 def yardstick_us() -> float:

@@ -39,7 +39,7 @@ SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
 MEASURED = Path("docs/benchmarks.md")
 PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
 LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
-WIDTH, HEIGHT, SCALE = 1400, 900, 1.4
+WIDTH, HEIGHT, SCALE = 1400, 900, 1.4  # page in CSS pixels, and screen pixels per CSS pixel
 
 
 def simulated(policy: str, clients: int) -> float:

@@ -26,8 +26,8 @@ BLOCK_SIZE_TOKENS = 16
 PROMPT_TOKENS = 128
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 32_000
-ACCEPTANCE = 0.7
-WARM_UP_STEPS = 50
+ACCEPTANCE = 0.7  # probability that a draft is accepted
+WARM_UP_STEPS = 50  # untimed steps in steady state
 # Limits in microseconds per step, by (running, k, prefix cache) or the first members of it.
 LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
 PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"

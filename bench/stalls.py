@@ -49,7 +49,7 @@ class Load(NamedTuple):
     streams: int
     prompts: int
     prompt_tokens: int
-    every_s: float
+    every_s: float  # time from one prompt to the next
 
 
 class Server(NamedTuple):
@@ -74,8 +74,8 @@ class Gaps:
     """Gaps between tokens of all streams, each with the time at which it ended."""
 
     def __init__(self, streams: int) -> None:
-        self.counts = [0] * streams
-        self.gaps: list[tuple[float, float]] = []
+        self.counts = [0] * streams  # tokens so far, by stream
+        self.gaps: list[tuple[float, float]] = []  # (end of the gap, gap), in seconds
         self.over = threading.Event()
 
     def read(self, server: Server, index: int) -> None:

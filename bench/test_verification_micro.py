@@ -10,7 +10,7 @@ import torch
 from cbatch.runtime.cpu.verify import Wanted, verify
 from cbatch.runtime.input_batch import InputBatch
 
-VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0
+VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0  # PEAK: logit of a likeliest token
 
 
 @pytest.mark.parametrize("k", [0, 4])

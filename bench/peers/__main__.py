@@ -66,7 +66,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import PACKAGED, find_model
 
 MEASURED = ("llama-100m", "demo")
-COMPARED_SEQUENCES = 4
+COMPARED_SEQUENCES = 4  # sequences of each system whose tokens are compared
 _MODELS = f"{', '.join(NAMES)}, a directory or a .gguf file"
 
 

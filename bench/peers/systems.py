@@ -18,7 +18,7 @@ OURS, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
 LIMITS = "limits"
 PEERS = (LLAMA_CPP, VLLM, "generate", "continuous")
 _PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm"}
-_VLLM_BLOCK_TOKENS = 128
+_VLLM_BLOCK_TOKENS = 128  # block size of vLLM on a CPU
 
 
 class Entrant(NamedTuple):

@@ -40,7 +40,7 @@ from cbatch.text.outputs import Choice, Output, Speculation
 
 TICK_S = 0.01  # interval of the stub's outputs: the duration of a short step
 LIMIT_US = 60.0  # target for the server's processor time per chunk, in microseconds
-SENT_AT = re.compile(rb'" (\d+\.\d{6})"')
+SENT_AT = re.compile(rb'" (\d+\.\d{6})"')  # send time of an output, which is its text
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x = 1"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x = 1"}]},

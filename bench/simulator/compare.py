@@ -56,7 +56,7 @@ from sim.replay.routers import ROUTERS
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 
-BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}
+BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
 TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn.
 _WARM_UP = 16  # requests to each replica.
 _WARM_SEED = 10**4  # a seed that no run has.

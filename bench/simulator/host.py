@@ -17,7 +17,7 @@ from sim.replay.host import Host, Work
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 
-PROMPT_TOKENS = 560
+PROMPT_TOKENS = 560  # typical prompt length of a fleet
 IDLE_S = 3.0  # duration of the run without requests
 
 

@@ -26,7 +26,7 @@ from sim.report.report import Record
 from sim.workload.traces.request import TraceRequest
 
 FATE_TOKENS, FATE_K = 72, 8  # of `record_fates`: output tokens per prompt, and drafts per step
-_HEADSTART_S = 0.1
+_HEADSTART_S = 0.1  # time from the scrape of counters to the start of a run
 _MAX_QUEUED = 100_000  # so that requests wait at a load beyond capacity, as in the simulator
 
 

@@ -22,7 +22,7 @@ from sim.report.report import Record, Report
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
 from sim.workload.traces.request import TraceRequest
 
-_FIT_ROUNDS = 12
+_FIT_ROUNDS = 12  # iterations of the fit in `explaining`
 _LEAST_S = 1e-9  # smallest duration of a step
 
 

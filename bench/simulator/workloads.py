@@ -16,7 +16,7 @@ from sim.workload.traces.request import TraceRequest
 
 BLOCK_TOKENS = 16
 GROUPS, GROUP_BLOCKS = 24, 32  # shared prefixes, and the blocks of each
-OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 64)
+OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 64)  # ranges: prompt after the prefix, output
 VOCAB_SIZE = 4096  # vocabulary of the demo pair
 _PROBE_GROUP = 10**6  # a prefix that no run has
 FULL_ROWS = 16  # requests of a full replica in `probe_runs`.

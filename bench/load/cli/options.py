@@ -20,7 +20,7 @@ Whole = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-CONCURRENCY, GOODPUT_SHARE = 8, 0.99
+CONCURRENCY, GOODPUT_SHARE = 8, 0.99  # defaults of --concurrency and --goodput-share
 PROMPT_TOKENS, OUTPUT_TOKENS, ARRIVALS_PROCESS = "128", "64", "poisson"
 
 
