@@ -253,8 +253,8 @@ def measure(
 
 
 def turns_of(prompts: Prompts, concurrency: int, args: argparse.Namespace) -> tuple[int, int]:
-    """Return the tokens of a turn, and the turns of a cycle, which completes as many requests as
-    there are prompts, at least `2 * concurrency`."""
+    """Return the tokens of a turn, and the turns of a cycle. A cycle has the tokens of one request
+    per prompt, or of `2 * concurrency` requests if these are more."""
     tokens = max(args.turn_tokens, _TURN_STEPS * concurrency)
     return tokens, -(-max(len(prompts), 2 * concurrency) * args.output_tokens // tokens)
 

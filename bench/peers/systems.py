@@ -18,7 +18,7 @@ OURS, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
 LIMITS = "limits"
 PEERS = (LLAMA_CPP, VLLM, "generate", "continuous")
 _PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm"}
-_VLLM_BLOCK_TOKENS = 128  # block size of vLLM on a CPU
+_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 
 
 class Entrant(NamedTuple):

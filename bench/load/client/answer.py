@@ -1,8 +1,8 @@
 """Parser of the OpenAI API's responses. It checks each response: status 200 alone is no success.
 
 Every event is decoded, by a decoder that knows only the fields needed here (about a microsecond).
-A chunk brings tokens if it holds output of any kind (text, reasoning, a refusal, a tool call), or
-if its usage counts more tokens than the chunk before. A first chunk with only a role has no token.
+A chunk has tokens if it holds output (text, reasoning, a refusal, a tool call), or if its usage
+counts more tokens than the chunk before. A first chunk with only a role has no token.
 
 Servers differ in how they write a stream. The parser accepts all that the specification of
 server-sent events allows, and deviations of known servers: no [DONE], no finish reason, no blank

@@ -1,6 +1,6 @@
 """Trial calls before a run that find fields which the server rejects, and remedies for failures.
 
-Fields that the load tester adds to a body are left out if the server rejects them, so that strict
+Fields that the load tester adds to a body are left out if the server rejects them. So strict
 servers and gateways can be measured. Fields that the user gave are always sent.
 """
 
