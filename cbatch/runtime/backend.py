@@ -1,4 +1,4 @@
-"""The interface of a device, as the engine uses it. Each wing implements it in its `backend.py`."""
+"""The interface of a device, which the `backend.py` of each kind of device implements."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
     from cbatch.runtime.sampling.structured import GrammarSource
 
-# The modelling code of a model: our own, for any device; our own, for a family that only its
-# compiled kernels support; transformers'.
+# The modelling code of a model. "own": ours, for any device; "compiled": ours, for a family that
+# only our compiled kernels support; "transformers": that of the transformers library.
 Impl = Literal["own", "compiled", "transformers"]
 TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts that a head is tried on
 
 
 class Requirements(NamedTuple):
-    """Properties of an engine that a device may not support. `impls` is the modelling code of the
-    model and of its draft."""
+    """Requested properties of an engine, which a device may not support. `impls`: the modelling
+    code of the model and of its draft."""
 
     model: str | Path
     impls: tuple[Impl, Impl] = ("own", "own")
@@ -37,8 +37,8 @@ class Requirements(NamedTuple):
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """The models to load. `impls`: the modelling code of the model and of the draft. With
-    `trial_texts` the draft is a head."""
+    """The models to load. `impls`: the modelling code of the model and of the draft. If
+    `trial_texts` is not empty, the draft is a head."""
 
     device: str
     model: str | Path
@@ -52,7 +52,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class LargestStep(NamedTuple):
-    """Limits of the steps of an executor. `max_drafts` is that of a row; 0: no speculation."""
+    """Maximum sizes of an executor's steps. `max_drafts` is per row; 0: no speculation."""
 
     max_num_seqs: int
     max_sequence_tokens: int
@@ -62,8 +62,8 @@ class LargestStep(NamedTuple):
 
 
 class ModelFacts(Protocol):
-    """A loaded model or head. `matrix_bytes` is the size of its matrices if it does not follow from
-    `dtype`."""
+    """A loaded model or head. `matrix_bytes` is the size of its matrices; None: the size follows
+    from `dtype`."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -77,8 +77,8 @@ class ModelFacts(Protocol):
 
 
 class LoadedModels(Protocol):
-    """A target and its draft, a model or a head, on a device. `num_ranks` share the target; each
-    has the whole draft. `code` describes the target's modelling code."""
+    """A target and its draft (a model or a head) on a device. `num_ranks` ranks share the target;
+    each rank has the whole draft. `code` describes the target's modelling code."""
 
     @property
     def target(self) -> ModelFacts: ...
@@ -102,8 +102,8 @@ class LoadedModels(Protocol):
         ...
 
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
-        """Return the memory for KV, in bytes: the default, or what weights and buffers of steps
-        leave of a `share` of the device's. Raises `FieldError` if steps leave no default."""
+        """Return the memory for KV, in bytes: a default, or a `share` of the device's memory less
+        weights and step buffers. Raises `FieldError` if nothing is left for the default."""
         ...
 
     def row_invariance(self) -> tuple[bool, str]:
@@ -127,10 +127,10 @@ class Backend(Protocol):
     """A kind of device. Its own libraries are imported when it loads a model, not before."""
 
     default_block_size: int
-    default_overlap: Literal[0, 1]  # plans made ahead of the running one
+    default_overlap: Literal[0, 1]  # steps planned while an earlier step runs
 
     def suits(self, needs: Requirements) -> bool:
-        """Return whether `device` "auto" may be this one. Logs why a device is not used."""
+        """Return whether `device` "auto" may select this kind. Logs why a device is not used."""
         ...
 
     def require(self, device: str) -> None:
@@ -150,6 +150,6 @@ class Backend(Protocol):
         ...
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> LoadedModels:
-        """Load models, of the target this rank's shard. Raises the runtime's error naming file and
+        """Load the models; of the target, load this rank's shard. Raises ModelError with file and
         field, and FieldError for a head that does not predict the target."""
         ...

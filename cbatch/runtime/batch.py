@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class RaggedBatch:
-    """Tokens of B sequences, concatenated; the numbers of their rows differ freely.
+    """Tokens (rows) of B sequences, concatenated. Each sequence may have any number of rows.
 
     tokens, positions: int64 [T]. query_lens, context_lens: int32 [B]; the last row of sequence b
     has the position `context_lens[b] - 1`. block_tables: int32 [B, blocks], block ids by absolute

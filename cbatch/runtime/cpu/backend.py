@@ -25,8 +25,8 @@ from cbatch.system.cpus import given_cpus
 
 
 class CpuBackend:
-    """Torch and kernels in C. Planning would take time from computing, so nothing overlaps by
-    default."""
+    """The CPU, with torch and kernels in C. Planning would take CPU time from a running step, so by
+    default planning and steps do not overlap."""
 
     default_block_size = 16
     default_overlap: Literal[0, 1] = 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 64
 _ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is faster than several
-_OUR_REFERENCES = 3  # to the memory of logits: the decoder's, a local name's and an argument's
+_OUR_REFERENCES = 3  # references to logits memory: the decoder's, a local name's, an argument's
 PASS_ERRORS = {  # by the status that a pass returns
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: too short for the context, or with a block that is not in the cache",
@@ -79,8 +79,8 @@ class StepStruct(ctypes.Structure):
 
 
 class StateReading(NamedTuple):
-    """How a drafter's first layer combines tokens and hidden states; see `reader` of step.h. Norms
-    are fp32 [hidden], weights times sqrt(hidden)."""
+    """The way a drafter's first layer combines tokens and hidden states; see `reader` of step.h.
+    The norms are norm weights times sqrt(hidden), fp32 [hidden]."""
 
     front: Linear | None
     only_kv: Linear | None
@@ -92,8 +92,8 @@ class StateReading(NamedTuple):
 
 
 class CompiledDecoder:
-    """The layers of a model from its embedding [vocab, hidden] to its logits. With `reading`, those
-    of a drafter, whose positions start at 1: it reads the state of the position before."""
+    """The layers of a model from its embedding [vocab, hidden] to its logits. With `reading`,
+    the model is a drafter that reads the state of the previous position: positions start at 1."""
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class CompiledDecoder:
         head: Linear,
         ranks: RankGroup | None = None,
     ) -> CompiledDecoder | None:
-        """Build it, or return None if a product is not compiled."""
+        """Return the compiled decoder, or None if a product is not compiled."""
         products = [linear for layer in layers for linear in layer.products()]
         if any(linear.compiled is None for linear in (*products, head)):
             return None
@@ -119,7 +119,7 @@ class CompiledDecoder:
         reading: StateReading | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
-        """Build it. All products must be compiled. With `ranks`, they are this rank's shard."""
+        """Build the structs. All products must be compiled; with `ranks`, they are a shard."""
         kernel = library()
         assert kernel is not None
         self._decode, self._memory_bytes = kernel.decode, kernel.memory_bytes
@@ -167,7 +167,7 @@ class CompiledDecoder:
             per_expert = 3 * config.hidden_size * experts.width
             weights += len(layers) * (experts.chosen + experts.shared) * per_expert
         self._alone_rows = _ALONE_BELOW // weights
-        self._room_for = 0, 0  # rows and threads
+        self._room_for = 0, 0  # rows and threads that the working memory suffices for
         self._logits_memory = np.empty(0, np.float32)
 
     def keep(self, layers: tuple[int, ...]) -> None:
@@ -194,7 +194,7 @@ class CompiledDecoder:
         states: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run a pass; arguments as for `Model.forward`, `progress` as there. A drafter reads
+        """Run a pass; see `Model` for the arguments and `progress`. A drafter reads
         `states`, fp32 [T, hidden]. Kept states are written to `hidden`, fp32 [T, num_kept, hidden],
         or [N, 1, hidden] for a drafter. Raises IndexError with a message of `PASS_ERRORS`."""
         rows, num_logits = tokens.shape[0], logit_rows.shape[0]
@@ -235,7 +235,7 @@ class CompiledDecoder:
 
     def step_like(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
         """Return a step for C code that runs several passes of up to `rows` rows and `positions`
-        positions. It has only the fields that are equal in all of them."""
+        positions. It has only the fields that are equal in all these passes."""
         self._reach(positions)
         threads = torch.get_num_threads()
         return StepStruct(
@@ -253,7 +253,7 @@ class CompiledDecoder:
             raise IndexError(PASS_ERRORS[status])
 
     def _run_parts(self, step: StepStruct, logits: Tensor, ranks: RankGroup) -> Tensor:
-        """Run a pass in parts; between them, ranks add up their sums: see `part` of step.h."""
+        """Run a pass in parts (`part` of step.h). Between parts, ranks add up partial sums."""
         partial = torch.empty(step.rows, self._config.hidden_size)
         step.partial = partial.data_ptr()
         end = 2 * len(self._layers)
@@ -279,7 +279,7 @@ class CompiledDecoder:
 
     def logits(self, rows: int) -> Tensor:
         """Return memory for logits, [rows, vocab]. The same memory is reused once no tensor refers
-        to it. New memory costs the clearing of its pages: a tenth of a step of 128 rows."""
+        to it. The system clears new memory, which takes a tenth of a step of 128 rows."""
         vocab, memory = self.struct.choices, self._logits_memory
         count = rows * vocab
         room = count + _ALIGNMENT_BYTES // 4
@@ -324,8 +324,8 @@ def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
 
 
 def _flags(config: ModelConfig, dtype: torch.dtype) -> tuple[float, ...]:
-    """Return the fields of `decoder` from `centred` on. The scale of embeddings is rounded to their
-    `dtype`, if that is a float."""
+    """Return the fields of `DecoderStruct` from `centred` on. The scale of embeddings is rounded to
+    their `dtype`, if that is a float."""
     a = config.arithmetic
     embedding_scale = torch.tensor(a.embedding_scale)
     if dtype.is_floating_point:

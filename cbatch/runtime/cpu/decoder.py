@@ -88,7 +88,7 @@ class Model:
             self.compiled.keep(layers)
 
     def room_for_hidden(self, num_rows: int) -> Tensor | None:
-        """Return memory for what `forward` keeps of `num_rows` rows; None if it keeps nothing."""
+        """Return memory for the hidden states of `num_rows` rows; None if none are kept."""
         if not self.hidden_layers:
             return None
         return torch.empty(num_rows, len(self.hidden_layers), self.config.hidden_size)
@@ -134,8 +134,8 @@ def load_model(
     random_weights_seed: int | None = None,
     ranks: RankGroup | None = None,
 ) -> Model:
-    """Load a model from a directory, GGUF file or hub name, as `open_checkpoint`. With several
-    `ranks`, load this rank's shard."""
+    """Load a model from a directory, GGUF file or hub name (see `open_checkpoint`). With
+    several `ranks`, load this rank's shard."""
     if numerics not in ("auto", "invariant", "fast"):
         raise ModelError(f"numerics: must be auto, invariant or fast, got {numerics!r}")
     config, weights, served = open_checkpoint(path_or_name, dtype, random_weights_seed)

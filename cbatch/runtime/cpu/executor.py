@@ -34,7 +34,7 @@ class _Rows(NamedTuple):
     known: I64  # known tokens of the sequence
     start: I64  # first position to compute
     num_new_tokens: I64  # known tokens to compute: a chunk, or the last one
-    num_drafts: I64  # planned, limited by the remaining tokens of max_total_tokens
+    num_drafts: I64  # planned, limited by what max_total_tokens leaves
     catch_up: NDArray[np.int32]
     wants: NDArray[np.bool_]  # whether the row gets a new token
 
@@ -47,8 +47,8 @@ class TorchExecutor:
     unspecified.
 
     If an earlier step was uncommitted when a plan was made, the plan's `query_lens`, `num_drafts`
-    and `catch_up` are upper bounds. True positions are kept here. A row that already reached
-    `max_total_tokens` emits nothing.
+    and `catch_up` are upper bounds. The executor keeps the true positions. A row that already
+    reached `max_total_tokens` emits nothing.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class TorchExecutor:
         self.table = InputBatch(max_num_seqs, block_size, model.config.vocab_size, grammars)
         self.kv = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
         self.drafter = drafter
-        # For drafters that read hidden states: rows of each sequence in the last pass, and states.
+        # For drafters that read hidden states: query lengths and hidden states of the last pass.
         self._hidden: tuple[I64, Tensor] | None = None
         if drafter is not None:
             drafter.bind(self.table, num_blocks)
             model.keep_hidden(drafter.hidden_layers)
 
     def reset(self) -> None:
-        """Forget every slot. KV contents stay: nothing reads a position it has not written."""
+        """Forget every slot. KV contents stay: no sequence reads a position before writing it."""
         self.table.clear()
         if self.drafter is not None:
             self.drafter.reset()
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
-        """Count up `counter` [1] from now on while a step computes, at least once per layer of each
-        model. A watcher can so tell a long step from one that hangs."""
+        """Increment `counter` [1] in all later steps, at least once per layer of each model. So a
+        watcher can distinguish a long step from a step that hangs."""
         self.model.progress = counter
         if self.drafter is not None:
             self.drafter.report_progress(counter)
@@ -112,7 +112,7 @@ class TorchExecutor:
             if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
             shadow = self._score(rows, proposal)
-        # The cost of the step apart from drafting, bookkeeping included.
+        # Seconds of drafting, and of the rest of the step including bookkeeping.
         durations_s = draft_s, time.perf_counter() - started - draft_s
         result = self._report(plan, rows, proposal, tokens, counts, verified)
         return StepResult(
@@ -172,8 +172,8 @@ class TorchExecutor:
         return rows
 
     def _propose(self, rows: _Rows) -> Proposal | None:
-        """Return drafts for all rows, also written after the known tokens; None if there are
-        none."""
+        """Return drafts for all rows, and write them after the known tokens. None: no row drafts or
+        catches up."""
         assert self.drafter is not None
         at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
         if not len(at):
@@ -242,8 +242,8 @@ class TorchExecutor:
         return logprobs, rest
 
     def advance_rows(self, rows: _Rows, verified: Verified | None) -> tuple[I64, I64, I64]:
-        """Apply the result to the slots. Return the emitted tokens, and of each row the number of
-        emitted tokens and of positions in KV."""
+        """Apply the result to the slots. Return the emitted tokens, and for each row the numbers
+        of emitted tokens and of positions in KV."""
         table = self.table
         kv_lens = rows.start + rows.num_new_tokens
         counts = np.zeros(len(rows.slots), dtype=np.int64)
@@ -276,8 +276,8 @@ class TorchExecutor:
         lens = kv_lens - rows.start
         count = int(lens.sum())
         if count < len(hidden):
-            skipped = (query_lens - lens).cumsum() - (query_lens - lens)  # before each row
-            # Not by torch: see `EagleDrafter._ingest_waiting`.
+            skipped = (query_lens - lens).cumsum() - (query_lens - lens)  # rejected before it
+            # By NumPy, which is faster: see `EagleDrafter._ingest_waiting`.
             hidden = torch.from_numpy(hidden.numpy()[iota(count) + skipped.repeat(lens)])
         self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
 
@@ -299,7 +299,7 @@ class TorchExecutor:
         counts: I64,
         verified: Verified | None,
     ) -> dict[str, Any]:
-        """Return the fields of the `StepResult`, but for durations and scores."""
+        """Return the fields of the `StepResult` except those that `_run` adds."""
         drafted, accepted, row_splits = np.zeros((3, len(plan.slots) + 1), dtype=np.int32)
         status = self.table.failed[plan.slots]
         at, expected = rows.plan_rows, None

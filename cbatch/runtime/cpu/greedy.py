@@ -18,8 +18,8 @@ _ALONE_BELOW = 1 << 17  # number of logits below which one thread is faster than
 
 
 def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
-    """Return the most likely token of each row, ties to the lowest id, and whether all its logits
-    are finite. A row with NaN gives the id of the first. `logits` is fp32 [rows, vocab]."""
+    """Return the most likely token of each row (the lowest id of a tie), and whether all logits of
+    the row are finite. A row with NaN gives the id of its first NaN. `logits`: fp32 [R, vocab]."""
     kernel = library()
     if kernel is None:
         return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())

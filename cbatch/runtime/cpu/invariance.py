@@ -19,7 +19,7 @@ _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second fo
 
 
 class InvarianceReport(NamedTuple):
-    """The result of `probe_row_invariance`. `products`: the kinds in use; `kernels`: the build of
+    """The result of `probe_row_invariance`. `products`: kinds of product; `kernels`: the build of
     our own kernels; `shapes`: whether products [out, in] are invariant; `forward`: whether logits
     of whole passes are the same in several batches."""
 

@@ -19,16 +19,16 @@ from cbatch.runtime.model.rope import interleave_halves
 
 
 class CpuLayerBuilder(LayerBuilder[Linear]):
-    """Builds the layers of a CPU. Where our kernels would compute products of the widened weights,
-    quantised tensors are multiplied with as stored."""
+    """Builds the layers of a CPU. If our kernels compute its products, quantised tensors are
+    multiplied as stored, without widening them."""
 
     @cached_property
     def _takes_blocks(self) -> bool:
         return self._plan(1, 1).kind is Kind.COMPILED
 
     def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, Linear | None]:
-        """Return embedding and tied LM head. A quantised embedding is a product, and if it is tied
-        also the LM head's."""
+        """Return embedding and tied LM head. A quantised embedding is a product; if tied, the same
+        product is the LM head."""
         blocks, tied = self._blocks([name]), self.config.tie_embeddings
         if blocks is None:
             return super()._embedding(name, bias, norm)
@@ -36,7 +36,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return packed, Linear.of(packed) if tied else None
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
-        """Return tensors as stored, or None unless our kernels take all of them."""
+        """Return tensors as stored, or None unless our kernels support all of them."""
         stored = [self.source.blocks(name) for name in names] if self._takes_blocks else []
         blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
@@ -44,7 +44,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
     ) -> Linear | None:
-        """Return the product of stacked tensors as stored, or None if kernels do not take them."""
+        """Return the product of stacked tensors as stored, or None without kernels for them."""
         blocks = self._blocks(names)
         if blocks is None:
             return None
@@ -110,7 +110,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, Run]]:
-    """Return the runs of matrices that are stacked by rows."""
+    """Return each matrix with its run of rows in the stacked matrix."""
     parts, at = [], 0
     for block in blocks:
         rows = len(block.rows)

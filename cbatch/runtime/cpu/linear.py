@@ -22,7 +22,7 @@ from cbatch.runtime.cpu.products import Kind, Product, packing_available
 # Row counts whose bits are compared. Beyond them no library was seen to change its method.
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
 _PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that probing takes noticeable time
-_LARGE_WEIGHT = 1 << 26
+_LARGE_WEIGHT = 1 << 26  # elements
 
 
 class RowPadding(NamedTuple):
@@ -94,8 +94,8 @@ class Linear:
 
 
 class Machine(NamedTuple):
-    """The means of this machine for weights of one type: our own kernels; MKL's packed product, and
-    memory for its packed copy; instructions for bf16 products, in vectors or in tiles (AMX)."""
+    """The features of this machine for weights of one type: our own kernels; MKL's packed product,
+    with memory for the packed copy; bf16 instructions on vectors or on tiles (AMX)."""
 
     compiles: bool
     packs: bool
@@ -107,9 +107,9 @@ def kinds_for(dtype: torch.dtype, machine: Machine, *, invariant: bool) -> list[
     """Return the kinds that may compute weights of this type, the preferred first.
 
     Our kernels are faster than a library's from 1 to 128 rows. With bf16 instructions they are not
-    slower at 1,024 rows (measured on an AVX512_BF16 processor), above all since the whole pass is
-    then ours (see `CompiledDecoder`). Their bits are row-invariant. AMX tiles multiply bf16 ten
-    times faster than vectors multiply fp32. So where numerics is "fast", faster prompts are
+    slower at 1,024 rows (measured on an AVX512_BF16 processor), mainly because one call then runs
+    the whole pass (see `CompiledDecoder`). Their bits are row-invariant. AMX tiles multiply bf16
+    ten times faster than vectors multiply fp32. So where numerics is "fast", faster prompts are
     preferred to invariant bits. Emulated bf16 is the slowest.
     """
     native = machine.tiles or (machine.bf16 and not machine.compiles)
@@ -126,8 +126,8 @@ def make_plan(
     invariant: bool,
     may_pack: bool,
 ) -> ProductPlan:
-    """Return the plan for weights [out, in]: the first kind by the rule. With `invariant`, the
-    first one whose bits are invariant, with padding if necessary. `may_pack` is False if there is
+    """Return the plan for weights [out, in]: the first of `kinds_for`. With `invariant`, the
+    first kind whose bits are invariant, with padding if necessary. `may_pack` is False if there is
     no memory for a packed copy.
     """
     machine = Machine(
@@ -155,7 +155,7 @@ def _padded_plan(
     kinds: tuple[Kind, ...],
     threads: int,
 ) -> ProductPlan:
-    """Return the first kind with a padding that makes it invariant; else the first, unpadded."""
+    """Return the first kind that some padding makes invariant; else the first kind, unpadded."""
     weight = _random_weight(shape, dtype)
     for kind in kinds:
         product = kind.of(weight, None, None)
@@ -174,7 +174,7 @@ def _random_weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 def find_padding(run: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> RowPadding | None:
     """Return the least padding under which a row of `run` has the same bits at every probed row
-    count, or None."""
+    count; None if no padding does."""
     counts = _PROBE_ROWS if shape[0] * shape[1] <= _LARGE_WEIGHT else _PROBE_ROWS_LARGE
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(counts[-1] + 31, shape[1], generator=gen)

@@ -1,4 +1,4 @@
-"""Models on a CPU, and what an engine needs of them."""
+"""Loaded models on a CPU: memory for KV, the invariance test, the executor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from cbatch.system.machine import memory_bytes
 
-KV_SHARE = 0.25  # default part of the machine's memory that is for KV
+KV_SHARE = 0.25  # default share of the machine's memory for KV
 
 
 class CpuModels:
-    """A target and its draft. With other ranks the target is this rank's shard."""
+    """A target and its draft. With several ranks the target is this rank's shard."""
 
     def __init__(self, target: Model, draft: Model | Head | None) -> None:
         self.target, self.draft = target, draft

@@ -1,9 +1,9 @@
 """Implementations of y = (x * in_scale) W^T + bias over fp32 rows: [T, in] -> [T, out], contiguous.
 
-- *native*: `F.linear` in the dtype of the weights; the only one on devices other than CPUs.
+- *native*: `F.linear` in the dtype of the weights.
 - *packed*: MKL's fp32 product with weights packed once. In fp32 it computes 8 rows in about the
   time of one. bf16 weights are widened to fp32 first (the same values; activations are not
-  rounded). On a CPU without bf16 instructions that is far faster from a few rows on.
+  rounded). Without bf16 instructions it is far faster than native from a few rows on.
 - *compiled*: our own kernel, see `compiled`. With bf16 weights, activations are rounded to bf16 if
   the processor multiplies pairs of bf16; otherwise they are not rounded.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cbatch.runtime.compiled import CompiledProduct
 
-_PACK_ROWS = 64  # rows that MKL packs for; one packing serves all counts, and 64 is near the best
+_PACK_ROWS = 64  # row count that MKL packs for; the packing serves all counts, nearly at best speed
 
 Product = Callable[[Tensor, int], Tensor]  # (rows, number of rows) -> outputs
 
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
     def of(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Product:
         """Return the product with weights [out, in]. `in_scale` [in] is the weight of the norm
-        before it."""
+        before the product."""
         return _CLASSES[self](weight, bias, in_scale)
 
 
@@ -58,7 +58,7 @@ class _Packed:
         wide = weight.float() if in_scale is None else weight.float() * in_scale
         self._packed = pack(wide)
         self._product = torch.ops.mkl._mkl_linear.default
-        # MKL reads only its shape if the packed row count fits.
+        # MKL reads only the shape of this tensor if the packed row count fits.
         self._shape_only = wide.new_empty(1).expand(weight.shape)
         self._bias = None if bias is None else bias.float()
 

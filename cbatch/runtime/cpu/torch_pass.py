@@ -23,12 +23,12 @@ from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
-# Elementwise kernels compute the end of a thread's share differently (scalar, not vector code). Up
-# to this number of elements, a call has one share, whose layout is fixed.
+# Elements up to which one thread runs an elementwise call, with a fixed layout. Kernels compute the
+# end of each thread's share differently (scalar, not vector code).
 _ONE_SHARE = 32768
 _NORM_GAP = 16  # columns after the residual stream: 64 bytes, to keep rows aligned
 _MOST_SPARE_ROWS = 8
-_FEW_ROWS = 8  # rows that are computed in about the time of one
+_FEW_ROWS = 8  # rows that are computed in about the time of one row
 
 
 class _Buffers:

@@ -4,8 +4,8 @@ Keys are gathered in tiles of a fixed width from absolute position 0 (or from a 
 before a sliding window). So a row has the same keys in the same lanes however long the other rows
 are. Keys beyond a row are masked with a large finite number and have no effect:
 
-- a score is a sum over `head_dim` only. Queries are scaled before: a product with a factor that is
-  not a power of two applies it at different places for few rows and for many;
+- a score is a sum over `head_dim` only. Queries are scaled before the product, which would
+  apply a scale (unless a power of two) at different places for few rows and for many;
 - softmax adds lane by lane in order of position, and a masked key adds exactly 0;
 - the product with V runs over segments of `SEGMENT_TOKENS` at absolute positions. Each is short
   enough to be summed in one piece, and the segments are added in order.
@@ -29,8 +29,8 @@ from torch import Tensor
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
 
-LANES = 16  # widest vector of fp32: keys are padded to multiples of this
-SEGMENT_TOKENS = 128  # libraries split sums over 144 to 240 elements, at different places
+LANES = 16  # fp32 elements of the widest vector; keys are padded to multiples
+SEGMENT_TOKENS = 128  # positions of a sum; libraries split sums of more than 144 to 240
 MASKED = -1e30  # finite: exp gives 0, and 0 times a stale value is 0
 _MOST_PROBED_ROWS = 16
 
@@ -40,7 +40,7 @@ def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
     """Return the smallest row counts (q k^T, p v) from which a row's bits do not depend on the
     count.
 
-    Measured on random data once per process, up to 16. `threads` only extends the cache key.
+    Measured on random data once per process, up to 16 rows. `threads` only extends the cache key.
     """
     gen = torch.Generator().manual_seed(0)
     kv = torch.randn(4, SEGMENT_TOKENS, 2, head_dim, generator=gen)
@@ -95,8 +95,8 @@ class HeadShape(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """The shape of a group: `pairs` of (piece, KV head), each with `query_rows` rows of scores over
-    `keys` positions. The first `value_rows` of them are multiplied by V."""
+    """The shape of a group: the number of `pairs` (piece, KV head), each with `query_rows` rows of
+    scores over `keys` positions. The first `value_rows` rows are multiplied by V."""
 
     pairs: int
     query_rows: int
@@ -130,12 +130,12 @@ class Operands:
 class Group:
     """Queries that share one batched product.
 
-    A group has either consecutive single rows of the batch or any pieces. The products of single
-    rows read the step's buffers in place. For pieces, (token, KV head) units are copied together
-    (`pack`) and back (`unpack`). The planner fills `gather` and `mask` in every step.
+    A group has either consecutive single rows of the batch or any pieces (rows of one sequence).
+    The products of single rows read the step's buffers in place. The (token, KV head) units of
+    pieces are copied (`pack`, `unpack`). The planner fills `gather` and `mask` in every step.
     """
 
-    gather: Tensor  # int64 [pairs * blocks]: rows of the layer's blocks
+    gather: Tensor  # int64 [pairs * blocks]: rows of `block_rows` to read
     mask: Tensor  # additive, fp32 [pairs, query_rows, keys]
 
     def __init__(self, operands: Operands, heads: HeadShape) -> None:

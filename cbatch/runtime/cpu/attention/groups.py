@@ -25,7 +25,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 
 SMALL_QUERY_TOKENS = 32  # queries up to this length share products with others
-_CACHE_FLOATS = 3 << 17  # gathered K and V of one group: 1.5 MB, so that products read them from L2
+_CACHE_FLOATS = 3 << 17  # fp32 elements of a group's K and V: 1.5 MB, which fit the L2 cache
 _CACHED_SHAPES = 32
 
 
@@ -52,8 +52,8 @@ class GroupBuilder:
         self._operands: OrderedDict[GroupShape, Operands] = OrderedDict()
 
     def width(self, count: int, longest: int, window: int | None, times: int = 1) -> int:
-        """Return how many of `count` contexts form a group: as many as have K and V in `times` the
-        size of the L2 cache, and spread evenly over the groups."""
+        """Return the number of contexts per group: `count` contexts form groups of similar size,
+        whose K and V fit in `times` the L2 cache."""
         h = self.heads
         num_keys = longest if window is None else window + SEGMENT_TOKENS
         most_contexts = max(1, times * _CACHE_FLOATS // (num_keys * h.kv_heads * 2 * h.head_dim))
@@ -157,7 +157,7 @@ class GroupBuilder:
         group.bind_pieces(step.fused, step.out, pack, unpack)
 
     def _unit_index(self, rows: I64, query_lens: I64, queries: int, spare: int) -> tuple[I64, I64]:
-        """Return which (token, KV head) unit each (piece, KV head, query) reads, and which one it
+        """Return which (token, KV head) unit each (piece, KV head, query) reads, and which unit it
         writes. Padding reads unit 0 and writes row `spare`."""
         kv_heads = self.heads.kv_heads
         units = (rows[:, None] + iota(queries)) * kv_heads
@@ -169,12 +169,12 @@ class GroupBuilder:
 
 
 def _spread(group: Group, mask: NDArray[np.float32]) -> Tensor:
-    """Broadcast [pairs or 1, rows or 1, keys] to the scores of a group, sharing memory."""
+    """Broadcast a mask [pairs or 1, rows or 1, keys] to a group's scores, sharing memory."""
     return torch.from_numpy(mask).expand(group.operands.scores.shape)
 
 
 def _first_keys(kv: KVCache, contexts: I64, window: int | None) -> I64:
-    """Return the first position to gather, for first queries at `contexts - 1`: 0, or a segment
+    """Return the first position to gather, for a first query at `contexts - 1`: 0, or a segment
     boundary at or before the first key in the window."""
     if window is None:
         return np.zeros_like(contexts)

@@ -14,30 +14,30 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.model.config import ModelConfig
 
-_CHUNK_TOKENS = 128  # longer queries are cut at multiples of this: few masked keys
+_CHUNK_TOKENS = 128  # longer queries are cut at multiples of this, so that few keys are masked
 _MAX_SCORES = 1 << 24  # elements of one score buffer
-_MAX_WASTE = 1 << 18  # padded scores that cost less than one more group
+_MAX_WASTE = 1 << 18  # padded scores (elements) that cost less than another group
 
 
 class StepLayout(NamedTuple):
-    """Index arithmetic of one step: `slots` int64 [T * kv_heads] are the rows of `kv.token_rows`
+    """Index arrays of one step: `slots` int64 [T * kv_heads] are the rows of `kv.token_rows`
     for K and V of each (token, KV head). `groups` has the attention groups of each window."""
 
     slots: Tensor
     groups: dict[int | None, list[Group]]
 
 
-# Queries of pieces are copied, so the groups of pieces may be larger than the L2 cache, by this
-# factor. Of 2, 3 and 5 it was the one that was never slower than a single group, at 8 to 64 ragged
-# rows.
+# Maximum K and V of a group of pieces, as a multiple of the L2 cache. Queries of pieces are copied,
+# so larger groups are faster. Of 2, 3 and 5, only 3 was never slower than a single group at 8 to 64
+# ragged rows.
 _PIECES_TIMES = 3
 
 
 class AttentionPlanner:
     """Forms groups that together cover every row of a step once.
 
-    Pieces of a group are int64 [4, P]. The four rows are: sequence, first flat row, number of rows,
-    context (the last row of a piece has the position context - 1).
+    Pieces of a group are int64 [4, P]. The four rows are: sequence, first row in the batch, number
+    of rows, context (the last row of a piece has the position context - 1).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -112,7 +112,7 @@ class AttentionPlanner:
         waste = (area - int((query_lens * contexts).sum())) * self.heads.kv_heads
         if waste <= _MAX_WASTE:
             return [*parts, *self._split(pieces, window)]
-        # Powers of two in both directions: padding at most doubles each of them.
+        # Powers of two for queries and for contexts: padding at most doubles each.
         classes = _log2_class(query_lens) * 64 + _log2_class(contexts)
         for c in np.unique(classes):
             parts += self._split(pieces[:, classes == c], window)

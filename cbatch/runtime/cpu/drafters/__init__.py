@@ -1,1 +1,1 @@
-"""Drafters with a model, small or a head, on a CPU."""
+"""Drafters on a CPU that run a small model or a head."""

@@ -50,10 +50,10 @@ class _Setting(ctypes.Structure):
 
 
 class StateFusing(NamedTuple):
-    """How a position's hidden states [layers, width] become one input state of the head.
+    """The mapping of a position's hidden states [layers, width] to one input state of the head.
 
     First come RMS norms with the weights `norms`, fp32 [layers * width]; None: no norm. Each
-    layer's state is normed alone, or with `norms_all` the concatenation of all. Then `fc` maps the
+    layer's state is normed alone, or with `norms_all` the concatenation of them. Then `fc` maps the
     concatenation to one state. `fc` is None if the head reads one layer, whose state is the input.
     """
 
@@ -65,9 +65,8 @@ class StateFusing(NamedTuple):
 
 
 class SlotStates(NamedTuple):
-    """The slots, the head's KV cache, and input states that it keeps: those of the last position
-    of each slot (`of_slot` fp32 [slots, hidden]) and of each KV block (`of_block` fp32 [blocks,
-    hidden])."""
+    """The slots, the head's KV cache, and its input states at the last position of each slot
+    (`of_slot` fp32 [slots, hidden]) and of each KV block (`of_block` fp32 [blocks, hidden])."""
 
     table: InputBatch
     kv: KVCache

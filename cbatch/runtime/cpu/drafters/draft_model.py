@@ -27,9 +27,9 @@ from triton_kernels.noise import host as noise
 class DraftModel(ModelDrafter):
     """A small model with the target's vocabulary, as a drafter.
 
-    Its KV cache uses the target's block ids. `kv_len` counts its valid positions in each slot. It
-    lags after k = 0, a prefix hit, a preemption or a full acceptance. The first pass of a proposal
-    computes the missing tokens together with the last known one.
+    Its KV cache uses the target's block ids. `kv_len` is the number of valid KV positions of each
+    slot. It is below the target's after k = 0, a prefix hit, a preemption or a full acceptance. The
+    first pass of a proposal computes the missing tokens together with the last known token.
     """
 
     # The token id of each logit, ascending, int64; None: the logits are those of the first ids.
@@ -73,7 +73,7 @@ class DraftModel(ModelDrafter):
         return Proposal(drafting.tokens, drafted, drafting.probs(), drafting.non_finite)
 
     def _ingest_slices(self, rows: DraftRows, missing: I64) -> None:
-        """Compute the next `catch_up` tokens of rows without drafts, but not the last known one."""
+        """Compute the next `catch_up` tokens, except the last known, of rows without drafts."""
         slices = np.minimum(rows.catch_up, missing - 1) * (rows.num_drafts == 0)
         at = (slices > 0).nonzero()[0]
         if len(at):
@@ -108,7 +108,8 @@ class DraftModel(ModelDrafter):
             batch = self._next_tokens(tokens, positions + (depth - 1), tables)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
-        """Return the logits of the next draft of each sequence. `slots` is None after the first."""
+        """Return the logits of the next draft of each sequence. `slots` is None after the first
+        draft."""
         return self.model.forward(batch, self.kv)
 
     def _go_on_with(self, at: I64) -> None:
@@ -117,7 +118,7 @@ class DraftModel(ModelDrafter):
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, num_logits: I64
     ) -> RaggedBatch:
-        """Return a batch of known tokens. Tokens beyond this model's vocabulary become its last."""
+        """Return a batch of known tokens. Ids beyond this model's vocabulary become its last id."""
         batch = self.table.ragged(slots, starts, query_lens, num_logits)
         if self.model.config.vocab_size < self.table.vocab_size:
             batch.tokens.clamp_(max=self.model.config.vocab_size - 1)
@@ -156,7 +157,7 @@ class Drafting:
         self.sampled = None if greedy.all() else ~greedy
         self.processors = self.table.logits_processors
         self.processed = bool(self.processors.active[rows.slots].any())
-        # Drafts in the prefix of each row's logits processors.
+        # Number of drafts in the prefix of each row's logits processors.
         self._advanced = np.zeros(len(depths), dtype=np.int64)
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
@@ -212,7 +213,7 @@ class Drafting:
         if np.count_nonzero(coupled):  # coupled drafts are verified without q
             keep = np.flatnonzero(~coupled)
             q, rows = q[torch.from_numpy(keep)], rows[keep]
-        if len(rows):  # rows never rejoin, so every next q is exactly one draft deeper
+        if len(rows):  # a row that stopped does not continue, so each q is one draft deeper
             self._q.append(self._widened(q, 0.0))
             self._q_rows.append(rows)
 
@@ -228,7 +229,7 @@ class Drafting:
         return whole.index_copy_(1, self.vocabulary, x)
 
     def probs(self) -> Tensor | None:
-        """Return q of every draft that counts, row after row and by depth within a row."""
+        """Return q of every proposed draft, ordered by row and then by depth."""
         if not self._q:
             return None
         row = np.concatenate(self._q_rows)

@@ -1,10 +1,10 @@
 """The EAGLE drafter (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840), without draft
 trees.
 
-The head ingests every position that the target computes. Its K and V there depend only on the token
-and the target's previous state, so this costs two products and no attention. While no row drafts,
-the states of many steps are ingested at once. Ingesting overwrites the K and V that drafting wrote.
-So the head never needs to catch up with the target, and rejected drafts need no rollback.
+The head ingests every position that the target computes. Its K and V depend only on the token and
+the target's previous state, so this costs two products and no attention. While no row drafts, the
+states of many steps are ingested at once. Ingesting overwrites the K and V that drafting wrote. So
+the head never needs to catch up with the target, and rejected drafts need no rollback.
 
 The state of each block's last position is kept, because a sequence that continues from a shared
 block needs it for its next token.

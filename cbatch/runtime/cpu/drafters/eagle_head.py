@@ -88,7 +88,7 @@ class EagleHead(Head):
         return self.over_vocabulary(logits), carried
 
     def choices(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `forward`, but the logits [N, drafts] only of `vocabulary`."""
+        """Return the same as `forward`, but logits [N, ids] only of the ids in `vocabulary`."""
         carried = torch.empty(len(batch.logits_index), 1, self.config.hidden_size)
         logits = self._decoder.run(
             batch.tokens,

@@ -34,8 +34,8 @@ class LastStates:
     def keep_of_blocks(
         self, slots: NDArray[np.integer], starts: I64, lens: I64, states: Tensor
     ) -> None:
-        """Keep the states at the ends of blocks. `states` [sum of lens, size] has those of
-        positions [starts[i], starts[i] + lens[i]) of each slot i."""
+        """Keep the states at the ends of blocks. `states` [sum of lens, size] has the
+        states at positions [starts[i], starts[i] + lens[i]) of slots[i]."""
         size = self._table.block_size
         positions = (starts - lens.cumsum() + lens).repeat(lens) + iota(len(states))
         at = ((positions + 1) % size == 0).nonzero()[0]

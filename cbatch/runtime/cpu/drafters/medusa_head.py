@@ -33,7 +33,7 @@ class MedusaHead(Head):
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        """`target_head` [vocab, hidden]: the target's output matrix, for files without one."""
+        """`target_head` [vocab, hidden]: the target's output matrix, for a file without its own."""
         super().__init__(head, target)
         self.vocabulary = medusa_vocabulary(head, weights)
         self._norm = target.final_norm

@@ -13,8 +13,8 @@ _BLOCK = 32  # columns of a Q8_0 block
 
 
 class RoundedProducts(CpuLayerBuilder):
-    """Products of a head. If its target is `quantised`, they are rounded to Q8_0, which halves the
-    memory that a draft reads. Drafts are verified, so the head need not be exact."""
+    """Products of a head. If its target is `quantised`, weights are rounded to Q8_0, which halves
+    the memory that a draft reads. Drafts are verified, so the head need not be exact."""
 
     quantised: bool  # see `HeadBuilder`
 

@@ -27,7 +27,7 @@ class CpuStep(NamedTuple):
     kv: KVCache
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, as `LayerStep.compute`."""
+        """Attend as `LayerStep.compute` does."""
         if isinstance(self.step, AttentionStep):
             return self.step.attend(layer.prepared, self.kv.block_rows[layer.index], q, k, v)
         return attend(layer, self.step, self.kv, q, k, v)

@@ -25,7 +25,7 @@ def register() -> None:
 
 def experts(module: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute experts: hidden_states [T, hidden], chosen and weights [T, k] -> [T, hidden]. A
-    module that `compile_experts` left as it was runs its own code."""
+    module that `compile_experts` does not support runs its own code."""
     packed: CompiledExperts | None = getattr(module, PACKED_EXPERTS, None)
     if packed is None:
         return type(module).forward.__wrapped__(module, hidden_states, chosen, weights)
@@ -52,8 +52,8 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def _is_supported(module: Any) -> bool:
-    """Return whether a module has experts of transformers' interface with gates and no norm
-    after."""
+    """Return whether a module has transformers' experts interface, with gates and without a norm
+    after the experts."""
     weights = [getattr(module, name, None) for name in _WEIGHTS]
     if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights):
         return False
@@ -77,13 +77,13 @@ def _compiled(module: Any) -> CompiledExperts:
 
 
 def _deinterleaved(interleaved: Tensor) -> Tensor:
-    """Reorder [experts, 2 n, ...] with gates and ups alternating: first all gates, then all ups."""
+    """Reorder alternating gates and ups [experts, 2 n, ...] to all gates before all ups."""
     return torch.cat([interleaved[:, ::2], interleaved[:, 1::2]], dim=1)
 
 
 @torch.inference_mode()
 def gate_of(module: Any) -> Gate:
-    """Return our gate that gives the same numbers as the module's own, or else the module's own."""
+    """Return our gate that computes the same numbers as the module's, else the module's gate."""
     gen = torch.Generator().manual_seed(0)
     inputs = torch.randn(_PROBE_ROWS, 64, generator=gen, dtype=torch.float64) * _PROBE_STD
     arranged = inputs if module.is_concatenated else _interleaved(inputs)
@@ -107,5 +107,5 @@ def gate_of(module: Any) -> Gate:
 
 
 def _interleaved(halves: Tensor) -> Tensor:
-    """Reorder rows with all gates before all ups: gates and ups alternate."""
+    """Reorder rows with all gates before all ups to alternating gates and ups."""
     return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)

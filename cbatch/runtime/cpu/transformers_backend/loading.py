@@ -27,8 +27,8 @@ def load_transformers_model(
     ranks: RankGroup | None = None,
 ) -> TransformersModel:
     """Load a Hugging Face directory or hub name; with `ranks`, this rank's shard. Raises ModelError
-    for a model that cannot be served, with the reason, and FieldError for one that cannot be
-    divided among ranks."""
+    for a model that cannot be served, with the reason, and FieldError if it cannot be divided
+    among ranks."""
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with quiet():
         reference = reference_of(net, path)

@@ -36,7 +36,7 @@ class TransformersModel:
     """
 
     hidden_layers: tuple[int, ...] = ()
-    kv_dtype = torch.float32  # of the KV cache of the self-test
+    kv_dtype = torch.float32  # type of the self-test's KV cache
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class TransformersModel:
     ) -> None:
         """Replace the attention and products of `net`, a causal language model, by ours.
 
-        With `ranks`, every rank gives the whole model, of which this object keeps the rank's
-        shard. Raises ModelError for a model that we cannot compute, and FieldError for one that
-        cannot be divided among the ranks."""
+        With `ranks`, `net` is the whole model on every rank; this object keeps the rank's shard.
+        Raises ModelError for a model that we cannot compute, and FieldError for a model that cannot
+        be divided among the ranks."""
         self.ranks = ranks
         self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
         self.net, self.path = net, path
