@@ -22,8 +22,8 @@ IDLE_S = 3.0  # duration of the run without requests
 
 
 def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
-    """Fit the processor time per request, step and token to runs on an idle replica: that of servers
-    (children of this process) and of the client (this process). Needs two replicas or more."""
+    """Fit the processor time per request, step and token to runs on an idle replica, for servers
+    (children of this process) and for the client (this process). Needs two replicas or more."""
     rows, servers_s, clients_s = [], [], []
     for requests in (*runs_of(), []):
         before_s, began_s, client_s, steps = server_cpu_s(), time.monotonic(), 0.0, 0
