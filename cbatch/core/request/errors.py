@@ -23,8 +23,8 @@ class FieldError(InputError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the parts for pickle, which must not call `__init__`: `args` has the message, not
-        its three arguments. Errors are sent from process to process."""
+        """Return the parts for pickle, which sends errors between processes. It must not call
+        `__init__`, because `self.args` has the message in place of the three arguments."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 

@@ -12,8 +12,8 @@ from cbatch.core.request.errors import FieldError, did_you_mean, short
 from cbatch.core.request.request import SamplingParams, StructuredOutputs
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
-# Names of other servers' request fields for structured outputs: the equal member of
-# `structured_outputs`.
+# Fields for structured outputs in other servers' requests, and the member of `structured_outputs`
+# as which each is read.
 STRUCTURED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -32,8 +32,8 @@ def sampling_from_json(
     """Return `defaults` overridden by the fields of decoded JSON.
 
     `stop` may be a single string. A null field, also within `structured_outputs`, counts as absent.
-    Fields named in `STRUCTURED_FIELDS` are read as `structured_outputs`. The caller has removed
-    other servers' fields by `without_neutral_fields`. Raises `FieldError` for an unknown field, a
+    Fields named in `STRUCTURED_FIELDS` are read as `structured_outputs`. The caller first removes
+    other servers' fields with `without_neutral_fields`. Raises `FieldError` for an unknown field, a
     wrong type or a value out of range.
     """
     fields = {name: value for name, value in values.items() if value is not None}

@@ -12,7 +12,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     not be sampled."""
 
     slot: int
-    first_position: int  # of the first token, counted from the start of the prompt
+    first_position: int  # position of the first of the T tokens; a prompt begins at 0
     chosen: np.ndarray  # float32 [T]
     top_ids: np.ndarray  # int32 [T, n]
     top: np.ndarray  # float32 [T, n]

@@ -8,12 +8,12 @@ Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numb
     key = (seed & 0xffffffff, seed >> 32)
     counter = (token_id // 4, absolute position of the sampled token, choice index, purpose)
 
-The word of a token is number token_id % 4 of the four that come out. A scalar draw (the accept
-test) is the word of token 0. The noise does not depend on batch row, slot or tile.
+The generator returns four words; the word of a token has index token_id % 4. A scalar draw (the
+accept test) uses the word of token 0. The noise does not depend on batch row, slot or tile.
 
 With block verification, the last word of the counter of draft and accept noise also contains the
-depth of the draft in its block (`at_depth`). A block uses the noise of all its drafts, the rejected
-ones among them, and the next block drafts at the same positions again, but at other depths.
+depth of the draft in its block (`at_depth`). A block uses the noise of all its drafts, rejected
+drafts included. The next block drafts at the rejected positions again, but at other depths.
 Position and depth identify the block, so no two blocks of a sequence share a draw.
 """
 
@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Purpose(enum.IntEnum):
-    """Streams of noise. If accept test and residual shared one, the distribution would be wrong."""
+    """Streams of noise. If two purposes shared a stream, the distribution would be wrong."""
 
     DRAFT = 0  # samples the draft token from q
     ACCEPT = 1  # u of the accept test (scalar)
@@ -58,7 +58,7 @@ LOG1P_COEFFICIENT_BITS = (
 )
 LN2_BITS = 0x3F317218
 THREE_QUARTERS_BITS = 0x3F400000
-SMALL_DRAW = 1 << 30  # for words below this, 1 - u is close to 1: the log is of 1 + r with r = -u
+SMALL_DRAW = 1 << 30  # for words below this, ln(1 - u) is computed as ln(1 + r) with r = -u
 
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
@@ -69,7 +69,7 @@ _U64_32 = np.uint64(32)
 
 
 def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
-    """Return Philox4x32-10, uint32 [..., 4], of `counter` [..., 4] and `key` [..., 2]."""
+    """Return the words of Philox4x32-10, uint32 [..., 4]: `counter` [..., 4], `key` [..., 2]."""
     c = np.moveaxis(np.asarray(counter, dtype=np.uint32), -1, 0)
     k = np.moveaxis(np.asarray(key, dtype=np.uint32), -1, 0)
     even, odd = _rounds(c[0::2].astype(np.uint64), c[1::2], k)
@@ -77,8 +77,8 @@ def philox4x32(counter: ArrayLike, key: ArrayLike) -> U32:
 
 
 def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
-    """Run ten rounds on the lanes (c0, c2) and (c1, c3), first axis, and return both as uint32. A
-    round multiplies the even lanes, and mixes each product with the opposite odd lane."""
+    """Run ten rounds on the lanes (c0, c2) and (c1, c3) of the counter, stacked on the first axis.
+    A round multiplies the even lanes, and mixes each product with the opposite odd lane."""
     lanes_first = (2, *(1,) * (even.ndim - 1))
     multiplier = np.array(PHILOX_M, dtype=np.uint64).reshape(lanes_first)
     weyl = np.array(PHILOX_W, dtype=np.uint32).reshape((2, *(1,) * (key.ndim - 1)))
@@ -128,7 +128,7 @@ def token_words(
 def scalar_words(
     keys: ArrayLike, positions: ArrayLike, choices: ArrayLike, purpose: ArrayLike
 ) -> U32:
-    """Return one word per draw, that of token 0, uint32 [N]."""
+    """Return the word of token 0 for N draws, uint32 [N]."""
     return token_words(keys, positions, choices, purpose, vocab_size=1)[:, 0]
 
 
@@ -141,7 +141,7 @@ def uniform(words: ArrayLike) -> F32:
 def exponential(words: ArrayLike) -> F32:
     """Return exponential draws E = -ln(1 - u) > 0.
 
-    Small E win a race, so they have full relative precision. E = e*ln2 - r*P(r), where
+    The smallest E wins `race`, so small E have full relative precision. E = e*ln2 - r*P(r), where
 
         x < 2**30: r = -uniform(x), e = 0
         else: w = fp32(max(~x, 1)) = 2**32 * (1 - u); w * 2**-32 = f * 2**-e, f in [0.75, 1.5);

@@ -23,7 +23,7 @@ CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)
 MODEL = "model"  # the drafter that runs a draft model
 LOOKUPS = ("ngram", "suffix")  # the drafters that look up repetitions in the text
 DRAFTERS = (MODEL, *LOOKUPS)
-# Far beyond any logit, yet sums of biases do not overflow fp32.
+# Largest absolute bias: far beyond any logit, yet sums of biases do not overflow fp32.
 MAX_LOGIT_BIAS = 1e30
 # Values that mean None in other engines.
 NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
@@ -32,7 +32,7 @@ _LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo
 
 
 class FinishReason(enum.StrEnum):
-    """Reason why an accepted request ended; each ends for exactly one."""
+    """Reason why an accepted request ended. Each request has exactly one reason."""
 
     STOP = "stop"  # EOS, a stop token id, or a stop string in the detokenized text
     LENGTH = "length"  # max_tokens, or the context is full
@@ -49,12 +49,12 @@ class StructuredOutputs(
     output is complete. Raises `FieldError`; `cbatch.grammars` checks that the constraint compiles.
     """
 
-    json: dict[str, Any] | str | None = None  # a JSON schema; kept as its text
+    json: dict[str, Any] | str | None = None  # a JSON schema; stored as text
     json_object: bool | None = False  # any JSON object
-    regex: str | None = None  # that matches the whole output
+    regex: str | None = None  # matched against the whole output
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # Lark or GBNF
-    around: str | None = None  # Lark of the whole output; `@answer` refers to the constraint
+    around: str | None = None  # Lark grammar of the whole output; `@answer` is the constraint
 
     def __post_init__(self) -> None:
         ways = self.__struct_fields__[:-1]
@@ -62,7 +62,7 @@ class StructuredOutputs(
         remedy = f"give one of {', '.join(ways)}"
         _require(len(given) == 1, "structured_outputs", given, remedy)
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
-        # As text, because a schema may contain integers too large for other formats.
+        # A schema is stored as text, because its integers may be too large for msgpack.
         if isinstance(self.json, dict):
             msgspec.structs.force_setattr(self, "json", _schema_text(self.json))
         for name in self.__struct_fields__:
@@ -155,8 +155,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     logprobs: Annotated[
         int | None, _sampling("log probabilities of each token and of the N most likely", "N")
     ] = None
-    # raw: log softmax of the model's logits. processed: of the distribution that is sampled from;
-    # for greedy tokens, of that distribution at temperature 1.
+    # raw: log softmax of the model's logits. processed: log probabilities under the distribution
+    # that tokens are sampled from, for greedy tokens at temperature 1.
     logprobs_mode: Annotated[Literal["raw", "processed"], _sampling("")] = "raw"
     prompt_logprobs: Annotated[
         int | None, _sampling("the same for the prompt, always raw", "N")
@@ -164,7 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_lookahead: Annotated[
         int | None, _sampling("maximum draft length k for these prompts", "N")
     ] = None
-    drafter: tuple[str, ...] | None = None  # of `DRAFTERS`, preferred first; None: the engine's
+    drafter: tuple[str, ...] | None = None  # from `DRAFTERS`, preferred first; None: the engine's
     # rejection: drafts are accepted one by one. block: all drafts of a step are verified jointly,
     # which accepts the most. Both keep the output distribution. coupled: the sampled tokens
     # themselves do not depend on the drafts. auto: coupled with a seed, else rejection.
@@ -221,7 +221,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def coupled(self) -> bool:
-        """True if draft and target share their noise (verification "coupled", or by a seed)."""
+        """True if draft and target share their noise ("coupled", or "auto" with a seed)."""
         return self.verification == "coupled" or (
             self.verification == "auto" and self.seed is not None
         )
@@ -233,7 +233,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def wants_prompt(self, choice: int) -> bool:
         """Return whether choice number `choice` reports the log probabilities of the prompt. Only
-        the first does, because all `n` choices have the same."""
+        choice 0 does, because the prompt is the same for all choices."""
         return self.prompt_logprobs is not None and choice == 0
 
     def require_vocabulary(self, vocab_size: int, stop_ids: tuple[int, ...]) -> None:
@@ -295,8 +295,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0  # index among the n choices of one API request
     priority: int = 0  # under the `priority` queue policy, smaller is served first
     cache_salt: CacheSalt | None = None  # prefixes are shared only among requests of equal salt
-    compile_s: float = 0.0  # processor time that compiling its structured output took before
-    itl_target_s: float | None = None  # longest gap between its tokens; None: the scheduler's
+    compile_s: float = 0.0  # processor time to compile its grammar, measured by the validator
+    itl_target_s: float | None = None  # target gap between its tokens; None: the scheduler's
 
     def prompt_array(self) -> np.ndarray:
         """Return the prompt, [tokens] of any integer dtype: its ids may not fit int32 before they

@@ -1,4 +1,4 @@
-"""Fields of structs: values of the right type, and which of them an operator may set."""
+"""Conversion of struct fields to their types, and marks of the fields that an operator may set."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _fields = functools.cache(msgspec.structs.fields)
 
 
 def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta:
-    """Mark a field that an operator may set: `cbatch.cli.settings` makes a flag, a variable and a
-    key of TOML of it. `group` and `text` are for the help. Further keywords say how the setting
-    differs from its field: `name`, hidden `aliases`, `type`, the `default` to show in place of
-    None, and `units`: that of a name as a multiple of the field's."""
+    """Mark a field that an operator may set: `cbatch.cli.settings` gives it a flag, an environment
+    variable and a TOML key. `group` and `text` are for the help. Further keywords say how the
+    setting differs from its field: `name`, hidden `aliases`, `type`, the `default` to show in place
+    of None, and `units`: by name, its unit as a multiple of the field's unit."""
     return Meta(description=text, extra={"group": group, "metavar": metavar, **more})
 
 
 def names_of(field: FieldInfo) -> tuple[str, ...]:
-    """Return all names of a field's setting: its own first, then aliases and old names, then, of a
-    switch, the same with `no_`, which turn it off."""
+    """Return all names of a field's setting: its own name, aliases and old names. A switch has each
+    of them also with the prefix `no_`, which turns it off."""
     more = mark_of(field).extra or {}
     # A flag takes one id of a list at a time, so its name is in the singular.
     singular = field.name.removesuffix("s") if field.name.endswith("_ids") else field.name

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-# As arrays, because numpy must convert a Python number in each operation.
+# Constants as arrays, because numpy converts a Python number in each operation.
 ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -33,7 +33,7 @@ class Node(NamedTuple):
 
     uid: int
     block: int | None
-    salt: str | None = None  # of a root
+    salt: str | None = None  # set only for a root
 
 
 ROOT = Node(0, None)
@@ -59,7 +59,7 @@ class Match(msgspec.Struct, frozen=True):
 
 class ReleaseOrder:
     """The order in which unreferenced cached blocks are evicted: a queue, least recently appended
-    first, with operations on many blocks at once. Removal leaves gaps, closed at the queue's end.
+    first, with operations on many blocks at once. Removal leaves gaps until the array is full.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -88,11 +88,11 @@ class ReleaseOrder:
         self._count -= len(blocks)
 
     def take(self, count: int) -> np.ndarray:
-        """Remove and return the first `count` blocks; the queue has as many."""
+        """Remove and return the first `count` blocks. The queue must not have fewer."""
         num_blocks, end = 0, self._head
         while num_blocks < count:
             begin, end = end, end + count - num_blocks
-            # Counted in bytes, because numpy takes several times as long for so short an array.
+            # Counting bytes is several times as fast as numpy on an array this short.
             num_blocks += self._occupied[begin:end].tobytes().count(True)
         positions = slice(self._head, end)
         blocks = self._queue[positions][self._occupied[positions]]
@@ -129,7 +129,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
-        # True if the block's KV of the draft model is complete, too.
+        # By block: whether the draft model's KV is complete, too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
         # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -164,13 +164,13 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, tokens: int) -> int:
-        """Return the number of blocks for the KV of so long a sequence."""
+        """Return the number of blocks for the KV of `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def occupancy(self, max_cells: int) -> tuple[int, np.ndarray, np.ndarray]:
         """Return a map of the pool with at most `max_cells` cells: the blocks per cell (the last
-        may have fewer), and per cell the number of referenced blocks, and of cached and
-        unreferenced blocks, both intp [cells]."""
+        may have fewer), and per cell the numbers of referenced blocks and of cached unreferenced
+        blocks, both intp [cells]."""
         size = -(-self.num_blocks // max_cells)
         starts = np.arange(0, self.num_blocks, size)
         referenced = self.ref_counts > 0
@@ -240,8 +240,7 @@ class BlockPool:
         return int(np.count_nonzero(self.ref_counts[blocks] == 1))
 
     def take_to_zero(self) -> np.ndarray:
-        """Return the blocks, allocated since the last call, that must be zeroed before their first
-        use, int32."""
+        """Return the blocks allocated since the last call that must be zeroed before use, int32."""
         if not self._to_zero:
             return _NONE
         blocks = np.asarray(self._to_zero, dtype=np.int32)
@@ -277,8 +276,8 @@ class BlockPool:
             blocks, contents = blocks[len(path) :], contents[len(path) :]
         if not len(blocks):
             return parent
-        # After the first new node all nodes are new. One uid is skipped: `_next` of the last block
-        # is outdated, and if the next run began at that block it would seem to continue this one.
+        # After the first new node all nodes are new. One uid is skipped after a run: `_next` of its
+        # last block is outdated, and a next run that began there would seem to continue this run.
         first, last = blocks.item(0), blocks.item(-1)
         first_uid, end_uid = self._next_uid, self._next_uid + len(blocks)
         self._uids[blocks] = np.arange(first_uid, end_uid)
@@ -291,8 +290,8 @@ class BlockPool:
         return Node(end_uid - 1, last)
 
     def mark_ready(self, blocks: np.ndarray) -> None:
-        """Mark those blocks ready that have a node. Their KV is complete and verified."""
-        self._ready[blocks] = self._uids[blocks]  # the root's uid is 0, which is False
+        """Mark the blocks with a node as ready. Their KV is complete and verified."""
+        self._ready[blocks] = self._uids[blocks]  # 0, which is False, for a block without a node
 
     def taint(self, blocks: np.ndarray) -> None:
         """Remove blocks that may have non-finite values from the cache, and zero them before

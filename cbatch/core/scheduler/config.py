@@ -31,8 +31,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_num_seqs: int = 64  # sequences that run at once
     max_model_len: int = 2048  # context: prompt and output together
     max_num_batched_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
-    # Part of `max_num_batched_tokens` that a catch-up token takes from prompts: the cost of a draft
-    # token relative to a target token.
+    # Prompt tokens that give way to one catch-up token within `max_num_batched_tokens`: the cost of
+    # a draft token relative to a target token.
     catch_up_price: float = 1.0
     vocab_size: int = 2**31 - 1
     eos_ids: tuple[int, ...] = ()
@@ -42,16 +42,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enable_prefix_caching: bool = True
     kv_events: bool = False  # record what enters and leaves the prefix cache
     decode_reserve_tokens: int = 16  # free KV positions beyond the prompt, required for admission
-    draft_context_tokens: int | None = None  # of the draft model; None: there is none
-    # Drafters of a request that names none, preferred first. None: the draft model if there is one,
-    # else none, and k is always 0.
+    draft_context_tokens: int | None = None  # the draft model's context; None: no draft model
+    # Drafters of a request that names none, preferred first. None: the draft model; without a draft
+    # model, k is always 0.
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
-    cost_profile: CostProfile | None = None  # of `adaptive`; None: prices are learned while serving
-    # While rows decode, a chunk is as small as keeps this share of the best prompt throughput. With
-    # 1 a step takes prompt tokens up to its whole budget, and decoding rows wait longer.
+    cost_profile: CostProfile | None = None  # first prices of `adaptive`; None: it learns them all
+    # While rows decode, a chunk is the smallest that keeps this share of the best prompt
+    # throughput. With 1 a chunk may fill the step's budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE
-    itl_target_s: float | None = None  # longest gap between tokens of a decoding row; None: any
+    itl_target_s: float | None = None  # target gap between tokens of a decoding row; None: none
 
     def __post_init__(self) -> None:
         checks = (
@@ -111,7 +111,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
     def check_request(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
-        """Return the tokens of prompt and `output`, the tokens that it has already, as int32.
+        """Return the tokens of the prompt and of `output`, the output so far, as int32.
 
         Raises `FieldError` or `RefusedError` for a request that a scheduler with this configuration
         would reject. A server calls it, too, before it sends a request to the engine.
@@ -120,13 +120,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.check_tokens(request, output)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise `FieldError` for invalid sampling parameters. The choices of an API request share
-        them, and the check of many token ids is slow, so that it is apart from `check_tokens`."""
+        """Raise `FieldError` for invalid sampling parameters. This check is slow for many token
+        ids, so that callers do it once for all choices of an API request."""
         stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
         params.require_vocabulary(self.vocab_size, stop_ids)
 
     def check_tokens(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
-        """Do the part of `check_request` that looks at tokens, and return what that returns."""
+        """Check the tokens of a request, and return them as `check_request` does."""
         prompt, params = request.prompt, request.params
         if not prompt:
             raise FieldError("prompt", "is empty", "give at least one token")

@@ -117,7 +117,7 @@ class StepResult(msgspec.Struct, frozen=True):
     None: `num_accepted`, as it is for greedy and coupled rows. With rejection sampling it is the
     sum of 1 - TV(p, q) over positions up to and including the first rejection. With block
     verification it is the sum, over the same positions, of the probability that one more draft is
-    accepted, given those before.
+    accepted, given that the drafts before it were.
 
     `shadow` scores drafters on tokens that were emitted without drafts. `logprobs` has an entry for
     each row whose request wants log probabilities of its output or (at earlier positions) of its

@@ -1,4 +1,4 @@
-"""Decisions about tokens and blocks when there are too few. The planner applies them."""
+"""Decisions about tokens and blocks when there are too few. `schedule` applies them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decide_growth(
     """Decide which rows decode in this step, with how many drafts, and which are preempted.
 
     In service order each row first gets the block for its next token. If no block is free, the
-    victim is the last unprotected row in service order after it; if there is none, the row itself.
+    victim is the last unprotected row after this row in service order, or else this row itself.
     Drafts share the blocks that remain afterwards: speculation never causes a preemption. A row
     whose block is among the `pending_blocks`, which are freed when a plan in flight commits, does
     not run in this step.

@@ -6,13 +6,13 @@
    are reserved for both. Where the pool is short, drafts are cut and rows are preempted
    (preemption.py); then no request is admitted in this step.
 2. Chunks of prompts. The row with the fewest remaining tokens goes first, so that a short prompt
-   does not wait for a long one. To bound the delay, a row goes first once later prompts have
-   computed as many tokens before it as it had at admission. Under the `priority` policy no row
-   overtakes a row of higher priority.
-3. New requests in service order (queue.py). Those that are shorter than the first prompt go before
-   it. Admission needs a slot, and blocks for all known tokens and a decode reserve. The first
-   request that does not fit blocks those after it. One whose next prefix block is being computed
-   waits for that block, and lets others overtake it.
+   does not wait for a long one. To bound the delay, a row goes first once the prompts that overtook
+   it have computed at least its `tokens_at_admission`. Under the `priority` policy no row overtakes
+   a row of higher priority.
+3. New requests in service order (queue.py). Requests shorter than the first prompt go before it.
+   Admission needs a slot, and blocks for all known tokens and a decode reserve. A request that does
+   not fit blocks all later requests. A request whose next prefix block is being computed waits for
+   that block, and lets others overtake it.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class _Prompt(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Return the sort key; the smallest is served first. The length of a prompt does not count
-        once later ones have overtaken it for long enough."""
+        """Return the sort key; the smallest is served first. The remaining length does not count
+        once later prompts have overtaken this one by its own length."""
         is_due = self.sequence.overtaken_tokens >= self.sequence.tokens_at_admission
         return self.sequence.level, 0 if is_due else self.remaining_tokens
 
@@ -248,8 +248,8 @@ def _prompt_of(state: SchedulerState, sequence: Sequence) -> _Prompt:
 def _prompt_budget(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, prompts: list[_Prompt]
 ) -> int:
-    """Return the most prompt tokens of the step: those that decoding rows leave of the budget, and
-    no more than the delay that these rows accept (see step_costs.py)."""
+    """Return the most prompt tokens of the step: the budget that decoding rows leave, limited by
+    the delay that these rows accept (see step_costs.py)."""
     config, num_rows = state.config, len(batch.slots)
     budget = config.max_num_batched_tokens - num_rows - tokens.total_drafts
     budget -= ceil(tokens.total_catch_up * config.catch_up_price)
@@ -371,8 +371,8 @@ class DraftableRows:
 
     @cached_property
     def budget_tokens(self) -> int:
-        """Drafts and catch-up tokens of all rows, at most. While prompts wait, drafts get half of
-        the step's budget, and leave time for a chunk within the target gap between tokens."""
+        """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
+        half of the step's budget, and leaves time for a chunk within the target gap."""
         state, target_s = self._state, self._batch.itl_target_s
         budget = state.config.max_num_batched_tokens - self.num_rows
         has_prompts = bool(state.prefilling or state.waiting)

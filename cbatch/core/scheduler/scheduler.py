@@ -39,7 +39,7 @@ class Scheduler:
         self.config = config
         self._state = SchedulerState(config)
         self._log = log
-        # The last valid ones, because the choices of a request share them.
+        # The last valid parameters, which are not checked again for a request's other choices.
         self._checked: SamplingParams | None = None
         if log:
             log(events.Configured(config))

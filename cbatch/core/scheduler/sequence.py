@@ -19,8 +19,8 @@ class Sequence(msgspec.Struct, eq=False):
 
     request: Request
     rank: Rank
-    level: float  # of priority: no sequence overtakes one of a lower level
-    root: Node  # of the prefix cache, by the request's salt
+    level: float  # priority level: no sequence overtakes a sequence of a lower level
+    root: Node  # root of the prefix cache for the request's salt
     stop_ids: tuple[int, ...]
     min_total_tokens: int  # a stop id at an earlier position does not end the request
     max_total_tokens: int
@@ -30,7 +30,7 @@ class Sequence(msgspec.Struct, eq=False):
     last_node: Node = ROOT  # in the prefix cache, of the last block that has a node
     num_nodes: int = 0  # leading blocks that have nodes, promised or ready
     tokens_at_admission: int = 0
-    overtaken_tokens: int = 0  # of later prompts that were computed while this one prefills
+    overtaken_tokens: int = 0  # tokens of later prompts, computed while this sequence prefills
     preemptions: int = 0
     pending_preemption: bool = False  # to be preempted when its plan in flight commits
 
@@ -41,7 +41,7 @@ class Sequence(msgspec.Struct, eq=False):
     @property
     def computes_prompt(self) -> bool:
         """True if every position of the prompt must be computed, without prefix hits, for the log
-        probabilities of the prompt. Once there is an output they have been reported."""
+        probabilities of the prompt. With output tokens, they have been reported already."""
         requested = self.request.params.wants_prompt(self.request.choice)
         return requested and len(self.tokens) == self.num_prompt_tokens
 
@@ -50,8 +50,8 @@ class Sequence(msgspec.Struct, eq=False):
 
         With n known tokens a row drafts at most `lookahead_end` - n: a token is sampled after the
         drafts, and the draft model reads no position beyond its context. Catch-up is planned while
-        n <= `catch_up_end`. It is 0 if the draft model is only the fallback of a lookup, because it
-        would seldom use what it caught up on.
+        n <= `catch_up_end`, which is 0 if the draft model is absent, or only the fallback of a
+        lookup: a fallback seldom needs its KV.
         """
         requested, context = self.request.params.drafter, config.draft_context_tokens
         chain = config.default_chain if requested is None else requested
@@ -62,8 +62,8 @@ class Sequence(msgspec.Struct, eq=False):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The end of a request, with its whole output, int32, after every cut. `message` explains an
-    error."""
+    """The end of a request. `output` is its whole output, int32, already cut at a stop. `message`
+    explains an error."""
 
     request_id: str
     reason: FinishReason
@@ -78,7 +78,7 @@ class Commit(msgspec.Struct, frozen=True):
     owners: list[Sequence]
     tokens: np.ndarray  # int32, as the executor returned them for these rows
     row_splits: np.ndarray  # int32 [rows + 1] into `tokens`
-    counts: np.ndarray  # int32 [rows], the row's tokens that remain after every cut
+    counts: np.ndarray  # int32 [rows], tokens of each row that remain after the cut at its end
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     finished: tuple[Finished, ...]
@@ -110,7 +110,7 @@ class SchedulerStats(msgspec.Struct):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0  # known tokens at admission, also after a preemption
+    prompt_tokens: int = 0  # known tokens at each admission, again after a preemption
     prefix_hit_tokens: int = 0  # of `prompt_tokens`, those in the prefix cache
     executor_resets: int = 0
     draft_s: float = 0.0  # measured by the executor

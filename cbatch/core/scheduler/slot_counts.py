@@ -44,7 +44,7 @@ class SlotCounts:
         work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
         self._idle_s *= IDLE_LEFT
         work.ingested_tokens = sum(plan.catch_up.tolist())
-        # The leading rows that decode without drafts; each reads all its known tokens.
+        # Number of leading rows that decode without drafts; each reads all its known tokens.
         plain = decodes if not depth and uncomputed[:decodes].count(1) == decodes else 0
         if plain == rows:
             work.target_tokens = work.logit_tokens = rows

@@ -21,8 +21,8 @@ _INITIAL_WIDTH_TOKENS = 256
 class SlotTable:
     """State by slot. All counts are in tokens, and exclude plans in flight.
 
-    A decoding sequence has exactly one known token that is not in KV. So its step changes
-    `num_tokens` and no other column; the number of KV positions is derived.
+    A decoding sequence has exactly one known token that is not in KV. So a decode step changes only
+    the column `num_tokens`; the number of KV positions is derived.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_sequence: int) -> None:
@@ -35,11 +35,11 @@ class SlotTable:
         self.num_uncomputed_tokens = column()
         self.draft_kv = column()  # valid positions in the draft model's KV
         self.max_total = column()  # prompt + max_tokens, cut to context and pool
-        self.max_lookahead = column()  # most drafts a step
+        self.max_lookahead = column()  # most drafts in a step
         self.lookahead_end = column()  # most known tokens and drafts together
         self.catch_up_end = column()  # most known tokens at which catch-up is planned
         self.capacity = column()  # positions in its blocks
-        self.reserved_tokens = column()  # capacity at admission, which is not given back before
+        self.reserved_tokens = column()  # capacity at admission, kept until the sequence leaves
         self.num_cached_tokens = column()  # leading positions in ready blocks of the prefix cache
         # Constants; plans use slices of them.
         self.zeros, self.ones = column(), column() + ONE
@@ -81,12 +81,12 @@ class SlotTable:
     def _set_tokens(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
         self.flat_tokens = tokens.reshape(-1)  # a view
-        self.row_start = np.arange(0, tokens.size, tokens.shape[1])  # of each slot, in the view
+        self.row_start = np.arange(0, tokens.size, tokens.shape[1])  # by slot, in `flat_tokens`
 
 
 class RowTokens(msgspec.Struct, frozen=True, eq=False):
-    """Number of tokens that each row computes, int32 [rows], and their sums. Never changed, so that
-    equal steps can share it."""
+    """Numbers of tokens that each row computes, int32 [rows], and their sums. Immutable, so that
+    steps can share them."""
 
     num_drafts: np.ndarray
     query_lens: np.ndarray  # 1 + num_drafts, or the length of a chunk
@@ -104,7 +104,7 @@ class RowTokens(msgspec.Struct, frozen=True, eq=False):
         return cls(num_drafts, num_drafts + ONE, catch_up, total, total_catch_up, all_draft)
 
     def with_catch_up(self, catch_up: np.ndarray, total: int) -> RowTokens:
-        """Return the same with other catch-up tokens and their sum."""
+        """Return the same drafts with other catch-up tokens, whose sum is `total`."""
         drafts = self.num_drafts, self.query_lens, catch_up, self.total_drafts
         return RowTokens(*drafts, total, self.all_draft)
 
@@ -117,13 +117,13 @@ class RowTokens(msgspec.Struct, frozen=True, eq=False):
 class DecodeBatch:
     """Decoding rows in ascending order of slots, and what is constant while they decode.
 
-    This takes longer to compute than a plan. So `SchedulerState.decode_batch` keeps the batch of
+    A batch takes longer to compute than a plan. So `SchedulerState.decode_batch` keeps the batch of
     all decoding rows until their set changes."""
 
     def __init__(
         self, table: SlotTable, owners: list[Sequence], slots: list[int], itl_target_s: float | None
     ) -> None:
-        """`owners` are the sequences in these slots, `itl_target_s` is the shortest of theirs."""
+        """`owners` are the sequences in these slots, `itl_target_s` is their shortest target."""
         count = len(slots)
         self.index = np.array(slots, dtype=np.intp)  # an int32 index costs a conversion
         self.slots = self.index.astype(np.int32)
@@ -136,8 +136,8 @@ class DecodeBatch:
         zeros = table.zeros[:count]
         self.plain = RowTokens(zeros, table.ones[:count], zeros, 0)  # one token per row
         self.may_draft = bool(np.count_nonzero(table.max_lookahead[self.rows]))  # any row
-        # What each row drafts at most, by its request; and whether catch-up is allowed to every row
-        # for as long as drafts are.
+        # Most drafts that each row's request allows, and whether every row may catch up for as long
+        # as it may draft.
         self.max_drafts, self.all_catch_up = self.plain, True
         if self.may_draft:
             self.max_drafts = RowTokens.of(table.max_lookahead[self.rows].copy(), zeros, 0)
@@ -146,9 +146,9 @@ class DecodeBatch:
         self.tokens_until_end = 0  # lower bound of each row's tokens until its `lookahead_end`
 
     def may_end(self, table: SlotTable, max_emitted: int) -> bool:
-        """Return whether a row may reach its last token in the step that commits, in which each row
-        emits at most `max_emitted` tokens. Call it once a commit: it moves `tokens_until_end`, and
-        computes that again if it does not decide."""
+        """Return whether a row may reach its last token in the step that commits, if each row emits
+        at most `max_emitted` tokens. Call it once per commit: it lowers `tokens_until_end`, and
+        recomputes that bound when it is too low."""
         if self.tokens_until_end < max_emitted:
             until_end = table.lookahead_end[self.rows] - table.num_tokens[self.rows]
             self.tokens_until_end = min(until_end.tolist(), default=0)
@@ -164,6 +164,6 @@ class InFlightStep(msgspec.Struct, eq=False):
     owners: list[Sequence]  # by row
     tokens: RowTokens
     overlaps: bool  # another plan was in flight when this one was made
-    itl_target_s: float | None = None  # the shortest of its decoding rows
-    cancelled_slots: list[int] = []  # left since it was planned: their results are dropped
+    itl_target_s: float | None = None  # shortest target of its decoding rows
+    cancelled_slots: list[int] = []  # slots left since it was planned: their results are dropped
     slots_to_free: list[int] = []  # those of `cancelled_slots` to free when this plan commits

@@ -40,9 +40,9 @@ class SchedulerState:
         self.owners: list[Sequence | None] = [None] * config.max_num_seqs
         self.prefilling: list[int] = []  # slots, in order of admission
         self.decoding: list[int] = []  # slots, ascending
-        self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: that has changed
+        self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: `decoding` has changed
         self.in_flight: list[InFlightStep] = []  # at most two, oldest first
-        self.num_plans = 0  # until now; the id of the next step
+        self.num_plans = 0  # plans so far, which is the next plan's `step_id`
         self.pending_preemption: list[Sequence] = []
         self.last_commit_s: float | None = None  # None: the engine was idle since
         self.finished: list[Finished] = []
@@ -56,9 +56,9 @@ class SchedulerState:
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)
         self.stop_union = _NONE  # stop ids of all running sequences
-        self._stop_counts: dict[int, int] = {}  # running sequences by stop id
+        self._stop_counts: dict[int, int] = {}  # number of running sequences by stop id
         self._arrivals = 0  # number of requests so far
-        # Deltas of the next plan. At first it is a full snapshot.
+        # Deltas of the next plan. The first plan is a full snapshot.
         self._reset = True
         self._released: list[int] = []
         self._new_sequences: list[NewSequence] = []
@@ -273,8 +273,8 @@ class SchedulerState:
         table.capacity[slots] = kept
 
     def return_appended(self, deltas: Deltas) -> None:
-        """Free the blocks that a plan appended and its rows turned out not to need. Call it only if
-        no other plan was in flight: then no row has another block since."""
+        """Free the blocks that a plan appended and no row used. Call it only if no other plan was
+        in flight: then no row has gained another block since."""
         table, size, unused = self.table, self.pool.block_size, []
         num_tokens, capacity = table.num_tokens.item, table.capacity.item
         appended = deltas.append_slots.tolist(), deltas.append_indices.tolist()
@@ -282,14 +282,14 @@ class SchedulerState:
             # KV has all known tokens but the last. A row that has left its slot has no capacity.
             if num_tokens(slot) - 1 <= index * size < capacity(slot):
                 unused.append(i)
-        for i in reversed(unused):  # of several unused blocks of a row the first sets the capacity
+        for i in reversed(unused):  # a row's first unused block sets its capacity last
             table.capacity[appended[0][i]] = appended[1][i] * size
         if unused:
             self.pool.release_private(deltas.append_blocks[unused])
 
     def may_match_more(self, match: Match, root: Node) -> bool:
         """Return whether `cache_completed_blocks` could improve a match: by a promised block, by
-        draft KV that is valid since, or by blocks of a running sequence after a matched node."""
+        newly valid draft KV, or by blocks of a running sequence after a matched node."""
         if match.promised or (match.blocks and self.has_draft_kv):
             return True
         path = self.pool.node_uids(match.blocks, root)
@@ -387,7 +387,7 @@ def _runs(
     slots: np.ndarray, first: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return slots and indices: `counts[i]` consecutive indices from `first[i]` in `slots[i]`."""
-    if np.add.reduce(counts) == len(counts):  # one each, the usual case, is ten times as fast
+    if np.add.reduce(counts) == len(counts):  # a shortcut for the usual case: ten times as fast
         return slots, first
     rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
     return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

@@ -1,9 +1,9 @@
 """Commit the result of a step: new tokens, estimates, ends of requests, freed blocks.
 
 `update_from_output` is vLLM's `Scheduler.update_from_output`. In order: the emitted tokens enter
-the slot table; the lookahead policy and the step costs observe the step; sequences that reached
-their end or failed leave; the slots of cancelled rows and the blocks that no row needs are freed;
-sequences that waited for this step to be preempted are.
+the slot table; the lookahead policy and the step costs observe the step; finished and failed
+sequences leave their slots; the slots of cancelled rows and the blocks that no row needs are freed;
+sequences whose preemption waited for this step are preempted.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CommittedStep:
     def __init__(
         self, table: SlotTable, planned: InFlightStep, result: StepResult, elapsed_s: float | None
     ) -> None:
-        """`elapsed_s`: seconds since the previous commit, or None if the engine was idle since."""
+        """`elapsed_s`: seconds since the last commit, or None if the engine was idle meanwhile."""
         self._table, self._planned, self.elapsed_s = table, planned, elapsed_s
         self.plan, self.result = planned.plan, result
         self.owners, self.rows = planned.owners, planned.rows
@@ -96,20 +96,20 @@ class CommittedStep:
         self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
         self.evidence = self.result.expected_accepted
         self.shadow = None if result.shadow is None else self.live_shadow(result.shadow)
-        # Counted in bytes, because numpy takes ten times as long for an array that short.
+        # Counting bytes is ten times as fast as numpy on an array this short.
         self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
         tokens = planned.tokens
         self.has_chunks = tokens.num_chunks > 0
         self.total_caught_up = tokens.total_catch_up
         self.drafter_idle = not (tokens.total_drafts or tokens.total_catch_up)
         self.total_planned = tokens.total_drafts
-        # Nearly always the executor drafts what was planned, whose sums are known already.
+        # The executor nearly always drafts as planned, and the sums of the plan are known.
         self.total_drafted, self.all_drafted = self.total_planned, tokens.all_draft
         if self.total_drafted and self.num_drafted.tobytes() != tokens.num_drafts.tobytes():
             self.total_drafted = int(np.add.reduce(self.num_drafted))
             self.all_drafted = bool(np.count_nonzero(self.num_drafted) == len(self.num_drafted))
         self.cut_tokens = 0
-        # Without drafts a row emits at most one token, so that the total is enough to decide.
+        # Without drafts a row emits at most one token, so that the total decides.
         self.one_token_per_row = not self.total_drafted and len(self.tokens) == len(self.slots)
         if self.one_token_per_row:
             self.counts = table.ones[: len(self.slots)]
@@ -146,9 +146,9 @@ class CommittedStep:
         return int(kv_len.astype(np.int64) @ self.plan.query_lens)
 
     def sample(self) -> StepSample:
-        """Return the composition of the step and its duration, which is the wall time since the
-        previous commit: planning, launches and detokenization take part of a small model's step.
-        If there was no previous commit, or the executor measured more, it is that measurement."""
+        """Return the composition of the step and its duration: the wall time since the previous
+        commit, because planning, launches and detokenization take part of a small model's step.
+        Without a previous commit, or if the executor measured more, use its measurement."""
         plan, result = self.plan, self.result
         target_s = result.target_s
         if self.elapsed_s is not None:
@@ -173,7 +173,7 @@ class CommittedStep:
 def _rows(
     struct: StepPlan | StepResult, columns: tuple[str, ...], live: np.ndarray
 ) -> dict[str, np.ndarray | None]:
-    """Return the live rows of these columns."""
+    """Return these columns without the rows for which `live` is false."""
     arrays = ((name, getattr(struct, name)) for name in columns)
     return {name: None if array is None else array[live] for name, array in arrays}
 
@@ -192,7 +192,7 @@ def _append_tokens(state: SchedulerState, step: CommittedStep) -> None:
     table.flat_tokens[positions] = step.tokens
     table.num_tokens[rows] = num_known + step.counts
     if step.has_chunks:
-        # A row computes its query without the rejected drafts. A decoding row emits as many.
+        # A row adds its query without rejected drafts to KV; a decoding row emits equally many.
         computed = step.plan.query_lens - step.plan.num_drafts + step.num_accepted
         table.num_uncomputed_tokens[rows] += step.counts - computed
     if state.has_draft_kv and not (step.drafter_idle and step.result.draft_kv_lens is None):
@@ -202,8 +202,8 @@ def _append_tokens(state: SchedulerState, step: CommittedStep) -> None:
 def advance_draft_kv(table: SlotTable, step: CommittedStep) -> None:
     """Update the length of each row's draft KV.
 
-    To draft k tokens after n known ones, the draft model writes positions up to n - 2 + k. The
-    accepted ones stay valid: after a full acceptance one position is missing, otherwise none.
+    To draft k tokens after n known tokens, the draft model writes positions up to n - 2 + k. KV of
+    accepted drafts stays valid: after a full acceptance one position is missing, otherwise none.
     """
     rows, plan = step.rows, step.plan
     if step.result.draft_kv_lens is not None:  # set if drafters other than the model drafted
@@ -317,7 +317,7 @@ def _end_failed(state: SchedulerState, step: CommittedStep) -> None:
         state.end(step.owners[row], FinishReason.ERROR, message=message)
 
 
-# ---- blocks, and what the caller learns ---------------------------------------------------------
+# ---- blocks and the report ----------------------------------------------------------------------
 
 
 def _return_tails(state: SchedulerState, step: CommittedStep) -> None:
