@@ -131,7 +131,7 @@ class MetricsRecorder:
         self._steady, self._steady_s = plan.slots, end_s
 
     def finished(self, name: str, num_tokens: int, now_s: float) -> TraceRequest:
-        """Record a request's end at `now_s`, with `num_tokens` output tokens. Return the request."""
+        """Record a request's end at `now_s`, with `num_tokens` output tokens. Return it."""
         opened = self._open.pop(name)
         request = opened.request
         assert opened.queue_s is not None

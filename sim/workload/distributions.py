@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Distribution(NamedTuple):
     make: Callable[..., Any]
     parameters: tuple[str, ...]  # their names, as help shows them
-    num_optional: int = 0  # how many of the last parameters can be left out
+    num_optional: int = 0  # number of trailing parameters that can be left out
 
 
 ARRIVALS = {
@@ -46,9 +46,9 @@ LENGTHS = {
     ),
     "zipf": Distribution(lengths.zipf, ("EXPONENT", "LOW", "HIGH")),
 }
-_WHOLE = {"TOKENS", "LOW", "HIGH", "MOST"}
-_EMPIRICAL = "empirical"  # lengths of a trace's requests, by its path
-_DETERMINISTIC = {"constant", "fixed"}
+_WHOLE = {"TOKENS", "LOW", "HIGH", "MOST"}  # parameters that are whole numbers of tokens
+_EMPIRICAL = "empirical"  # `empirical:TRACE`: lengths of the requests in that file
+_DETERMINISTIC = {"constant", "fixed"}  # distributions without random draws
 
 
 def forms(distributions: Mapping[str, Distribution], num_given: int = 0) -> str:
@@ -64,7 +64,7 @@ def forms(distributions: Mapping[str, Distribution], num_given: int = 0) -> str:
 
 
 def is_drawn(text: str) -> bool:
-    """Return whether a valid distribution draws random numbers."""
+    """Return True if a valid distribution draws random numbers."""
     return text.partition(":")[0] not in _DETERMINISTIC and not text[:1].isdecimal()
 
 

@@ -15,7 +15,7 @@ from cbatch.core.request.errors import FieldError
 from sim.workload.lengths import Lengths
 from sim.workload.traces.request import TraceRequest
 
-CHUNK = 1024
+CHUNK = 1024  # requests whose lengths are drawn at once
 BLOCK_TOKENS = 16  # tokens per id in `hash_ids`, which name shared prefix blocks
 Arrivals = Callable[[np.random.Generator], Iterator[float]]
 
@@ -41,8 +41,8 @@ def generate(
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions of `turns` turns. A turn's prompt is everything before it and a new message. Each
-    session starts with one of `system_prompts` system prompts, chosen in rotation. A turn follows
-    `think_s` after the answer before it, exponential with this mean."""
+    session starts with one of `system_prompts` system prompts, chosen in rotation. `think_s` is the
+    mean of the exponential pause before a turn."""
 
     turns: Lengths
     messages: Lengths
@@ -65,7 +65,7 @@ def converse(
     arrivals: Arrivals, conversations: Conversations, *, sessions: int, seed: int
 ) -> Iterator[TraceRequest]:
     """Yield the turns of `sessions` sessions, session by session in order of their first arrival.
-    Later turns have this `arrival_s` too; `think_s` delays them (see
+    All turns of a session have the same `arrival_s`; `think_s` delays the later ones (see
     `sim.workload.sources.OpenLoop`). Block names and tokens continue within a session, so a turn
     finds the answers before it in the prefix cache. Sessions share the whole blocks of a system
     prompt."""

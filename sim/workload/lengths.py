@@ -1,4 +1,4 @@
-"""Lengths of prompts and outputs: functions of a generator and a count, in tokens, at least 1."""
+"""Distributions of prompt and output lengths: functions from (generator, count) to tokens >= 1."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def fixed(tokens: int) -> Lengths:
 
 
 def uniform(low: int, high: int) -> Lengths:
-    """Every length from `low` to `high`, both included."""
+    """Uniform lengths from `low` to `high`, both included."""
     _check("low", low)
     _check_order(low, high)
     return lambda rng, count: rng.integers(low, high, count, endpoint=True)
 
 
 def lognormal(mean: float, cv: float, *, high: int | None = None) -> Lengths:
-    """Log-normal lengths with `mean` and coefficient of variation `cv`, rounded. `high` cuts them,
-    which lowers the mean."""
+    """Log-normal lengths with `mean` and coefficient of variation `cv`, rounded. `high` is their
+    upper limit, which lowers the mean."""
     _check("mean", mean)
     if not 0 <= cv <= 1e9:
         raise FieldError("cv", f"{cv} is not allowed", "give 0 to 1e9")
@@ -42,7 +42,7 @@ def lognormal(mean: float, cv: float, *, high: int | None = None) -> Lengths:
 
 
 def zipf(exponent: float, low: int, high: int) -> Lengths:
-    """Length l from `low` to `high` with a chance in proportion to l ** -exponent."""
+    """Lengths l from `low` to `high` with probability proportional to l ** -exponent."""
     _check("low", low)
     _check_order(low, high)
     if not 0 <= exponent < math.inf:
@@ -58,7 +58,7 @@ def zipf(exponent: float, low: int, high: int) -> Lengths:
 
 
 def empirical(tokens: Sequence[int] | np.ndarray) -> Lengths:
-    """Drawn from these, each as likely as it is frequent among them."""
+    """Lengths drawn from the entries of `tokens` with equal probability."""
     values = np.asarray(tokens, dtype=np.int64)
     if not len(values) or values.min() < 1:
         raise FieldError("tokens", "are empty, or contain a 0", "give lengths of 1 token or more")

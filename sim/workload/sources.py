@@ -1,4 +1,4 @@
-"""Sources of requests: they arrive at the times of a trace, or when others have ended.
+"""Sources of requests, which arrive at the times of a trace or when earlier requests have ended.
 
 A replay asks a source for the next arrival, takes the request at that time, and reports to the
 source every request that ended.
@@ -19,11 +19,12 @@ from sim.workload.traces.request import TraceRequest
 
 class Source(Protocol):
     def next_arrival_s(self) -> float | None:
-        """Return the time of the next request; None: none comes unless another one ends first."""
+        """Return the time of the next request, or None if no request comes before another one
+        ends."""
 
     def take(self) -> tuple[int, TraceRequest]:
-        """Return the place in the trace, from 0, and the request that is due at `next_arrival_s`,
-        with that arrival."""
+        """Return the due request's place in the trace, from 0, and the request, whose `arrival_s`
+        is the time at which its client sent it."""
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
         """Note that the request finished or was refused."""
@@ -38,9 +39,8 @@ class _Session(msgspec.Struct):
 
 
 class OpenLoop:
-    """Requests at the times of a trace. A session's later turn (one with a `think_s`) comes that
-    long after all earlier turns have ended, but not before its own time. Reads one request
-    ahead."""
+    """Requests at the times of a trace. A session's later turn (with a `think_s`) comes `think_s`
+    after all earlier turns have ended, but not before its own time. One request is read ahead."""
 
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
@@ -129,8 +129,8 @@ class ClosedLoop:
 
 
 class Remote:
-    """A source at a distance: a request reaches the scheduler `latency_s` after it was sent, which
-    includes the answer's way back. Measures count from the send."""
+    """A source at a distance: a request reaches the scheduler `latency_s` after it was sent.
+    `latency_s` includes the answer's way back. Measures count from the send."""
 
     def __init__(self, source: Source, latency_s: float) -> None:
         if not 0 <= latency_s < float("inf"):

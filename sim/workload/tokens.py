@@ -26,7 +26,7 @@ def mix(state: Any, value: Any) -> Any:
 class TracePrompts:
     """Prompts that share exactly the blocks that the trace says they share.
 
-    Token j of the block with hash id h is h * block_tokens + j. Tokens outside such blocks are
+    Token j of the block with hash id h is h * block_tokens + j. Tokens outside named blocks are
     shared with no other request: their ids continue from one request to the next, leaving room for
     the output between them. Ids wrap around at the end of the vocabulary, which is so large that
     two equal whole prefixes do not occur.

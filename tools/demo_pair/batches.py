@@ -19,7 +19,7 @@ from tools.demo_pair.tokenizer import (
     train_tokenizer,
 )
 
-TEST_SHARE = 0.2
+TEST_SHARE = 0.2  # mean share of a batch's windows that are test code
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The training text: the running interpreter's standard library, de-duplicated and split.
 
 Every file is cut into chunks (top-level functions, methods, the text between them). Held-out
-modules are read first. A training chunk is dropped if it nearly copies a chunk of theirs or an
+modules are read first. A training chunk is dropped if it nearly copies a held-out chunk or an
 earlier training chunk.
 """
 
@@ -25,16 +25,16 @@ SKIPPED_PARTS = frozenset({
     "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3",
     "idle_test", "tests", "config", "ensurepip", "_sysconfigdata", "bad_coding", "encoded_modules",
 })  # fmt: skip
-SHINGLE_LINES = 3
-MIN_SHINGLES = 3
-DUPLICATE_SHARE = 0.7
-MAX_FILE_BYTES = 400_000
-MAX_DIGIT_SHARE = 0.12
+SHINGLE_LINES = 3  # lines per run that is compared
+MIN_SHINGLES = 3  # chunks with fewer distinct line runs are always kept
+DUPLICATE_SHARE = 0.7  # chunks are dropped if this share of their line runs was seen before
+MAX_FILE_BYTES = 400_000  # larger files are skipped
+MAX_DIGIT_SHARE = 0.12  # files with a larger share of digits are skipped
 
 
 @dataclass(frozen=True)
 class Document:
-    """One source file after de-duplication; `module` is dotted, `is_test` is under `test`."""
+    """One source file after de-duplication; `module` is dotted, `is_test` is True below `test`."""
 
     module: str
     text: str

@@ -23,8 +23,8 @@ from tools.demo_pair.parallel import Workers
 ROWS_PER_STEP = 8
 TEXT_ROWS_PER_STEP = 4
 MICROBATCH_ROWS = 2
-ARGMAX_WEIGHT = 0.5
-DECAY_SHARE = 0.4
+ARGMAX_WEIGHT = 0.5  # weight of the cross-entropy to the target's argmax
+DECAY_SHARE = 0.4  # last share of the budget, in which the learning rate falls
 
 
 def distillation_loss(
@@ -52,7 +52,7 @@ def project_embedding(embedding: Tensor, size: int) -> Tensor:
 
 
 class Pretraining(TextTraining):
-    """Next-token loss on real text: cheap, and independent of a finished target.
+    """Training on real text: cheap, and possible before the target is finished.
 
     The embedding, most of a draft's weights, starts as a projection of the target's if a checkpoint
     of the target exists.

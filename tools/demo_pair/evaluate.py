@@ -21,10 +21,10 @@ from tools.demo_pair.tokenizer import END_OF_TEXT
 WINDOW_TOKENS = 512
 STRIDE_TOKENS = 256
 HEADS_PER_MODULE = 12
-CONTINUED_TOKENS = 96
-LOOKAHEAD = 4
-REPEAT_TOKENS = 4
-TIMED_CONTEXT = 128
+CONTINUED_TOKENS = 96  # per prompt
+LOOKAHEAD = 4  # drafts per step
+REPEAT_TOKENS = 4  # length of a run that counts as repeated
+TIMED_CONTEXT = 128  # tokens
 TIMED_REPEATS = 200
 
 
@@ -36,7 +36,7 @@ class HeldOut:
     tokens: int = 0
     num_bytes: int = 0
     hits: list[list[bool]] = field(default_factory=list)  # per prompt, see `agreements`
-    fresh: list[bool] = field(default_factory=list)
+    fresh: list[bool] = field(default_factory=list)  # see `fresh_hits`
 
     def add(self, other: HeldOut) -> None:
         for name, value in vars(other).items():
@@ -60,7 +60,7 @@ class HeldOut:
 
 @torch.inference_mode()
 def total_nats(net: Llama, ids: list[int]) -> float:
-    """Return the summed next-token loss. Windows overlap, so a token has at least 256 before it."""
+    """Return the summed next-token loss. Windows overlap, so most tokens follow 256 others."""
     stream = torch.tensor(ids, device=net.model.embed_tokens.weight.device)
     nats, scored = 0.0, 1
     for start in range(0, max(len(ids) - STRIDE_TOKENS, 1), STRIDE_TOKENS):
@@ -201,7 +201,7 @@ def _evaluate_module(
 
 
 def speedup(total: dict[str, float], costs: dict[str, float]) -> float:
-    """Return the expected gain over plain decoding: tokens per step over its relative cost."""
+    """Return the speedup over plain decoding: tokens per step / the step's relative cost."""
     verify = costs[f"target_{LOOKAHEAD + 1}_ms"]
     step = verify + LOOKAHEAD * costs["draft_1_ms"]
     return total["tokens_per_step"] * costs["target_1_ms"] / step

@@ -20,8 +20,8 @@ from tools.demo_pair.sample import decode
 
 CONTEXT_TOKENS = 256
 PROMPT_TOKENS = 96
-LESSON_ROWS = 64
-TOP_TOKENS = 64
+LESSON_ROWS = 64  # rows per batch
+TOP_TOKENS = 64  # the target's likeliest tokens, stored for each position
 
 
 @dataclass
@@ -75,7 +75,7 @@ def read_lesson(target: Llama, rows: Tensor) -> Lessons:
 
 @torch.inference_mode()
 def write_lesson(target: Llama, prompts: list[list[int]], temperature: float, seed: int) -> Lessons:
-    """Let the target continue the prompts, cut to the length of the shortest, to full rows."""
+    """Cut the prompts to the length of the shortest; let the target continue them to full rows."""
     shortest = min(len(prompt) for prompt in prompts)
     ids = torch.tensor([prompt[-shortest:] for prompt in prompts], device=target.cos.device)
     pad = torch.zeros(len(ids), dtype=torch.long, device=ids.device)

@@ -40,7 +40,7 @@ class TrainingState:
 
     layers: int
     step: int = 0
-    warm_from_step: int = 0
+    warm_from_step: int = 0  # first step of the current warm-up
     elapsed_s: float = 0.0
     tokens: int = 0
 
@@ -49,7 +49,7 @@ class Training:
     """A net, its optimizers and its progress, restored from the checkpoint if it exists.
 
     A subclass builds the net (`build`) and runs one optimizer step at a share of the budget
-    (`step`, which returns the figure to report). It also names that figure.
+    (`step`, which returns the figure to report). `figure` is its name.
     """
 
     label = "training"

@@ -15,7 +15,7 @@ from tools.demo_pair.parallel import Workers
 
 # Quintic Newton-Schulz coefficients, Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STACKED_MATRICES = 12
+STACKED_MATRICES = 12  # most matrices per batched product
 
 
 def orthogonalise(gradients: Tensor, steps: int = 5) -> Tensor:
@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Both optimizers with one schedule: `step(scale)` multiplies every base rate."""
+    """Both optimizers with one schedule: `step(scale)` scales both learning rates."""
 
     def __init__(
         self, net: nn.Module, matrix_lr: float, embedding_lr: float, workers: Workers
@@ -107,7 +107,7 @@ class Optimizers:
 def wsd_scale(
     progress: float, step: int, warmup_steps: int = 40, decay_share: float = 0.25
 ) -> float:
-    """Return the rate's scale: warm-up, stable, linear decay to 0 over the last `decay_share`."""
+    """Return the factor on learning rates: warm-up, 1, linear decay over the last `decay_share`."""
     warmup = min(1.0, (step + 1) / warmup_steps)
     decay = min(1.0, max(0.0, 1.0 - progress) / decay_share)
     return warmup * decay

@@ -15,10 +15,10 @@ from tools.demo_pair.parallel import Workers
 
 TOKENS_PER_STEP = 2048
 MICROBATCH_TOKENS = 512
-# (share of the budget at which it starts, context): attention over short windows is cheaper and
+# (share of the budget, tokens of context from then on): attention over short windows is cheaper and
 # loses little while the model learns short-range structure.
 CONTEXTS = ((0.0, 128), (0.4, 256), (0.7, 512))
-# A third of the layers learn the first half: enough for few tokens, and steps are cheap.
+# Layers in the first half of the budget: steps are cheaper, and few tokens need no more depth.
 SHALLOW_LAYERS = 4
 GROW_AT_SHARE = 0.5
 DECAY_SHARE = 0.3

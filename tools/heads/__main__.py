@@ -21,7 +21,7 @@ from tools.heads.questions import ask_itself
 from tools.heads.train_head import record, train_head
 
 _TEXT_TOKENS = 256  # tokens per piece of a text that is read
-_QUESTIONS = 2000
+_QUESTIONS = 2000  # default number of questions that the model asks itself
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 0.8)  # of answers, in rotation
 
 

@@ -1,9 +1,9 @@
 """Initial weights of an EAGLE-3 head: a linear prediction, fitted by least squares.
 
 The target's last hidden state at t + 1, after its norm, is predicted as F x + B e. Here x are the
-hidden states read at t, and e is the embedding of the token at t + 1. F goes into `fc`. B, up to
-the rank of the values, goes into one query head of each KV head, which attends only to its own
-position. All other parts add nothing at first. This takes a minute and saves hundreds of steps.
+hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`, B
+(at the rank of the values) in one query head per KV head, which attends only to its own position.
+All other parts add nothing at first. This takes a minute and saves hundreds of steps.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tools.heads.eagle_net import EagleNet
 from tools.heads.lessons import Lesson
 
 RIDGE = 0.02  # ridge term, relative to the mean of the diagonal.
-MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13
+MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13  # samples for the fit and for `_constant`
 # RMS of the predictions: a norm follows, so their size is free, and small values learn faster.
 GUESS_RMS = 0.2
-# Attention to the own position uses the pairs of dimensions that rotate fastest, and this length of
-# queries and keys. One position away the weight falls to exp(-7) of it.
+# Dimension pairs (those that rotate fastest), and length of queries and keys, for attention to the
+# own position. One position away the weight is exp(-7) times as large.
 OWN_PAIRS, OWN_LENGTH = 4, 8.0
 
 
@@ -90,7 +90,7 @@ def _constant(net: EagleNet, lessons: Sequence[Lesson]) -> Tensor:
 
 
 def _attend_to_own(net: EagleNet, constant: Tensor) -> None:
-    """Set the first query head of each KV head. The others get zeros in the dimensions it uses."""
+    """Set the first query head of each KV head. The other heads get zeros in its dimensions."""
     s, attention = net.shape, net.layers[0].self_attn
     pairs, half = min(OWN_PAIRS, s.head_dim // 2), s.head_dim // 2
     group = s.num_heads // s.num_kv_heads

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tools.heads.target_parts import TargetParts
 
-_MOST_POSITIONS = 8192
+_MOST_POSITIONS = 8192  # rows of the RoPE table
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def load_eagle3(folder: Path, parts: TargetParts, draft_ids: Tensor | None = Non
 
 def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
     """Save Medusa heads, like `save_eagle3`. vLLM finds the counts in fields whose names contain
-    "num" and "heads", or "layers", so there is one field of each. vLLM 0.32 refuses files with a
-    token map."""
+    "num" and "heads", or "layers", so the config has a field of each kind. vLLM 0.32 refuses files
+    with a token map."""
     tensors = _tensors(net, with_head=with_head)
     ids, target = net.draft_ids, net.parts.config
     if len(ids) < target.vocab_size:

@@ -18,13 +18,13 @@ from tools.heads.batches import LessonBatch, batch_of, batches
 from tools.heads.lessons import Lesson
 from tools.heads.target_parts import TargetParts
 
-DEPTH_WEIGHT = 0.8
-SHARP = 1.3  # logits are multiplied by it: temperature 0.77, between greedy and usual sampling
-BATCH_TOKENS = 1024
+DEPTH_WEIGHT = 0.8  # weight of a draft in the loss, relative to the draft before it
+SHARP = 1.3  # factor on the target's logits: temperature 0.77, between greedy and usual sampling
+BATCH_TOKENS = 1024  # including padding
 REPORT_EVERY_S, SAVE_EVERY_S = 15.0, 60.0
 MATRIX_LR, OTHER_LR = 0.02, 3e-3
 SLOW = 0.05  # factor of the learning rate for the weights that a net lists in `slow`
-DECAY_SHARE = 0.5
+DECAY_SHARE = 0.5  # last share of the budget, in which the learning rate falls
 WARMUP_STEPS = 10
 
 
@@ -113,7 +113,7 @@ class HeadTraining:
 
     def depth_at(self, share: float) -> int:
         """Return how many drafts to learn at this share of the budget, starting from `least_depth`.
-        Later drafts matter once earlier ones are accepted, and each costs as much. A net whose
+        Later drafts matter once earlier ones are accepted, and all cost the same. A net whose
         drafts do not depend on each other learns all at once."""
         if not self.net.in_turn:
             return self.steps

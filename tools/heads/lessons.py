@@ -1,7 +1,7 @@
 """Lessons for a head: texts, or a model's own answers, with the hidden states at each token.
 
-An engine serves many of them at a time and records them: the states that the model computes for its
-answer are the input that the head will read."""
+An engine serves many sequences at a time and records their states. A head reads the same states
+when it drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cbatch.engine.engine import Engine
 from cbatch.llm import Batch
 from tools.heads.recorder import Recorder
 
-SHARD_TOKENS = 8192
+SHARD_TOKENS = 8192  # a file is written once this many tokens are waiting
 
 
 class Lesson(NamedTuple):
@@ -93,7 +93,7 @@ def write_lessons(
     seconds: float,
     progress: Callable[[int], None],
 ) -> None:
-    """Serve `prompts` in order. After `seconds` no more are started, and those running finish. The
+    """Serve `prompts` in order. After `seconds` no more prompts start, and running ones finish. The
     recorder must be the drafter of the engine's executor; it writes to the shards."""
     batch: Batch[int] = Batch(engine)
     end, at = time.monotonic() + seconds, 0

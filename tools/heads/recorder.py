@@ -14,8 +14,8 @@ from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepS
 class Recorder(Drafter):
     """A drafter that drafts nothing. It calls `keep(tokens, num_prompt_tokens, states)` for each
     sequence that ends: int32 [n], and bf16 [n - 1, layers, hidden_size] of all positions but the
-    last, which no pass has read. A preempted sequence is kept up to its preemption; one that starts
-    with a prefix hit is left out."""
+    last, which no pass has read. A preempted sequence is kept up to its preemption; a sequence that
+    starts with a prefix hit is left out."""
 
     def __init__(
         self, layers: tuple[int, ...], keep: Callable[[Tensor, int, Tensor], None]

@@ -14,9 +14,9 @@ from cbatch.runtime.model.config import ModelConfig
 
 class TargetParts(NamedTuple):
     config: ModelConfig
-    embedding: Tensor  # bf16 [vocab, hidden], like the others
-    norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]
+    embedding: Tensor  # bf16 [vocab, hidden]
+    norm: Tensor  # bf16 [hidden]
+    head: Tensor  # bf16 [vocab, hidden]
 
     @classmethod
     def of(cls, model: str | Path) -> TargetParts:

@@ -28,7 +28,7 @@ from tools.heads.recorder import Recorder
 from tools.heads.target_parts import TargetParts
 
 SLOTS, BLOCK_TOKENS, STEP_TOKENS = 48, 16, 1024
-HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64
+HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64  # stride of held-out lessons, limit of tested lessons
 LEAST_LESSONS = 24
 REPORT_EVERY_S = 30.0
 CARD = "README.md"

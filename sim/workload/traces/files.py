@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain or gzip, and the fields of a row. Errors name their place."""
+"""Lines of a trace file, plain or gzip, and a row's fields. Errors name file, line and field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _require_regular(path: Path) -> None:
 
 
 def read_lines(path: Path) -> Lines:
-    """Yield (line number from 1, text without its end) for every line that is not blank. A gzip
+    """Yield (line number from 1, text without line end) for every line that is not blank. A gzip
     file is recognised by its first bytes. Reads line by line."""
     number = 0
     try:

@@ -26,8 +26,8 @@ LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
 
 
 class Raw(NamedTuple):
-    """A row as its file has it. `stamp` has any origin, in the unit of the format, like a
-    `think_s`; lengths are 0 or more."""
+    """A row as its file has it. `stamp` has any origin; `stamp` and a `think_s` in `more` are in
+    the format's unit. Lengths are 0 or more."""
 
     line: int
     stamp: float

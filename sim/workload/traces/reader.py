@@ -17,8 +17,8 @@ from sim.workload.traces.request import TraceError, TraceRequest
 from sim.workload.traces.windows import read_windows
 
 WINDOWS = "servegen"
-_LOOK_ROWS = 1000
-_MAX_RATE_PER_S = 10.0  # the busiest published trace with timestamps in milliseconds has 7
+_LOOK_ROWS = 1000  # rows read to check the unit of timestamps
+_MAX_RATE_PER_S = 10.0  # a published trace in milliseconds has at most 7
 
 
 class Trace:

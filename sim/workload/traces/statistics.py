@@ -61,7 +61,7 @@ class TraceSummary(msgspec.Struct, frozen=True):
     gaps_s: np.ndarray  # float64, of the first `MOST_GAPS` arrivals
 
 
-MOST_GAPS = 1_000_000
+MOST_GAPS = 1_000_000  # gaps kept for the plot
 
 
 def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:

@@ -35,9 +35,9 @@ def is_step_log(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
-    """Return the requests that engines recorded, with the output length of each, and the last
-    engine's configuration. Requests that ended without a token are left out. Prompts with equal
-    leading blocks share them. Reads the log whole."""
+    """Return the recorded requests, each with its output length, and the last engine's
+    configuration. Requests that ended without a token are left out. Prompts with equal leading
+    blocks have equal leading `hash_ids`. Reads the log whole."""
     try:
         log = read_step_log(path)
         recorded = recorded_requests(log.events)
@@ -65,7 +65,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
 
 @dataclass
 class Recorded:
-    """A request in a step log. `output_tokens` is its number at the end."""
+    """A request in a step log, with the number of its output tokens at the end."""
 
     request: Request
     arrival_s: float
@@ -75,8 +75,8 @@ class Recorded:
 
 def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
     """Return the requests in order of arrival. A request that was open when its engine died
-    continues under another name in the next engine's log, and counts once. Time continues where a
-    clock restarts from 0 (a reboot). Raises `StepLogError`."""
+    continues under another name in the next engine's log, and counts once. If a clock restarts from
+    0 (a reboot), time continues from its last value. Raises `StepLogError`."""
     recorded: list[Recorded] = []
     shift_s = last_s = 0.0
     for engine in engines_of(events):
@@ -93,8 +93,8 @@ def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
 def _recorded_by(
     engine: Sequence[AnyEvent], orphans: list[Recorded], shift_s: float
 ) -> list[Recorded]:
-    """Return the requests that are new with this engine; update those of `orphans` that
-    continue."""
+    """Return the requests that this engine adds; update `orphans` that it continues, and remove
+    them from the list."""
     running: dict[str, Recorded] = {}
     new: list[Recorded] = []
     for event in engine:

@@ -60,7 +60,7 @@ def _client(path: Path, rng: np.random.Generator) -> Iterator[Raw]:
     session = path.name.split("-")[1]
     if not all(start.isdecimal() for start in dataset):
         raise TraceError(dataset_path, 1, "windows", "are not named by seconds", "fix the names")
-    starts = sorted(int(start) for start in dataset)  # one for several windows of arrivals
+    starts = sorted(int(start) for start in dataset)  # a histogram covers several windows
     for window in _windows(path):
         at = bisect.bisect_right(starts, window.start_s)
         histograms = dataset[str(starts[at - 1])] if at else None
@@ -99,7 +99,7 @@ def _windows(path: Path) -> Iterator[Window]:
 
 
 def _times_s(window: Window, rng: np.random.Generator) -> np.ndarray:
-    """Return the arrivals within the window, float64, ascending, by its distribution and rate."""
+    """Return arrival times drawn from the window's distribution and rate, float64, ascending."""
     expected = window.rate_per_s * WINDOW_S
     parts: list[np.ndarray] = []
     reached_s = 0.0
