@@ -119,8 +119,8 @@ class InputBatch:
         query_lens: NDArray[np.integer],
         num_logits: NDArray[np.integer] | NDArray[np.bool_],
     ) -> RaggedBatch:
-        """Return a batch with one row per slot: `query_lens[i]` >= 1 known tokens from position
-        `starts[i]`, with logits for the last `num_logits[i]` of them."""
+        """Return a batch of `query_lens[i]` >= 1 known tokens of each slot, from position
+        `starts[i]`, with logits for the last `num_logits[i]` tokens."""
         contexts = starts + query_lens
         ends = query_lens.cumsum()
         total, num_rows = int(ends[-1]), len(slots)
@@ -132,7 +132,7 @@ class InputBatch:
         logit_ends = num_logits.cumsum()
         total_logits = int(logit_ends[-1])
         index = iota(total_logits)
-        if total_logits < total:  # flat row = number among the logits + rows without before it
+        if total_logits < total:  # row = index among the logits + earlier rows without
             index = index + (ends - logit_ends).repeat(num_logits)
         return RaggedBatch(
             torch.from_numpy(self.tokens[row_slots, positions]),
@@ -144,7 +144,7 @@ class InputBatch:
         )
 
     def filters(self, slots: NDArray[np.integer]) -> Filters:
-        """Return the filters of `slots`, in that order."""
+        """Return the filters of `slots`, in the same order."""
         top_k, top_p, min_p = self.top_k[slots], self.top_p[slots], self.min_p[slots]
         return Filters(
             torch.from_numpy(self.temperature[slots]),

@@ -21,8 +21,8 @@ class Layer(Generic[P]):
     """One decoder layer.
 
     `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
-    heads are normed together. Weights of norms are fp32, times sqrt(n). With `experts`, `gate_up`
-    is their router, and `router_norm` the norm before both.
+    heads are normed together. Norm weights are fp32, multiplied by sqrt(n). With `experts`,
+    `gate_up` is the router, and `router_norm` the norm before the router and the experts.
     """
 
     window: int | None
@@ -54,7 +54,7 @@ class LayerBuilder(Generic[P]):
         numerics: Numerics,
         num_logits: int | None = None,
     ) -> None:
-        """Set up. `num_logits` is the number of rows of the LM head, if not the vocabulary."""
+        """`num_logits`: the number of rows of the LM head; None: the vocabulary size."""
         self._num_logits = num_logits or config.vocab_size
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
         self.numerics = numerics
@@ -74,7 +74,7 @@ class LayerBuilder(Generic[P]):
         return embedding, layers, head
 
     def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, P | None]:
-        """Return the embedding and, if it is tied to it, the LM head."""
+        """Return the embedding, and the LM head if it is tied to the embedding."""
         embedding = self._get(name, self.config.vocab_size, self.config.hidden_size)
         if not self.config.tie_embeddings:
             return embedding, None
@@ -94,7 +94,7 @@ class LayerBuilder(Generic[P]):
         norm: str | None = None,
     ) -> P:
         """Return one product of several tensors of one shape, stacked by rows. `norm` names the
-        norm before it."""
+        norm before the product."""
         stored = self._as_stored(names, bias, in_scale)
         if stored is not None:
             return stored
@@ -116,16 +116,16 @@ class LayerBuilder(Generic[P]):
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
     ) -> P | None:
-        """Return one product of tensors as stored, stacked by rows; None if none takes them."""
+        """Return one product of tensors as stored, stacked by rows; None if unsupported."""
         return None
 
     def _mix(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
-        """Return the fields of a layer for its experts; `norm` is the weight of the norm before."""
+        """Return the fields of a layer for its experts; `norm`: weight of the norm before them."""
         raise NotImplementedError
 
     def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> P:
         """Return the QKV product, rows [kv_heads, group + 2, head_dim]: queries, key and value of
-        each KV head. `name` is that of the norm before it."""
+        each KV head. `name` names the norm before the product."""
         bias = self._fuse(attention, "bias") if self.config.attention_bias else None
         weight = self._fuse(attention, "weight", self.config.hidden_size)
         return self._linear(weight, self._shifted(weight, bias, name), norm)
@@ -134,7 +134,7 @@ class LayerBuilder(Generic[P]):
         return self.source.get(name, shape).to(self.device, self.dtype)
 
     def _norm(self, module: str) -> Tensor:
-        """Return the weight of a norm times sqrt(n), fp32 (see `_normed` of decoder.py)."""
+        """Return the weight of a norm times sqrt(n), fp32 (see `_normed` of torch_pass.py)."""
         return self._norm_weight(module) * self.config.hidden_size**0.5
 
     def _norm_weight(self, module: str) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Longer than any wait: a lost rank closes its connection, and a hanging one is ended from outside.
+# Longer than any wait: a lost rank closes its connection; a hanging rank is ended from outside.
 _TIMEOUT = timedelta(days=1)
 
 
@@ -20,7 +20,7 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
-        """Wait for the other ranks, which use the same folder; it holds no other files."""
+        """Wait for the other ranks, which use the same `folder`, which has no other files."""
         self.rank, self.size = rank, size
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -37,7 +37,7 @@ class RankGroup:
         return gathered
 
     def sum(self, mine: Tensor) -> Tensor:
-        """Return the sum over ranks, fp32, added in their order. So the bits of a row are the same
+        """Return the sum over ranks, fp32, added in rank order. So the bits of a row are the same
         on every rank, and do not depend on other rows."""
         gathered = self.all_gather(mine)
         total = gathered[0] + gathered[1]
@@ -52,7 +52,7 @@ class RankGroup:
 
 
 def join(rank: int, size: int, folder: Path) -> RankGroup:
-    """Raises RuntimeError if this torch has no gloo."""
+    """Join the ranks. Raises RuntimeError if this torch has no gloo."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise RuntimeError("tensor_parallel_size: this torch was built without gloo")
     with torch.inference_mode(False):

@@ -32,9 +32,9 @@ _BY_FINITE = np.array([RowStatus.NON_FINITE, RowStatus.OK], dtype=np.uint8)
 
 
 class Wanted(NamedTuple):
-    """The W rows of a step that get new tokens; row i's first one has the position `known[i]`.
+    """The W rows of a step that get new tokens, row i from position `known[i]` on.
 
-    Row i has `1 + num_drafted[i]` rows of logits; those of successive rows are concatenated.
+    Row i has `1 + num_drafted[i]` rows of logits, concatenated in the order of i.
     `drafts` is int64 [W, >= max k], or None if no row has drafts. `probs` is fp32 [sum of
     num_drafted over rows verified by rejection, V], or None if all drafts were chosen with
     certainty.
@@ -117,8 +117,8 @@ def verify(logits: Tensor, rows: Wanted, table: InputBatch) -> Verified:
 def _evidence(
     num_accepted: I64, expected: list[tuple[I64, NDArray[np.float32]]], status: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
-    """Return the expected number of accepted drafts where there is one, else the number accepted;
-    0 for rows that failed."""
+    """Return each row's expected number of accepted drafts if known, else the number accepted; 0
+    for rows that failed."""
     evidence = num_accepted.astype(np.float32)
     for at, chances in expected:
         evidence[at] = chances
@@ -138,7 +138,7 @@ class _LogprobRow(NamedTuple):
 def _logprob_rows(
     logits: Tensor, slots: NDArray[np.integer], starts: I64, lens: I64, table: InputBatch
 ) -> list[_LogprobRow]:
-    """Return the rows that request log probabilities. Call it before the logits are shaped."""
+    """Return the rows that request log probabilities. Call it before the logits change."""
     logprob_rows = []
     for row, slot in enumerate(slots.tolist()):
         request = table.logprob_requests.outputs.get(slot)
@@ -218,7 +218,7 @@ def _sampled(
 
 
 def drafted_probs(rows: Wanted, at: I64, table: InputBatch) -> Tensor | None:
-    """Return the q of the drafts of the rows `at`, which share one mode of verification."""
+    """Return the draft probabilities of the rows `at`, which share one mode of verification."""
     if rows.probs is None or table.coupled[rows.slots[at[0]]]:
         return None
     rejects = np.flatnonzero(table.rejects[rows.slots])

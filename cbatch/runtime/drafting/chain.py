@@ -1,4 +1,4 @@
-"""Several drafters in one engine: each row gets drafts from the first in its chain that has any."""
+"""Several drafters in one engine: each row gets drafts from its first drafter that has any."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cbatch.runtime.drafting.turns import Turns
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
-# The longest catch-up of a row's draft model KV in one step, in tokens, after other drafters had
-# drafted for the row. A row that lags more catches up by such slices, then drafts.
+# Maximum tokens by which a row's draft model KV catches up in one step, after other drafters
+# drafted for the row. A row that lags more catches up in several steps, then drafts.
 CATCH_UP_TOKENS = 256
-# A row's lookup is scored on its last 12 tokens once it has emitted 12 without drafts. While a
-# lookup scores badly, the next scores follow after 24 and then 48 tokens.
+# Number of tokens, emitted without drafts, on which a row's lookup is scored. While its score is
+# low, the pause before the next score doubles, to at most 48 tokens.
 SCORE_TOKENS, MOST_SCORE_TOKENS = 12, 48
-SCORE_STEPS = 4  # steps between scores: each batch of scores is work for the policy
+SCORE_STEPS = 4  # steps between scores: every batch of scores costs the policy time
 
 
 class ChainDrafter(Drafter):
@@ -32,12 +32,12 @@ class ChainDrafter(Drafter):
     `default`.
 
     A row is offered to the drafters of its chain, in order, until one of them drafts. Each drafter
-    is called once for all its rows. The first drafter of a row is learnt for each slot (`Turns`).
-    `model_price` is the cost of a pass of the draft model over the cost of a pass of the target.
-    Names that are not loaded are skipped; callers that accept requests should `check` them first.
+    is called once for all its rows. `Turns` learns which drafter each slot tries first.
+    `model_price` is the cost of a draft model pass relative to the cost of a target pass. Names
+    that are not loaded are skipped; callers that accept requests should `check` the names first.
 
     While a lookup drafts for a slot, the draft model's KV lags; `kv_lens` reports how much. The
-    scheduler plans no catch-up for slots whose lookup is first, since most of it would be wasted.
+    scheduler plans no catch-up for slots that try a lookup first, since most of it would be wasted.
     The chain catches up when the model drafts again.
     """
 
@@ -58,7 +58,7 @@ class ChainDrafter(Drafter):
         self.check(default)
 
     def check(self, names: tuple[str, ...]) -> None:
-        """Raises FieldError for a name that is not loaded."""
+        """Raise FieldError for a name that is not loaded."""
         for name in names:
             if name not in self._drafters:
                 loaded = ", ".join(self._drafters) or "none"
@@ -77,12 +77,12 @@ class ChainDrafter(Drafter):
 
     def _forget(self) -> None:
         slots = self.table.max_num_seqs
-        self._mixed = np.zeros(slots, dtype=np.bool_)  # its chain is not just the model
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # the chain is not just the model
         self._num_mixed = 0
-        self._scored = np.zeros(slots, dtype=np.bool_)  # its chain has a lookup, and may draft
+        self._scored = np.zeros(slots, dtype=np.bool_)  # the chain has a lookup, and may draft
         self._num_scored = 0
-        self._since = np.zeros(slots, dtype=np.int64)  # number of tokens at its last draft or score
-        self._pause = np.zeros(slots, dtype=np.int64)  # tokens from then to its next score
+        self._since = np.zeros(slots, dtype=np.int64)  # number of tokens at the last draft or score
+        self._pause = np.zeros(slots, dtype=np.int64)  # tokens from `_since` to the next score
         self._steps = 0
         self._turns = Turns(
             self.table,
@@ -129,7 +129,7 @@ class ChainDrafter(Drafter):
             drafter.truncate(slots, kv_len_tokens)
 
     def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """Score lookups as `LookupDrafter.observe`, each slot by its first drafter. A slot whose
+        """Score each slot's first drafter as `LookupDrafter.observe` does. A slot whose
         first drafter is the model has no trials."""
         trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
         for name, lookup in self.lookups.items():
@@ -159,10 +159,10 @@ class ChainDrafter(Drafter):
         num_drafts: I64,
         owners: Mapping[str, NDArray[np.integer]],
     ) -> None:
-        """Restore the state of one step before `score`, when a later step was already proposed for.
+        """Restore the state of a step before `score`, if a later step has already proposed drafts.
 
-        `slots` had `num_tokens` known tokens. The slots `drafting` were given `num_drafts` drafts
-        to make, and `owners` has the slots that each drafter drafted for."""
+        `slots` had `num_tokens` known tokens. `num_drafts` drafts were requested for the slots
+        `drafting`, and `owners` has the slots that each drafter drafted for."""
         self._turns.begin(slots, num_tokens, np.zeros_like(num_tokens))
         self._turns.ask(drafting, num_drafts)
         for name, owned in owners.items():
@@ -243,7 +243,7 @@ class ChainDrafter(Drafter):
 
 
 class ProposalMerger:
-    """Merges proposals for some rows of a step into one for all of them."""
+    """Merges proposals for some rows of a step into one proposal for all rows."""
 
     def __init__(self, table: InputBatch, rows: DraftRows) -> None:
         self._vocab_size = table.vocab_size
@@ -252,7 +252,7 @@ class ProposalMerger:
         self._tokens = np.zeros((num_rows, int(rows.num_drafts.max(initial=0))), dtype=np.int64)
         self._num_drafted = np.zeros(num_rows, dtype=np.int64)
         self._non_finite = np.zeros(num_rows, dtype=np.bool_)
-        self._probs: list[tuple[I64, Tensor]] = []  # with the rows they belong to
+        self._probs: list[tuple[I64, Tensor]] = []  # (rows, q of their drafts)
 
     def add(self, at: I64, proposal: Proposal) -> None:
         """Add a proposal for the rows `at`, ascending, none of which has drafts yet."""

@@ -14,13 +14,13 @@ from cbatch.runtime.model.arrays import I64
 
 
 class DraftRows(NamedTuple):
-    """Rows that a drafter works for. Each has `num_drafts` >= 1, or a slice to catch up."""
+    """Rows that need drafts (`num_drafts` >= 1), or a slice of a long catch-up."""
 
     slots: NDArray[np.integer]
     num_tokens: I64  # known tokens; the first draft gets this position
     num_drafts: I64
-    # With drafts: the most uncomputed tokens, the last known one not counted, that the plan allows.
-    # Without drafts: the number of tokens of a long catch-up to compute now, exactly.
+    # With drafts: the maximum number of uncomputed tokens, without the last known token, that the
+    # plan allows. Without drafts: the exact number of tokens of a long catch-up to compute now.
     catch_up: NDArray[np.integer]
 
 
@@ -42,9 +42,9 @@ class Proposal(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """Hidden states of the target at the positions that a step made valid. Row i has `lens[i]` of
-    them, from `starts[i]` on. `hidden` is fp32 [sum of lens, len(hidden_layers), hidden_size], row
-    after row. Rejected drafts are left out; the token after each position is known."""
+    """Hidden states of the target at the positions that a step made valid. Row i has `lens[i]`
+    positions, from `starts[i]` on. `hidden` is fp32 [sum of lens, len(hidden_layers), hidden_size],
+    row after row. Rejected drafts are left out; the token after each position is known."""
 
     slots: NDArray[np.integer]
     starts: I64
@@ -55,9 +55,9 @@ class StepStates(NamedTuple):
 class Drafter:
     """The interface of a drafter. The executor calls, in the order of a step: `admit` and
     `release`, `propose`, and after the target's pass `read_states`, `truncate` and `score`. The
-    methods here suit a drafter without state."""
+    default methods suit a drafter without state."""
 
-    # The target's layers whose hidden states it reads (see `Model.keep_hidden`).
+    # The target's layers whose hidden states the drafter reads (see `Model.keep_hidden`).
     hidden_layers: tuple[int, ...] = ()
 
     def bind(self, table: InputBatch, num_blocks: int) -> None:
@@ -90,8 +90,8 @@ class Drafter:
         """Note, after verification, that only `kv_len_tokens[i]` positions of a slot are valid."""
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        """Return the valid positions of the drafter's KV, or None if they follow from what was
-        planned and drafted."""
+        """Return the numbers of valid positions in the drafter's KV; None: they follow from the
+        plan and the numbers of drafts."""
         return None
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:

@@ -1,14 +1,14 @@
-"""The order of each slot's drafters, learnt by a bandit with an arm per drafter for every sequence.
+"""The order of each slot's drafters, learnt by one bandit per sequence, with an arm per drafter.
 
 A chain names drafters. A drafter without a guess for a row passes it on to the next. Which drafter
 should be first depends on the text. So each slot and drafter has the decayed sums of acceptance.py:
 N accepted drafts, D trials. A draft that is shorter than requested counts as one failed trial. With
-p = N / D, a drafter that is requested k tokens yields
+p = N / D, a drafter with k requested tokens yields
 
     1 + p + p^2 + ... + p^k = 1 + p (1 - p^k) / (1 - p)
 
 tokens in a step that takes 1 + k c times as long as one without drafts; c is the price of a draft
-pass in target passes. Drafters are ordered by this ratio. One without a guess costs nothing.
+pass in target passes. This ratio orders the drafters. A drafter without a guess costs nothing.
 
 - Exploration is by optimism, not random: p is the mean of the Beta distribution of the sums plus a
   standard deviation. Sums of an unobserved drafter drift to the mean over all slots, and its
@@ -16,12 +16,12 @@ pass in target passes. Drafters are ordered by this ratio. One without a guess c
 - Lookups need no trial: `cbatch.runtime.drafting.turns` replays what they would have drafted.
 - A new sequence begins with the mean over all slots, which counts as a few trials.
 
-The order does not change the output's distribution: like k it depends only on earlier tokens and on
-the verification of drafts up to the first rejection. It never depends on a clock or on the current
-proposals. Prices are therefore given, not measured.
+The order does not change the output's distribution: like k, it depends only on earlier tokens and
+on the verification of drafts up to the first rejection. It never depends on a clock or on the
+current proposals. Prices are therefore given, not measured.
 
-This code is in the executor because plans and results do not name a row's drafter. It is pure, so
-simulations and tests can use it, too.
+This code is in the executor because plans and results do not name a row's drafter. It has no
+side effects, so simulations and tests can use it, too.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ import numpy as np
 from cbatch.core.speculation.acceptance import Rows, decayed, drift
 from cbatch.core.speculation.config import LookaheadConfig
 
-_DECAY = LookaheadConfig().decay  # factor of the sums, per trial
-_IDLE_DECAY = 0.92  # factor of their distance to the prior, per decision without trials
+_DECAY = LookaheadConfig().decay  # factor by which the sums N and D decay per trial
+_IDLE_DECAY = 0.92  # factor of the sums' distance to the prior, per decision without trials
 _PATIENCE = 64.0  # decisions without trials that add one standard deviation of optimism
-_PRIOR_TRIALS = 4.0  # trials that the mean over all slots counts as, in a new slot
+_PRIOR_TRIALS = 4.0  # weight of the mean over all slots in a new slot, in trials
 _FLEET_MEAN, _FLEET_TRIALS = 0.5, 16.0  # initial mean over all slots, and its trials
-_FLEET_MEMORY_TRIALS = 500.0
+_FLEET_MEMORY_TRIALS = 500.0  # trials after which an old trial counts 1/e in that mean
 _FIRST_DEPTH = 4  # k assumed for a slot before its first request for drafts
-_LEAST_CHANCE, _MOST_CHANCE = 0.01, 0.98
+_LEAST_CHANCE, _MOST_CHANCE = 0.01, 0.98  # limits of p
 _TIE = 1e-9  # subtracted per place in the chain: among equal values the earlier drafter wins
 
 
 class DrafterChoice:
-    """The order of all slots' drafters. A drafter's number is its index in `prices`, the cost of
-    one of its passes relative to a step without drafts."""
+    """The order of all slots' drafters. `prices` has the cost of each drafter's pass, relative to a
+    step without drafts. A drafter's number is its index in `prices`."""
 
     def __init__(self, prices: Sequence[float], max_num_seqs: int) -> None:
         shape = len(prices), max_num_seqs
@@ -65,7 +65,7 @@ class DrafterChoice:
         self.ranks = np.zeros(shape, dtype=np.int64)  # 0: first
 
     def enter(self, slot: int, chain: Sequence[int], carried: np.ndarray | None = None) -> None:
-        """Take in a sequence; `carried` is what `leave` returned if it was preempted."""
+        """Take in a sequence. `carried`: the sums from `leave`, if the sequence was preempted."""
         self.leave(slot)
         self.chooses[slot] = len(chain) > 1
         self.held[list(chain), slot] = True
@@ -93,8 +93,8 @@ class DrafterChoice:
         failed: np.ndarray,
     ) -> None:
         """Record drafts, each slot once. `accepted` int [rows]: drafts that were accepted, or would
-        have been. `failed` bool [rows]: a draft was rejected, or there were fewer than
-        requested."""
+        have been. `failed` bool [rows]: a draft was rejected, or there were fewer drafts
+        than requested."""
         at = drafters * self.chooses.shape[0] + slots
         sums = self._tally.reshape(2, -1)
         sums[0, at] += accepted

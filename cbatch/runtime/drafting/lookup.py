@@ -1,4 +1,4 @@
-"""Drafters without a model: they draft what followed an earlier occurrence of the last tokens.
+"""Drafters without a model: they draft the tokens that followed an earlier occurrence of the end.
 
 `LookupDrafter` keeps no state. It reads the *verified* tokens of a sequence when it drafts. So a
 slot that never speculates costs nothing, prompts are not indexed, and rejected drafts or
@@ -25,7 +25,7 @@ WINDOW_TOKENS = 16384
 
 
 class Lookup:
-    """A guess at the continuation of a text."""
+    """Guesses the continuation of a text."""
 
     struct: LookupStruct | None = None  # the same lookup for the C kernels; None: in Python only
 
@@ -83,9 +83,8 @@ class LookupDrafter(Drafter):
 
     def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
         """Score the known tokens of `slots` from position `since[i]` on: compare each with the
-        first draft that the lookup would have made. The score depends on emitted tokens only. So
-        lookahead
-        may follow it without changing the distribution of the output.
+        first draft that the lookup would have made. The score depends on emitted tokens only, so
+        lookahead may depend on it without changing the distribution of the output.
 
         Call it after a step, for rows without drafts since position `since[i]`.
         """
@@ -103,10 +102,10 @@ class LookupDrafter(Drafter):
     def replay(
         self, slots: NDArray[np.integer], since: I64, depths: I64
     ) -> tuple[NDArray[np.bool_], I64]:
-        """Draft as if only the first `since[i]` tokens of a slot were known, `depths[i]` tokens.
+        """Draft `depths[i]` tokens as if only the first `since[i]` tokens of a slot were known.
 
-        Return whether any drafts were made, and how many would have been accepted; the slot has
-        `depths[i]` known tokens after `since[i]`. Both depend on emitted tokens only."""
+        Return whether any drafts were made, and the number that would have been accepted. The slot
+        must have `depths[i]` known tokens after `since[i]`. Both depend on emitted tokens only."""
         if self.compiled is not None:
             tokens, num_drafted = self.compiled.look_up(self.table.tokens, slots, since, depths)
         else:
@@ -131,6 +130,6 @@ class LookupDrafter(Drafter):
 
     def _guess(self, slot: int, known: int, depth: int) -> list[int]:
         """Draft after the first `known` tokens of a slot."""
-        # The window moves by half its size, so a token is seen at least half a window long.
+        # The window moves by half its size, so a token stays in it for at least half a window.
         start = max(-(-known // self._half) - 2, 0) * self._half
         return self._lookup.guess(self.table.tokens[slot, start:known], depth)

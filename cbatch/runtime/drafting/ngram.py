@@ -11,8 +11,8 @@ class NgramLookup(Lookup):
     """Drafts the tokens that followed the latest earlier occurrence of the longest known ending.
 
     Endings of `longest_tokens` down to `shortest_tokens` tokens are looked up. A match may be so
-    near the end that its continuation runs out. The drafts then continue with their own beginning,
-    which repeats a period.
+    near the end that its continuation runs out. The drafts then repeat from their beginning, as
+    periodic text does.
     """
 
     def __init__(self, shortest_tokens: int = 2, longest_tokens: int = 4) -> None:

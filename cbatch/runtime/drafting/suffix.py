@@ -18,16 +18,16 @@ from cbatch.runtime.model.arrays import I64
 class SuffixLookup(Lookup):
     """Drafts the most frequent continuations.
 
-    N(w, c) counts where token c followed the tokens w. The context is the longest suffix w of the
-    text, of `shortest_tokens` to `longest_tokens` tokens, with an earlier occurrence. Each draft is
-    the c of the largest N(w, c), the latest of several, and extends the context. A context without
-    an earlier occurrence is cut from the left until it has one. There are at most `spec_factor`
-    times as many drafts as tokens matched, and the product of their frequencies N(w, c) / N(w) is
-    at least `least_probability`.
+    N(w, c) is the number of times that token c followed the tokens w. The context is the longest
+    suffix w of the text, of `shortest_tokens` to `longest_tokens` tokens, with an earlier
+    occurrence. Each draft is the c of the largest N(w, c) (the latest of equals), and extends the
+    context. A context without an earlier occurrence is cut from the left until it has one. The
+    number of drafts is at most `spec_factor` times the number of matched tokens, and the product of
+    the drafts' frequencies N(w, c) / N(w) is at least `least_probability`.
 
     The default factor of 2 was measured on outputs of the demo target (T = 0 and 0.8, k = 4 and 8).
     It gave 1 to 5 % more tokens a step than the paper's 1. Acceptance was not lower (within 0.002).
-    Shorter contexts with a likelier c changed acceptance by at most 0.002.
+    Using shorter contexts if their c was likelier changed acceptance by at most 0.002.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SuffixLookup(Lookup):
 
 
 def _likeliest(tokens: I64) -> tuple[int, int]:
-    """Return the most frequent token (the latest of several) and its count."""
+    """Return the most frequent token (the latest of equals) and its count."""
     values, at, counts = np.unique(tokens[::-1], return_index=True, return_counts=True)
     best = np.lexsort((at, -counts))[0]
     return int(values[best]), int(counts[best])

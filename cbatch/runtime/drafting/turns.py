@@ -1,4 +1,4 @@
-"""The order in which a slot's drafters are tried, learnt from how well each one drafts there."""
+"""The order in which a slot's drafters are tried, learnt from each drafter's acceptance there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECIDE_STEPS = 4  # steps between decisions about the order
 # At a decision, lookups that did not draft are replayed on a slot's latest tokens, at most
 # REPLAY_TOKENS. A slot without any drafts is replayed only after IDLE_TOKENS new tokens.
 REPLAY_TOKENS, IDLE_TOKENS = 4, 12
-MOST_REPLAYS = 16  # slots replayed at one decision; all slots have their turn
+MOST_REPLAYS = 16  # maximum number of slots replayed at one decision, in rotation
 
 
 class Turns:
@@ -43,13 +43,13 @@ class Turns:
         prices = [model_price if name == MODEL else 0.0 for name in self.names]
         slots = table.max_num_seqs
         self._choice = DrafterChoice(prices, slots)
-        # Turn t of a slot belongs to a drafter: bool [turns, slots] for each.
+        # For each drafter, whether turn t of a slot belongs to it: bool [turns, slots].
         turns = 2 * len(lookups) + 1
         self._turns = {name: np.zeros((turns, slots), dtype=np.bool_) for name in self.names}
         self._order: list[tuple[int, str]] | None = None  # None: not computed since the last change
         self._chains: list[tuple[str, ...]] = [()] * slots  # each slot's drafters
         self._owners: dict[int, tuple[str, int]] = {}  # (request id, choice) of each slot
-        self._carried: dict[tuple[str, int], NDArray[np.float64]] = {}  # learnt, of released slots
+        self._carried: dict[tuple[str, int], NDArray[np.float64]] = {}  # sums of released slots
         self._by = np.zeros(slots, dtype=np.int64)  # index of the drafter credited in this step
         self._requested = np.zeros(slots, dtype=np.int64)  # drafts requested in this step
         self._known = np.zeros(slots, dtype=np.int64)  # tokens before this step
@@ -72,7 +72,7 @@ class Turns:
 
     def release(self, slot: int) -> None:
         """Free a slot. Its learnt state is kept for a while, because the sequence may have been
-        preempted. A chain of one drafter keeps its turn: the next sequence mostly has the same."""
+        preempted. A chain of one drafter keeps its turn: the next sequence mostly has it, too."""
         if len(self._chains[slot]) == 1:
             return
         self._chains[slot] = ()
@@ -108,16 +108,16 @@ class Turns:
         return self._order
 
     def of(self, turn: int, name: str, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return the slots where this drafter has that turn, bool by entry of `slots`."""
+        """Return whether this drafter has that turn in each of `slots`, bool."""
         return self._turns[name][turn, slots]
 
     def holds(self, name: str, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return the slots whose chain has this drafter, bool by entry of `slots`."""
+        """Return whether this drafter is in the chain of each of `slots`, bool."""
         in_chain: NDArray[np.bool_] = self._turns[name][:, slots].any(axis=0)
         return in_chain
 
     def begin_with_lookup(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return the slots where a lookup has the first turn, bool by entry of `slots`."""
+        """Return whether a lookup has the first turn in each of `slots`, bool."""
         return np.logical_or.reduce([self.of(0, name, slots) for name in self._lookups])
 
     def begin(self, slots: NDArray[np.integer], num_tokens: I64, num_drafts: I64) -> None:

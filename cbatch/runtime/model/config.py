@@ -16,8 +16,8 @@ from cbatch.runtime.model.quantisation import Quantisation
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# Upper limits of config fields, above those of any model. A larger value means a damaged file, or
-# would allocate memory for nothing. Kernels count in 32 bits and keep one attention head on the
+# Upper limits of config fields, above the values of any model. A larger value means a damaged file,
+# or would allocate memory for nothing. Kernels count in 32 bits and keep one attention head on the
 # stack.
 _MAX_INT = 1 << 30
 _MAX_OF = {
@@ -106,7 +106,7 @@ class Arithmetic(msgspec.Struct, frozen=True):
 
     norms: names of a layer's norms before and after attention, before and after the
         feed-forward; None where there is none.
-    layer_norm, norm_bias, norm_offset: norms subtract the mean; add a bias; add this to the weight.
+    layer_norm, norm_bias, norm_offset: norms subtract the mean; have a bias; add this to weights.
     parallel: attention and feed-forward have the same input.
     gated: the feed-forward has gate and up projections; if False, only an up projection.
     whole_qk_norm: all query heads of a token are normed together, and all its key heads.
@@ -140,8 +140,8 @@ class Arithmetic(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True):
     """Shape and arithmetic of a decoder. `sliding_window[layer]` is the window in tokens (the
     token itself included) or None for full attention. `max_position_tokens` is the context length.
-    `kv_shapes` has one entry per layer if `num_kv_heads` and `head_dim` do not describe them
-    all."""
+    `kv_shapes` has one entry per layer if `num_kv_heads` and `head_dim` do not describe all
+    layers."""
 
     family: str
     vocab_size: int

@@ -31,7 +31,7 @@ _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
 _MOST_NORM_EPS = 1.0
-# In tokens: room for a prompt token and one more; positions are 32-bit integers.
+# Context limits in tokens: a prompt token and one more; positions are 32-bit integers.
 _LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30
 
 
@@ -55,7 +55,7 @@ def parse_config(
     values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
     """Return the configuration for the fields `values`. Messages use `path`; `names` maps fields to
-    their names in a file of another format. Raises ModelError as `load_config`."""
+    their names in a file of another format. Raises ModelError as `load_config` does."""
     family = _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
@@ -200,7 +200,7 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
 
 
 def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
-    """Return the type of each layer's attention, or None if all have the same."""
+    """Return the type of each layer's attention, or None if all layers have one type."""
     if family.windows not in ("typed", "late"):
         return None
     types = f.get("layer_types")
@@ -237,8 +237,8 @@ def _windows(
 def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
     """Return the longest context. As in vLLM, it depends on the type of the rope:
 
-    - linear: `max_position_embeddings` is the length before scaling, so it is multiplied;
-    - yarn: the original length is a field of the rope, and is multiplied;
+    - linear: `max_position_embeddings` is the length before scaling, times the factor;
+    - yarn: the original length, a field of the rope, times the factor;
     - longrope: the original length; longer contexts need other frequencies, which are unsupported;
     - others: `max_position_embeddings` itself.
 
@@ -371,7 +371,7 @@ def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs:
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """Return the factor given, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
+    """Return the given factor, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-# The texts by which llama.cpp recognises such tokens.
+# Texts of the tokens that llama.cpp recognises as ends of a text.
 END_TOKENS = frozenset(
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"]
     + ["</s>", "<EOT>", "_<EOT>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]
@@ -27,14 +27,14 @@ class _Model(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] = []
-    model: msgspec.Raw = msgspec.Raw(b"{}")  # large: read only if need be
+    model: msgspec.Raw = msgspec.Raw(b"{}")  # large: decoded only if necessary
 
 
 def tokenizer_end_ids(
     configs: Iterable[Mapping[str, Any]], tokenizer: Path, *, guess: bool
 ) -> list[int]:
     """Return the ids of the `eos_token`s in `configs`, looked up in a `tokenizer.json`. If there
-    are none, `guess` returns instead its special tokens with a text in `END_TOKENS`."""
+    are none and `guess` is set, return its special tokens with a text in `END_TOKENS`."""
     tokens = [config.get("eos_token") for config in configs]
     texts = [each.get("content") if isinstance(each, dict) else each for each in tokens]
     names = [text for text in texts if isinstance(text, str)]

@@ -29,7 +29,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One architecture, as an entry of families.toml describes it.
 
     name: `model_type` of the config.
-    names: where a checkpoint's tensor names differ: suffix of our module name -> theirs.
+    names: where a checkpoint's tensor names differ: suffix of our module name -> the checkpoint's.
     fused: matrices that the checkpoint stores as one.
     stacked: a layer's experts are one tensor with outputs or inputs first; "": a tensor per expert.
     defaults: the values that transformers assumes for absent fields.

@@ -85,7 +85,7 @@ def _q5_1(b: Tensor) -> Tensor:
 
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets of 8 sub-blocks, fp32 [count, 8, 1]. They have 6 bits each, in 12
-    bytes; the upper two bits of the last four lie above the first four."""
+    bytes; the bytes of the first four have the upper two bits of the last four."""
     first, second, last = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=1)
     offsets = torch.cat([second & 63, last >> 4 | second >> 6 << 4], dim=1)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 16  # metadata keys, or tensors
+_MOST_ENTRIES = 1 << 16  # maximum number of metadata keys, and of tensors
 _MOST_NAME_BYTES = 1 << 10
-_MOST_HEAD_BYTES = 1 << 26  # everything before the first tensor's data; the largest have 20 MB
+_MOST_HEAD_BYTES = 1 << 26  # limit of a header; the largest known have 20 MB
 _MOST_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
@@ -91,7 +91,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gguf:
-    """One file, or all parts of a split one. In `metadata`, arrays of numbers are numpy arrays and
+    """One file, or all parts of a split file. In `metadata`, arrays of numbers are numpy arrays and
     arrays of strings are lists."""
 
     path: Path

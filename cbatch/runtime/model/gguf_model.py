@@ -253,7 +253,7 @@ def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
 
 class GgufWeights(WeightSource):
     """The tensors of a GGUF file under the names of Hugging Face's files, widened to `dtype`. With
-    `as_stored`, `blocks` returns quantised ones as they are."""
+    `as_stored`, `blocks` returns quantised tensors as they are."""
 
     def __init__(
         self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False

@@ -38,9 +38,9 @@ _HEAD_FIELDS += ("medusa_num_heads",)
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
-    """One reading of a head's config. `layer` describes the single layer of an EAGLE head; Medusa
-    has no layer there, only the target's vocabulary. `hidden_layers` are the target's layers whose
-    states the head reads, numbered as in `Model.keep_hidden`."""
+    """One reading of a head's config. `layer` describes the single layer of an EAGLE head; for
+    Medusa it has no layer, only the target's vocabulary. `hidden_layers` are the target's layers
+    whose states the head reads, numbered as in `Model.keep_hidden`."""
 
     kind: Literal["eagle3", "eagle", "medusa"]
     layer: ModelConfig
@@ -51,7 +51,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
     input_norm: bool = False  # one norm over all states that are read, before fc
     fc_norm: bool = False  # one norm for each layer's states
     fc_bias: bool = False
-    # Medusa: the number of drafted tokens, residual blocks for each, and whether all share a head.
+    # Medusa: the number of heads, residual blocks per head, and whether all share an output matrix.
     num_heads: int = 1
     num_blocks: int = 1
     shares_head: bool = False
@@ -215,7 +215,7 @@ def _draft_vocab(f: Fields, target: ModelConfig, field: str = "draft_vocab_size"
 
 def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadConfig]:
     """Return the possible readings. Layer ids mean the state before a layer (vLLM, speculators) or
-    after it (SGLang). `norm_before_residual` defaults to True in one of these, False elsewhere."""
+    after it (SGLang). `norm_before_residual` defaults to True in one framework, else to False."""
     count = target.num_layers
     eagle = f.get("eagle_config", {})
     given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None

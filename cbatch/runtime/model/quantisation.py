@@ -10,7 +10,7 @@ _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
 
 class Quantisation(NamedTuple):
     method: str  # "compressed-tensors", "gptq", "awq" or "fp8"
-    zero_shift: int  # what to add to stored zero points
+    zero_shift: int  # added to stored zero points
     block_rows: int | None  # fp8: rows and columns that share a scale
     block_columns: int | None
 

@@ -1,9 +1,9 @@
 """Quantised weights of Hugging Face directories: compressed-tensors, GPTQ, AWQ and fp8.
 
-Weights are integers of 4 or 8 bits, with a scale and a zero point for each group of columns. Those
-that equal a block type of GGUF, bit for bit, are multiplied as such blocks (`_as_blocks` has the
-one exception). Other weights, and those in fp8, are widened while loading. The shapes of a matrix's
-tensors tell its bits and its group size.
+Weights are integers of 4 or 8 bits, with a scale and a zero point for each group of columns.
+Weights that equal a GGUF block type bit for bit are multiplied as GGUF blocks (`_as_blocks` names
+the one exception). Other weights, and fp8, are widened while loading. The shapes of a matrix's
+tensors give its bits and its group size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Codes(NamedTuple):
 
 class QuantisedWeights(WeightSource):
     """The tensors of a directory, with quantised ones widened to `dtype`. With `as_stored`,
-    `blocks` returns those that can be multiplied as blocks."""
+    `blocks` returns matrices that can be multiplied as blocks."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class QuantisedWeights(WeightSource):
         return self._transposed(module, out, columns)
 
     def _packed(self, module: str, out: int, columns: int) -> Codes:
-        """Read compressed-tensors' `pack-quantized` format. Words run along the columns; those of
-        zero points, if any, along the rows. Codes and zeros are stored plus half their range."""
+        """Read compressed-tensors' `pack-quantized` format. Codes are packed along the columns,
+        zero points along the rows. Both are stored plus half their range."""
         name = f"{module}.weight_packed"
         words, bits = self._words(name, out, columns, along=1)
         codes = _unpacked(words, bits, range(32 // bits))[:, :columns]
@@ -178,7 +178,7 @@ class QuantisedWeights(WeightSource):
         return order
 
     def _widened(self, module: str, shape: tuple[int, ...]) -> Tensor:
-        """Widen fp8 with one scale for all, for each row, or for each block of rows and columns."""
+        """Widen fp8 with a scale for the matrix, each row, or each block of rows and columns."""
         weight = self._files.read(f"{module}.weight")
         if tuple(weight.shape) != shape:
             problem = f"has shape {list(weight.shape)}, config.json says {list(shape)}"
@@ -211,10 +211,10 @@ def _unpacked(words: Tensor, bits: int, places: Any) -> Tensor:
 
 
 def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
-    """Return the matrix as GGUF blocks, or None where its groups, or scales in fp16, do not fit.
+    """Return the matrix as GGUF blocks; None if its groups, or its scales in fp16, do not fit.
 
-    Zero points in the middle of the range give Q4_0 or Q8_0. Other 4-bit ones give Q4_1, whose
-    offset is rounded to 11 bits: an error of less than 1/130 of a quantisation step."""
+    Zero points in the middle of the range give Q4_0 or Q8_0. Other 4-bit zero points give Q4_1,
+    whose offset is rounded to 11 bits: an error of less than 1/130 of a quantisation step."""
     out, columns = matrix.codes.shape
     groups = matrix.scales.shape[1]
     scales = matrix.scales.half()

@@ -30,7 +30,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 def has_angles(config: ModelConfig) -> bool:
     """Return whether all angles up to the context length are finite. Valid fields may have
-    quotients or logarithms that are not."""
+    quotients or logarithms that are not finite."""
     try:
         ropes = {config.rope, *config.arithmetic.layer_ropes}
         fastest = max(inverse_frequencies(r, config.head_dim).max().item() for r in ropes)
@@ -86,7 +86,7 @@ def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """Factors by position that rotate a row of the fused QKV projection.
+    """Factors that rotate a row of the fused QKV projection, by position.
 
     A row is [kv_heads, group + 2, head_dim]: for each KV head its queries, then K, then V. The two
     dimensions of a rotary pair are adjacent. Queries are multiplied by cos + i sin and 1 /

@@ -1,4 +1,4 @@
-"""Shapes of a model's products, and how they are computed."""
+"""Shapes of a model's products, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cbatch.runtime.model.config import ModelConfig
 
 
 class Numerics(NamedTuple):
-    """How a model computes: `mode` is "invariant" or "fast"; `may_pack`: there is memory for packed
-    fp32 weights."""
+    """The arithmetic of products: `mode` is "invariant" or "fast"; `may_pack`: there is memory for
+    packed fp32 weights."""
 
     mode: str
     may_pack: bool
 
 
 def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
-    """Return [out, in] of the fused products, and how many of each a forward pass runs."""
+    """Return [out, in] of the fused products, and the number of each in a forward pass."""
     c, hidden = config, config.hidden_size
     queries = c.num_heads * c.head_dim
     shapes: Counter[tuple[int, int]] = Counter()
@@ -42,7 +42,7 @@ def num_weights(config: ModelConfig) -> int:
 
 def head_rows(config: ModelConfig, size: int) -> int:
     """Return the number of logits per rank. Together the ranks may have more rows of the LM head
-    than the vocabulary; these rows are 0."""
+    than the vocabulary; the additional rows are 0."""
     return columns_per_rank(config.vocab_size, size)
 
 

@@ -17,7 +17,7 @@ from cbatch.runtime.model.gguf_file import GgufTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Tensors that a model does not need: derived ones, and scales of activations and KV.
+# Tensors that a model does not need: derived tensors, and scales of activations and KV.
 _NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

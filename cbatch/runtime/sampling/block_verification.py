@@ -75,7 +75,7 @@ def block_verify(
     (`noise.at_depth`).
 
     Where p is NaN (no token may follow a draft) the block ends as if no more tokens had been
-    drafted. The caller must notice that a draft which nothing may follow was accepted."""
+    drafted. The caller must detect an accepted draft that no token may follow."""
     rejection_sampler.check_rows(target_probs, draft_tokens, draft_probs, num_drafts, rows)
     if draft_tokens.numel() == 0:
         zeros = torch.zeros_like(num_drafts)
@@ -117,7 +117,7 @@ def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: DraftP
 
 def _masses(scaled: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) -> Tensor:
     """Return R of the prefix before each draft. `scaled` is c p and is overwritten. The sum is in
-    double, so that the order of summation, which may depend on the batch, does not show."""
+    double, so that the order of summation, which may depend on the batch, has no effect."""
     if draft_probs is None:
         scaled.scatter_(1, draft_tokens[:, None], 0.0)
     else:
@@ -180,8 +180,8 @@ def _expected(
 ) -> Tensor:
     """Return the expected number of accepted drafts, fp32 [B].
 
-    Given x_1 .. x_i and that i or more are accepted, one more is with probability 1 - R_i / c_i, by
-    (1). These probabilities are summed over i up to the number accepted. Count less sum is a
+    Given x_1 .. x_i, and that i or more are accepted, one more is accepted with probability
+    1 - R_i / c_i, by (1). The sum runs over i up to the number accepted. Count minus sum is a
     martingale in i, so both have the same mean, and the sum has the lower variance. With c = 1
     throughout the result equals `rejection_sampler.expected_accepted`."""
     tried = drafts.depth <= num_accepted[drafts.row]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Leading tokens that are sorted: enough for usual top-k and most nuclei. More would slow every row.
+# Number of likeliest tokens that are sorted, enough for most rows. More would slow every row.
 _LEADING_TOKENS = 256
 
 
@@ -104,7 +104,8 @@ def _mass_of(mass: Tensor, top_k: Tensor) -> Tensor:
 
 def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
     """Return which tokens are kept, for tokens in descending order with cumulative `mass`. A kept
-    token has a rank below top_k, and less than `nucleus` of mass before it. The first is kept."""
+    token has a rank below top_k, and less than `nucleus` of mass before it. The first token
+    stays."""
     rank = torch.arange(mass.shape[-1], device=mass.device)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])

@@ -67,7 +67,7 @@ class BannedTokens(_Stateless):
 
 class MinTokens:
     """Forbids the stop ids for the next `count` tokens. With `yields` they stay allowed where no
-    other token is."""
+    other token is allowed."""
 
     def __init__(self, stop_ids: Sequence[int], count: int, *, yields: bool = False) -> None:
         self._ids = _as_index(stop_ids)
@@ -159,8 +159,8 @@ class Penalties:
 
 
 class ProcessorChain:
-    """Processors in the order in which they apply. `structured` is one of them, or None; only with
-    a grammar can a prefix be reached that no token may follow."""
+    """Processors in the order in which they apply. `structured` is one of them, or None; only a
+    grammar can reach a prefix that no token may follow."""
 
     def __init__(
         self, processors: Sequence[LogitsProcessor], structured: Structured | None = None
@@ -250,7 +250,7 @@ def _structured(
 
 
 class LogitsProcessors:
-    """The processors of all slots. `active` is bool [slots]; `num_active` counts the true ones."""
+    """The processors of all slots. `active` is bool [slots]; `num_active` counts active slots."""
 
     def __init__(
         self, max_num_seqs: int, vocab_size: int, grammars: GrammarSource | None = None

@@ -33,7 +33,7 @@ class LogprobRequests:
         self.prompts: dict[int, LogprobRequest] = {}
 
     def admit(self, a: NewSequence) -> None:
-        """Raises ValueError if prompt positions whose log probabilities are needed are in KV."""
+        """Note the requests. Raises ValueError if prompt positions that need logprobs are in KV."""
         params = a.params
         if params.logprobs is not None:
             self.outputs[a.slot] = LogprobRequest(

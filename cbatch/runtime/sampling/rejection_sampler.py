@@ -57,7 +57,7 @@ def draw(
         token_ids = ids.expand(len(probabilities), -1)
         words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, token_ids)
         return ids[(probabilities / noise.exponential(words)).argmax(dim=-1)]
-    # Filters leave few tokens, so only their noise is computed. Sorted, for the rule about ties.
+    # Filters leave few tokens, so only their noise is computed. Sorted: ties go to the lowest id.
     width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # 0 for a row of NaN
     if width * 8 > probabilities.shape[1]:
         words = noise.token_words(
@@ -114,9 +114,9 @@ def expected_accepted(
     which it accepted `num_accepted`, int64 [B]. The other shapes are those of `rejection_verify`.
 
     A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
-    2023, Theorem 3.5); a draft chosen with certainty, with p(draft). These are summed over the
+    2023, Theorem 3.5); a draft chosen with certainty, with p(draft). The sum runs over the
     positions that were tried, up to and including the first rejection. Whether a position is tried
-    is known before its coin falls, so count less sum is a martingale and both have the same mean
+    is known before its coin falls, so count minus sum is a martingale and both have the same mean
     (Doob's optional stopping). The sum does not depend on the coins and has the lower variance.
     Later positions must not enter the sum: the next step uses their noise again.
     """

@@ -48,7 +48,7 @@ class GrammarSource(Protocol):
         """Return a new matcher at its initial state. Raises FieldError."""
 
     def plain_token(self, text: bytes) -> int | None:
-        """Return the longest token, not an added one, that `text` begins with, or None."""
+        """Return the longest token (no added token) that `text` begins with, or None."""
 
     def forbid_repeats(self, spec: StructuredOutputs) -> ForbidRepeats | None:
         """Return the function that keeps lists from repeating an item, or None
@@ -59,9 +59,9 @@ class Structured:
     """The processor of a grammar. EOS may follow a complete text, and after EOS only EOS.
 
     The matcher never consumes EOS (its rollback of EOS is not exact) nor a forbidden token. From
-    the first such token on, tokens are only counted. No token may follow a forbidden token. A
+    EOS or a forbidden token on, tokens are only counted. No token may follow a forbidden token. A
     forbidden draft is rejected, because the row before it forbids it. If a forbidden token is
-    committed all the same, the request ends with an error.
+    committed nevertheless, the request ends with an error.
     """
 
     def __init__(self, grammars: GrammarSource, spec: StructuredOutputs, vocab_size: int) -> None:

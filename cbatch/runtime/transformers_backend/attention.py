@@ -73,7 +73,7 @@ def enter(
     options: dict[str, Any],
 ) -> Tensor:
     """Register a layer and return zeros. Raises ModelError for options that our attention does not
-    have."""
+    support."""
     (step,) = _entering
     assert step.registered is not None
     name = type(module).__name__

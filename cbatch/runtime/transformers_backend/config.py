@@ -40,9 +40,9 @@ def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: in
 
 
 def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> int:
-    """Return the longest context for which our results are those of the model. It ends with the
-    chunks of chunked attention, with windows that only the modelling code's masks have, and where
-    rotary angles would change."""
+    """Return the longest context for which our results are those of the model. It is at
+    most a chunk of chunked attention, a window that only the modelling code's masks have, and the
+    length at which rotary angles change."""
     tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(tokens, int) or tokens < 2:
         raise ModelError(f"{path}: max_position_embeddings: missing; it gives the context")
@@ -66,7 +66,7 @@ def changes_angles(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the rope of the model, or one for each kind of layer."""
+    """Return the rope parameters of the model, or those of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     return nested or [parameters]

@@ -20,7 +20,7 @@ def load_net(
     path_or_name: str | Path, dtype: str | torch.dtype, seed: int | None
 ) -> tuple[nn.Module, Path, torch.dtype]:
     """Return the model as loaded by transformers, on the CPU; its directory; and the dtype to serve
-    it in. Raises ModelError as `load_transformers_model`."""
+    it in. Raises ModelError as `load_transformers_model` does."""
     path = resolve_directory(path_or_name, weights=seed is None)
     refuse_unsupported(path)
     with quiet():

@@ -1,4 +1,4 @@
-"""Compares a transformers model on our parts with the model on its own, at every load."""
+"""Compares a transformers model with our attention to the unchanged model, at every load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cbatch.runtime.model.config import ModelConfig, ModelError
 
 _BLOCK_TOKENS = 4
 _LENGTHS = 23, 14
-_STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row: chunks together with decodes
+_STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row per step: chunks with decodes
 # Limits of differences, in standard deviations of the logits. Half precision rounds between layers,
-# where ours has fp32, and a router may then choose another expert: so its limit is for the mean.
+# our pass does not, and a router may then choose another expert: so its limit is for the mean.
 _MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
-_MOST_ALONE = 1e-3  # limit between a row in a batch and the row alone
+_MOST_ALONE = 1e-3  # limit of the difference between a row in a batch and the row alone
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
 
 
@@ -47,7 +47,7 @@ class Reference(NamedTuple):
 @torch.inference_mode()
 def reference_of(net: nn.Module, path: Path) -> Reference:
     """Run the model as loaded by transformers. Raises ModelError for a model that fails, or that
-    keeps other state than attention's."""
+    keeps state other than KV."""
     for module in net.modules():
         name = type(module).__name__
         if _STATEFUL.search(name) or isinstance(module, nn.Conv1d):

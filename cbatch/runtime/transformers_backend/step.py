@@ -24,7 +24,7 @@ class AttentionLayer:
     """One attention layer: its `index` in a pass, and its parameters in the modelling code.
 
     `window` is in tokens, the token itself included. With `softcap`, scores become
-    softcap * tanh(score / softcap). `sinks` fp32 [heads] are further scores in the softmax.
+    softcap * tanh(score / softcap). `sinks` fp32 [heads] are additional scores in the softmax.
     """
 
     index: int
@@ -35,7 +35,7 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prepared: Any = None  # the layer for the kernels of its device, if these need one
+    prepared: Any = None  # the layer as the device's kernels need it, if they do
 
 
 class LayerStep(Protocol):

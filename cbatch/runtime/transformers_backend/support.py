@@ -40,7 +40,7 @@ _DECODERS = ("ForCausalLM", "LMHeadModel")
 
 
 def refuse_unsupported(path: Path) -> None:
-    """Raises ModelError if a directory's model is no text decoder, or keeps other state than KV."""
+    """Raise ModelError if a directory's model is no text decoder, or keeps state other than KV."""
     problem = problem_of(read_json_object(path / "config.json"))
     if problem is not None:
         raise ModelError(f"{path / 'config.json'}: {problem}")

@@ -20,7 +20,7 @@ class Product(nn.Module):
         super().__init__()
         self.linear = linear
         self.out_features, self.in_features = linear.shape
-        # For code that reads type or shape of the weight; it has no contents.
+        # For code that reads type or shape of the weight, which has no contents.
         self.weight = torch.zeros(1).expand(linear.shape)
         self.bias = None
 
@@ -31,7 +31,7 @@ class Product(nn.Module):
 
 
 class ProductWeight(nn.Parameter):
-    """A matrix that modelling code passes to `F.linear` itself: this calls our product."""
+    """A weight that modelling code passes to `F.linear`; the call then runs our product."""
 
     linear: Linear
 
@@ -117,7 +117,7 @@ class Products:
 
 
 def widen(net: nn.Module) -> None:
-    """Convert all parameters but those of products to fp32; embeddings are converted row by row."""
+    """Convert all parameters except those of products to fp32; embeddings convert their outputs."""
     embeddings = set()
     for module in net.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:

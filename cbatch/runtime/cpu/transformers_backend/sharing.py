@@ -2,7 +2,7 @@
 
 The plan splits some products by rows and others by columns, as `sharding` does for our own pass.
 Every rank computes everything else. Plans are written for torch's own tensor parallelism; here our
-products and `RankGroup` carry them out. The self-test at every load checks the result.
+products and `RankGroup` implement them. The self-test at every load checks the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cbatch.runtime.rank_group import RankGroup
 _ROWS, _GATHERED = "colwise", "colwise_gather_output"
 _COLUMNS, _CUT = "rowwise", "rowwise_split_input"
 _HALVES, _EXPERTS = "packed_colwise", "moe_tp_experts"
-# Not split: embeddings, norms of a head, and what MLA has in common for all heads.
+# Not split: embeddings, norms of a head, and MLA's weights that all heads share.
 _WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 _KNOWN = (_ROWS, _GATHERED, _COLUMNS, _CUT, _HALVES, _EXPERTS, *_WHOLE)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
@@ -32,14 +32,14 @@ _REMEDY = "leave it out"
 
 
 def check_shared(path: Path, size: int) -> None:
-    """Check by `config.json` alone. Raises FieldError if `size` ranks cannot divide the model."""
+    """Raise FieldError if `size` ranks cannot divide the model, by `config.json` alone."""
     from transformers import AutoConfig
 
     _checked_plan(AutoConfig.from_pretrained(path), size)
 
 
 def _checked_plan(config: Any, size: int) -> dict[str, str]:
-    """Return the plan of the model below its LM head, or raise FieldError."""
+    """Return the plan of the model without its LM head. Raises FieldError if unsupported."""
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     kind = config.model_type
     if not any(style not in _WHOLE for style in plan.values()):
@@ -59,9 +59,9 @@ def _checked_plan(config: Any, size: int) -> dict[str, str]:
 
 
 def _halved(plan: dict[str, str]) -> dict[str, str]:
-    """Return replacements in a plan for fused gate and up projections. The plan gathers their
-    output and cuts it again for the next product. A rank with its share of each half needs
-    neither."""
+    """Return the entries of a plan to replace for fused gate and up projections. The plan gathers
+    their output and splits it again for the next product. A rank with a part of both halves needs
+    neither step."""
     halved = {}
     for name, style in plan.items():
         mlp, _, last = name.rpartition(".")
@@ -89,7 +89,7 @@ class Shares:
     its modules are replaced by ours, `complete` joins the partial results of the ranks."""
 
     def __init__(self, net: nn.Module, ranks: RankGroup) -> None:
-        """Raises FieldError if a weight cannot be divided."""
+        """Narrow the weights. Raises FieldError if a weight cannot be divided."""
         self._ranks = ranks
         plan = _checked_plan(net.config, ranks.size)
         planned = list(_planned(net.base_model, net.base_model_prefix, plan))
@@ -156,7 +156,7 @@ class Shares:
 
     def complete(self, net: nn.Module) -> None:
         """Join partial results, after products, experts and feed-forwards are ours. Raises
-        ModelError if one of the modules was replaced by an unknown one."""
+        ModelError if a path of the plan no longer names a module."""
         modules = dict(net.named_modules())
         for at in self._joins:
             parent, _, name = at.path.rpartition(".")
@@ -178,8 +178,8 @@ class Shares:
 
 
 class Join(NamedTuple):
-    """How a rank's part of a module joins: `take` cuts its input (None: the whole input), and `put`
-    combines its output with those of the other ranks."""
+    """The functions around a rank's part of a module: `take` cuts its input (None: the whole
+    input), `put` combines its output with the outputs of the other ranks."""
 
     take: Callable[[Tensor], Tensor] | None
     put: Callable[[Tensor], Tensor]

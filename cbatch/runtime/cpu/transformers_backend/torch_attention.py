@@ -1,6 +1,6 @@
 """Attention over paged KV by torch: used if our kernels cannot be compiled, and to test them.
 
-The bits of a row depend on how many rows of its sequence share the step.
+The bits of a row depend on the number of rows that its sequence has in the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cbatch.runtime.transformers_backend.step import AttentionLayer
 
 class TorchStep(NamedTuple):
     """A planned step. `blocks` and `places` [T] say where K and V of each row are written; `lens`,
-    `contexts` and `tables` belong to the sequences."""
+    `contexts` and `tables` have one entry per sequence."""
 
     lens: list[int]
     contexts: list[int]

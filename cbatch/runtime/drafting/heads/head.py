@@ -1,4 +1,4 @@
-"""The base of draft heads, and of what builds their layers."""
+"""The base classes of draft heads, and of the builders of their layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cbatch.runtime.model.shapes import Numerics
 
 
 class Head:
-    """A draft head. `config` has its layers' sizes and the target's vocabulary size. `vocabulary`
+    """A draft head. `config` has the head's sizes and the target's vocabulary size. `vocabulary`
     int64 [drafts] has the target's ids of the tokens that the head can draft; None: all.
     `matrix_bytes` is the size of its matrices."""
 
@@ -38,7 +38,7 @@ class Head:
         raise NotImplementedError
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Expand logits [N, drafts] to [N, vocab], with -inf for tokens that it cannot draft."""
+        """Expand logits [N, drafts] to [N, vocab], with -inf for all other tokens."""
         if self.vocabulary is None:
             return logits
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
@@ -47,7 +47,7 @@ class Head:
 
 class HeadBuilder(LayerBuilder[P]):
     """Builds the layers of a head from its tensors, on its target's device. `quantised` says
-    whether the target's weights are."""
+    whether the target's weights are quantised."""
 
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Any, numerics: str = "invariant"

@@ -18,7 +18,7 @@ def load_heads(
     path: Path, target: Any, target_path: str | Path, classes: Mapping[str, Callable[..., H]]
 ) -> list[H]:
     """Return the head in a directory, once for each way to read its files, the likeliest first.
-    `classes` are those of the target's device, by kind of head. Raises ModelError naming file and
+    `classes`: the head classes of the target's device, by kind. Raises ModelError naming file and
     field or tensor."""
     weights = HeadWeights.of(path)
     rows = getattr(target.head, "weight", None)  # the output matrix on a GPU, unless quantised

@@ -1,5 +1,5 @@
 """Agreement of a head's first drafts with its target on sample text. It decides between the
-readings of an ambiguous config, and finds heads that only guess before they are served.
+readings of an ambiguous config, and rejects heads that are no better than a constant guess.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ H = TypeVar("H", bound=Head)
 
 
 class Tested(NamedTuple, Generic[H]):
-    """The first drafts of a head on a text: `hits` (bool [trials]) marks those equal to the
+    """The first drafts of a head on a text: `hits` (bool [trials]) marks drafts equal to the
     target's greedy choice. `chance` is the share of hits of the best constant draft."""
 
     head: H
@@ -70,8 +70,8 @@ def take_head(
 
 @torch.inference_mode()
 def best_reading(heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
-    """Return the first (likeliest) reading, or another that `beats` it. `texts` are token ids.
-    `target` is a `Model` on a CPU, a `OneCall` on a GPU."""
+    """Return the first (likeliest) reading, or a later reading that `beats` it. `texts` are token
+    ids. `target` is a `Model` on a CPU, a `OneCall` on a GPU."""
     kept = target.hidden_layers
     try:
         tested = [_test(head, target, texts) for head in heads]
