@@ -25,7 +25,7 @@ QUESTIONS = (
     "Tell me about the moon.",
 )
 FOLLOW_UP = "Can you explain that to a child?"
-LOOKUP = ("ngram",)  # drafter if the options name none but a draft model, which SmolLM2 lacks
+LOOKUP = ("ngram",)  # used if the options name no lookup, since SmolLM2 has no draft model
 FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
 
 Messages = list[dict[str, str]]

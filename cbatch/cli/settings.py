@@ -203,7 +203,7 @@ def add_flags(
     only: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every setting except those of `exclude`, or for those of `only`. `defaults`
+    """Add flags for all settings except `exclude`, or only for the settings in `only`. `defaults`
     maps fields to the command's own defaults."""
     groups: dict[str, argparse._ActionsContainer] = {}
     for setting in fields_of(kind).values():
@@ -265,7 +265,7 @@ def read_settings(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> Settings[T]:
-    """Read flags, the `environment` and a TOML `file`; `defaults` maps fields to its own defaults.
+    """Read flags, the `environment` and a TOML `file`, which override the `defaults` by field.
     Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     own = defaults or {}

@@ -1,4 +1,4 @@
-"""Texts on which a draft head is tested, to reject a head that was trained for another model."""
+"""Trial texts: a draft head is tested on them, to reject a head of another model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MADE_UP_TOKENS = 256  # length of the random text, if there is no tokenizer
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Return the token ids of the test texts; without a tokenizer, one text of random tokens."""
+    """Return the token ids of the trial texts; without a tokenizer, one text of random tokens."""
     if tokenizer is None:
         tokens = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
         return (tuple(tokens.tolist()),)

@@ -102,7 +102,7 @@ def load_models(
 
 
 def _trial_texts(model: str | Path, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Return the token ids of the texts on which a head is tested."""
+    """Return the token ids of the trial texts for a head."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
     return trial_texts(read_config(resolve_directory(model, weights=False)).vocab_size, tokenizer)

@@ -108,8 +108,9 @@ FIELDS = {
 
 
 def require_neutral_option(name: str, value: Any, origin: str, known: Collection[str]) -> None:
-    """Raise `FieldError`, which names `origin` and the `known` options, or the feature that is not
-    supported. An option in `OPTIONS` is accepted if its value, or its text, is neutral."""
+    """Raise `FieldError`, which names `origin`, if an option is unknown or its feature unsupported.
+    An option in `OPTIONS` is accepted if its value is neutral, also as text. The message for an
+    unknown option lists the `known` options."""
     positive = name.removeprefix("no_")
     option = OPTIONS.get(positive)
     if option is None:

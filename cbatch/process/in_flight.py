@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_SIZE_BYTES = 2**20  # of the file: about ten thousand ids; unused pages cost nothing
-_READING_BYTES = 2**16  # of the list of requests that are being read
-_COMPILING_BYTES = 2**12  # of the list of requests whose grammars are being compiled
+_SIZE_BYTES = 2**20  # size of the file, for about ten thousand ids; unused pages cost nothing
+_READING_BYTES = 2**16  # size of the list of requests that are being read
+_COMPILING_BYTES = 2**12  # size of the list of requests whose grammars are being compiled
 _HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty.
 _COUNTER = np.dtype("<i8")
-_FIRST_BYTE = 64  # the lists start after the progress counters
+_FIRST_BYTE = 64  # offset of the first list, after the progress counters
 
 
 class _Names:

@@ -12,8 +12,8 @@ from cbatch.core.request.request import Request
 class OpenSequence(ABC):
     """One choice of a request, and the handlers of its events on the event loop. `request` and
     `tokens` are the transcript from which another engine resumes the choice. `EngineClient` sets
-    the other attributes. No event follows the last row, or a cancel or finish by the owner. If a
-    handler raises, `on_failed` is called; no other sequence is affected."""
+    all attributes except `request`. No event follows the last row, or a cancel or finish by the
+    owner. If a handler raises, `on_failed` is called; no other sequence is affected."""
 
     request: Request
     tokens: list[int]  # emitted so far

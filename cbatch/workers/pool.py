@@ -92,7 +92,7 @@ class WorkerPool:
             raise value
         if self._closed:
             raise PoolClosedError
-        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # it died before this task
+        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # the worker died before this task
             return await self.run(task, limits)
         raise WorkerDiedError(value)
 

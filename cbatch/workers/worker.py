@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _reap(workers: dict[int, socket.socket]) -> None:
-    """Send the exit status of every worker that has ended to its client."""
+    """Send each ended worker's exit status to its client."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

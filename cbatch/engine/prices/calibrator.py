@@ -140,7 +140,7 @@ class Calibrator:
         held_out: bool = True,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Measure `steps` steps of each batch in the slice `part`, then call `on_batch`.
+        """Measure `steps` steps of each batch in the slice `part`. Call `on_batch` after a batch.
 
         The order of batches is drawn from `seed`, so that a slow phase of the machine affects all
         kinds of batches.

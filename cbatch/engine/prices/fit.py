@@ -1,4 +1,4 @@
-"""Fit of prices to measured steps: a duration is the sum of its curves and of price * term.
+"""Fit of prices to measured steps: a duration is a sum of curves and of products price * term.
 
 Errors are relative, so that a long prefill does not outweigh a decode. Prices are fitted by
 non-negative least squares (Lawson and Hanson 1974), in which a price without evidence is 0.
@@ -22,9 +22,9 @@ _CLIP = 4.0
 _ROUNDS = 6  # iterations of reweighted least squares
 _MIN_PREDICTION_S = 1e-7  # avoids a division by zero
 _MIN_T_SHARE = 0.01  # minimum of curve T, as a share of the shortest measured step
-_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
-_IDLE_KNOTS_S = (0.0, 0.01, 0.03, MAX_IDLE_S)
+_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points of T
+_CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)  # points of C
+_IDLE_KNOTS_S = (0.0, 0.01, 0.03, MAX_IDLE_S)  # points of W
 # Fields of `CostProfile`: the points of a curve, and its values in seconds.
 _SECONDS = {"tokens": "target_s", "contexts": "context_s", "idles_s": "after_idle_s"}
 
@@ -95,9 +95,9 @@ def _matrix(terms: Terms, works: Sequence[StepWork]) -> np.ndarray:
 def fit_columns(columns: np.ndarray, durations_s: np.ndarray) -> np.ndarray:
     """Return the non-negative prices, float64 [columns], whose relative errors are smallest.
 
-    Errors are relative to the prediction; relative to the measurement, noise would bias every price
-    downwards. So each round fits prices, then computes weights from their predictions. A step
-    whose error is far above the median has a lower weight (Huber).
+    Errors are relative to the prediction. If they were relative to the measurement, noise would
+    bias every price downwards. Each round fits prices, then computes weights from the predictions.
+    A step whose error is far above the median has a lower weight (Huber).
     """
     predicted_s = np.maximum(durations_s, _MIN_PREDICTION_S)
     weights = np.ones(len(durations_s))

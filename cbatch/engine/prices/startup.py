@@ -30,13 +30,13 @@ from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cache_folder
 
 VERSION = 4  # version of measurement and fit; cached prices of another version are measured again
-CONTEXT_TOKENS = 64
-LONG_CONTEXT_TOKENS = 512
-DRAFTS = 3  # per row, in shapes that verify drafts
+CONTEXT_TOKENS = 64  # length of a row, drafts not included
+LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
+DRAFTS = 3  # drafts per row, in shapes that verify
 _DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # (drafts, rows), for the price of a draft pass
-MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # of a row, in any shape
+MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # maximum per row of any shape
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CHUNKS = (32, 128, 512)
+_CHUNKS = (32, 128, 512)  # tokens of prefill chunks
 _CATCH_UPS_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
 _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 # Number of equal steps, the last of which is measured: a small model's first steps take up to a
@@ -45,7 +45,7 @@ _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 _LIKE_STEPS = 5
 _SETTLED_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
-_BUDGET_S = 3.0
+_BUDGET_S = 3.0  # default time for all measurements
 _logger = logging.getLogger("cbatch")
 
 

@@ -52,7 +52,7 @@ class _Health:
         return self.closing or self.problem is not None
 
     def lose(self, problem: str, killed_by: signal.Signals | None = None) -> None:
-        """Record a problem. Only the first one counts: later ones are its consequences."""
+        """Record a problem. Only the first problem counts; later problems follow from it."""
         with self._lock:
             if self.has_ended:
                 return
@@ -103,7 +103,7 @@ class Ranks:
             stdin=subprocess.PIPE,  # at its end of file, when this process is gone, the rank exits
             pass_fds=[remote.fileno()],
             # An interrupt from the terminal must reach this process only. And if this process dies
-            # while a rank is stopped, the kernel hangs up the rank's orphaned process group.
+            # while a rank is stopped, the kernel sends SIGHUP to the rank's process group.
             process_group=0,
         )
         remote.close()
