@@ -43,8 +43,8 @@ def create_app(
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
 ) -> RequestMiddleware:
-    """Return an application that serves one engine as `model`. If there are `keys`, requests need
-    one, and so do the metrics unless `open_metrics`. Pages of `cors_origins` may send requests. A
+    """Return an application that serves one engine as `model`. If there are `keys`, a request needs
+    a key, also for metrics unless `open_metrics`. Pages of `cors_origins` may send requests. A
     replica passes its own `metrics`, and a `metrics_page` with the metrics of all replicas."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
@@ -67,7 +67,7 @@ def create_app(
         lifespan=[lifespan],
         exception_handlers=handlers(metrics.reject),
         openapi_config=None,
-        logging_config=None,  # the program that runs the server decides about logs
+        logging_config=None,  # the program that runs the server configures logs
     )
     return RequestMiddleware(
         app, keys, metrics, open_metrics=open_metrics, cors_origins=cors_origins

@@ -1,5 +1,5 @@
-"""Clients' connections, and their limits until a request begins: time, size of the request head,
-open files. `intake` limits bodies."""
+"""Connections of clients, with limits on time, size of request heads, and number of connections.
+`intake` limits request bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses
 
 
 _HEAD = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
-_KINDS = {408: "timeout", 503: "overloaded"}
+_KINDS = {408: "timeout", 503: "overloaded"}  # error types in bodies, by HTTP status
 
 
 class ServerConfig(uvicorn.Config):
@@ -44,15 +44,15 @@ class HeadError(Exception):
 
 
 class Unread(NamedTuple):
-    """The data that a client had not read of its responses at time `since_s`."""
+    """Number of response bytes that a client had not read at time `since_s` of the event loop."""
 
     since_s: float
     num_bytes: int
 
 
 def unsent_bytes(transport: asyncio.Transport) -> int:
-    """Return the response bytes that the kernel holds and the client has not acknowledged, 0 if
-    unknown. A slow client leaves the kernel's buffer full for a long time although it reads."""
+    """Return the number of response bytes in the kernel's send buffer, 0 if unknown. While a slow
+    client reads from this buffer, asyncio's own buffer may not change for a long time."""
     try:
         size = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):
@@ -61,9 +61,9 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection with timeouts. It ends if a request takes too long to arrive while none is being
-    answered, or if the client does not read a response. uvicorn's own timeout covers idle
-    connections only, and a single byte stops it."""
+    """A connection with timeouts. It is closed if a request takes too long to arrive while no other
+    is being answered, or if the client does not read a response. uvicorn's own timeout covers only
+    idle connections, and a single received byte cancels it."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._most_connections = config.most_connections
         self._lingering = config.lingering
         self._watch: asyncio.TimerHandle | None = None
-        self._request_since_s: float | None = None  # since when a request has been arriving
+        self._request_since_s: float | None = None  # start of the wait for a head or body
         self._in_head = False
         self._head_bytes = self._partial_bytes = (
-            0  # of complete fields, and of data without a complete one
+            0  # bytes of fields; bytes received while the head was incomplete
         )
-        self._data = b""  # what the parser reads now
+        self._data = b""  # received data that the parser reads now
         self._unread: Unread | None = None
 
     # ---- the connection -----------------------------------------------------------------------
@@ -116,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._unread
 
     def _check_timeouts(self) -> None:
-        """Timer callback: end what has waited since `late_s` or longer."""
+        """Timer callback: end a late request, or the connection of a client that does not read."""
         limit_s = self._limits.request_timeout_s
         late_s = self.loop.time() - limit_s
         before = self._unread
@@ -124,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._note_unread().num_bytes > before.num_bytes - MIN_READ_BYTES:
                 self.transport.abort()
                 return
-        elif before is None and self.transport.is_closing():  # the client has not read all of it
+        elif before is None and self.transport.is_closing():  # closing waits for the client to read
             self._note_unread()
         if self._request_since_s is not None and self._request_since_s <= late_s:
             self._end_late_request()
@@ -136,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _end_late_request(self) -> None:
         if self._answering:
-            return  # the application waits for this request's body, or an earlier one is answered
+            return  # the application awaits this request's body, or answers an earlier request
         if self._in_head:
             limit_s = self._limits.request_timeout_s
             self._refuse(408, "request_timeout", f"the head took longer than {limit_s:g} s")
@@ -190,7 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count_head(self, num_bytes: int) -> None:
-        """Add to the head's size. HeadError stops the parser, which calls `send_400_response`."""
+        """Add to the head's size. uvicorn answers `HeadError` by calling `send_400_response`."""
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise HeadError
@@ -218,7 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse an unreadable request, or just close the connection within another response."""
+        """Refuse an unreadable request, or only close the connection if a response has begun."""
         if self.pipeline or (self._answering and self.cycle.response_started):
             self.transport.close()
         elif self._head_bytes > MAX_HEAD_BYTES:
@@ -237,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Read on for a moment before closing. Data that arrives at a closed connection makes the
+        """Read for `LINGER_S` before closing. Data that arrives at a closed connection makes the
         client's system drop the response. The connection does not count against the limit."""
         self._lingering.add(self)
         self.connections.discard(self)

@@ -34,14 +34,14 @@ class BodyTooLongError(FieldError):
 
 
 class MediaTypeError(FieldError):
-    """The body is not declared to be JSON. Other types are rejected, since a page of another site
-    can send them without the browser's preflight request."""
+    """The body is not declared to be JSON, plain or gzipped. Other types are rejected, since a page
+    of another site can send them without the browser's preflight request."""
 
 
 def error_body(
     message: str, kind: str, field: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's format. `field` is the field at fault."""
+    """Return an error in OpenAI's format. `field` is the request's field at fault."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
@@ -84,7 +84,7 @@ def _service_error(_: AnyRequest, error: ServiceError) -> ErrorResponse:
 
 
 def _slow_body(request: AnyRequest, error: BodyTimeoutError) -> ErrorResponse:
-    """Close the connection afterwards, as the rest of the body is not read."""
+    """Handle a slow body, and close the connection, since the rest of the body is not read."""
     answer = _service_error(request, error)
     answer.headers["connection"] = "close"
     return answer

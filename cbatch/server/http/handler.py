@@ -1,4 +1,4 @@
-"""The way of one API request: from its body to its response, whole or streamed. The client may
+"""Handling of one API request, from its body to its whole or streamed response. The client may
 disconnect at any moment."""
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class CompletionHandler:
                     builder.take(position, output)
 
     async def _events(self, builder: ResponseBuilder[Any]) -> AsyncIterator[bytes]:
-        """Yield server-sent events; those of one step are joined. The first item is empty and comes
-        when there is something to send, so an error before it can still become an HTTP status."""
+        """Yield server-sent events; the events of one step are joined. The first item is empty and
+        precedes the first event, so that an earlier error can still become an HTTP status."""
         begun = False
         with ExitStack() as stack:
             try:
@@ -161,13 +161,13 @@ async def _disconnected(request: AnyRequest) -> None:
 
 
 def deadline_s(request: AnyRequest, timeout_s: float | None) -> float | None:
-    """Return the time limit of the client or its gateway, in seconds. Raises `FieldError`."""
+    """Return the shorter limit of the client and its gateway, in seconds. Raises `FieldError`."""
     limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
     return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
 def header_s(request: AnyRequest, name: str) -> float | None:
-    """Return a header's milliseconds in seconds, None if it is absent or 0. Raises `FieldError`."""
+    """Convert a header from ms to seconds, None if absent or 0. Raises `FieldError`."""
     value = request.headers.get(name)
     if value is None:
         return None

@@ -18,12 +18,13 @@ from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTy
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
 
-# Part of each body that is not counted, so that clients with long bodies cannot block short ones.
+# Bytes of each body that are not counted, so that long bodies cannot use up the room of short ones.
 FREE_BYTES = 2**14
 
 
 class BodyIntake:
-    """`num_bytes` is the counted memory of all bodies. `overloaded` makes the error for more."""
+    """Reader of request bodies. `num_bytes` is the counted memory of all bodies being read;
+    `overloaded` returns the error to raise at the limit."""
 
     def __init__(
         self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]
@@ -33,7 +34,7 @@ class BodyIntake:
 
     @asynccontextmanager
     async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-        """Read and decompress a JSON body, which counts until the block ends. Raises
+        """Read and decompress a JSON body. Its memory counts until the block ends. Raises
         `MediaTypeError`, `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`,
         `BodyTooLongError` or `FieldError`."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""API keys, and the number of requests that each may have open."""
+"""API keys, and the number of requests that each key may have open."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from cbatch.core.request.errors import FieldError
 from cbatch.server.serving.admission_queue import LONGEST_RETRY_S
 
-_REMEMBERED = 16  # durations of a key's last requests, to estimate Retry-After
+_REMEMBERED = 16  # last requests of a key, whose durations estimate Retry-After
 
 
 class KeyBusyError(RuntimeError):
-    """The key has its maximum of open requests; one should end within `retry_after_s`."""
+    """The key has its maximum of open requests. `retry_after_s` estimates when one will end."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ class ApiKey:
 
 
 class KeyRing:
-    """The accepted keys; without keys everyone is accepted. Keys are stored as digests and compared
-    in constant time. Raises `FieldError` for an invalid limit, or a limit without keys."""
+    """The accepted keys. Without keys every request is accepted. Keys are stored as digests and
+    compared in constant time. Raises `FieldError` for an invalid limit, or a limit without keys."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ def digest(secret: bytes) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the keys of a file, one a line, without comments (#). Raises `FieldError`."""
+    """Return the keys in a file, one per line, without # comment lines. Raises `FieldError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -15,15 +15,15 @@ from cbatch.core.request.typed import knob
 
 _limits = partial(knob, "limits")
 MAX_CONNECTIONS = 4096  # default, if the limit on open files allows it
-# Other files than connections: the engine's pipes, logs, models, and connections just refused.
+# Open files reserved for the engine's pipes, logs, models, and lingering refused connections.
 OWN_FILES = 256
-MIN_READ_BYTES = 2**14  # what a client must read of a response within `request_timeout_s`
+MIN_READ_BYTES = 2**14  # response bytes that a client must read in `request_timeout_s`
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
-    and its body as long again. A client must read `MIN_READ_BYTES` of a response in that time.
-    All bodies that are being read share `max_reading_bytes`."""
+    and its body the same time again. A client must read `MIN_READ_BYTES` of a response within
+    `request_timeout_s`. All bodies that are being read share `max_reading_bytes`."""
 
     max_connections: Annotated[
         int | None,

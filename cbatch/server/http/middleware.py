@@ -18,12 +18,12 @@ from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.response_builder import encode
 
-# For probes, which have no key, and for the page that asks for one. They show no user's data.
+# Paths that need no key, for probes and for the page that asks for a key. They show no user data.
 OPEN_PATHS = ("/health", "/ready", *PAGE_PATHS)
 METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
-_RECORD = "cbatch.record"  # key of the ASGI scope
+_RECORD = "cbatch.record"  # the record's key in the ASGI scope
 
 
 def record_of(request: Request[Any, Any, Any]) -> RequestRecord:
@@ -33,9 +33,9 @@ def record_of(request: Request[Any, Any, Any]) -> RequestRecord:
 
 class RequestMiddleware:
     """Wraps an application. If there are keys, every path except `OPEN_PATHS` (and the metrics, if
-    open) requires one as a bearer token. POST requests count against the key's limit; `totals`
-    count those refused for it. Every response has an `X-Request-Id`, the client's or a new one.
-    Pages of `cors_origins` (`*`: all) may read responses."""
+    open) requires a key as a bearer token. POST requests count against the key's limit; `totals`
+    counts the requests that the limit refuses. Every response has an `X-Request-Id`, the client's
+    or a new one. Pages of `cors_origins` (`*`: all) may read responses."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RequestMiddleware:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
                 record.key = None if key is None else key.name
                 await self._enter(key, scope, receive, send_with_id)
-        except Exception as error:  # not raised by a route
+        except Exception as error:  # not handled by the application
             record.fail(error)
             if record.status is not None:
                 raise
@@ -131,7 +131,7 @@ def _request_id(client_id: bytes) -> bytes:
 
 
 async def _allow(send: Any, fields: bytes) -> None:
-    """Answer a browser's preflight request, allowing these header fields."""
+    """Answer a browser's preflight request, and allow the header fields that it names."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-allow-headers", fields),

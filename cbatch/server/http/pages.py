@@ -1,5 +1,5 @@
-"""The live page's files. They are public, since they contain no data; the page asks for a key if
-one is needed."""
+"""The live page's files. They are public, since they contain no data. The page asks for an API key
+if the server requires one."""
 
 from __future__ import annotations
 

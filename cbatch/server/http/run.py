@@ -15,7 +15,7 @@ from cbatch.server.serving.service import EngineService
 from cbatch.system.heap import freeze_heap, lower_mmap_threshold, trim_heap
 
 _logger = logging.getLogger("cbatch")
-_TRIM_TICKS = 50  # interval of `trim_heap` while idle; a tick of uvicorn is 0.1 s.
+_TRIM_TICKS = 50  # interval of `trim_heap` while idle, in uvicorn's ticks of 0.1 s
 _FLUSH_S = 5  # time for complete responses to reach their clients
 
 

@@ -15,13 +15,13 @@ import msgspec
 from cbatch.core.request.errors import FieldError, short
 from cbatch.core.request.typed import require_text
 
-# Lists and objects of a body: creating millions would hold the interpreter lock for a second.
+# Limit of lists and objects in a body: millions would hold the interpreter lock for a second.
 MAX_CONTAINERS = 250_000
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """Return the body's JSON object without nulls. Raises `FieldError`."""
+    """Return the body's JSON object without null members. Raises `FieldError`."""
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         remedy = f"send <= {MAX_CONTAINERS} of them"
         raise FieldError("body", "has too many lists and objects", remedy)
@@ -39,7 +39,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _lenient(body: bytes) -> Any:
-    """Return JSON that may contain lone surrogates, which msgspec rejects."""
+    """Decode JSON that may contain lone surrogates, which msgspec rejects; None if invalid."""
     with suppress(ValueError):
         return json.loads(body)
 
@@ -69,8 +69,8 @@ def converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
-    """Yield unknown members of `raw`, such as `tools[0].function.color`. `read` is `raw`,
-    parsed."""
+    """Yield paths of unknown members of `raw`, such as `tools[0].function.color`. `read` is the
+    struct or list that was parsed from `raw`."""
     if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
         for name, value in raw.items():
             if name in read.__struct_fields__:

@@ -7,8 +7,8 @@ from cbatch.core.request.errors import FieldError
 
 class ServiceError(RuntimeError):
     """An error caused by the server or its load. `status` is the HTTP status if the response has
-    not begun; a stream that has begun ends with an error event. `retry_after_s` is when to try
-    again, None if unknown."""
+    not begun; a stream that has begun ends with an error event. `retry_after_s` is the time until a
+    retry, None if unknown."""
 
     status = 500
     kind = "server_error"
@@ -32,14 +32,14 @@ class OverloadedError(ServiceError):
 
 
 class DeadlineError(ServiceError):
-    """The request's time is over. Output up to then has been sent."""
+    """The request's time is over. Earlier output has been sent."""
 
     status = 504
     kind = "timeout"
 
 
 class ClientDeadlineError(DeadlineError):
-    """The time limit came from the client."""
+    """The request's time is over, by the client's own limit."""
 
     status = 408
 

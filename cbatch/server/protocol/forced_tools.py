@@ -1,8 +1,8 @@
 """Tool calls that the client forces: their grammar, and a parser of the reply. `reply_reader`
 parses calls that the model makes by its own choice.
 
-The reply to a named function is only its arguments. With "required" the reply is a list of one or
-more calls, `[{"name": "f", "arguments": {...}}]`, with exactly this white space.
+If the client names a function, the reply is only its arguments. With "required" the reply is a list
+of one or more calls, `[{"name": "f", "arguments": {...}}]`, with exactly this white space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cbatch.core.request.request import StructuredOutputs
 
 MAX_CALLS = 16  # tool calls in one reply
 MAX_TOOLS = 128
-# JSON's special characters within a string, and outside of strings, numbers, literals, punctuation.
+# Characters where `JsonEnd` stops: in a string; outside strings, numbers, literals, commas, colons.
 _IN_STRING, _BETWEEN = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,7 +30,7 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function's signature. `parameters` is a JSON schema; without it the function has none."""
+    """A function's signature. `parameters` is a JSON schema; None: the function takes nothing."""
 
     name: FunctionName
     description: str | None = None
@@ -98,7 +98,7 @@ def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
 
 
 def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str:
-    """Return the grammar of a list of calls in Lark, with llguidance's `%json`."""
+    """Return the Lark grammar of a list of calls. It uses llguidance's `%json`."""
     more = f' (", " call){{0,{MAX_CALLS - 1}}}' if parallel else ""
     lines = [f'start: "[" call{more} "]"']
     lines.append("call: " + " | ".join(f"call{at}" for at in range(len(parameters))))
@@ -210,7 +210,7 @@ class ForcedCallReader:
 
 
 def add_part(parts: list[ToolCallPart], part: ToolCallPart) -> None:
-    """Append a piece, joined to the last one if that is of the same call."""
+    """Append a piece, or join it to the last piece if both belong to the same call."""
     if parts and parts[-1].call == part.call:
         last = parts.pop()
         part = last._replace(arguments=last.arguments + part.arguments)

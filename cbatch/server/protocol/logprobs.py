@@ -13,8 +13,8 @@ Decode = Callable[..., str]  # `TextTokenizer.decode`
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists. `tokens` join to the text up to a stop string; `text_offset` counts the
-    characters before each token. `top_logprobs` are keyed by `token_name`."""
+    """Lists with an element per token. `tokens` join to the text up to a stop string; `text_offset`
+    counts the characters before each token. `top_logprobs` are keyed by `token_name`."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -31,7 +31,7 @@ class CompletionLogprobs(msgspec.Struct):
         texts: Sequence[str | None] = (),
     ) -> CompletionLogprobs:
         """Return the lists for the tokens `ids`. An entry is None for the first token of a prompt.
-        `texts` holds what the first tokens add to the text if their entries lack it."""
+        `texts` replaces the texts of the first entries."""
         lists = cls([], [], [], [])
         for at, (entry, token_id) in enumerate(zip(entries, ids, strict=True)):
             text = texts[at] if at < len(texts) else None if entry is None else entry.text
@@ -59,7 +59,7 @@ def _top(entry: TokenLogprob, text: str, decode: Decode) -> dict[str, float | No
 
 
 class LikelyToken(msgspec.Struct):
-    """A token's entry. `bytes` is what the token adds to the text's UTF-8."""
+    """A token and its log probability. `bytes` are the UTF-8 bytes that the token adds."""
 
     token: str
     logprob: float | None
@@ -93,9 +93,8 @@ class ChatLogprobs(msgspec.Struct):
 
 
 def token_name(token_id: int, decode: Decode) -> str:
-    """Return the token's text as within a sentence, also for a special token. A token without a
-    text of its own (incomplete UTF-8) is `token_id:N`, so that different tokens have different
-    names."""
+    """Return the token's text in the middle of a sentence, also for a special token. A token that
+    is incomplete UTF-8 is named `token_id:N`, so that different tokens have different names."""
     once = decode([token_id], skip_special_tokens=False)
     text = decode([token_id] * 2, skip_special_tokens=False)[len(once) :]
     return text if text and "\ufffd" not in text else f"token_id:{token_id}"
@@ -104,7 +103,7 @@ def token_name(token_id: int, decode: Decode) -> str:
 def prompt_logprobs(
     entries: Iterable[TokenLogprob | None], decode: Decode
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return the entries of each prompt token by token id: the token itself, and the likeliest."""
+    """Return, for each prompt token, entries by token id: of the token and of the likeliest."""
     return [
         None
         if entry is None

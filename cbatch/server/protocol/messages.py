@@ -51,8 +51,8 @@ def _given(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_thought(message: dict[str, Any], field: str) -> None:
-    """Store an earlier thought under all names that templates read. `thinking` is gpt-oss's, whose
-    template rejects a thought together with both content and calls."""
+    """Store the thought of an earlier reply under all names that templates read. The template of
+    gpt-oss reads `thinking`, and rejects it together with both content and calls."""
     thought = message.get("reasoning", message.get("reasoning_content", ""))
     if not isinstance(thought, str):
         raise FieldError(f"{field}.reasoning", "is not a text", "send a text")
@@ -63,7 +63,7 @@ def _name_thought(message: dict[str, Any], field: str) -> None:
 
 
 def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, which templates expect; clients send text."""
+    """Return tool calls with parsed arguments: clients send JSON text, templates expect objects."""
     try:
         calls = msgspec.convert(value, list[_EarlierCall])
         return [

@@ -18,13 +18,13 @@ from cbatch.server.protocol.tool_parsers import (
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.output_processor import require_length, token_texts
 
-_PROMPT_END_TOKENS = 32  # enough for the marks around a thought
+_PROMPT_END_TOKENS = 32  # tokens to decode at a prompt's end; marks of thoughts fit
 
 
 class ServedModel:
     """The model as clients see it. `root` is its path or hub name, `created_s` seconds since the
-    epoch. `tool_parser` is the format of its tool calls, None if unknown; `reasoning_parser` that
-    of its thoughts. `sampling_defaults` are the model's values for `SamplingParams`."""
+    epoch. `tool_parser` names the format of its tool calls, None if unknown; `reasoning_parser` the
+    format of its thoughts. `sampling_defaults` are the model's defaults for `SamplingParams`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ServedModel:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def require_length(self, field: str, text: str) -> None:
-        """Raise `FieldError` for a text that is too long however it is tokenized. Takes no time."""
+        """Raise `FieldError` if a text cannot fit in the context, judged by its length alone."""
         require_length(field, text, self.tokenizer, self.max_model_len)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class ServedModel:
     ) -> str:
         """Return the conversation as the chat template writes it, for `encode`. Text in messages
         cannot become control tokens, which could end a turn and begin another. Raises `FieldError`
-        without a template, and for a conversation that it cannot render."""
+        if there is no template, or the template cannot render the conversation."""
         if self._chat_template is None:
             raise FieldError(
                 "messages",

@@ -140,7 +140,7 @@ def _limited(schema: Schema, limit: Schema) -> Schema:
 
 
 def _body(fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]) -> Schema:
-    """Return a request's schema. All fields but the required ones may be null, like absent."""
+    """Return a request's schema. Fields that are not required may also be null."""
     properties = {
         name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()
     }
@@ -182,7 +182,7 @@ def _paths() -> dict[str, Schema]:
 def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
     whole = _json("the answer", _ref(answer))
     if streamed:
-        # Chunks are JSON but the last one is not, which OpenAPI 3.1 cannot express.
+        # All chunks but the last are JSON, which OpenAPI 3.1 cannot express.
         whole["content"]["text/event-stream"] = {"schema": {}}
     statuses = {
         400: "a field that is not supported; the error names it",

@@ -1,7 +1,7 @@
 """Incremental parser of a reply: thought, tool calls and answer.
 
-One parser reads all formats, which are data. Its result does not depend on how the text is split
-into pieces, and it holds back only text that later text can reinterpret.
+One parser reads all formats; `tool_parsers` defines them as data. The result does not depend on how
+the text is split into pieces. Only text whose meaning depends on later text is held back.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Part = str | Thought | ToolCallPart
 
 
 class ThoughtFormat(NamedTuple):
-    """The marks around a thought. It begins the reply, or with `anywhere` may come later too."""
+    """The marks around a thought, which begins the reply, or with `anywhere` may come later."""
 
     opens: str
     closes: str
     begun: bool = False  # replies begin inside a thought, unless the prompt closes the thought
     anywhere: bool = False
-    dropped: tuple[str, ...] = ()  # other marks between the parts of a reply
-    prompt_end: str = ""  # end of the prompt that is part of a reply's first mark
-    answer: str = ""  # the mark of the answer, after a thought and `prompt_end`
+    dropped: tuple[str, ...] = ()  # other marks, which are removed from the reply
+    prompt_end: str = ""  # end of the prompt that begins the reply's first mark
+    answer: str = ""  # mark that begins the answer, after a thought and `prompt_end`
 
     def begins(self, prompt: str) -> bool:
         """Return whether the reply to a prompt begins inside a thought."""
@@ -53,22 +53,23 @@ class ThoughtFormat(NamedTuple):
 
 class ToolCallFormat(NamedTuple):
     """The format of a tool call: a tag, a head and a JSON object. The object is the call (`name`,
-    and `arguments` or `parameters`), or only its arguments if the head has a group `name`. Without
-    tags, only a reply that begins with a call has calls."""
+    and `arguments` or `parameters`), or only its arguments if the head has a group `name`. If there
+    are no tags, only a reply that begins with a call has calls."""
 
     tags: tuple[str, ...]
-    thoughts: ThoughtFormat  # of such models, if the server does not separate thoughts.
+    thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
     head: str = r"\s*"  # a regular expression.
-    begun_head: str = r"\s*"  # one that matches every beginning of a head.
-    again: str | None = None  # the head of a call that follows another call without a tag
+    begun_head: str = r"\s*"  # a regular expression for every beginning of a head.
+    again: str | None = None  # `head` of a further call without a tag of its own
     end: str = ""  # a tag that may follow a call
-    head_tokens: tuple[str, ...] = ()
+    head_tokens: tuple[str, ...] = ()  # control tokens that occur in heads
 
 
 class ReplyFormat(NamedTuple):
     """The format of the replies to one request. With `separate` a thought is returned as `Thought`,
     stripped of white space; otherwise it is part of the text. Calls inside a thought are ignored.
-    `forced` are the calls that the answer must consist of, in cbatch's own format."""
+    Calls that the request forces (`forced`) are in cbatch's own format. Without `parallel`, the
+    model's calls after the first are dropped."""
 
     calls: ToolCallFormat | None = None
     thoughts: ThoughtFormat | None = None
@@ -105,7 +106,7 @@ class ReplyReader:
             self._state, self._pending = self._read_text, self._thoughts.prompt_end
             self._marks += (self._thoughts.opens, *self._thoughts.dropped)
         self._thought_is_empty = True
-        # The call that is being read: text before it, head, and its object up to `_read_to`.
+        # The call being read: text before it, patterns of its head, its object up to `_read_to`.
         self._before = self._head = self._begun_head = ""
         self._object: JsonEnd | None = None
         self._read_to = 0
@@ -141,7 +142,7 @@ class ReplyReader:
         return self._begin_thought(0) if self.in_thought else self._begin_answer()
 
     def _begin_thought(self, at: int) -> bool:
-        """Start a thought whose mark ends at index `at`."""
+        """Start a thought whose opening mark ends at index `at` of the pending text."""
         self._emit_thought("", mark=self._pending[:at])
         self._pending = self._pending[at:]
         self.in_thought = self._thought_is_empty = True
@@ -265,7 +266,7 @@ class ReplyReader:
 
 @lru_cache
 def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern of the marks, and of an incomplete mark at the end of a text."""
+    """Return a pattern of any mark, or of an incomplete mark at the end of a text."""
 
     def part(mark: str) -> str:
         last, *before = map(re.escape, reversed(mark))
@@ -275,8 +276,8 @@ def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _find(text: str, marks: tuple[str, ...], final: bool) -> tuple[int, int | None]:
-    """Return the start and end of the first mark, the longest at its place. The end is None if the
-    mark is incomplete or absent. `final`: no text follows."""
+    """Return the start and end of the first mark; the longest if several start there. The end is
+    None if the mark is incomplete or absent. `final`: no text follows."""
     match = _pattern(marks).search(text) if marks else None
     if match is None:
         return len(text), None

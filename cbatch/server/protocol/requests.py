@@ -1,4 +1,4 @@
-"""Requests of the API: the fields of their bodies, and what a body asks of the engine."""
+"""API requests: the fields of their bodies, and their conversion to requests for the engine."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ Fields = TypeVar("Fields", bound="RequestFields")
 
 
 class PendingPrompt(NamedTuple):
-    """A prompt that is tokenized after a place in the queue is reserved. `num_bytes` bounds its
-    number of tokens, roughly. `task` runs in a worker and returns the ids; it raises `FieldError`
-    about `field`. `around` returns the grammar around a structured output, from the ids."""
+    """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is a
+    rough upper bound of its tokens. `task` runs in a worker and returns the token ids; `field` is
+    the field that errors name. `around` maps the ids to the grammar around a structured output."""
 
     num_bytes: int
     model: ServedModel
@@ -84,7 +84,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """The schema is in `json_schema`, or in `schema` as with llama.cpp and others."""
+    """The output format. Its schema is in `json_schema`, or in `schema` as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -117,7 +117,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat = ResponseFormat("text")
     user: str | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None  # seconds, in total
-    truncate_prompt_tokens: Count | None = None  # keep this many tokens, from the prompt's end
+    truncate_prompt_tokens: Count | None = None  # number of last tokens to keep
     return_token_ids: bool = False
     return_metrics: bool = False  # times and speculation, in the last chunk or the response
 
@@ -149,7 +149,7 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Any = None
-    add_special_tokens: bool | None = None  # None: true for a text only
+    add_special_tokens: bool | None = None  # None: true for a text, else false
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -161,17 +161,17 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has been checked, of whichever API. `ignored` are the names of unknown
-    fields. `id`, the time limits and the `key` come from the HTTP request."""
+    """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
+    sets `id`, `timeout_s`, `itl_target_s` and `key`."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
     fields: RequestFields = RequestFields()
     ignored: tuple[str, ...] = ()
-    id: str = ""  # of the response; the only name of the request that a client sees
+    id: str = ""  # the id of the response, which is the only id that a client sees
     timeout_s: float | None = None  # for the whole request, in addition to the server's limit
     itl_target_s: float | None = None  # target for the longest gap between tokens
-    key: str | None = None  # API key; each may have a limited number of grammars validated at once
+    key: str | None = None  # name of the API key; limits how many grammars it has validated at once
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
     grammar_field: str = "structured_outputs"  # the field that asked for structured output
@@ -247,7 +247,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
 def _structured(
     sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
-    """Return the parameters with the one constraint on the output, and the field it came from."""
+    """Return the parameters with the request's constraint on the output, and the field with it."""
     params = sampling_from_json(sampling)
     constraints: dict[str, StructuredOutputs] = {}
     if forced is not None:
@@ -281,7 +281,7 @@ def _parse(
     if longest is not None:
         sampling["max_tokens"] = converted("max_completion_tokens", longest, Count)
     for name, value in sampling.items():
-        if name in ID_LISTS and isinstance(value, list | dict):  # before each id is read
+        if name in ID_LISTS and isinstance(value, list | dict):  # before the ids are read
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))
     own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
@@ -308,7 +308,7 @@ def _check_stops(stop: Any) -> None:
 
 
 def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a text, of token ids, or of a list of either. Raises `FieldError`."""
+    """Convert a text, token ids, or a list of either to prompts. Raises `FieldError`."""
     remedy = "send a text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return (value,)
@@ -331,7 +331,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
 def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
 ) -> AnyPrompt:
-    """Return the prompt for the engine: a text only if no option of the request changes its ids."""
+    """Return the prompt for the engine. A text stays a text if no option changes its token ids."""
     last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
         return _truncated(prompt, last)

@@ -13,18 +13,18 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
 class TokenDetails(msgspec.Struct):
-    reasoning_tokens: int  # with the marks around thoughts
+    reasoning_tokens: int  # includes the marks around thoughts
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    completion_tokens_details: TokenDetails | UnsetType = UNSET  # with a reasoning parser
+    completion_tokens_details: TokenDetails | UnsetType = UNSET  # set with a reasoning parser
 
 
 class CompletionChoice(msgspec.Struct):
-    """A complete choice, or what a chunk adds to it. `seed` is the request's, or the drawn one."""
+    """A choice, complete or its part in a chunk. `seed` is the request's seed, or a drawn seed."""
 
     index: int
     text: str
@@ -37,7 +37,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """`arguments` is JSON as the model wrote it, or the next piece of it."""
+    """`arguments` is the JSON text from the model, or the next piece of the text."""
 
     arguments: str
     name: str | UnsetType = UNSET  # with the first piece
@@ -57,8 +57,8 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """The message of a chunk. `role` comes with a choice's first text, so that a client does not
-    mistake it for a first token."""
+    """The message of a chunk. `role` comes with a choice's first text: in an earlier chunk, a
+    client could mistake it for the first token."""
 
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -97,12 +97,12 @@ class ChatChoice(msgspec.Struct):
 
 
 class SpeculativeDecoding(msgspec.Struct):
-    """Statistics of one request's steps with draft tokens. `acceptance_histogram[j]` counts steps
-    that accepted j of them. `mean_acceptance_length` includes the bonus token."""
+    """Statistics of a request's steps with draft tokens. `acceptance_histogram[j]` counts the steps
+    that accepted j draft tokens. `mean_acceptance_length` includes the bonus token."""
 
     acceptance_histogram: list[int]
     num_spec_steps: int
-    num_spec_tokens: int  # the maximum of one step
+    num_spec_tokens: int  # maximum of draft tokens in one step
     mean_acceptance_length: float
     draft_acceptance_rate: float
     num_accepted_draft_tokens: int

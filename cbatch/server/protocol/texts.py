@@ -11,7 +11,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields
 from cbatch.server.protocol.responses import Detokenized, Tokenized
 
-# Texts up to this length are allowed even if the model's context is shorter.
+# This many characters, or token ids, are allowed even if the model's context is shorter.
 LONG_TEXT_CHARS = 2**18
 
 

@@ -41,13 +41,13 @@ def around_answer(thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end:
 
 
 def _ranges(ids: list[int]) -> str:
-    """Return sorted ids as Lark's ranges: some tokenizers have thousands of added tokens."""
+    """Return sorted ids as ranges in Lark, since tokenizers may have thousands of added tokens."""
     runs = [list(run) for _, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" for run in runs)
 
 
 def _mark(text: str, added: dict[str, int]) -> str:
-    """Return Lark for a text whose parts may be added tokens."""
+    """Return a Lark expression for a text. An added token in it may also be written as text."""
     parts = [part for part in _TOKENS_IN_MARKS.split(text) if part]
     return " ".join(
         f"({json.dumps(part)} | <[{added[part]}]>)" if part in added else json.dumps(part)

@@ -72,8 +72,8 @@ def TaggedReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
     return ReplyReader(ReplyFormat(CALLS["hermes"], THOUGHTS["qwen3"], parallel=parallel))
 
 
-# Parsers by texts that the chat template contains. The first DeepSeek-R1's template has no opening
-# mark; the model may only close its thought. Other models without one open it, or do not think.
+# Parsers by texts in the chat template. The first DeepSeek-R1's template has no opening mark, and
+# the model may write only the closing mark. Other models write both marks, or do not think.
 _BY_TEMPLATE: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
     ("harmony", (_CHANNEL,)),
     ("mistral", ("[THINK]",)),
@@ -101,7 +101,7 @@ def mark_ids(form: ReplyFormat, tokenizer: TextTokenizer) -> frozenset[int]:
 def call_format(
     parser: ToolParser | None, tools: list[Tool], choice: ToolChoice | None
 ) -> ToolCallFormat | None:
-    """Return the format, or None if the request leaves the model no choice. Raises `FieldError`."""
+    """Return the format of calls that the model may choose to make, if any. Raises `FieldError`."""
     if not tools or choice not in (None, "auto"):
         return None
     if parser is None:

@@ -1,1 +1,1 @@
-"""An API request from its place in the queue to its response, without HTTP. Imports `protocol`."""
+"""Handling of API requests from queue to response, without HTTP. Imports `protocol`."""

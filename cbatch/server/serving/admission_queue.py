@@ -20,19 +20,19 @@ from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
 
 _limits = partial(knob, "limits")
-LONGEST_RETRY_S = 60  # limit of Retry-After.
-_REMEMBERED = 64  # departures from the queue that estimate its pace
+LONGEST_RETRY_S = 60  # largest Retry-After
+_REMEMBERED = 64  # last departures from the queue, whose rate estimates Retry-After
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a server. Raises `FieldError`. A choice is queued until it first has a slot.
 
     A request is rejected at once if its prompt cannot be computed within `ttft_target_s`, at the
-    present time per prompt token. An empty queue accepts any request, so no bound makes a request
-    impossible.
+    present time per prompt token. The bounds on queued requests and tokens do not apply to an empty
+    queue, so they make no request impossible.
 
-    A request that is still queued after `queue_timeout_s` is rejected, one that is not done after
-    `timeout_s` ends; None: no limit. Rendering and tokenizing a prompt may take `prompt_timeout_s`
+    A request is rejected if still queued after `queue_timeout_s`, and ended if not done after
+    `timeout_s`; None: no limit. Rendering and tokenizing a prompt may take `prompt_timeout_s`
     of processor time and `prompt_memory_bytes`. A request ends when its client has left more than
     `max_unread_tokens` tokens unread (64 for each choice, if that is more). These tokens are
     dropped.
@@ -79,7 +79,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class AdmissionQueue:
     """Counts of queued requests and prompt tokens, and of rejections so far by reason. Each
-    `OpenRequest` takes back what it has reserved."""
+    `OpenRequest` subtracts its own reservation when it leaves the queue."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class AdmissionQueue:
         self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> None:
-        """Count the choices of a prompt. Raises `OverloadedError`."""
+        """Count the choices and tokens of a prompt, if allowed. Raises `OverloadedError`."""
         self._require(num_requests, prompt_tokens)
         self.num_requests += num_requests
         self.num_prompt_tokens += prompt_tokens
@@ -148,7 +148,7 @@ class AdmissionQueue:
         self._departures_s.append(self._clock())
 
     def _retry_after_s(self) -> int:
-        """Estimate when the queue will be empty, from its recent pace."""
+        """Estimate the seconds until the queue is empty, from the rate of recent departures."""
         times = self._departures_s
         if len(times) < 2:
             return 1

@@ -127,7 +127,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
         return {kind: "".join(pieces) for kind, pieces in texts.items()}, calls
 
     def _reason(self, state: ChoiceState, choice: Choice) -> str:
-        """Return `tool_calls` for complete calls, also forced ones: clients test for it."""
+        """Return the finish reason. It is `tool_calls` after complete calls, also forced calls."""
         reader = state.reader
         if choice.finish_reason is FinishReason.STOP and reader is not None and reader.complete:
             return "tool_calls"

@@ -14,7 +14,8 @@ LABEL = "replica"
 
 
 class FleetPages(Collector):
-    """Collects `pages` of replicas by name. The name becomes a label of every series."""
+    """Collects the replicas' metrics from `pages`, which are (name, page) pairs. A replica's name
+    becomes a label of its series."""
 
     def __init__(self, pages: Iterable[tuple[str, bytes]]) -> None:
         self._pages = list(pages)

@@ -25,7 +25,7 @@ from cbatch.server.serving.service import EngineService
 MAX_WATCHERS = 32
 MAX_UNREAD = 2  # events buffered for a page.
 QUIET_S = 0.5  # longest time between events.
-_ID_CHARS = slice(6)  # the part of a request's id that a page is sent.
+_ID_CHARS = slice(6)  # the characters of a request's id that pages receive
 Mean = tuple[float, int]  # sum in seconds, and number of values.
 # slot, request id, prompt tokens, known tokens, uncomputed tokens, estimated acceptance
 Slot = tuple[int, str | None, int, int, int, float | None]
@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveView(msgspec.Struct, frozen=True):
-    """A snapshot of the engine. Structs in it are encoded as arrays. `slots` are those in use."""
+    """A snapshot of the engine. `slots` are the slots in use. Inner structs become arrays."""
 
     slots: list[Slot]
     steps: tuple[StepSnapshot, ...]
@@ -56,8 +56,8 @@ class LiveView(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One event. `look` is missing if the engine has sent no snapshot. Counts are the server's,
-    which survive restarts of the engine, unlike those in `look.stats`."""
+    """One event. `look` is None if the engine has sent no new snapshot. The server's own counts
+    survive restarts of the engine; the counts in `look.stats` do not."""
 
     at_s: float
     state: str
@@ -157,8 +157,8 @@ class LiveFeed:
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 
     def _short_id(self, wire_id: str) -> str | None:
-        """Return a few characters of the request's id. A page can find its own request by them, but
-        cannot name another's."""
+        """Return a few characters of the request's id: enough for a page to find its own request,
+        but not the full id of another client's request."""
         request_id = self._service.request_id(wire_id)
         return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 

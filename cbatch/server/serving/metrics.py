@@ -1,8 +1,8 @@
 """Prometheus metrics: with vLLM's names where vLLM has the metric, else with cbatch's.
 
-Requests, tokens, times and drafts are counted by `RequestTotals`. Data that only the engine has
-(slots, KV, prefix cache, steps) is from its latest statistics, and left out before the first. The
-engine's counters restart at 0 with the engine, which `rate()` allows for.
+`RequestTotals` counts requests, tokens, times and drafts. Data that only the engine has (slots, KV,
+prefix cache, steps) comes from the latest statistics, and is left out until the first arrive. The
+engine's counters restart at 0 with the engine, which Prometheus' `rate()` allows for.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Metrics(RequestTotals, Collector):
         yield self._counter("cbatch:kv_event_batches_dropped", text, events.num_dropped)
 
     def _cache_config(self, config: SchedulerConfig) -> Metric:
-        """Return a metric whose labels hold the data. CPU blocks count as GPU blocks, as in
-        vLLM."""
+        """Return a metric whose labels are the configuration. As in vLLM, `num_gpu_blocks` is the
+        number of KV blocks also on a CPU."""
         values = {
             "block_size": config.block_size,
             "num_gpu_blocks": config.num_blocks,

@@ -27,16 +27,16 @@ from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
 from cbatch.text.outputs import Output
 
-MIN_UNREAD_TOKENS = 64  # per choice, since a single step may emit many tokens.
+MIN_UNREAD_TOKENS = 64  # least limit of unread tokens per choice: one step may yield many
 
 
 class OpenRequest:
     """One prompt of an API request, and its outputs as they arrive. Iteration ends after all
     choices have finished, or raises the `ServiceError` that ended the request. Unread outputs are
-    buffered here and nowhere else. `close()` cancels the choices that still run.
+    buffered only here. `close()` cancels the choices that still run.
 
-    `request` is that of the first choice; `begin` sets it. `holds` releases everything that this
-    object has acquired.
+    `begin` sets `request`, which is the first choice's request. Closing `holds` releases everything
+    that this object has acquired.
     """
 
     request: Request
@@ -59,13 +59,13 @@ class OpenRequest:
     # ---- on the way in ------------------------------------------------------------------------
 
     def enqueue(self, prompt_tokens: int) -> None:
-        """Reserve a place in the queue, by a bound of the prompt. Raises `OverloadedError`."""
+        """Reserve a place in the queue for `prompt_tokens` at most. Raises `OverloadedError`."""
         self._queue.reserve(self.num_choices, prompt_tokens)
         self._queued_choices, self._queued_tokens = self.num_choices, prompt_tokens
         self.holds.callback(self._leave_queue)
 
     def settle(self, prompt_tokens: int) -> None:
-        """Correct the reserved prompt length."""
+        """Change the number of reserved prompt tokens."""
         self._queue.num_prompt_tokens += prompt_tokens - self._queued_tokens
         self._queued_tokens = prompt_tokens
 
@@ -94,7 +94,7 @@ class OpenRequest:
         tokenizer: TextTokenizer | None,
         max_unread_tokens: int,
     ) -> None:
-        """Send the choices to the engine. Output beyond `max_unread_tokens` ends the request."""
+        """Send the choices to the engine. More than `max_unread_tokens` unread end the request."""
         self.request, self.client = request, client
         self._max_unread_tokens = max(max_unread_tokens, MIN_UNREAD_TOKENS * self.num_choices)
         for i in range(self.num_choices):
@@ -113,7 +113,8 @@ class OpenRequest:
     # ---- events -------------------------------------------------------------------------------
 
     def on_admitted(self, ago_s: float) -> None:
-        """Handle a choice's slot. The first one frees the place of the prompt's tokens."""
+        """Handle that a choice got a slot, and free its place in the queue. The first choice also
+        frees the reserved prompt tokens."""
         if self.admitted_s is None:
             self.admitted_s = time.monotonic() - ago_s
         self.settle(0)
@@ -136,7 +137,7 @@ class OpenRequest:
             self.abort(error)
 
     def abort(self, error: ServiceError | None) -> None:
-        """Cancel the running choices. None: the client has left, so there is no error to report."""
+        """Cancel the running choices. `error` is None if the client has left."""
         if self._over:
             return
         self._over = True
@@ -167,7 +168,7 @@ class OpenRequest:
         self._news.set()
 
     def announce_to(self, news: asyncio.Event) -> None:
-        """Set the event `news` from now on whenever there are outputs to take."""
+        """From now on, set the event `news` whenever there are outputs to take."""
         self._news = news
         news.set()
 
@@ -199,12 +200,12 @@ class OpenRequest:
             self.abort(None)
 
 
-Item = tuple[int, Output]  # with the index of its prompt
+Item = tuple[int, Output]  # index of the prompt, and its output
 
 
 async def joined(opened: Sequence[OpenRequest]) -> AsyncIterator[list[Item]]:
-    """Yield the outputs of all prompts as they arrive, those of one step together. Raises the first
-    `ServiceError` that ended one of them, after the outputs before it."""
+    """Yield the outputs of all prompts as they arrive, the outputs of one step together. Raises the
+    first `ServiceError` that ended a prompt, after all earlier outputs."""
     news = asyncio.Event()
     for one in opened:
         one.announce_to(news)

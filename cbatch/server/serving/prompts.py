@@ -1,6 +1,6 @@
 """Rendering and tokenizing of prompts. Chat templates and tokenizers' regular expressions come with
-the model and may take any time on a client's text. They run in workers, as do long texts, so that
-other clients' requests do not wait."""
+the model and may take any time on a client's text. They run in workers, so that other clients'
+requests do not wait; so does the tokenizing of long texts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerP
 
 SHORT_BYTES = 10_000  # longer texts are tokenized in a worker, and count as slow.
 QUICK_S = 0.25  # processor time after which a short task starts again as a slow one
-MAX_QUICK = MAX_SLOW = 2  # workers at once
-WAIT_S = 30.0  # longest wait for one of the slow workers
+MAX_QUICK = MAX_SLOW = 2  # concurrent tasks of each kind
+WAIT_S = 30.0  # longest wait before a slow task may run
 T = TypeVar("T")
 _logger = logging.getLogger("cbatch")
 
 
 class WorkerState:
-    """The argument of workers' tasks: the served model, and grammars if the engine supports them.
-    `eos_ids` is None if it does not."""
+    """The argument of workers' tasks: the served model, and grammars. `eos_ids` is None if the
+    engine does not support grammars."""
 
     def __init__(
         self, model: ServedModel, vocab_size: int, eos_ids: tuple[int, ...] | None
@@ -74,9 +74,9 @@ class PromptReader:
         return await self.run(partial(detokenize, body), len(body), "tokens")
 
     async def run(self, task: Callable[[ServedModel], T], num_bytes: int, field: str) -> T:
-        """Run `task` on the model in a worker, and return its result. `num_bytes` and `field` are
-        of the text that it reads. Raises what `task` raises, `FieldError` if it exceeds the limits
-        on time or memory, and `ServiceError`."""
+        """Run `task` on the model in a worker, and return its result. `num_bytes` is the size of
+        its input, `field` the input's field in the request. Raises what `task` raises, `FieldError`
+        if the task exceeds the limits on time or memory, and `ServiceError`."""
         try:
             if num_bytes <= SHORT_BYTES:
                 cpu_s = min(QUICK_S, self._limits.cpu_s)

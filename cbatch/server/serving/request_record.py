@@ -1,6 +1,6 @@
-"""Counts of requests: the totals for metrics, and the record of each.
+"""Counts of requests: totals for metrics, and a record of each request.
 
-Counting takes a few additions, since it happens for every chunk of every stream.
+Counting is limited to a few additions, since it happens for every chunk of every stream.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.system.logs import fields
 from cbatch.text.outputs import Output
 
+# Upper bounds of the buckets of histograms.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKENS = tuple(float(2**i) for i in range(18))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 REASONS = ("stop", "length", "abort", "error")
-_REASON = {"cancelled": "abort"}  # vLLM's word for each of ours
+_REASON = {"cancelled": "abort"}  # vLLM's finish reasons, where they differ
 
 _logger = logging.getLogger("cbatch")
 MAX_PATH_CHARS = 200
@@ -50,7 +51,7 @@ class Histogram:
 
 
 class DraftingCounts:
-    """Counts of draft tokens and of accepted ones, over steps that drafted."""
+    """Counts of drafted and accepted tokens, over steps with draft tokens."""
 
     def __init__(self) -> None:
         self.accepted: list[int] = [0]  # [j]: steps that accepted j draft tokens
@@ -115,19 +116,19 @@ class SequenceTimes:
 
 
 class RequestRecord:
-    """One HTTP request, for its log line, its own report and the totals. `status` is None until a
-    response begins; `counts` is false until a route begins to count tokens."""
+    """Record of one HTTP request, for its log line, its metrics and the totals. `status` is None
+    until a response begins; `counts` is true for routes that generate tokens."""
 
     def __init__(self, totals: RequestTotals, method: str, path: str, request_id: str) -> None:
         self._totals, self._began_s = totals, time.monotonic()
         self._method, self.path, self.request_id = method, path[:MAX_PATH_CHARS], request_id
         self.status: int | None = None
         self.key: str | None = None
-        self.id: str | None = None  # of the response
+        self.id: str | None = None  # the response's id
         self.streamed: bool | None = None
         self.error: str | None = None
         self.counts = False
-        self._sequences: list[SequenceTimes] = []  # with tokens
+        self._sequences: list[SequenceTimes] = []  # choices that have tokens
         self._drafting = DraftingCounts()
         self._num_open = self._prompt_tokens = 0
         self._reasons: dict[str, None] = {}  # distinct reasons why its choices ended
@@ -190,8 +191,8 @@ class RequestRecord:
         )
 
     def write(self) -> None:
-        """Write the log line of a POST request, or of any that was refused. Times are in seconds;
-        `acceptance` is a share of drafts."""
+        """Write the log line of a POST request, or of any refused request. `acceptance` is the
+        accepted share of draft tokens."""
         status = self.status or 499  # the client left before a response began
         if self._method != "POST" and status < 400:
             return

@@ -40,12 +40,12 @@ class ChoiceState(SequenceTimes):
         super().__init__()
         self.index, self.position, self.opened = index, position, opened
         self.begun = False  # an event of this choice was sent
-        # Of the last output: non-empty texts by field, and pieces of tool calls.
+        # The last output's non-empty texts by field, and its pieces of tool calls.
         self.texts: dict[str, str] = {}
         self.calls: list[ToolCallPart] = []
         self.frames: dict[str, list[bytes]] = {}  # event bytes around the text, by field
         self.reader: ReplyReader | None = None
-        self.parts: list[Part] = []  # of the whole reply, unless it is streamed
+        self.parts: list[Part] = []  # parts of the whole reply, if not streamed
         self.end_offset = 0  # text offset after the last returned log probabilities
 
 
@@ -68,11 +68,11 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         options = api_request.fields.stream_options
         self._continuous = bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
-        # Chunks without text are sent only if they carry data of single tokens.
+        # True if each chunk has data of its tokens. Chunks without text are then sent, too.
         params = api_request.params
         has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self._has_token_data = has_logprobs or api_request.fields.return_token_ids
-        # After a choice's first event, only the text differs between events.
+        # True if a choice's events after the first differ only in their text.
         self._only_text = not (self._has_token_data or self._continuous)
 
     def open(self, opened: OpenRequest) -> None:
@@ -137,7 +137,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return self._head + b"]" + extra + b"}\n\n" + DONE
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        """Return the end of a stream that failed. `body` is that of an error response."""
+        """Return the end of a stream that failed. `body` is the body of an error response."""
         return b"data: " + encode(body) + b"\n\n" + DONE
 
     def usage(self) -> Usage:
@@ -175,7 +175,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return structs.replace(output, **none, finished=done)
 
     def _frame(self, state: ChoiceState, output: Output, kind: str) -> list[bytes]:
-        """Return the bytes around the text in this event and later ones of the same field."""
+        """Return the bytes around the text, which all later events of the same field share."""
         first, *between, last = encode(self._part(state, output, {kind: ""})).split(b'""')
         state.frames[kind] = [self._head + first, *between, last + self._tail]
         return state.frames[kind]
@@ -260,7 +260,7 @@ class CompletionBuilder(ResponseBuilder[CompletionChoice]):
         )
 
     def _logprobs(self, state: ChoiceState, part: Output | Choice) -> CompletionLogprobs | None:
-        """Return those of the new tokens, with `echo` after those of the prompt."""
+        """Return the new tokens' log probabilities; with `echo`, the prompt's come first."""
         if part.logprobs is None:
             return None
         entries: list[TokenLogprob | None] = list(part.logprobs)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
 READING_S = 2.0  # after a stop signal, the time to finish tokenizing the prompts already received
-# Prompt lengths of the warm-up requests. The first request of each length is slow, so the last
-# length is repeated: the engine learns the true time per prompt token.
+# Prompt lengths of the warm-up requests, in tokens. The first request of each length is slow, so
+# the last length is repeated to measure the true time per prompt token.
 _WARM_TOKENS = (8, 64, 256, 256)
 _LONG_WARM_S = 1.0  # warm-up ends after a request that took longer, unless it is the first
 _WARM_TIMEOUT_S = 60.0
@@ -50,7 +50,8 @@ _STOPPING = "the server is stopping"
 
 
 class EngineService:
-    """The text side of an engine in another process, for the coroutines of one event loop."""
+    """An engine in another process, with queue and tokenizing, for the coroutines of one event
+    loop."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class EngineService:
         seed: int | None = None,
         kv_events: KVEventPublisher | None = None,
     ) -> None:
-        """With `seed`, requests without a seed get reproducible ones. `kv_events` publishes
-        the engine's KV events; it is closed with the service."""
+        """With `seed`, requests without a seed get reproducible seeds. `kv_events` publishes the
+        engine's KV events; the service closes it."""
         self.limits = limits or Limits()
         self.queue = AdmissionQueue(self.limits, time.monotonic, lambda: client.stats)
         self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
@@ -74,7 +75,7 @@ class EngineService:
         self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
         self._submitted: dict[OpenRequest, None] = {}  # prompts that the engine has
-        self._num_open = 0  # these, and prompts that are being tokenized or have grammars checked
+        self._num_open = 0  # see `num_open`
         self._stops_at_s: float | None = None  # when grace time ends; None: not stopping
         self._idle = asyncio.Event()
         self._idle.set()
@@ -96,13 +97,13 @@ class EngineService:
 
     @property
     def num_requests(self) -> int:
-        """Number of prompts that the engine has and has not finished."""
+        """Number of unfinished prompts in the engine."""
         return len(self._submitted)
 
     @property
     def num_open(self) -> int:
-        """Number of unfinished prompts: `num_requests`, and those that are being prepared for the
-        engine."""
+        """Number of unfinished prompts: `num_requests`, and prompts that are being tokenized or
+        have their grammar validated."""
         return self._num_open
 
     @property
@@ -141,7 +142,7 @@ class EngineService:
         self._client.watch(on_snapshot)
 
     def request_id(self, wire_id: str) -> str | None:
-        """Return the API's request id for an engine request id, None if it has ended."""
+        """Return the API's id of the request with this id in the engine, None if it has ended."""
         return self._client.request_id(wire_id)
 
     async def start(self) -> Ready:
@@ -181,8 +182,8 @@ class EngineService:
                     return
 
     async def drain(self, grace_s: float) -> None:
-        """Reject new requests and wait up to `grace_s` for the accepted ones. Then end those that
-        are unfinished with an error. Prompts still being tokenized after `READING_S` fail, too."""
+        """Reject new requests, and wait up to `grace_s` for accepted requests. Unfinished requests
+        then end with an error. Prompts that are still being tokenized after `READING_S` fail."""
         self._stops_at_s = time.monotonic() + grace_s
         reading_s = min(READING_S, grace_s)
         with suppress(TimeoutError):
@@ -211,8 +212,8 @@ class EngineService:
             await self._workers.close()
 
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
-        """Queue the choices of each prompt, and yield its outputs, which the caller closes. Raises
-        `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt that was not queued."""
+        """Queue the choices of each prompt, and yield its `OpenRequest`, which the caller closes.
+        Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt not queued."""
         for prompt in api_request.prompts:
             opened = OpenRequest(self.queue, api_request.params.n)
             with ExitStack() as on_failure:
