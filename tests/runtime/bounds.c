@@ -1,5 +1,5 @@
-// Runs the kernels on blocks of any bits, with every buffer as large as it must be and not a byte
-// larger: what reads or writes beyond one ends the process where it is compiled with a sanitizer.
+// Runs the kernels on random bits, with every buffer exactly as large as required. Compiled with a
+// sanitizer, the process ends at a read or write beyond a buffer.
 
 #define INLINE static __attribute__((unused))
 #define UNROLLED
@@ -20,7 +20,7 @@ static void *room(long bytes) {
     return found;
 }
 
-// Any bits: scales that are no numbers among them.
+// Returns random bits; as scales, some are NaN or infinite.
 static void *bits(long bytes) {
     uint8_t *found = room(bytes);
     for (long i = 0; i < bytes; i++) found[i] = (uint8_t)draw();
@@ -34,13 +34,13 @@ static float *floats(long count) {
 }
 
 static const int types[] = {F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS};
-// Of a block, as files have it (ggml-common.h).
+// Bytes of a block in a file (ggml-common.h).
 static const long sizes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24, [Q8_0] = 34,
                              [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210, [IQ4_NL] = 18, [IQ4_XS] = 136};
 #define TYPES (long)(sizeof types / sizeof *types)
 static int in_blocks(int type) { return type != F32 && type != BF16; }
 
-// Panels of a matrix; packed here where it is of blocks.
+// Returns random panels of a matrix; those of a block type are packed from random blocks.
 static char *panels_for(int type, long out, long in, long threads) {
     const long bytes = (out + LANES - 1) / LANES * bytes_of_panel(type, in);
     if (!in_blocks(type)) return bits(bytes);
@@ -78,7 +78,7 @@ static void products(void) {
         }
 }
 
-// Texts of few letters, as long as their row.
+// Runs lookups in random texts of few distinct tokens; a text fills its row.
 static void lookups(void) {
     for (long i = 0; i < 400; i++) {
         const long rows = 1 + below(3), length = 1 + below(70), depth = below(12), letters = 1 + below(4);
@@ -111,7 +111,7 @@ typedef struct {
 
 static float *held(made *m, long count) { return m->held[m->num_held++] = floats(count); }
 
-// The last layer gets experts in place of its feed-forward.
+// Replaces the last layer's feed-forward by experts.
 static void mix_last(made *m, int type, const float *norm) {
     const long hidden = m->model.hidden, width = m->model.inner, shared = below(2);
     layer *l = m->layers + 1;
@@ -126,7 +126,7 @@ static void mix_last(made *m, int type, const float *norm) {
     l->experts = &m->experts;
 }
 
-// Whatever a decoder may compute besides what a Llama does.
+// Sets flags that Llama does not use, at random.
 static void vary(made *m, int type, const float *norm) {
     decoder *d = &m->model;
     d->centred = below(2), d->plain = below(2), d->whole_heads = below(2), d->parallel = !below(3);
@@ -142,7 +142,7 @@ static void vary(made *m, int type, const float *norm) {
     if (below(2)) mix_last(m, type, norm);
 }
 
-// A decoder of one type, whose sizes fill no vector where they need not.
+// Makes a decoder with weights of one type. Where it is allowed, sizes are not multiples of LANES.
 static void make(made *m, int type, long dim, long positions) {
     const long heads = 2, group = 1 + below(3), width = in_blocks(type) ? 256 : 6 * dim;
     const long queries = heads * group * dim, hidden = in_blocks(type) ? 256 : 20 + below(30);
@@ -181,8 +181,8 @@ static void unmake(made *m) {
     for (long i = 0; i < m->num_held; i++) free(m->held[i]);
 }
 
-// Three sequences of `query` rows each, the last to come behind `before` others. `wrong`: 1 a token,
-// 2 a block, 3 a wanted row that there is not, 4 a table that is too narrow.
+// Runs a pass of three sequences, each of `query` rows after `before` earlier positions. `wrong`
+// plants an invalid token (1), block (2) or wanted row (3), or a table that is too narrow (4).
 static void one_pass(const made *m, long query, long before, int half, int wrong) {
     const decoder *of = &m->model;
     const long size = 16, context = query + before, width = (context + size - 1) / size;
@@ -221,7 +221,7 @@ static void decoders(void) {
         }
 }
 
-// Layers of two sequences, heads and rows of queries, keys and values in either order.
+// Runs attention layers of two sequences. Queries are stored by rows, or by heads.
 static void layers(void) {
     const long dims[] = {128, 6, 40, 64, 130};
     for (long i = 0; i < 40; i++) {
@@ -282,7 +282,7 @@ static void mixtures(void) {
 
 int main(int count, char **words) {
 #if defined(__AMX_TILE__) && !defined(_tile_release)
-    syscall(SYS_arch_prctl, 0x1023, 18);  // each process asks for its tiles (see builds.py)
+    syscall(SYS_arch_prctl, 0x1023, 18);  // a process must request AMX tiles (see builds.py)
 #endif
     if (count > 1) state = strtoull(words[1], 0, 10) * 2654435761u + 1;
     products();

@@ -1,6 +1,6 @@
-// Products on a processor that Python does not run on: problems from stdin, what they make to
-// stdout. A problem is {type, out, in, rows, bytes of weights}, weights and rows. Weights are blocks
-// as a file has them, or, of F32 and BF16, panels.
+// Computes products on a processor that Python does not run on: reads problems from stdin and
+// writes outputs to stdout. A problem is {type, out, in, rows, bytes of weights}, weights and rows.
+// Weights are panels (F32 and BF16), or blocks as in a file.
 
 #include "library.c"
 

@@ -1,6 +1,7 @@
-// The instructions of AMX that our kernels use, in C, for processors that have none (Intel SDM, vol. 2:
-// LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS, TDPBSUD). What the processor refuses ends the
-// process. To be included before anything else, with the other instructions of such a processor.
+// Emulates the AMX instructions that the kernels use, for processors without them (Intel SDM, vol.
+// 2: LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS, TDPBSUD). An operand that a processor
+// would reject ends the process. Include this first; the build needs the other instructions of such
+// a processor.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -50,7 +51,7 @@ static void by_hand_stored(int t, void *to, long stride) {
         memcpy((char *)to + r * stride, tiles.data[t][r], tiles.row_bytes[t]);
 }
 
-// Numbers too small to be normal are 0, as these instructions take them.
+// Returns 0 for subnormal numbers, as these instructions do.
 static float by_hand_normal(float x) { return __builtin_fabsf(x) < 0x1p-126f ? x * 0 : x; }
 static float by_hand_half(uint16_t bits) {
     const uint32_t whole = (uint32_t)bits << 16;

@@ -1,15 +1,15 @@
 // Causal attention over paged KV: softmax(q K^T) V, in chunks of KEYS positions (the online softmax
 // of arXiv:1805.02867).
 //
-// A tile has some consecutive rows of one sequence, with the query heads of one KV head. Chunks lie
-// at absolute positions, and keys that a row does not see change none of its bits. So each row's
-// sums are those that it would have alone.
+// A tile has consecutive rows of one sequence, with the query heads of one KV head. Chunks begin at
+// multiples of KEYS, and a key that a row does not see does not change its bits. So a row's bits do
+// not depend on the other rows.
 
 #pragma once
 #include "tiled_attention.h"
 
-// Finds V of the chunk's positions [from, to), one by one or by pairs. A pair is gathered if half
-// of it is not in use, or if blocks have no pairs.
+// Writes the addresses of V for the chunk's positions [from, to): one for each position, pair or
+// tile. A pair is gathered if half of it is not in use, or if blocks have no pairs.
 static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
                       const char **values) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
@@ -32,14 +32,14 @@ static void values_of(const paged *kv, const scratch *s, long chunk, long from, 
     }
 }
 
-// Returns a cell as fp32, or the first or second half of its pair, widened.
+// Returns fp32 cells, or the first or second bf16 of each cell converted to fp32.
 INLINE vec number(pairs cells, enum scoring scoring, int second) {
     if (scoring == WHOLE) return (vec)cells;
     return second ? (vec)(cells & 0xffff0000u) : (vec)(cells << 16);
 }
 
-// Computes scores of queries from `first` on with LANES * SPAN keys. Inlined: the last two are
-// constants.
+// Computes the scores of `queries` queries from `first` on with LANES * SPAN keys from `key` on.
+// Inlined: the last two arguments are constants.
 INLINE void score(const scratch *s, const columns *of, long first, long key, long dim,
                   enum scoring scoring, int queries) {
     const float *q = s->queries + first * s->width;
@@ -117,8 +117,8 @@ INLINE void weigh(const scratch *s, const char *const *values, long first, long 
         UNROLLED for (int v = 0; v < wide; v++) store(out + i * s->width + v * LANES, sums[i][v]);
 }
 
-// Updates a query's highest score with that of another chunk, and rescales its output to the new
-// one.
+// Raises a query's highest score to `highest` and rescales its output, if `highest` is larger.
+// Returns the highest score.
 INLINE float raised(const scratch *s, long query, float highest, long dim) {
     float *out = s->out + query * s->width, *sums = s->sums + query * LANES;
     if (highest > s->top[query]) {
@@ -130,8 +130,8 @@ INLINE float raised(const scratch *s, long query, float highest, long dim) {
     return s->top[query];
 }
 
-// Turns the scores of the chunk's first `count` keys into weights, for a query that sees [from,
-// to).
+// Turns the scores of the chunk's first `count` keys into softmax weights, for a query that sees
+// keys [from, to).
 INLINE void soften(const scratch *s, long query, long from, long to, long count, long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     ints lane;
@@ -159,7 +159,7 @@ INLINE uint64_t first_bits(long count) {
     return count <= 0 ? 0 : count >= 64 ? ~0ull : (1ull << count) - 1;
 }
 
-// The same with weights in bf16, KEYS of them; the sum is of the rounded weights.
+// Does the same as `soften` with bf16 weights, whose sum is of the rounded weights.
 INLINE void soften_pairs(const scratch *s, long query, long from, long to, long count, long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
@@ -238,7 +238,7 @@ INLINE void weigh_all(const scratch *s, const char *const *values, long count, l
     EACH(WEIGH)
 }
 
-// Copies the queries in the form in which they are scored.
+// Copies the queries, multiplied by their scale, as fp32 or bf16 depending on `scoring`.
 INLINE void take_queries(const attending *of, const scratch *s, long dim, enum scoring scoring) {
     float scaled[dim];
     for (long q = 0; q < of->rows * of->group; q++) {

@@ -1,9 +1,9 @@
 // Products with weights of GGUF's block types. Rows are rounded to 8 bits, 32 values at a time.
 //
 // 32 columns of an output are a cell. A weight is s * (code - offset) + m. Codes and rounded values
-// are multiplied as integers, whose sum does not depend on the order. Then each cell adds one fused
-// multiply-add, in the order of the columns: two if the cell has two scales, one more for m. So an
-// output's bits depend on its row and weights only, not even on the width of vectors.
+// are multiplied as integers, whose sum does not depend on the order. Then each cell, in the order
+// of the columns, adds one fused multiply-add to the output: two if it has two scales, one more for
+// m. So an output's bits depend on its row and weights only, not even on the width of vectors.
 
 #pragma once
 #include "vectors.h"
@@ -12,18 +12,18 @@
 #endif
 
 #define CELL 32        // columns
-#define BLOCKS_AHEAD 16384  // bytes to prefetch ahead
-#define SUPER_CELLS 8  // cells of a block with 256 columns
-#define CODE_BYTES (4 * LANES)  // bytes of a vector of codes: 4 columns of LANES outputs
+#define BLOCKS_AHEAD 16384  // bytes of a panel to prefetch ahead
+#define SUPER_CELLS 8  // cells in a block of 256 columns
+#define CODE_BYTES (4 * LANES)  // a vector of codes, one byte each: 4 columns of LANES outputs
 
 enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23 };
 
-// How s and m are stored. D: one fp16 per cell, s. DM: two, s and m. SIXES: s is d times 6 bits,
-// and -m likewise. SIGNED: s is d times 8 bits. HALVES: the same for each half of a cell. The last
-// three have their d (and that of m) once per SUPER_CELLS cells.
+// How a cell stores s and m. D: s in fp16. DM: s and m in fp16. SIXES: s is 6 bits times d, and -m
+// is 6 bits times a second d. SIGNED: s is 8 bits times d. HALVES: like SIGNED, for each half of a
+// cell. Each d is fp16, stored once per SUPER_CELLS cells.
 enum scales { D, DM, SIXES, SIGNED, HALVES };
 typedef struct {
-    int bits, scales, offset, table;  // table: codes are indices of IQ4's values, stored + 128
+    int bits, scales, offset, table;  // table: codes are indices into IQ4_VALUES
 } form;
 
 INLINE form form_of(int type) {
@@ -42,10 +42,11 @@ INLINE form form_of(int type) {
     }
 }
 
+// The values of IQ4 codes, + 128.
 #define IQ4_VALUES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241
 
-// A cell of a rounded row: x ~ by * codes; the sums of the codes of both halves; by times all of
-// them.
+// A cell of a rounded row: x is about by * codes. `sums` has the sum of the codes of each half;
+// `weighed` is by times the sum of all codes.
 typedef struct {
     int8_t codes[CELL];
     float by, weighed;
@@ -65,7 +66,7 @@ INLINE long block_panel_bytes(form f, long in) {
 }
 
 typedef struct {
-    vec s[2], m;  // s[1] is that of the upper half of a cell
+    vec s[2], m;  // s[1] is the scale of a cell's upper half
 } scale;
 
 INLINE scale scale_of(form f, const char *at, long cell) {
@@ -178,8 +179,8 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
 #endif
 }
 
-// Multiplies rows from `x` on, a stride apart, by a panel. The first to read a panel prefetches the
-// following ones (`ahead`). Inlined: form and number of rows are constants.
+// Multiplies `rows` rows, `stride` bytes apart, by a panel. With `ahead`, prefetches the bytes that
+// follow; only the first rows need this. Inlined: form and number of rows are constants.
 INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
                   int rows, vec *found) {
     const long count = in / CELL, whole = cell_bytes(f) + scale_bytes(f);
@@ -213,8 +214,8 @@ INLINE void cells(const char *panel, long in, form f, const char *x, long stride
     UNROLLED for (int r = 0; r < rows; r++) found[r] = sums[r];
 }
 
-// Rounds a row of `in` floats, a multiple of CELL, to 127ths of the largest in each cell. If a
-// value of a cell is not finite, the cell's scale becomes NaN.
+// Rounds a row of `in` floats, a multiple of CELL. A cell becomes codes in [-127, 127] times a
+// scale, which is NaN if a value of the cell is not finite.
 static void encode(const float *x, long in, coded *to) {
     const vec shift = all(12582912.0f);  // 1.5 * 2^23: floats above it are the integers
     for (long cell = 0; cell < in / CELL; cell++, x += CELL, to++) {
@@ -232,7 +233,7 @@ static void encode(const float *x, long in, coded *to) {
         for (int k = 0; k < CELL; k += LANES) {
             const ints code = (ints)(load(x + k) * all(inverse) + shift) - (ints)shift;
             *(chars_at *)(to->codes + k) = __builtin_convertvector(code, chars_at);
-            if (LANES <= 16) sums[k / 16] += (ints)((pairs)code << 24) >> 24;  // 8 bits of NaN, too
+            if (LANES <= 16) sums[k / 16] += (ints)((pairs)code << 24) >> 24;  // int8, even of NaN
         }
         for (int h = 0; h < 2; h++) {
             to->sums[h] = 0;
@@ -256,7 +257,7 @@ INLINE void nibbles(const uint8_t *from, uint8_t *codes) {
     for (int i = 0; i < CELL / 2; i++) codes[i] = from[i] & 15, codes[i + CELL / 2] = from[i] >> 4;
 }
 
-INLINE void fifths(const uint8_t *from, uint8_t *codes) {  // from 32 bits
+INLINE void fifths(const uint8_t *from, uint8_t *codes) {  // one bit per code
     for (int i = 0; i < CELL; i++) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
 }
 
@@ -321,7 +322,7 @@ static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
     }
 }
 
-// Writes the codes of one output, four at a time, each in a byte.
+// Writes the codes of a cell of output `lane`, in the layout that `unpack` reads.
 static void put_codes(form f, const decoded *from, long lane, char *to) {
     uint32_t each[8], fifth = 0, upper[2] = {0};
     memcpy(each, from->codes, sizeof each);
@@ -347,7 +348,7 @@ static void put_scales(form f, const decoded *from, long cell, long lane, char *
     if (f.scales == SIXES || f.scales == HALVES) own[LANES + lane] = (char)from->scales[1];
 }
 
-// Repacks blocks [out, in] of a type into a panel; outputs beyond `out` are zeros.
+// Repacks the outputs of a panel from blocks [out, in] of a type; outputs beyond `out` are zeros.
 static void repack(int type, const uint8_t *blocks, long out, long in, long panel, char *to) {
     const form f = form_of(type);
     const long per = f.scales < SIXES ? 1 : SUPER_CELLS, row_bytes = in / CELL / per * block_bytes(type);

@@ -15,7 +15,7 @@ static float squares(const float *x, long count) {
     return found;
 }
 
-// Writes a token's embedding. `to` has room for a whole vector at its end.
+// Writes a token's embedding. `to` has room for whole vectors.
 static void embed_row(const decoder *m, long token, float *to) {
     const int half = m->embedding_type == BF16, whole = m->embedding_type == F32;
     const long size = half ? 2 : 4;
@@ -39,7 +39,7 @@ static void embed(pass *p) {
     }
 }
 
-// Converts a finished row to the form in which the product `to` takes it.
+// Converts an input row of the product `to` to the form that the product takes.
 static void give(const pass *p, const linear *to, const float *x, long row) {
     hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
 }
@@ -80,8 +80,8 @@ static void keep(const pass *p, long kept, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + kept) * hidden, x, hidden * 4);
 }
 
-// Prepares the input of a product that follows a norm, or with `plain` none, and keeps state number
-// `kept`. Unless the product takes floats, a normed row is needed only until it is converted.
+// Norms the residual stream (with `plain`, copies it) for a product; keeps it as state `kept`.
+// Unless the product takes floats, a normed row is needed only until it is converted.
 static void normalize(pass *p, const linear *to, int plain, long kept) {
     EACH_TAKEN(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
@@ -123,8 +123,8 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
-// Norms, rotates and scales the heads of a row and KV head: `queries` queries and one key. Its K
-// and V are stored at place `at` of a block.
+// Norms, rotates and scales `queries` queries and the key of a row and KV head. Stores K and V at
+// place `at` of a block.
 static void place(const pass *p, const layer *l, long queries, float *heads, const float *cos_sin,
                   char *block, long at) {
     const decoder *m = p->model;
@@ -143,7 +143,7 @@ static void place(const pass *p, const layer *l, long queries, float *heads, con
     store_kv(rotated, heads + (queries + 1) * dim, dim, dim, size, at, block, half);
 }
 
-// Norms all queries of a row together, and all its keys.
+// Norms all queries of a row as one vector, and all its keys as another.
 static void norm_whole(const decoder *m, const layer *l, float *heads) {
     const long queries = m->group * m->dim, normed = queries + m->dim, width = normed + m->dim;
     float sums[2] = {0};
@@ -160,7 +160,7 @@ static void norm_whole(const decoder *m, const layer *l, float *heads) {
     }
 }
 
-// By pairs if products use pairs, too. Otherwise bits are the same on every processor.
+// Returns pairs or tiles if products use pairs. Otherwise bits are the same on all processors.
 static enum scoring scoring_of(const pass *p) {
     if (!p->step->kv_half) return WHOLE;
     if (takes_of(&p->model->layers->qkv) != PAIRS) return WIDENED;
@@ -231,7 +231,7 @@ static void look_at_wanted(pass *p) {
     p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
 }
 
-// From here on each row is computed alone: rows that need no logits are done.
+// Keeps only the wanted rows: from here on, rows do not read each other.
 static void select_wanted(pass *p) {
     EACH_TAKEN(&p->me, p->num_wanted, i) {
         const long row = p->step->wanted[i];
@@ -258,7 +258,7 @@ static void multiply(pass *p, const linear *by, const float *x, long x_stride, f
     product_of(&of, p->rows, &p->me);
 }
 
-// Where the sums of `out` and `down` are written.
+// Returns the address where `out` and `down` write their sums.
 static float *sums_of(const pass *p) { return p->partial ? p->partial : p->residual; }
 static long sums_stride(const pass *p) {
     return p->partial ? p->model->hidden : p->hidden_stride;
@@ -302,7 +302,7 @@ static void keep_all(pass *p) {
     p->owes = 0;
 }
 
-// Builds the rows of a drafter's first layer. Returns nonzero if its qkv takes pairs.
+// Builds the rows of a drafter's first layer. Returns nonzero if its qkv takes [token | state].
 static int read_states(pass *p) {
     const reader *by = p->model->reader;
     const linear *front = by->front.num_parts ? &by->front : 0;
@@ -330,7 +330,7 @@ static void project(pass *p, long index, int pairs) {
 
 static int keeps_all(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
 
-// Computes what follows the last layer.
+// Computes what follows the last layer: the kept output, the final norm, and the logits.
 static void finish(pass *p) {
     const decoder *m = p->model;
     if (keeps_all(p)) {
@@ -374,8 +374,8 @@ static void second_half(pass *p, const layer *l) {
     feed_forward(p, l);
 }
 
-// The whole pass, or a part of it; every thread of the team calls this. A late thread may run after
-// the pass: then the step's arrays may be freed, so they are read only in claimed iterations.
+// Runs the whole pass or a part of it; every thread of the team calls this. A late thread may run
+// after the pass, when the step's arrays may be freed: they are read only in claimed iterations.
 static void decode_all(void *job) {
     pass p = *(const pass *)job;
     const decoder *m = p.model;

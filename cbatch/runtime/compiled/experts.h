@@ -1,38 +1,38 @@
 // A mixture of experts: each row goes through its chosen experts (gate_up, gate, down). Their
-// outputs are summed with their weights, in the order of the experts.
+// outputs are weighted and summed, in the order of the experts.
 //
-// Rows are sorted by expert, and an expert's rows share its products. The bits of a row are the
-// same as if it were alone.
+// Rows are sorted by expert, and an expert's rows share its products. The bits of a row do not
+// depend on the other rows.
 
 #pragma once
 #include "product.h"
 
-#define GAP LANES  // floats after a row, which keep rows out of the same cache sets
+#define GAP LANES  // padding after a row, in floats: rows then lie in different cache sets
 
+// Points `to` at the next `count` elements of `memory`, and adds their bytes to `used`.
 #define TAKE(to, count, type) \
     (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
 
-// The activation of `gate` and `up`, the halves of a row of gate_up: silu(gate) * up; gelu(gate) *
-// up in the tanh form; with both clamped, gate * sigmoid(alpha * gate) * (up + 1); GIVEN, the
-// caller's own; relu(gate)^2 * up.
+// The activation of a row [gate | up]: silu(gate) * up; gelu(gate) * up in the tanh form; gate *
+// sigmoid(alpha * gate) * (up + 1) of clamped inputs; GIVEN, the caller's; relu(gate)^2 * up.
 enum gating { SILU, GELU_TANH, CLAMPED, GIVEN, RELU_SQUARED };
 
-// A layer's experts: gate_up and down [experts + shared], each of one shape and type, without
+// A layer's experts: gate_up [experts + shared] of one shape and type, likewise down, without
 // scale. A row uses the `choices` experts with the highest router scores, weighted by a softmax
 // over all scores or, with `normalized`, over the chosen ones. It also uses all `shared` experts,
-// weighted by the sigmoid of one more output of the router.
+// weighted by the sigmoid of the router's last output.
 typedef struct {
     const linear *gate_up, *down;
     long experts, choices, shared, normalized, gating;
     float limit, alpha;
 } mixture;
 
-// gate_up, down [experts], each of one shape and type, without scale; x [rows, gate_up->in], rows
-// x_stride floats apart; chosen and weights [rows, choices], where the number `experts` means none;
-// between [rows * choices, between_stride] floats, a multiple of 16 and at least 16 more than
-// gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1 runs up to
-// gate_up, 2 runs the rest, with GIVEN from `inner` [pairs, down->in] in the order of `between`; 3
-// runs both.
+// gate_up [experts] of one shape and type, likewise down, without scale; x [rows, gate_up->in],
+// rows x_stride floats apart; chosen and weights [rows, choices]: the number `experts` means no
+// expert; between [rows * choices, between_stride] floats, a multiple of 16 and at least 16 more
+// than gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1
+// computes gate_up, 2 the rest, 3 both. With GIVEN, the rest reads `inner` [pairs, down->in], whose
+// pairs are in the order of `between`.
 typedef struct {
     const linear *gate_up, *down;
     const float *x, *weights, *inner;
@@ -43,14 +43,15 @@ typedef struct {
     float limit, alpha;
 } expert_step;
 
-// Consecutive sorted rows of one expert.
+// Consecutive sorted pairs of one expert: `rows` of them, from pair `row` on.
 typedef struct {
     long expert, row, rows;
 } share;
 
-// For each of [pairs]: its row, the number of its choice, its input in the form products take, and
-// its output. For each of [rows]: its number of experts, and their places among the pairs [rows,
-// choices]. `num_shares` is an upper bound; the last shares may have no rows.
+// A pair is a row and one of its experts; pairs are sorted by expert. For each pair: its row, its
+// index in `chosen`, its input in the form that products take, and its output. For each row: its
+// number of pairs, and their indices `places` [rows, choices]. `num_shares` is an upper bound; the
+// last shares may have no rows.
 typedef struct {
     member me;
     expert_step step;
@@ -87,8 +88,8 @@ static long carve_experts(expert_job *p) {
     return used;
 }
 
-// Sorts pairs by expert; the pairs of a row get the same order. Returns the number of pairs, or -1
-// if a chosen number is no expert.
+// Sorts pairs by expert and lists each row's pairs in that order. Returns the number of pairs, or
+// -1 if an entry of `chosen` is invalid.
 static long sort_pairs(const expert_job *p) {
     const expert_step *s = &p->step;
     const long wanted = s->rows * s->choices;
@@ -119,7 +120,7 @@ static long sort_pairs(const expert_job *p) {
     return pairs;
 }
 
-// Multiplies each share by its expert, in one loop for all.
+// Multiplies the rows of each share by its expert's weights, in one loop for all shares.
 static void multiply_shares(expert_job *p, const linear *experts, float *y, long y_stride) {
     long panels = 0, bands = 0;
     for (long i = 0; i < experts->num_parts; i++) panels += panels_of(experts->parts + i);
@@ -220,7 +221,7 @@ static void route(const mixture *m, const float *scores, int64_t *chosen, float 
     }
 }
 
-// Lays out the experts of a pass over `rows` in `memory`; returns the bytes that this takes.
+// Lays out the memory of a layer's experts for `rows` rows; returns its bytes.
 static long carve_mixture(expert_job *p, const mixture *m, long rows, long columns, char *memory) {
     const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + GAP;
     long used = 0;
@@ -235,7 +236,7 @@ static long carve_mixture(expert_job *p, const mixture *m, long rows, long colum
     return used + carve_experts(p);
 }
 
-// Computes the experts of rows with these router scores, rows `stride` apart.
+// Computes a layer's experts from router scores, whose rows are `stride` floats apart.
 static void mix(expert_job *p, const mixture *m, const float *scores, long stride) {
     const expert_step *s = &p->step;
     EACH_TAKEN(&p->me, s->rows, r)

@@ -4,8 +4,8 @@
 #include "team.h"
 #include "vectors.h"
 
-#define STRETCH 1024  // logits: first the highest of each stretch is computed, then its place
-#define ACCUMULATORS 4
+#define STRETCH 1024  // logits: first the maximum of each stretch is found, then its index
+#define ACCUMULATORS 4  // vectors of independent maxima
 
 typedef struct {
     member me;
@@ -15,7 +15,7 @@ typedef struct {
     long rows, vocab;
 } choosing;
 
-// Returns the highest of some logits; `odd` becomes NaN if one of them is not finite.
+// Returns the highest of `count` logits; `odd` becomes NaN if a logit is not finite.
 static float highest_of(const float *x, long count, float *odd) {
     vec top[ACCUMULATORS], zeros[ACCUMULATORS];
     UNROLLED for (int i = 0; i < ACCUMULATORS; i++)
@@ -39,7 +39,7 @@ static float highest_of(const float *x, long count, float *odd) {
     return found;
 }
 
-// Returns the first place of the highest logit; or of the first NaN, if there is one.
+// Returns the first index of the highest logit, or of a NaN if there is one.
 static long choice_of(const float *x, long vocab, uint8_t *finite) {
     float highest = -__builtin_inff(), odd = 0;
     long from = 0, token = 0;

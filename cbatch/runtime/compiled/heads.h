@@ -7,11 +7,11 @@
 
 #define ALONE_CHOICES (1 << 17)  // logits below which one thread is faster than several
 
-// The states of a position are [layers, width]. They are normed by `norm` [layers * width], unless
-// that is null, in groups of `normed` numbers: a layer's or all (weights times the root of
-// `normed`). Then `fc` maps them to the decoder's hidden size; without parts it is skipped.
-// `vocabulary` [choices] has the token ids of the logits, or is null. With `carries_normed`, the
-// next draft reads the last state normed by `carry_norm`, which may be null.
+// A position's states are [layers, width]. `norm` [layers * width], unless null, norms them in
+// groups of `normed` numbers, one layer or all; it is weights times sqrt(normed). Then `fc` maps
+// them to the decoder's hidden size; without parts it is skipped. `vocabulary` [choices] has the
+// token ids of the logits, or is null. With `carries_normed`, the next draft reads the last state
+// normed by `carry_norm`, which may be null.
 typedef struct {
     const decoder *decoder;
     linear fc;
@@ -30,8 +30,8 @@ typedef struct {
     long token_stride, block_stride;
 } slot_table;
 
-// The common arguments of the functions below. `like` has kv, memory for `rows` rows, blocks,
-// block_size, kv_half and threads. `work` has `head_bytes` bytes.
+// The common arguments of the functions below. `like` supplies kv, memory for `rows` rows, blocks,
+// block_size, kv_half and threads of their passes. `work` has `head_bytes` bytes.
 typedef struct {
     const head *head;
     const slot_table *table;
@@ -117,7 +117,7 @@ static void fuse_rows(const setting *s, const head_work *w, const float *hidden,
     together(fuse_all, &f, sizeof f, s->like->threads, 2);
 }
 
-// Computes the head's inputs: fused [rows, hidden] of states hidden [rows, layers, width].
+// Computes the head's inputs `fused` [rows, hidden] from states `hidden` [rows, layers, width].
 void fuse(const setting *s, const float *hidden, long rows, float *fused) {
     head_work w;
     carve_work(&w, s->work, s->head, rows, 1, 1);
@@ -129,8 +129,8 @@ static void table_of(const setting *s, long slot, long width, int32_t *to) {
     memcpy(to, s->table->blocks + slot * s->table->block_stride, width * sizeof *to);
 }
 
-// Piece i has the states of positions [starts[i], starts[i] + lens[i]) of a slot; pieces of one
-// slot follow each other. Returns nonzero as `decode`.
+// Adds states to the head's KV. Piece i has those of positions [starts[i], starts[i] + lens[i]) of
+// slots[i]; the pieces of a slot are consecutive and in order. Returns nonzero as `decode` does.
 int ingest(const setting *s, const float *hidden, const int64_t *slots, const int64_t *starts,
            const int64_t *lens, long count, long rows, long width) {
     const decoder *m = s->head->decoder;
@@ -138,7 +138,7 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     const long size = s->like->block_size, bytes = m->hidden * sizeof(float);
     head_work w;
     carve_work(&w, s->work, s->head, rows, count, width);
-    expect_jobs(1);  // between the two jobs threads need not fall asleep
+    expect_jobs(1);  // keeps threads awake between the two jobs
     fuse_rows(s, &w, hidden, rows, w.hidden);
     for (long i = 0, row = 0; i < count; i++) {
         float *last = t->of_slot + slots[i] * m->hidden;
@@ -163,8 +163,8 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
     return wrong;
 }
 
-// Keeps the active sequences that go deeper than `depth`, with their next inputs; returns their
-// number.
+// Keeps the active sequences that need more than `depth` drafts, with their next inputs; returns
+// their number.
 static long go_on(const setting *s, head_work *w, long count, long width, const int64_t *depths,
                   const uint8_t *broken, long depth) {
     const head *h = s->head;
@@ -184,7 +184,7 @@ static long go_on(const setting *s, head_work *w, long count, long width, const 
     return kept;
 }
 
-// Chooses the likeliest tokens of the active sequences, as next inputs and as drafts.
+// Chooses the most likely token of each active sequence, as its next input and as a draft.
 static void choose_drafts(const setting *s, head_work *w, long count, int64_t *drafts, long deepest,
                           long depth, uint8_t *broken) {
     const head *h = s->head;
@@ -199,9 +199,9 @@ static void choose_drafts(const setting *s, head_work *w, long count, int64_t *d
     }
 }
 
-// Sequence i, in slots[i], has known[i] tokens, of which all but the last are in its KV. It gets
-// depths[i] >= 1 drafts in drafts [count, deepest]. If its logits are not finite, broken[i] is set
-// and depths[i] becomes the number of drafts before. Returns nonzero as `decode`.
+// Drafts greedily. Sequence i, in slots[i], has known[i] tokens, all but the last in the head's KV.
+// It gets depths[i] >= 1 drafts in drafts [count, deepest]. If its logits are not finite, broken[i]
+// is set and depths[i] becomes the number of drafts before. Returns nonzero as `decode` does.
 int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
           long deepest, long width, int64_t *drafts, uint8_t *broken) {
     const decoder *m = s->head->decoder;

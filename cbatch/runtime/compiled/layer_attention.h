@@ -1,4 +1,4 @@
-// One layer's attention over paged KV, for passes whose other operations run in other code.
+// One layer's attention over paged KV, for models whose other operations run in torch.
 
 #pragma once
 #include "attention.h"
@@ -7,7 +7,7 @@
 
 #define ALONE_BELOW (1 << 16)  // multiplications below which one thread is faster than several
 
-// The data that the layers of a step share. The kernel fills sequences, positions and pieces
+// The data of a step that its layers share. The kernel fills sequences, positions and pieces
 // [rows]; scratches has [threads, scratch_size] floats.
 typedef struct {
     ragged rows;
@@ -17,11 +17,11 @@ typedef struct {
     long scratch_size, threads;
 } attention_step;
 
-// blocks [kv_heads, blocks] as in paged.h, of bf16 with `half`. With `pairs`, bf16 is multiplied by
+// blocks [kv_heads, blocks] as in paged.h, in bf16 if `half`. With `pairs`, bf16 is multiplied by
 // pairs if the processor can. Head h of row r of queries [rows, kv_heads * group, dim] begins at r
-// * query_row + h * query_head; likewise for keys [rows, kv_heads, dim] and values [rows, kv_heads,
-// value_dim], which are null if the blocks hold them already. out [rows, kv_heads * group,
-// value_dim]; sinks [kv_heads * group] or null.
+// * query_row + h * query_head. Keys [rows, kv_heads, dim] and values [rows, kv_heads, value_dim]
+// have their own strides, and are null if the blocks hold them already. out [rows, kv_heads *
+// group, value_dim]; sinks [kv_heads * group] or null.
 typedef struct {
     char *blocks;
     const float *queries, *keys, *values, *sinks;
@@ -31,7 +31,7 @@ typedef struct {
     float scale, cap;
 } attention_layer;
 
-// Each thread has its own copy, so that a late thread reads nothing else.
+// One call of `attend_layer`. Each thread has a copy; a late thread reads only its copy.
 typedef struct {
     member me;
     attention_step step;
@@ -97,7 +97,7 @@ static void attend_layer_all(void *job) {
         attend_piece(p, p->step.pieces + i / heads, i % heads);
 }
 
-// Returns the number of threads: for little work, waking them takes longer than the work.
+// Returns the number of threads: 1 for little work, because waking threads takes longer.
 static long threads_of(const layer_job *p) {
     const attention_layer *l = &p->layer;
     const ragged *of = &p->step.rows;

@@ -1,5 +1,5 @@
-// Entry points: a decoder's whole pass; single products; greedy choice; lookups; experts;
-// attention.
+// Entry points: single products, greedy choice, experts, attention. The headers have those of whole
+// passes, heads and lookups.
 
 #include "decoder.h"
 #include "greedy.h"
@@ -7,8 +7,8 @@
 #include "layer_attention.h"
 #include "lookup.h"
 
-// Begins a step's calls of `attend_layer`. Returns 2, as `decode`, if the step is invalid. Threads
-// stay awake between calls until `end_attention`.
+// Prepares a step for calls of `attend_layer`. Returns 2, as `decode` does, if the step is invalid.
+// Threads stay awake between calls until `end_attention`.
 int begin_attention(const attention_step *of) {
     if (locate(&of->rows, of->sequences, of->positions)) return 2;
     expect_jobs(1);
@@ -23,7 +23,7 @@ void attend_layer(const attention_step *of, const attention_layer *layer) {
     together(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
 }
 
-// Returns a thread's working memory, in floats: a multiple of a cache line.
+// Returns the floats of one thread's working memory, a multiple of a cache line.
 long attention_floats(long group, long dim, long value_dim) {
     return rounded(scratch_floats(queries_of_piece(group), most(dim, value_dim)), LINE_BYTES / 4);
 }
@@ -34,8 +34,8 @@ long experts_bytes(const expert_step *of) {
     return carve_experts(&p);
 }
 
-// Returns the number of pairs, or a negative number, with nothing computed, if a chosen expert does
-// not exist.
+// Computes experts; returns the number of (row, expert) pairs. If a chosen expert does not exist,
+// computes nothing and returns a negative number.
 long run_experts(const expert_step *of) {
     expert_job p = {.step = *of};
     carve_experts(&p);
@@ -86,7 +86,7 @@ static void multiply_all(void *job) {
     product_of(&p->of, p->rows, &p->me);
 }
 
-// x [rows, in], y [rows, columns]. Returns nonzero, with nothing computed, if memory runs out.
+// Computes y [rows, columns] from x [rows, in]. Returns nonzero, without y, if memory runs out.
 int product(const linear *by, const float *x, float *y, long rows, long columns, long threads) {
     const long in = by->in, stride = taken_bytes(in);
     const enum takes as = takes_of(by);

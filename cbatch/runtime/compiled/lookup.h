@@ -5,8 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Contexts of `shortest` to `longest` tokens. Unless `by_frequency`, drafts follow the latest
-// match.
+// Drafts continue an earlier match of the last `shortest` to `longest` tokens: the latest match, or
+// with `by_frequency` the most frequent next tokens. The latter are at most spec_factor * matched
+// tokens, with a probability of at least `least_probability`.
 typedef struct {
     long shortest, longest, by_frequency;
     double spec_factor, least_probability;
@@ -17,8 +18,8 @@ typedef struct {
     long times;
 } follower;
 
-// Memory of a call. `places` has `count` places whose tokens follow a context, the last place
-// first.
+// Working memory of a call. `places` has the indices of the `count` tokens that follow a match, the
+// last one first.
 typedef struct {
     const lookup *of;
     long count, *places, *overlaps;
@@ -26,9 +27,9 @@ typedef struct {
     follower *table;
 } search;
 
-enum { ABREAST = 16 };
+enum { ABREAST = 16 };  // tokens compared at a time
 
-// Returns the place after the last `token` in text [end], or 0 if there is none.
+// Returns the index after the last `token` in text [end], or 0 if there is none.
 static long behind(const int64_t *text, long end, int64_t token) {
     for (; end >= ABREAST; end -= ABREAST) {
         int64_t found = 0;
@@ -40,10 +41,10 @@ static long behind(const int64_t *text, long end, int64_t token) {
 }
 
 // Finds the longest suffix of the `size` tokens before `end` that has a following token in text
-// [length]. Returns its length and leaves the places of the following tokens; only the last place
-// if the suffix has all `size` tokens, unless `all`. As in the Z algorithm (Gusfield 1997, 1.3) no
-// token is read twice: text [low, high) is a suffix of the context, too, so matches inside it are
-// known from the context's overlaps with itself.
+// [length]. Returns its length, and leaves the indices of the following tokens in `places`: unless
+// `all`, only the last one if all `size` tokens match. As in the Z algorithm (Gusfield 1997, 1.3)
+// no token is read twice: text [low, high) is a suffix of the context, too, so matches inside it
+// are known from the context's overlaps with itself.
 static long follow(search *s, const int64_t *text, long length, const int64_t *end, long size,
                    int all) {
     long best = 1, low = length, high = length, count = 0, *const places = s->places;
@@ -70,7 +71,7 @@ static long follow(search *s, const int64_t *text, long length, const int64_t *e
     return count ? best : 0;
 }
 
-// Returns the most frequent token at the places; the latest, if several are.
+// Returns the most frequent token at the places; the latest one, if several are as frequent.
 static follower likeliest(search *s, const int64_t *text) {
     uint64_t mask = 1;
     while (mask < 2 * (uint64_t)s->count) mask = 2 * mask + 1;
@@ -114,13 +115,13 @@ static long guess(search *s, const int64_t *text, long length, long depth, int64
     return depth;
 }
 
-// Returns the start of the window of a lookup before position `end`: half a window to a whole one.
+// Returns the start of the window before position `end`: of `half` to 2 * `half` tokens, or all.
 static long window_start(long end, long half) {
     const long start = (end + half - 1) / half - 2;
     return start > 0 ? start * half : 0;
 }
 
-// Allocates memory for the rows [rows, width] described below. Column `last` has the end of a text.
+// Allocates memory for requests [rows, width]; column `last` has the end of a request's text.
 static int begin(search *s, const lookup *of, const int64_t *asked, long rows, long width, long last,
                  long half) {
     long tokens = 0;
@@ -136,9 +137,9 @@ static int begin(search *s, const lookup *of, const int64_t *asked, long rows, l
     return !memory;
 }
 
-// Each row of `asked` [rows] has a slot, its number of known tokens, and the number of drafts to
-// make; it gets the number of drafts made, then the drafts. tokens [slots, stride]. Returns nonzero
-// if memory runs out.
+// Each row of `asked` [rows] has a slot, the slot's number of known tokens, and the number of
+// drafts to make. It gets the number of drafts made, then the drafts. tokens [slots, stride].
+// Returns nonzero if memory runs out.
 int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
             long rows, long depth) {
     search s;
@@ -151,8 +152,8 @@ int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int
     return 0;
 }
 
-// Each row of `asked` [rows] has a slot, and a first and an end position. It gets the number of
-// these positions with a draft before them, and how many of these first drafts are right.
+// Each row of `asked` [rows] has a slot, a first and an end position. Each position's token is
+// drafted from the tokens before it. The row gets the numbers of drafts and of correct drafts.
 int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
                  long rows) {
     search s;

@@ -4,18 +4,18 @@
 #pragma once
 #include "vectors.h"
 
-#define KEYS 64
-#define MASKED -1e30f
+#define KEYS 64        // positions of a chunk
+#define MASKED -1e30f  // the score of a key that is not seen
 
-// How K and V are multiplied: as fp32; as bf16 widened to fp32; as pairs of bf16, one after another
-// or by tiles, with queries and weights rounded to bf16, too.
+// How K and V are multiplied: as fp32; as bf16 converted to fp32; by instructions for pairs of
+// bf16; by those for tiles. The last two round queries and weights to bf16.
 enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
 
-// A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]. A block has K,
-// transposed, then V, in cells of 4 bytes. fp32: [dim, block_size] and [block_size, value_dim].
-// bf16: pairs of dimensions [dim / 2, block_size, 2] and pairs of positions [block_size / 2,
-// value_dim, 2]. If the block size is odd, V has no pairs: [block_size, value_dim]. Positions
-// before `first` are not seen.
+// A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]; `table` has the ids of
+// a sequence's blocks. A block has K, transposed, then V, in cells of 4 bytes. fp32: [dim,
+// block_size] and [block_size, value_dim]. bf16: pairs of dimensions [dim / 2, block_size, 2] and
+// pairs of positions [block_size / 2, value_dim, 2]. If the block size is odd, V has no pairs:
+// [block_size, value_dim]. Positions before `first` are not seen.
 typedef struct {
     const char *blocks;
     const int32_t *table;
@@ -31,7 +31,7 @@ INLINE long bytes_of_block(const paged *kv) {
     return block_bytes_of(kv->block_size, kv->dim, kv->value_dim, kv->scoring);
 }
 
-// Where V of a place begins in its block, and the step from dimension to dimension, in bytes.
+// V of a position in its block, in bytes: the start, and the distance from dimension to dimension.
 typedef struct {
     long first, stride;
 } value_place;
@@ -56,10 +56,10 @@ static void store_kv(const float *key, const float *value, long dim, long value_
         memcpy(block + to.first + d * to.stride, values + d, 2);
 }
 
-// `rows` rows, the first at `position`, of `group` heads each. Query (r, g) is at queries + r *
-// stride + g * head_stride and is multiplied by `scale`; its output goes to out + r * out_stride +
-// g * value_dim. Scores become cap * tanh(score / cap), unless `cap` is 0. `sinks` [group], unless
-// null, are the scores of one more key for each head, whose value is 0.
+// The queries of a piece: `rows` rows of `group` heads; the first row is at `position`. Query (r,
+// g) is at queries + r * stride + g * head_stride and is multiplied by `scale`; its output goes to
+// out + r * out_stride + g * value_dim. Scores become cap * tanh(score / cap), unless `cap` is 0.
+// `sinks` [group], unless null, are the scores of one more key for each head, whose value is 0.
 typedef struct {
     const float *queries;
     float *out;
@@ -72,7 +72,7 @@ typedef struct {
 typedef struct {
     float *queries, *scores, *out, *sums, *top;
     float *keys, *values;  // gathered cells of a chunk: K of fp32, or K and V of bf16
-    long width;            // of a query, and of its output
+    long width;            // floats of a query, and of its output
 } scratch;
 
 INLINE long scratch_width(long dim) { return rounded(dim, LANES * SPAN); }
@@ -92,15 +92,15 @@ INLINE scratch scratch_at(float *at, long count, long dim) {
     return s;
 }
 
-// Columns of K: groups of LANES keys, in a block or gathered. Cells of successive dimensions, or
-// pairs of them, are `stride` bytes apart.
+// K of a chunk: the addresses of its groups of LANES keys, in a block or gathered. Cells of
+// successive dimensions, or of pairs of dimensions, are `stride` bytes apart.
 typedef struct {
     const char *at[KEYS / LANES];
     long stride;
 } columns;
 
-// Returns K of the chunk's positions [0, to), of which those from `from` on are in use. If blocks
-// do not consist of whole groups of LANES, K is gathered.
+// Returns K of the chunk's positions [0, to), of which [from, to) are in use. If the block size is
+// not a multiple of LANES, K is gathered.
 static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
     const long rows = kv->dim * kv_size(kv->scoring) / 4;

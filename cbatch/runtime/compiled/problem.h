@@ -1,36 +1,37 @@
-// The inputs of a product, and where its sums are written.
+// A matrix product: its weights, its input rows, and where its outputs are written.
 
 #pragma once
 #include "vectors.h"
 
-#define FEW 2       // up to this number of rows, a product waits for memory more than it computes
-#define AHEAD 2048  // bytes to prefetch ahead, into L2: L1 has few misses in flight
+#define FEW 2       // rows up to which a product is bound by memory bandwidth
+#define AHEAD 2048  // bytes to prefetch ahead, into L2: L1 allows few outstanding misses
 #include "blocks.h"
 
-enum { F32 = 0, BF16 = 30 };  // and block types, all as ggml numbers them
+enum { F32 = 0, BF16 = 30 };  // ggml's type numbers; blocks.h has those of block types
 
-// The form in which a product takes a row: fp32; cells (see blocks.h); pairs of bf16.
+// The form of a product's input rows: fp32; cells of 8-bit codes (see blocks.h); pairs of bf16.
 enum takes { FLOATS, CELLS, PAIRS };
 
-// Outputs [out] of one type, in panels aligned to 64 bytes. With bf16 and an odd number of columns,
-// the last pair is padded. Outputs come in runs of `run`, a multiple of LANES unless there is only
-// one run: output o is column `first` + o / run * pitch + o % run of y.
+// The weights of `out` outputs of one type, in panels aligned to 64 bytes. With bf16 and an odd
+// number of columns, the last pair is padded. Output o is column `first` + o / run * pitch + o %
+// run of y. `run` is a multiple of LANES unless there is only one run.
 typedef struct {
     const char *panels;
     long out, run, pitch, first;
     int type;
 } segment;
 
-// `scale` [in] and `bias` [columns of y] may be null. All parts take rows in the same form.
+// The weights of a product. `scale` [in] multiplies the columns of x, and `bias` [columns of y] is
+// added; either may be null. All parts take rows in the same form.
 typedef struct {
     const segment *parts;
     const float *scale, *bias;
     long num_parts, in;
 } linear;
 
-// Consecutive rows of x and `gated` are strides in bytes apart. The result is added to y or written
-// there. With a `gated`, outputs are gate | up, and silu(gate) * up is written there in bf16, not
-// y.
+// A product with the weights `by`. `x_stride` and `gated_stride` are the bytes from row to row,
+// `y_stride` the floats. With `add`, the result is added to y. With `gated`, outputs are gate | up,
+// and silu(gate) * up is written to `gated` in bf16, nothing to y.
 typedef struct {
     const linear *by;
     const char *x;
@@ -49,7 +50,7 @@ INLINE enum takes takes_of(const linear *by) {
     return type == F32 || type == BF16 ? FLOATS : CELLS;
 }
 
-// The largest size of a row in the form it is taken, in bytes: a multiple of 64.
+// Returns the bytes of a row in the largest form: a multiple of 64.
 INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
 _Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
 INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
@@ -64,8 +65,7 @@ INLINE long panel_bytes(const segment *p, long in) {
     return block_panel_bytes(form_of(p->type), in);
 }
 
-// Where the sums of a panel go: the column of its first output, and the number of outputs from
-// there.
+// Where a panel's sums go: the column of its first output, and the segment's outputs from there on.
 typedef struct {
     long column, count;
 } outputs;

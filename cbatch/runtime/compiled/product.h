@@ -1,7 +1,7 @@
-// y = (x * scale) W^T + bias for rows of fp32. W has fp32, bf16 or block types (see blocks.h), in
-// panels of LANES outputs. Panels of fp32 and bf16 have all columns one after another, bf16 columns
-// in pairs (the even column in the low half). If the processor multiplies pairs of bf16, rows are
-// rounded to bf16 first.
+// y = (x * scale) W^T + bias for rows of fp32. W is of fp32, bf16 or a block type (see blocks.h),
+// in panels of LANES outputs. Panels of fp32 and bf16 have all columns one after another, bf16
+// columns in pairs (the even column in the low half). If the processor multiplies pairs of bf16,
+// rows are rounded to bf16 first.
 //
 // Each output is summed over the columns in their order. So the bits of a row depend neither on the
 // number of rows in the product nor on the number of threads.
@@ -11,8 +11,8 @@
 #include "team.h"
 #include "tiles.h"
 
-// Multiplies rows from `row` by panels from `panel` on. Inlined: the last three arguments are
-// constants.
+// Multiplies `rows` rows from `row` on by `panels` panels from `panel` on. Inlined: the last three
+// arguments are constants.
 INLINE void tile(const problem *of, const segment *of_w, long row, long panel, int half, int rows,
                  int panels) {
     const long in = of->by->in, stride = of->x_stride / 4, bytes = panel_bytes(of_w, in);
@@ -54,9 +54,9 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
 }
 
 #if defined(__AVX512BF16__)
-// The same for pairs: two columns of all outputs at a time. With many rows, each tile of rows also
-// prefetches its share of the lines of the next band (`next` panels ahead, one line in `turns`).
-// With few rows, a tile prefetches its own panels.
+// Does the same by pairs of columns. If there are several full tiles of rows, each prefetches one
+// cache line in `turns` of the next band, `next` panels ahead. A single full tile, or one of few
+// rows, prefetches its own panels.
 INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, long next,
                       long turns, int rows, int panels) {
     const long steps = (of->by->in + 1) / 2, bytes = panel_bytes(of_w, of->by->in);
@@ -93,7 +93,7 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
 }
 #endif
 
-// `kind`: F32; BF16, widened to fp32; PAIRED, multiplied by pairs.
+// `kind`: F32; BF16, converted to fp32; PAIRED, bf16 multiplied by pairs.
 #define PAIRED -1
 INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, long next,
                      long turns, int kind, int rows, int panels) {
@@ -116,7 +116,7 @@ INLINE void any_tile(const problem *of, const segment *of_w, long row, long pane
         TILES(R, 1)    \
     }
 
-// All rows by the panels [first, last), whose weights stay in a cache meanwhile.
+// Multiplies all rows by the panels [first, last), whose weights stay in a cache meanwhile.
 INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int kind) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
@@ -135,7 +135,7 @@ INLINE void band(const problem *of, const segment *of_w, long rows, long first, 
     }
 }
 
-// The same for block types: one panel by a few rows. A row's result does not depend on `rows`.
+// Multiplies a few rows by one panel of a block type. A row's result does not depend on `rows`.
 INLINE void block_tile(const problem *of, const segment *of_w, form f, long row, long panel, int rows) {
     vec found[ROWS];
     cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
@@ -180,9 +180,9 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
     }
 }
 
-#define CHUNK 256  // rows at a time, so that their inputs and sums stay in L2
+#define CHUNK 256  // rows multiplied at a time: their inputs and sums stay in L2
 
-// Whether the product can output silu(gate) * up in pairs of bf16.
+// Returns whether the product can output silu(gate) * up in pairs of bf16.
 INLINE int gates(const linear *by) {
 #if defined(__AMX_TILE__)
     const segment *p = by->parts;
@@ -193,8 +193,8 @@ INLINE int gates(const linear *by) {
     return 0;
 }
 
-// Returns the number of bands of `width` panels; with `gated`, of gate panels, each with its up
-// panel.
+// Returns the number of bands of `width` panels. With `gated`, a band has `width` gate panels and
+// their up panels.
 INLINE long bands_of(const problem *of, const segment *p, long width) {
     return (panels_of(p) / (of->gated ? 2 : 1) + width - 1) / width;
 }

@@ -5,13 +5,14 @@
 
 #define MOST_QUERIES 48  // queries in a tile of attention
 
-// query_lens and context_lens [sequences]; tables [sequences, table_width] of ids below `blocks`.
+// query_lens, context_lens [sequences]; tables [sequences, table_width] of block ids below
+// `blocks`.
 typedef struct {
     const int32_t *query_lens, *context_lens, *tables;
     long rows, sequences, table_width, blocks, block_size;
 } ragged;
 
-// Consecutive rows of one sequence; `position` is that of the first.
+// Consecutive rows of one sequence; the first row is at `position`.
 typedef struct {
     long sequence, row, rows, position;
 } piece;
@@ -19,7 +20,7 @@ typedef struct {
 INLINE long queries_of_piece(long group) { return most(MOST_QUERIES / group, 1) * group; }
 
 // Writes each row's sequence and position. Returns nonzero if the tables do not hold the context or
-// have an invalid block, or if the number of rows is wrong.
+// have an invalid block id, or if the number of rows is wrong.
 static int locate(const ragged *of, long *sequences, long *positions) {
     long row = 0;
     for (long b = 0; b < of->sequences; b++) {

@@ -1,16 +1,16 @@
-// A decoder, a step of it, and the step's working memory.
+// A decoder, its inputs in a step, and the working memory of a pass.
 
 #pragma once
 #include "experts.h"
 #include "ragged.h"
 
-// qkv gives rows [kv_heads, group + 2, dim]: for each KV head its queries, its K and its V. These
-// may be null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] if all heads of a row
-// are normed together; `after_attention` and `after_forward`, the norms of what each half of the
-// layer adds (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`. With experts,
-// `gate_up` is their router, and there is no `down`. cos_sin [positions, dim / 2, 2]. A row sees
-// the last `window` positions. The layer's input is kept as state number `kept`, unless that is
-// negative.
+// qkv gives rows [kv_heads, group + 2, dim]: the queries, K and V of each KV head. These may be
+// null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] if all heads of a row are
+// normed together; `after_attention` and `after_forward`, norms of the outputs of attention and
+// feed-forward (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`. With
+// experts, `gate_up` is their router, and there is no `down`. cos_sin [positions, dim / 2, 2]. A
+// row sees the last `window` positions. The layer's input is kept as state number `kept`, unless
+// that is negative.
 typedef struct {
     linear qkv, out, gate_up, down;
     const float *qk_weight, *after_attention, *after_forward, *sinks, *cos_sin;
@@ -18,12 +18,12 @@ typedef struct {
     long window, kept;
 } layer;
 
-// How a drafter takes rows [token | state] of embeddings and hidden states. `token_norm` and
+// The input of a drafter: rows [token | state] of embeddings and hidden states. `token_norm` and
 // `state_norm` are weights times sqrt(hidden), or null: no norm. `front`, if it has parts, maps
 // both to the first layer's input. Otherwise the first qkv takes both; the residual is then the
 // state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
 // passes without logits. With `plain_in` the first layer has no norm before its qkv; with
-// `plain_out` the LM head has none.
+// `plain_out` the LM head has no norm.
 typedef struct {
     linear front, only_kv;
     const float *token_norm, *state_norm;
@@ -32,15 +32,15 @@ typedef struct {
 
 // embedding [vocab, hidden]: rows of fp32 or bf16, or panels of a block type. The LM head has
 // `choices` logits. `reader` is null except for drafters. Sequences have no positions before
-// `first`. `kept` is the state number of the last layer's output: of all rows, or with a drafter of
-// those with logits.
+// `first`. `kept` is the state number of the last layer's output, for all rows; a drafter keeps
+// only the rows with logits.
 //
 // `centred` norms subtract the mean. With `plain`, layers have no norms before their products. With
 // `parallel`, both halves of a layer have the same input. With `whole_heads`, all queries of a row
-// are normed together, and all its keys. Without `gated` the feed-forward has no `up`, only an
-// activation. Scores are multiplied by `scale` and become cap * tanh(score / cap); logits likewise
-// with `logit_cap`. A cap of 0 has no effect. With `adds_later`, what half a layer adds is normed,
-// scaled or a sum of experts first.
+// are normed as one vector, and all its keys as another. Without `gated` the feed-forward has no
+// `up`, only an activation. Scores are multiplied by `scale` and become cap * tanh(score / cap);
+// logits likewise with `logit_cap`. A cap of 0 has no effect. With `adds_later`, the output of half
+// a layer is normed, scaled or a sum of experts before it is added.
 typedef struct {
     const layer *layers;
     linear head;
@@ -52,14 +52,14 @@ typedef struct {
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
-// [num_wanted]: the flat rows that need logits; kv [layers, kv_heads, blocks] of blocks as in
-// paged.h; logits [num_wanted, choices]. A drafter reads `states` [rows, hidden]. Kept states are
-// written to hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least once per
-// layer.
+// [num_wanted]: the rows that need logits; kv [layers, kv_heads, blocks] of blocks as in paged.h;
+// logits [num_wanted, choices]. A drafter reads `states` [rows, hidden]. Kept states are written to
+// hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least once per layer.
 //
 // `partial` is null if this is the only rank: then a call runs the whole pass. Otherwise a call
-// runs part `part` of the pass, and writes what the ranks must add up to partial [rows, hidden].
-// The next call gets the `sums`. Once the last layer has attended, only the wanted rows are left.
+// runs part `part` of the pass, and writes this rank's sums to partial [rows, hidden]. The next
+// call gets the `sums` of all ranks. After the last layer's attention, only the wanted rows are
+// left.
 typedef struct {
     const int64_t *tokens, *wanted;
     const int32_t *query_lens, *context_lens, *tables;
@@ -75,11 +75,11 @@ typedef struct {
     long part;
 } step;
 
-// The state of a pass, one copy for each thread. Working memory consists of rows of floats a stride
-// apart, and of rows in the form that the next product takes. What half a layer adds to the
-// residual stream is written to `partial`, unless that is null. While `owes` is set, the stream
-// lacks `sums` (of all ranks, or `partial` itself), normed by `after` unless that is null. `split`:
-// this call runs part `part` of the pass.
+// The state of a pass, one copy for each thread. Working memory has rows of floats, a stride apart,
+// and rows in the form that the next product takes. The output of half a layer is written to
+// `partial`, unless that is null. While `owes` is set, the residual stream lacks `sums` (of all
+// ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs only
+// part `part` of the pass.
 typedef struct {
     member me;
     const decoder *model;
@@ -99,8 +99,8 @@ typedef struct {
 
 _Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
 
-#define LOOPS_OF_A_LAYER 20
-#define OTHER_LOOPS 8
+#define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
+#define OTHER_LOOPS 8        // and of the rest of a pass
 
 static int gated_by_product(const decoder *m, const layer *l) {
     return m->gating == SILU && m->gated && !l->experts && gates(&l->gate_up) &&
@@ -119,7 +119,7 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     ROWS_OF(fused, fused_stride, width);
     ROWS_OF(attended, attended_stride, heads);
     ROWS_OF(some_attended, attended_stride, heads);
-    long gated = 0, apart = 0, scores = 0, bytes = 0;  // kinds of layers; sizes of experts
+    long gated = 0, apart = 0, scores = 0, bytes = 0;  // which kinds of layers exist; sizes of experts
     for (long i = 0; i < m->num_layers; i++) {
         const mixture *e = m->layers[i].experts;
         expert_job job;
@@ -151,8 +151,8 @@ long memory_bytes(const decoder *model, long rows, long threads) {
     return carve(&p, 0, rows, threads);
 }
 
-// Computes the place of each row. Returns nonzero for an invalid step: 1 for a token, 2 for a
-// block, 3 for a wanted row.
+// Computes each row's sequence and position, and the pieces. Returns nonzero for an invalid step: 1
+// for a token, 2 for a block, 3 for a wanted row.
 static int plan(pass *p) {
     const decoder *m = p->model;
     const step *s = p->step;

@@ -1,7 +1,7 @@
 // Threads that share the loops of a pass, on a machine shared with other programs.
 //
 // A loop's iterations are claimed one by one. A thread that finds none left waits until all are
-// done. So a thread that lost its core delays only what it has claimed: later it finds the missed
+// done. So a thread that lost its core delays only its own iterations: later it finds the missed
 // loops ended, and joins the current one. A waiting thread spins for a moment and then sleeps,
 // which frees its core for the threads it waits for.
 
@@ -19,10 +19,10 @@
 
 #define MOST_THREADS 64
 #define MOST_JOB_BYTES 1024
-#define SPINS 400  // reads of a number before a thread sleeps: about 20 us
-#define PATIENT_SPINS 20000  // the same before a job that is known to come soon: about 0.5 ms
+#define SPINS 400  // reads of a variable before a thread sleeps: about 20 us
+#define PATIENT_SPINS 20000  // the same if the next job is known to come soon: about 0.5 ms
 #define LINE_BYTES 64
-#define RUNS 16  // least number of stretches per thread, where iterations are claimed in stretches
+#define RUNS 16  // minimum stretches per thread, in a loop with enough iterations
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -39,7 +39,7 @@ typedef struct {
     uint64_t count;
 } __attribute__((aligned(LINE_BYTES))) counter;
 
-// A loop: how many iterations of each thread's share are claimed, and how many of all are done.
+// A loop: the iterations done, and those claimed of each thread's share.
 typedef struct {
     counter done, taken[];
 } loop;
@@ -119,15 +119,16 @@ static int ended(const loop *at, int32_t turn, long count) {
     return done < 0 || done >= count;
 }
 
-// Only thread 0 counts progress: several would contend for the number.
+// Only thread 0 counts progress: several threads would contend for its cache line.
 static void advance(const member *me) {
     if (me->progress && !me->thread)
         __atomic_store_n(me->progress, *me->progress + 1, __ATOMIC_RELAXED);
 }
 
-// Returns the next iteration of a loop of `count`, or -1 once all are done, by any thread. Each
-// thread begins with its own share, the same in every pass, whose data its caches may still hold.
-// All members must call this for every loop of a job, in the same order, until it returns -1.
+// Claims and returns the next iteration of a loop of `count`; returns -1 once all threads' are
+// done. Each thread begins with its own share, the same in every pass, whose data its caches may
+// still hold. All members must call this for every loop of a job, in the same order, until it
+// returns -1.
 static long take(member *me, long count) {
     if (!me->team) {
         if (me->mine < count) return advance(me), me->mine++;
@@ -192,8 +193,7 @@ static void *help(void *number) {
     return 0;
 }
 
-// Sets whether the next job comes soon. Then threads wait longer before they sleep, but not
-// forever.
+// Sets whether the next job comes soon. If so, threads spin longer before they sleep.
 static void expect_jobs(int soon) {
     __atomic_store_n(&spins_between_jobs, soon ? PATIENT_SPINS : SPINS, __ATOMIC_RELAXED);
 }
@@ -211,8 +211,8 @@ static void forget_team(void) {  // in a forked child, which has none of the thr
 
 static long loop_bytes_of(long threads) { return sizeof(loop) + threads * (long)sizeof(counter); }
 
-// Returns a team with this number of threads and loops. Old loops are not freed: late threads may
-// read.
+// Returns a team with room for these numbers of threads and loops. Old loops are not freed: late
+// threads may read them.
 static team *team_for(long threads, long loops) {
     static int watched;
     if (!the_team) {
@@ -240,9 +240,9 @@ static team *team_for(long threads, long loops) {
     return the_team;
 }
 
-// Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one among them.
-// `job` begins with a member and has at most `loops` loops. Runs alone while another job is under
-// way.
+// Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one included. `job`
+// begins with a member and has at most `loops` loops. While another job runs, only this thread
+// calls `run`.
 static void together(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
     member *me = job;
     *me = (member){.progress = me->progress, .threads = 1};

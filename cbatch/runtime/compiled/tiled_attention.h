@@ -1,20 +1,20 @@
-// Products of attention by tiles (AMX): 16 queries by 16 keys, 32 dimensions at a time; and weights
-// of 16 queries by 16 positions of V.
+// The products of attention by AMX tiles: 16 queries by 16 keys, 32 dimensions at a time; then 16
+// queries' weights by V of 16 positions.
 
 #pragma once
 #include "paged.h"
 #include "tiles.h"
 
 #if defined(__AMX_TILE__)
-#define PAIRS_OF_A_TILE (TILE / 2)  // pairs of positions
+#define PAIRS_OF_A_TILE (TILE / 2)  // pairs of positions in a tile of V
 
-// Whether heads of these dimensions consist of whole tiles.
+// Returns whether heads of these dimensions consist of whole tiles.
 INLINE int fits_tiles(long dim, long value_dim) {
     return dim % (2 * TILE) == 0 && value_dim % TILE == 0;
 }
 
-// Tiles 0 to 3 are sums, 4 queries, 5 K, 6 weights, 7 V. If queries need more than one tile, all of
-// their tiles are whole.
+// Configures the tiles: 0 to 3 are sums, 4 queries, 5 K, 6 weights, 7 V. Beyond TILE queries, the
+// last tile of queries is padded to TILE rows, whose results are ignored.
 static void shape_attention(long queries) {
     shapes all = {.palette = 1};
     queries = least(queries, TILE);
@@ -50,7 +50,7 @@ static void score_tiles(const scratch *s, const columns *of, long count, long to
     }
 }
 
-// Returns V of a tile's positions, pairs below one another; positions outside [from, to) are 0.
+// Returns V of the TILE positions of a group, one row per pair; positions outside [from, to) are 0.
 static const char *value_tile(const paged *kv, const scratch *s, long chunk, long group, long from,
                               long to) {
     const long size = kv->block_size, dim = kv->value_dim, start = group * TILE;

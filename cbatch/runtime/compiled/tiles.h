@@ -1,4 +1,4 @@
-// Products by tiles (AMX): 16 rows by 16 outputs, 32 columns at a time.
+// Products by AMX tiles: 16 rows by 16 outputs, 32 columns at a time.
 
 #pragma once
 #include "problem.h"
@@ -13,20 +13,19 @@ typedef struct {
     uint8_t rows[16];
 } shapes;
 
-// Some compilers do not know that loading a tile reads memory: this makes earlier writes visible to
-// it.
+// Makes earlier writes visible to tile loads: some compilers do not know that these read memory.
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
 #define SHAPE(t, count, bytes) all.rows[t] = (count), all.row_bytes[t] = (count) ? (bytes) : 0
 
 // ---- bf16 ---------------------------------------------------------------------------------------
-// An instruction sums the even and the odd columns of its 32 separately, each in their order, and
-// adds both sums to the old one. So a row's bits do not depend on other rows.
+// An instruction takes 32 columns. It sums the even and the odd columns separately, each in order,
+// and adds both sums to the tile. So a row's bits do not depend on other rows.
 
 #define TILE_BYTES 64  // bytes of a tile's row
 
-// Tiles 0 and 1 are sums of two tiles of rows with one panel, 2 and 3 with another panel; 4 and 5
-// are rows, 6 and 7 weights. Tiles without rows are not configured.
+// Configures the tiles: 4 and 5 have `upper` and `lower` rows, 6 and 7 the weights of two panels. 0
+// and 1 are the sums of those rows with the first panel, 2 and 3 with the second.
 static void shape_pairs(long upper, long lower) {
     shapes all = {.palette = 1};
     SHAPE(0, upper, TILE_BYTES), SHAPE(1, lower, TILE_BYTES);
@@ -53,7 +52,7 @@ INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_
     }
 }
 
-// Copies the last columns, fewer than 32, padded with zeros.
+// Copies the last columns of all rows, fewer than 32, padded with zeros.
 static __attribute__((noinline)) void filled(const char *x, long stride, long rows, long row_bytes,
                                              char (*to)[TILE_BYTES]) {
     memset(to, 0, rows * TILE_BYTES);
@@ -108,8 +107,8 @@ static void put_gated(const problem *of, long row, long column, vec gate, vec up
     memcpy(of->gated + row * of->gated_stride + column * 2, &found, sizeof found);
 }
 
-// Prefetches the lines that a product will write: two panels of rows from `row` on. Inlined:
-// compilers remove a call without other effects.
+// Prefetches the cache lines of y that one or two panels write for `rows` rows from `row` on.
+// Inlined: compilers remove a call without other effects.
 INLINE void bring_outputs(const problem *of, const segment *of_w, long panel, long row, long rows,
                           int second) {
     const outputs at = outputs_of(of_w, panel), at_second = outputs_of(of_w, panel + 1);
@@ -183,7 +182,7 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
     }
 }
 
-// Returns how many rows it has computed: whole tiles only.
+// Multiplies the rows that fill whole tiles; returns their number.
 INLINE long tiled_block_band(const problem *of, const segment *of_w, form f, long rows, long first,
                              long last) {
     const long bytes = block_panel_bytes(f, of->by->in);

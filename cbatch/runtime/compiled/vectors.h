@@ -1,7 +1,7 @@
 // Vectors of floats, with the functions that products and attention share.
 //
-// Sums and steps of a computation have one order everywhere, and `a * b + c` is always contracted
-// in the same way. So bits depend on the values only.
+// Every computation has one order of operations, and `a * b + c` is always contracted in the same
+// way. So bits depend on the values only.
 
 #pragma once
 #include <stdint.h>
@@ -10,9 +10,9 @@
 #include <immintrin.h>
 #endif
 
-// LANES: floats of a vector. ROWS: the most rows in a product's tile; FULL: its panels then. WIDE:
-// its panels with at most half as many rows, a multiple of FULL. SPAN: vectors in a tile of QUERIES
-// queries. The sums of a tile and the columns it reads fill the registers.
+// LANES: floats in a vector. A product's tile has up to ROWS rows by FULL panels, or up to half as
+// many rows by WIDE panels (a multiple of FULL). A tile of attention has QUERIES queries by SPAN
+// vectors. The sums of a tile and the columns that it reads fill the registers.
 #if defined(__AVX512F__)
 #define LANES 16
 #define ROWS 8
@@ -33,7 +33,7 @@
 #define SPAN 4
 #endif
 #define QUERIES 6
-#ifndef INLINE  // tests that want a short compilation define their own
+#ifndef INLINE  // tests define their own for a short compilation
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 #endif
@@ -60,7 +60,7 @@ INLINE vec pick(ints mask, vec yes, vec no) {
 
 INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
-// Returns the first `count` of the elements at x, fp32 or bf16, as fp32; the others are 0.
+// Returns the first `count` elements at x, fp32 or bf16, as fp32; the others are 0.
 static __attribute__((noinline)) vec part(const char *x, long count, int half) {
     uint32_t found[LANES] = {0};
     if (half)
@@ -96,7 +96,7 @@ static void round_row(const float *x, long count, uint16_t *to) {
     for (; i < count; i++) to[i] = bf16(x[i]);
 }
 
-// Rounds a row for products of pairs; an odd count is padded with a zero.
+// Rounds a row to bf16 for products by pairs; an odd count is padded with a zero.
 static void narrow(const float *x, long count, uint16_t *to) {
 #if defined(__AVX512BF16__)
     long i = 0;
@@ -137,7 +137,7 @@ INLINE float total(vec x) {
 #define LOG2_E 1.44269504f
 
 // Returns e^x within 2 units in the last place for x clamped to [-87, 88]. With n = x / ln 2
-// rounded and r = x - n ln 2: 2^n times Taylor's polynomial of r, of degree 7.
+// rounded and r = x - n ln 2: 2^n e^r, where e^r is its Taylor polynomial of degree 7.
 INLINE vec exponential(vec x) {
     x = pick(x < all(-87.0f), all(-87.0f), x);
     x = pick(x > all(88.0f), all(88.0f), x);
@@ -155,7 +155,7 @@ INLINE vec exponential(vec x) {
     return p * (vec)exponent;
 }
 
-// Returns tanh x within 3 units in the last place; near 0 by a polynomial (Cephes' tanhf).
+// Returns tanh x within 3 units in the last place; near 0 by the polynomial of Cephes' tanhf.
 INLINE vec tangent(vec x) {
     const vec size = pick(x < all(0), -x, x), square = x * x;
     const vec far = 1 - 2 / (exponential(size + size) + 1);
@@ -169,7 +169,7 @@ INLINE vec tangent(vec x) {
 
 #if defined(__AVX512BF16__)
 // Returns 2^x with a relative error of 3e-6, for results that are rounded to bf16; 0 where `mask`
-// is 0. Computes 2^floor(x) times the best polynomial of degree 4 of the rest.
+// is 0. With n = floor(x), 2^x is 2^n times a fitted polynomial of degree 4 of x - n.
 INLINE __m512 power_of_2(__mmask16 mask, __m512 x) {
     const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(0.01353417f);
