@@ -106,8 +106,8 @@ class Way(NamedTuple):
 
 
 class DeviceWeights(WeightSource):
-    """Random weights, drawn on the device that uses them: it draws eight billion numbers
-    quickly."""
+    """Random weights, drawn on the device that uses them, which is fast enough for eight billion
+    numbers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every kernel's time as a fraction of its own limit, and the peer kernels that are available."""
+"""Every kernel's time compared with its lower limit, and with peer kernels if available."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Workloads of the measurements, and lower limits of their time: the bytes that must move and the
-arithmetic, each counted once, divided by the device's measured rates. Pure arithmetic.
+arithmetic, each counted once, divided by the device's measured rates.
 
 Names of workloads follow vLLM's batch grammar: `2q2k_32q1s4k` is 2 prefills of 2048 tokens and 32
 decodes over 4096."""

@@ -28,7 +28,7 @@ Write = Callable[[Rows, Row], None]  # takes all rows, and facts about the machi
 
 
 class RunPart(NamedTuple):
-    """The cells of one process. It does not start if less than `least_s` remains. Earlier parts
+    """The cells of one process, which does not start if less than `least_s` remains. Earlier parts
     leave this time for a `needed` part."""
 
     name: str
@@ -124,7 +124,7 @@ class GpuRun:
         try:
             while waiting or running:
                 for part in list(waiting.values()):
-                    # A part that starts while another measures would not be stopped by that one.
+                    # A measuring process stops only the parts that run already.
                     if not {*part.after} & (waiting.keys() | running) and self.turns.is_free():
                         del waiting[part.name]
                         self._begin(part, waiting, running)

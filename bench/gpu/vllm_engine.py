@@ -1,6 +1,6 @@
 """Whole vLLM on the same shape with random weights, in a process of its own.
 
-The folder of peers holds its package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
+The folder of peers holds vLLM's package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
 requirements that are not installed (`wheels/`). The time of a step is the time of 128 more tokens
 per sequence divided by 128, which cancels the prompts. The engine runs in the calling process, as
 cbatch's engine does here: otherwise its kernels could not be listed.

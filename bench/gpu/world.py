@@ -15,9 +15,9 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 
 class World(enum.Enum):
-    DEVICE = "device"  # kernels are compiled, full size and timed
-    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: kernels are tiny, run once, not timed
-    LISTED = "listed"  # neither: tiny inputs are made, but no Triton kernel is launched
+    DEVICE = "device"  # compiled kernels, full-size inputs, timed
+    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny inputs, one run, no timing
+    LISTED = "listed"  # neither: tiny inputs, but no Triton kernel is launched
 
     @property
     def runs(self) -> bool:

@@ -22,8 +22,8 @@ class TileKey(NamedTuple):
     """Key of a tile. An entry also serves narrower heads, smaller groups, longer pages."""
 
     arch: str  # "sm_80", "sm_90", "sm_100" or "gfx942"
-    bits: int  # of an element of q
-    kv_bits: int  # of an element of the pool
+    bits: int  # bits of an element of q
+    kv_bits: int  # bits of an element of the pool
     head_dim: int
     group: int
     page_tokens: int
@@ -47,7 +47,7 @@ def entries(path: Path = PATH) -> dict[TileKey, Tile]:
 
 def arch_of(device: torch.device | str) -> str:
     """Return the architecture whose tiles `device` uses. Consumer GPUs use those of sm_80: they
-    have newer instructions, but its size of shared memory. The interpreter uses them, too."""
+    have newer instructions, but no more shared memory. The interpreter uses these tiles, too."""
     if torch.device(device).type != "cuda":
         return "sm_80"
     if torch.version.hip:

@@ -72,10 +72,10 @@ class Heads(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Memory for partial results, shared by all layers; `arrived` is zero between launches.
+    """Memory for partial results, shared by all layers.
 
     sums fp32 [P, kv_heads, rows, head_dim]; stats fp32 [P, kv_heads, 2 (maximum, sum), rows];
-    arrived int32 [P, kv_heads].
+    arrived int32 [P, kv_heads]: finished parts of a block; zero between launches.
     """
 
     sums: Tensor

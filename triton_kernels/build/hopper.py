@@ -2,7 +2,7 @@
 
 A kernel with an early launch begins before the previous kernel has ended (programmatic dependent
 launch). It waits (`gdc_wait`) before it reads or writes data that other kernels use meanwhile. What
-it reads earlier must have been written before the start of a kernel that was launched normally.
+it reads earlier must have been written before the latest normally launched kernel began.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Repairs Triton's interpreter for the odd types, floats that numpy lacks: bf16 and fp8.
 
-The interpreter stores them as integers of their width. Loads, stores and selections are right. But
+The interpreter stores them as integers of their width. Loads, stores and selections are exact. But
 arithmetic and `tl.dot` work on these integers, and narrowing casts truncate or carry wrongly. After
 `repair()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Any other
 arithmetic raises: kernels convert to fp32 first, which costs nothing on a GPU. A value beyond the
-range of an fp8 type becomes NaN, as in torch, so that a missing clamp shows.
+range of an fp8 type becomes NaN, as in torch, which reveals a missing clamp.
 
 For tests. `TRITON_INTERPRET=1` must be set before triton is first imported.
 """

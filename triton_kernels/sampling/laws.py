@@ -1,8 +1,8 @@
 """The kernel that finds the distribution (*law*) of a row after temperature and filters, without a
 sort. One program handles a row, after the scan.
 
-The cut of a filter is the least code with enough before it: top_k tokens, or the mass of the
-nucleus (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1). The
+The cut of a filter is the least code that has top_k tokens, or the mass of the nucleus, before it
+(Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1). The
 maximum and mass of each piece, which the scan stored, give an estimate of where the cut lies: the
 *end*. Only pieces with tokens before the end are read again, usually few. These tokens are summed
 and listed, and the cut is found in the list by bisection. If the list would overflow, or the cut
@@ -21,7 +21,7 @@ from triton_kernels.sampling import order, scan
 from triton_kernels.sampling.order import LAST, LOWEST
 
 UNIT = tl.constexpr(float(1 << 38))
-ONE = tl.constexpr(1 << 50)  # a token's count, above the sum of less than 4096 masses
+ONE = tl.constexpr(1 << 50)  # one token in a packed sum: counts lie above the bits of 4095 masses
 ENDLESS = tl.constexpr((1 << 63) - 1)  # a limit that no row reaches
 # The first end is chosen among distances GUESS_STEP apart, by GUESSES bisections.
 GUESS_STEP = tl.constexpr(1.0 / 16)
@@ -30,9 +30,9 @@ GUESSES = tl.constexpr(10)
 # Share of a piece's other tokens that a guess assumes to be as likely as a token at the end.
 REST = tl.constexpr(0.1)
 NEAR = tl.constexpr(0.125)  # tokens within this distance before an end give the density there
-MOST_GUESSES = tl.constexpr(8)  # ends chosen by density; later ones halve the interval
+MOST_GUESSES = tl.constexpr(8)  # most ends chosen by density; later ends halve the interval
 
-# Fields of a row.
+# Fields of a row of `Laws.floats`.
 LAW_TOP = tl.constexpr(0)
 LAW_MASS = tl.constexpr(1)
 LAW_CHANCE = tl.constexpr(2)

@@ -29,7 +29,7 @@ COUPLED = tl.constexpr(noise.COUPLED)
 DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the logit of a token that may not follow
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # logit of a forbidden token
 LAST = tl.constexpr(0x7F800001 << 32)  # a cut after every token
 ID = tl.constexpr(0xFFFFFFFF)  # mask of the id in a code
 NEVER = tl.constexpr(0x7F800000 << 32)  # race key of a token that cannot win

@@ -14,7 +14,7 @@ from triton_kernels.noise import device as noise_device
 from triton_kernels.sampling import order
 from triton_kernels.sampling.order import LOWEST
 
-# Fields of a tile.
+# Fields of a tile in `Scanned.tiles`.
 TILE_TOP = tl.constexpr(0)  # the maximum
 TILE_MASS = tl.constexpr(1)  # relative to the maximum; NaN if some logit is not finite
 TILE_WINNER_LOGIT = tl.constexpr(2)

@@ -59,14 +59,14 @@ class ArenaSizes(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        """The words of all fields and of a plan's requests, without padding for alignment."""
+        """The number of words of all fields and of `asked`, without padding for alignment."""
         words = sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in self.fields.values())
         return self.slots * (words + len(Asked._fields))
 
 
 class Asked(NamedTuple):
-    """A plan's requests for a slot. The values are the row numbers in the field `asked`, which is
-    [6, slots] and zero for slots without a row."""
+    """The work that a plan gives a slot. The values are row numbers in the field `asked`, which is
+    [6, slots] and zero for slots without work."""
 
     num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0 means no row
     num_drafts: int = 1
@@ -128,7 +128,7 @@ class FieldPlace(NamedTuple):
 
 
 class Arena(NamedTuple):
-    words: Tensor  # int32, all of it
+    words: Tensor  # int32, the whole arena
     state: SlotState
     places: dict[str, FieldPlace]
 
@@ -141,7 +141,7 @@ class Arena(NamedTuple):
             width = math.prod(shape) * dtype.itemsize // 4
             places[name], shapes[name] = FieldPlace(used, width), (dtype, (sizes.slots, *shape))
             used += _aligned(sizes.slots * width)
-        # [requests, slots], unlike the other fields: a plan sends this field as a whole.
+        # [6, slots], unlike the other fields: a plan sends this field as a whole.
         places["asked"], shapes["asked"] = (
             FieldPlace(used, num_requested),
             (torch.int32, (num_requested, sizes.slots)),

@@ -150,7 +150,7 @@ def target_batch_kernel(
 def make_target_batch(
     state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, most_token: int
 ) -> None:
-    """Fill `layout` for the requests in `state.asked`. Token ids are clamped to `most_token`.
+    """Fill `layout` for the work in `state.asked`. Token ids are clamped to `most_token`.
     `depths` int32 [S] counts the drafts after the known tokens; it is read only in drafting
     steps."""
     slots = len(state.num_tokens)

@@ -3,7 +3,7 @@ on probabilities.
 
 `decide_kernel` has stored the target's probabilities of the drafts, and the joint ratios c along
 them. For sampled drafts, `residual_kernel` has stored the mass R of max(0, c p - q) after each
-draft but the last. The kernel here draws the coins.
+draft but the last. The kernel here draws a coin for each draft.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Batched verification from logits, without a tensor of probabilities. `rejection_sampler.py` and
 `block_verification.py` in `cbatch/runtime/sampling` define the same on probabilities.
-Greedy, coupled, rejection and block requests of any k share one batch.
+Greedy, coupled, rejection and block requests with any number of drafts share one batch.
 
 `decide_kernel` accepts the drafts of a request up to the first rejection. The scan has already
 drawn the next token, except after the rejection of a sampled draft. That token is drawn from the
-residual, for which this one row of logits is read again.
+residual, for which the rejected draft's row of logits is read again.
 """
 
 from __future__ import annotations

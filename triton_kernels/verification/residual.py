@@ -112,7 +112,7 @@ def _dense(logits_ptr, inside):
 
 
 def arguments(values: dict[str, Any], proposals: Proposals, num_requests: int) -> dict[str, Any]:
-    """Return the kernel's own arguments; `values` are those of `kernel.verify_logits`."""
+    """Return the further arguments of `residual_kernel`; `values`: see `kernel.verify_logits`."""
     num_rows, num_tiles = values["scanned"].winners.shape
     new = values["scanned"].winners.new_empty
     listed = proposals.listed
@@ -127,7 +127,7 @@ def arguments(values: dict[str, Any], proposals: Proposals, num_requests: int) -
 
 
 def measure(values: dict[str, Any]) -> None:
-    """Compute the masses of the residuals of blocks."""
+    """Compute the residual masses for block verification."""
     _launch(values | {"races": 0}, values["masses_ptr"])
 
 

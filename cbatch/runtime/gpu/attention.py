@@ -29,7 +29,7 @@ from triton_kernels.attention.table import arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
 _MOST_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several
-LEAST_PART_TOKENS = 64  # keys in the smallest part of a context, with balanced parts
+LEAST_PART_TOKENS = 64  # least keys of a part, if a context is split into balanced parts
 
 
 class Tuning(NamedTuple):

@@ -30,7 +30,7 @@ from triton_kernels.slots.state import Asked, SlotState
 
 class DraftPasses:
     """The passes of a draft model. A row's drafts, and the distributions that they were sampled
-    from, start at index `layout.starts` of its slot.
+    from, start at index `layout.starts[slot]`.
 
     `most_drafts` is the most drafts of a row. The draft's vocabulary may be smaller or larger than
     the target's (`vocab`): input ids are clamped to its own, and ids outside it are never drafted.

@@ -1,8 +1,8 @@
 """Passes of draft heads that read the target's states, and the states kept between steps.
 
 A head ingests every token within the target's pass: it writes K and V from the token and the state
-of the position before. Entries of rejected drafts are overwritten later, as the target's are. So a
-head never catches up, and the first draft of a row is a pass over one token.
+at the previous position. Entries of rejected drafts are overwritten later, as in the target's KV.
+So a head never catches up, and the first draft of a row is a pass over one token.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class HeadPasses(DraftPasses):
         result[:, DRAFT_KV].copy_(self._state.kv_len)
 
     def _ingest(self, most_tokens: int, longest: int) -> None:
-        self._state.draft_kv_len.copy_(self._state.kv_len)  # of new sequences, too
+        self._state.draft_kv_len.copy_(self._state.kv_len)  # also for new sequences
         super()._ingest(most_tokens, longest)
 
     def _before(self, count: int) -> Tensor:
@@ -123,7 +123,7 @@ class MedusaPasses(HeadPasses):
         self.most_drafts = min(self.most_drafts, self._decoder.head.num_heads)
 
     def _begin(self, flat: Flat, longest: int) -> None:
-        """There is nothing to compute before the first head."""
+        """Do nothing: no pass precedes the first head."""
 
     def _find_logits(self, rows: int, depth: int, out: Tensor) -> None:
         self._decoder.logits(depth, self._before(rows), out)

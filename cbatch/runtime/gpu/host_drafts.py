@@ -28,7 +28,7 @@ class DraftPlan(NamedTuple):
     """The drafts of a step; arrays have an entry for each row of the plan."""
 
     model: I32  # drafts by the draft model
-    catch_up: I32  # tokens that the draft model computes first
+    catch_up: I32  # tokens that the draft model ingests before it drafts
     looked_up: I32  # drafts from a lookup
     guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
     credits: Credits | None = None
@@ -219,7 +219,7 @@ class HostDrafts:
 
         `known`, `num_drafted` and `draft_kv` have an entry for each row of the plan: known tokens
         before the step, drafts, valid positions of the draft's KV. Returns `draft_kv` if it may
-        differ from the plan, and how lookups that did not draft would have done. Rows whose slot
+        differ from the plan, and the score of lookups that did not draft. Rows whose slot
         has another sequence by now are ignored."""
         slots = plan.slots
         at = (self._table.generation[slots] == plan.generations).nonzero()[0]

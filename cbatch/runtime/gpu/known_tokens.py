@@ -66,7 +66,7 @@ class KnownTokens(InputBatch):
         return slots[self.logits_processors.active[slots] & (self.failed[slots] == 0)]
 
     def masks(self, slots: I32, num_drafted: I64, drafts: I64) -> Masks:
-        """Return the masks of these slots: for each slot a row before its drafts and after each.
+        """Return the masks: for each slot a row before its first draft, and one after each draft.
         `drafts` [S, longest] has `num_drafted` [S] valid tokens in each row."""
         words = -(-self.vocab_size // 32)
         counts = num_drafted + 1

@@ -21,8 +21,8 @@ from triton_kernels.slots.state import ArenaSizes
 _SPARE_ENTRIES = 1024
 LIBRARY_BYTES = 128 << 20  # matrix product workspaces, of captured and of other steps
 _FP32_BYTES = 4
-# Memory for log probabilities, in copies of fp32 logits: logits, log probabilities, int64
-# temporaries (two each).
+# Memory for log probabilities, in sizes of the fp32 logits: two tensors each of logits, of log
+# probabilities, and of int64 temporaries, which have twice the size.
 LOGPROB_COPIES = 8
 
 
@@ -51,7 +51,7 @@ class StepLimits(NamedTuple):
 
     @property
     def most_logits(self) -> int:
-        """The most rows of logits: one per token, and at most one more than drafts per slot."""
+        """Most rows of logits: one per token, but per slot at most one more than its drafts."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.max_drafts))
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:

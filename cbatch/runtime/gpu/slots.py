@@ -49,7 +49,7 @@ class HostSlots:
         self.mode = np.full(count, GREEDY, dtype=np.int32)
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
         self._filtered: Flags = np.zeros(count, dtype=np.bool_)
-        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # its device lists are not neutral
+        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # slots whose lists are not neutral
         self.clear()
 
     def clear(self) -> None:
