@@ -20,8 +20,8 @@ Key = TypeVar("Key")
 
 class LLM:
     """A loaded model that completes prompts. `model` and `draft` are Hugging Face directories, hub
-    names or `.gguf` files; `options` are fields of `EngineOptions`, also under vLLM's names, and
-    `speculative_config`. `info` is an `EngineInfo`."""
+    names or `.gguf` files. `options` are `speculative_config` and the fields of `EngineOptions`,
+    also under vLLM's names. `info` is an `EngineInfo`."""
 
     def __init__(self, model: str | Path, draft: str | Path | None = None, **options: Any) -> None:
         settings = settings_of_keywords(options if draft is None else {"draft": draft} | options)
@@ -103,7 +103,7 @@ def complete_all(
 
 
 class Batch(Generic[Key]):
-    """Prompts in an engine, under keys that the caller chooses. `waiting` has the incomplete
+    """Prompts in an engine, each with a key that the caller chooses. `waiting` has the incomplete
     requests by request id: key, `Accepted`, and the choices that are finished so far."""
 
     def __init__(self, engine: Engine) -> None:

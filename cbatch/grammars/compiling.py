@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 65_536  # limit of a grammar without its annotations.
-MAX_GIVEN_CHARS = 2**20  # limit of a grammar with titles, descriptions and other annotations
+MAX_GRAMMAR_CHARS = 65_536  # most characters of a grammar without its annotations
+MAX_GIVEN_CHARS = 2**20  # most characters with titles, descriptions and other annotations
 # Stack of the compiling thread. The library needs about 7 KiB for each level of nesting, and a text
-# of MAX_GRAMMAR_CHARS cannot nest deeper than this holds. Untouched pages cost no memory.
+# of MAX_GRAMMAR_CHARS cannot nest deeper than this stack allows. Untouched pages cost no memory.
 STACK_BYTES = 256 * 2**20
-# The total compile time of the unused grammars that are kept. Time measures memory: compiling
-# allocates up to 60 MiB a second.
+# Most total compile time of unused grammars in the cache, in seconds. It bounds their memory:
+# compiling allocates up to 60 MiB a second.
 _KEPT_S = 0.2
 # Allowed blanks between the parts of JSON: a space, or a line break and an indentation. The
 # library's default has no limit, and small models may emit blanks for ever.
@@ -158,7 +158,7 @@ class Grammars:
 
 
 def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work` in a thread with that stack size. Return its result, or raise its exception."""
+    """Run `work` in a thread with this stack size. Return its result, or raise its exception."""
     results: list[T] = []
     raised: list[BaseException] = []
 
@@ -199,9 +199,9 @@ def _try(matcher: LLMatcher) -> None:
 
 
 def _limits() -> LLParserLimits:
-    """Return llguidance's limits. With these the worst of a set of hostile grammars compiled in 0.1
-    s and computed its first mask in 0.3 s on a slow core. An ordinary schema takes 1 ms, and 0.1 ms
-    a mask."""
+    """Return llguidance's limits. With them the slowest hostile grammar of a test set compiled in
+    0.1 s on a slow core, and its first mask took 0.3 s. An ordinary schema compiles in 1 ms, and
+    its masks take 0.1 ms each."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -223,7 +223,7 @@ def grammars_unsupported(field: str = FIELD) -> FieldError:
 
 def read(spec: StructuredOutputs) -> StructuredOutputs:
     """Return `spec` with GBNF converted to Lark and JSON schemas rewritten for llguidance. A long
-    text holds the interpreter lock for a second; reading a result again takes no time. Raises
+    text may hold the GIL for a second; reading a result of this function again is fast. Raises
     `FieldError`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -262,7 +262,7 @@ def _answer_text(spec: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_json_schema(spec.json or _schema({"type": "object"}))
 
 
-# Parts of a Lark grammar whose text is not parsed here, and `%json`, which precedes a schema.
+# Comments, strings, regular expressions and special tokens of Lark; `%json`, before a schema.
 _LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|%json\s*')
 
 

@@ -13,8 +13,8 @@ Schema = Any  # a JSON object, true or false
 _NUMBER = frozenset(("fraction", "integer"))
 TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
 _NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
-_DEPTH = 4  # how deep references and nested schemas are followed.
-MAX_PARTS = 50_000  # how many parts all calls on one schema may visit: a bound on time
+_DEPTH = 4  # most levels of references and nested schemas that are followed
+MAX_PARTS = 50_000  # most parts that all calls on one schema visit: a bound on time
 
 
 class SchemaSets:
@@ -25,8 +25,8 @@ class SchemaSets:
         self._budget = MAX_PARTS
 
     def parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
-        """Yield schemas whose conjunction equals `schema`: itself, and those of `allOf` and `$ref`.
-        False becomes an empty `enum`; True yields nothing."""
+        """Yield schemas whose conjunction equals `schema`: itself, and the schemas of its `allOf`
+        and `$ref`. False becomes an empty `enum`; True yields nothing."""
         self._budget -= 1
         if isinstance(schema, dict):
             yield schema
@@ -58,7 +58,7 @@ class SchemaSets:
         )
 
     def outside(self, schema: Schema, depth: int = 0) -> list[Schema]:
-        """Return schemas whose union holds values invalid by `schema`; [] if none is known."""
+        """Return schemas whose values are all invalid by `schema`; [] if none is known."""
         ways: list[Schema] = []
         for part in self.parts(schema, depth) if depth < _DEPTH else ():
             ways += (

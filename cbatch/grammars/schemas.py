@@ -1,7 +1,7 @@
 """JSON schemas, rewritten into the part of JSON Schema that llguidance supports.
 
 Every value that is valid by the rewritten schema is valid by the original. A keyword that cannot be
-rewritten is rejected, with its place. Annotations are removed, also a `format` without a grammar.
+rewritten is rejected, with its place. Annotations and unknown values of `format` are removed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _OUTERMOST = 2**63 - 2**10  # the largest double within 64 bits
 
 
 def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
-    """Return `schema` for llguidance, with the properties whose strings must be unique under
-    `UNIQUE`. Errors call the schema `name`. Raises `FieldError`, RecursionError."""
+    """Return `schema` for llguidance. `UNIQUE` lists the properties with lists of unique strings.
+    Errors call the schema `name`. Raises `FieldError`, RecursionError."""
     rewriter = _Rewriter(schema, name)
     root, definitions = rewriter.rewrite(schema, "#"), dict[str, Schema]()
     while len(definitions) < len(rewriter.references):
@@ -86,7 +86,7 @@ class _Rewriter:
             raise self._refusal(f"$ref {reference}", problem, remedy) from error
 
     def rewrite(self, node: Schema, at: str, within: Schema = True) -> Schema:
-        """Rewrite the schema at place `at`. Its values are also valid by `within`."""
+        """Rewrite the schema at place `at`. A valid value must also be valid by `within`."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -134,7 +134,7 @@ class _Rewriter:
     # ---- keywords that llguidance does not support ------------------------------------------
 
     def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
-        """Remove unsupported keywords from `node` and return schemas equivalent to these."""
+        """Remove unsupported keywords from `node`, and return schemas that replace them."""
         clauses: list[Schema] = []
         context = [{k: v for k, v in node.items() if k not in ("oneOf", "not", "if")}, within]
         if "oneOf" in node:
@@ -213,7 +213,7 @@ class _Rewriter:
         """Return `bound`, moved inwards if llguidance cannot represent it. The excluded numbers are
         too large to matter."""
         if isinstance(bound, bool) or not isinstance(bound, int | float):
-            return bound  # of an old draft of JSON Schema, or invalid
+            return bound  # a boolean, as in old drafts of JSON Schema, or invalid
         if -sign * bound > _EXACT:
             raise self._out_of_reach(bound, place)
         if sign * bound <= _EXACT:

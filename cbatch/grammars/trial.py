@@ -22,7 +22,7 @@ LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a trial. `problem` and `remedy` are set for an invalid grammar. `quick` is the
     result of `read`, if it differs from the grammar. `compile_s` is the processor time to compile
-    `quick`. `begin_s` is the time to start the grammar, in an engine's step for each choice."""
+    `quick`. `begin_s` is the time that an engine's step takes to start the grammar for a choice."""
 
     problem: str | None = None
     remedy: str = ""
@@ -37,7 +37,7 @@ class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrialState(Protocol):
-    """The argument of every task, made by the fork server. `grammars` caches no unused ones."""
+    """The argument of every task, made by the fork server. `grammars` keeps no unused grammars."""
 
     grammars: Grammars
 

@@ -13,8 +13,8 @@ ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], 
 _STRING = rb'"(?:[^"\\]|\\.)*"'
 _SEPARATORS = b", \t\r\n"
 _WHOLE_ITEM = re.compile(rb',\s*"[^"]*"')
-_FEW = 64  # allowed tokens: up to this many are tried one by one.
-_MAX_TRIED = 1000  # cached results
+_FEW = 64  # most allowed tokens that are tried one by one
+_MAX_TRIED = 1000  # number of cached results of trials
 
 
 class UniqueItems:
@@ -26,14 +26,14 @@ class UniqueItems:
         self._open_list = re.compile(begin + rb'("(?:[^"\\]|\\.)*\\?"?|)\s*$')
         self._words = words
         self._closing = np.array([i for i, word in enumerate(words) if b'"' in word], dtype=int)
-        self._tried: dict[bytes, bool] = {}  # by text: can any token follow
+        self._tried: dict[bytes, bool] = {}  # whether any token may follow, by text
 
     def forbid(
         self, allowed: NDArray[np.bool_], taken: list[int], leads_on: Callable[[int], bool]
     ) -> None:
         """Remove the tokens from `allowed` that would repeat an item of the list at the end of
-        `taken`, and the tokens that allow only repeats after them. The latter are tested if few
-        tokens are allowed. `leads_on` returns whether any token may follow the given one."""
+        `taken`. If at most `_FEW` tokens are allowed, also remove tokens after which only repeats
+        are possible. `leads_on` returns whether any token may follow the given one."""
         text = b"".join(self._words[token] for token in taken)
         match = self._open_list.search(text)
         if match is None:

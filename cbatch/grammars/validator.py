@@ -22,9 +22,9 @@ from cbatch.grammars.trial import LIMITS, MEMORY_BYTES, GrammarVerdict, try_out
 from cbatch.workers import WorkerDiedError, WorkerPool
 
 MAX_WORKERS = 2
-MAX_BEGIN_S = 0.2  # time that a request's choices may add to the engine's step, to start a grammar.
-_REMEMBERED = 512  # cached verdicts.
-REMEMBERED_CHARS = 2**21  # total size of the converted grammars among the cached verdicts
+MAX_BEGIN_S = 0.2  # most time that starting a grammar for all choices may add to the engine's step
+_REMEMBERED = 512  # number of cached verdicts
+REMEMBERED_CHARS = 2**21  # most characters of all converted grammars in the cached verdicts
 _REMEDY = "use a simpler grammar"
 
 
@@ -72,7 +72,7 @@ class GrammarValidator:
         return ValidatedGrammar(verdict.quick or spec, verdict.compile_s)
 
     async def close(self) -> None:
-        """Cancel all checks. No further ones may be made."""
+        """Cancel all checks. `check` must not be called afterwards."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -41,7 +41,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def binds(endpoint: str) -> bool:
-    """Return whether to bind the endpoint, not connect to it. As in vLLM: a wildcard or a file."""
+    """Return whether to bind the endpoint, not connect to it: as in vLLM, a wildcard or a file."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 

@@ -1,8 +1,8 @@
 """Batches of KV events over ZeroMQ, as vLLM publishes them.
 
 PUB sends [topic, sequence number, batch]. The number counts up from 0, in 8 bytes, big-endian. A
-subscriber that sees a gap sends a number to the ROUTER. It receives the buffered batches from that
-number on, as [topic, sequence number, batch], then ["", -1, ""].
+subscriber that misses a batch sends its number to ROUTER. ROUTER answers with the buffered batches
+from that number on, as [topic, sequence number, batch], then ["", -1, ""].
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import zmq
 from cbatch.kv_events.config import KVEventsConfig, binds, field_error
 
 END = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1000  # at most this long `close` sends what is queued
+_LINGER_MS = 1000  # longest time that `close` sends queued batches
 PATIENCE_MS = 5000  # send timeout for a replay to a client that does not read it
 _logger = logging.getLogger("cbatch")
 
 
 class KVEventPublisher:
-    """Publish batches without ever blocking the caller. A batch that finds the queue full is not
-    sent, but buffered for a replay. One thread sends batches, another answers replay requests."""
+    """Publish batches without ever blocking the caller. While the queue is full, a batch is only
+    buffered for a replay. One thread sends batches, another answers replay requests."""
 
     def __init__(self, config: KVEventsConfig) -> None:
         """Open the sockets. Raises `FieldError` for an endpoint that cannot be used."""
@@ -43,7 +43,7 @@ class KVEventPublisher:
             self._threads = [threading.Thread(target=self._send, args=(pub,), daemon=True)]
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
-                # Sending to a client that has left, or has too much unread, is an error.
+                # Sending to a client that has left, or does not read, raises `ZMQError`.
                 router.router_mandatory, router.sndtimeo = True, PATIENCE_MS
                 where = _open(router, "replay_endpoint", config.replay_endpoint, True)
                 self.replay_endpoint = where
@@ -100,7 +100,7 @@ class KVEventPublisher:
 
 
 def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:
-    """Bind or connect the socket and return its address; the system picks the port for port 0."""
+    """Bind or connect the socket and return its address; for port 0 the system picks a port."""
     socket.linger = _LINGER_MS
     socket.ipv6 = "[" in endpoint or "::" in endpoint
     try:

@@ -28,7 +28,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
     lora_id: None = None
     medium: str = MEDIUM
     lora_name: None = None
-    extra_keys: list[tuple[str] | None] = []  # per block: the salt, at a prompt's start
+    extra_keys: list[tuple[str] | None] = []  # per block; a salted prompt's first block: its salt
     group_idx: int = 0
     kv_cache_spec_kind: str = "full_attention"
 

@@ -21,8 +21,8 @@ class StepRecorder:
     loses the last few events at most. The file is appended to; the configuration event marks where
     each engine begins.
 
-    Recording stops with an error in the log when a write fails or `MAX_WAITING` events are queued.
-    The file up to there is valid. Raises OSError if the file cannot be opened.
+    Recording stops with a logged error when a write fails or `MAX_WAITING` events are queued. The
+    records before that remain valid. Raises OSError if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, max_waiting: int = MAX_WAITING) -> None:

@@ -36,8 +36,8 @@ AnyEvent = (
 )
 FORMAT = "cbatch-step-log"
 VERSION = 1
-_CONFIGURED = b'{"type":"Configured"'  # beginning of that event's line
-_LOOK_BYTES = 2**16  # read at a time, from the end of the file
+_CONFIGURED = b'{"type":"Configured"'  # beginning of a `Configured` event's line
+_LOOK_BYTES = 2**16  # bytes per read in the search for the last line, backwards from the end
 
 
 class StepLogError(ValueError):
@@ -106,7 +106,7 @@ def _end_of_last_line(file: int, size_bytes: int) -> int:
 
 
 class StepLog(msgspec.Struct, frozen=True):
-    """The events of a file. `warning` says what was dropped from its end, None for nothing."""
+    """The events of a file. `warning` says what was dropped from its end; None: nothing was."""
 
     events: tuple[AnyEvent, ...]
     warning: str | None
@@ -116,7 +116,7 @@ def read_step_log(path: str | Path) -> StepLog:
     """Read a log. Raises `StepLogError` with the line of a damaged record that is not the last."""
     header, *lines = Path(path).read_bytes().split(b"\n")
     _check_header(path, header)
-    tail = lines.pop() if lines else b""  # b"" where the last record is whole
+    tail = lines.pop() if lines else b""  # b"" if the last record is whole
     decoder = msgspec.json.Decoder(AnyEvent, dec_hook=decode_array)
     events = []
     for number, line in enumerate(lines, start=2):
@@ -174,8 +174,8 @@ def replay(
     on_commit: Callable[[Commit], None] | None = None,
     log: Callable[[Event], None] | None = None,
 ) -> Scheduler:
-    """Return a scheduler after it was given these inputs of one engine. The callbacks receive its
-    plans and commits. Raises `StepLogError`."""
+    """Give the recorded inputs of one engine to a new scheduler, and return it. The callbacks
+    receive its plans and commits. Raises `StepLogError`."""
     remaining = iter(events)
     first = next(remaining, None)
     if not isinstance(first, Configured):

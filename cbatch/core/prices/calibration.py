@@ -23,7 +23,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     total: float  # sum of predictions / sum of measurements - 1
     p50: float  # median of the steps' absolute relative errors
-    p90: float  # their 90th percentile
+    p90: float  # 90th percentile of these errors
 
 
 class _Header(msgspec.Struct):

@@ -1,11 +1,11 @@
-"""The price of a step: read off the durations of real steps, from a profile of the machine onwards.
+"""The price of a step: given by a profile of the machine at first, then learned from real steps.
 
     target_s = T(n) + g * context          draft_s = s + depth * P(rows) + i * ingested
 
-n tokens go through the target model, drafts among them; drafting takes `depth` sequential passes,
-and s, which is the profile's, at all; the drafter catches up on `ingested` tokens. T and P are
-curves. T is two: steps with drafts cost the host more, so they teach a curve of their own, and an
-experiment teaches the other side alone. Without a profile drafts look cheap until they are tried.
+n is the number of tokens through the target model, drafts included. The drafter makes `depth`
+sequential passes, and catches up on `ingested` tokens; s is its fixed cost, from the profile. T and
+P are curves. T has one curve for steps with drafts and one for steps without, because drafts cost
+the host more. Without a profile, drafts look cheap until they are tried.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_curve import MEMORY_STEPS, StepCurve
 from cbatch.core.prices.step_work import StepSample
 
-OWED_TOKENS = 8  # a lag of the drafter below this costs nothing
+OWED_TOKENS = 8  # a drafter that lags by fewer tokens catches up at no cost
 
 
 class StepPrices(msgspec.Struct, frozen=True):
-    """`step_s[n]` is a step with n drafts in all, float64 [1 + most drafts], without the drafter's
-    passes; each depth adds `pass_s`, each token that the drafter catches up on `ingest_s`."""
+    """Seconds: `step_s[n]` of a step with n drafts in all without the drafter's passes, float64
+    [1 + most drafts], `pass_s` of each pass, `ingest_s` of each token that it catches up on."""
 
     step_s: np.ndarray
     pass_s: float
@@ -30,10 +30,10 @@ class StepPrices(msgspec.Struct, frozen=True):
 
 
 class OnlineCostModel:
-    """The price list of one executor: `observe` teaches it, `prices` reads it."""
+    """Prices of one executor's steps. `observe` updates them, `prices` returns them."""
 
     def __init__(self, profile: CostProfile | None = None, *, max_tokens: int) -> None:
-        """`max_tokens` is the most target tokens that a step holds."""
+        """`max_tokens` is the most target tokens of a step."""
         self._max_tokens = max_tokens
         self._plain, self._drafted, self._pass = (StepCurve(max_tokens) for _ in range(3))
         self._setup_s = self._ingest_s = 0.0
@@ -41,7 +41,7 @@ class OnlineCostModel:
         if profile is None:
             return
         self._table = profile.table(max_tokens)
-        # To the end: the profile says how many more tokens cost beyond what was tried.
+        # Up to `max_tokens`, so that the profile prices counts that no step has had yet.
         for count in (*(n for n in profile.tokens if n < max_tokens), max_tokens):
             self._pass.observe(count, profile.draft_pass_s + profile.draft_token_s * count, 0)
             target_s = float(self._table[count]) + (profile.logits_token_s + profile.row_s) * count
@@ -53,12 +53,12 @@ class OnlineCostModel:
         self._setup_s, self._ingest_s = profile.draft_setup_s, profile.draft_ingest_s
 
     def observe(self, sample: StepSample) -> None:
-        """Take in a measured step. Durations that are not positive were not measured. Tokens of
-        prompts, which come with requests and not with steps, are deducted by the profile."""
+        """Learn from a measured step. A duration of 0 or less was not measured. Tokens without
+        logits belong to prompts, so their time is deducted in proportion to the profile."""
         work, target_s, tokens = sample.work, sample.target_s, sample.work.target_tokens
         curve = self._drafted if work.draft_tokens else self._plain
         if 0 < work.logit_tokens < tokens and curve.known:
-            table = self._table  # never what was learnt: an error would feed itself
+            table = self._table  # not the learned curve, because an error would reinforce itself
             target_s *= 0.0 if table is None else float(table[work.logit_tokens] / table[tokens])
             tokens = work.logit_tokens
         if target_s > 0 and tokens:
@@ -77,24 +77,24 @@ class OnlineCostModel:
 
     @property
     def is_known(self) -> bool:
-        """True once there is a price, by a profile or by a step."""
+        """True once there is a price, from a profile or a step."""
         return bool(self._plain.known or self._drafted.known)
 
     def is_measured(self, target_tokens: int, *, drafts: bool = False) -> bool:
-        """Return whether real steps of about `target_tokens` were seen, with `drafts` or without. A
-        profile is of another day and does not count."""
+        """Return whether real steps of about `target_tokens` tokens were seen, with drafts if
+        `drafts`, else without. The profile does not count."""
         curve = self._drafted if drafts else self._plain
         return target_tokens > 0 and curve.num_seen_about(target_tokens) > 1
 
     def prices(self, rows: int, context_tokens: int, most_drafts: int) -> StepPrices:
-        """Return the prices of a step of `rows` decoding rows, a token each, and 0 to `most_drafts`
-        drafts. Raises IndexError past `max_tokens`."""
+        """Return the prices of steps with `rows` decoding rows and 0 to `most_drafts` drafts in
+        all. Raises IndexError past `max_tokens`."""
         if rows + most_drafts > self._max_tokens:
             raise IndexError(f"{rows} + {most_drafts} tokens, prices are to max_tokens")
         plain, drafted = self._plain, self._drafted
         plain, drafted = plain if plain.known else drafted, drafted if drafted.known else plain
         plain_s, counts = float(plain.over(rows, context_tokens)), np.arange(most_drafts + 1)
-        least = max(drafted.least, rows + 1)  # with fewer drafts no step was seen
+        least = max(drafted.least, rows + 1)  # interpolate below the smallest step with drafts
         step_s = drafted.over(np.maximum(rows + counts, least), context_tokens)
         step_s = plain_s + np.minimum(counts / (least - rows), 1) * (step_s - plain_s)
         step_s = np.maximum(step_s, plain_s)

@@ -17,16 +17,17 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         target_s = T(target tokens) + C(context of decoding rows) + W(idle time) + prices * terms
         draft_s = prices * terms                      host_s = prices * terms
 
-    T, C and W are piecewise linear, and continue beyond their last points. A staircase (captured
-    graphs, padded rows) has two points per step. The measurement at start-up determines T and the
-    first eight prices; `cbatch calibrate` determines all but `context_token_s`, which C replaces.
+    T, C and W are piecewise linear. T and C continue beyond their last points, W is constant there.
+    A staircase (captured graphs, padded rows) has two points per stair. The measurement at start-up
+    determines T and the first eight prices; `cbatch calibrate` determines all prices but
+    `context_token_s`, which C replaces.
     """
 
     tokens: tuple[int, ...]  # points of T, ascending
-    target_s: tuple[float, ...]  # T with little context; where it falls, the running maximum counts
+    target_s: tuple[float, ...]  # T, with little context; made non-decreasing by `target_curve`
     logits_token_s: float = 0.0  # beyond T, per token that needs logits
     context_token_s: float = 0.0
-    verify_context_token_s: float = 0.0  # of decoding rows, beyond C, in a step that verifies
+    verify_context_token_s: float = 0.0  # beyond C, per decoding context token if a row drafts
     row_s: float = 0.0
     draft_setup_s: float = 0.0  # per step that drafts, at any depth
     draft_pass_s: float = 0.0
@@ -59,7 +60,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
                 raise FieldError(f"cost_profile.{field}", "is not a profile", remedy)
 
     def target_curve(self) -> Curve:
-        """Return T, never falling."""
+        """Return T, made non-decreasing."""
         return Curve(self.tokens, np.maximum.accumulate(self.target_s).tolist())
 
     def table(self, max_tokens: int) -> np.ndarray:

@@ -17,14 +17,14 @@ from cbatch.core.prices.step_curve import StepCurve
 # Share of the best prompt throughput that steps keep while rows decode.
 PROMPT_SHARE = 0.8
 PLAIN_EVERY = 16  # every 16th step without prompts is observed
-# While rows decode, a chunk is at most `_FIRST_CHUNK` tokens, or `_GROWTH` times the largest
-# measured step.
+# While rows decode, a chunk is at most `_FIRST_CHUNK` tokens or, if this is more, `_GROWTH` times
+# the largest measured step.
 _FIRST_CHUNK, _GROWTH = 64, 2
-_SETTLED = 3  # steps of about a size before it counts as measured, because the first is slower
-_MIN_CHUNK = 8  # prompt tokens of a step whatever its target, so that prompts progress
-# A step is planned to take this share of its target gap between tokens. The share falls after a
-# step that took longer than the target, and rises after each other step: in equilibrium one step in
-# two hundred takes longer.
+_SETTLED = 3  # steps of similar size before the size counts as measured: the first step is slower
+_MIN_CHUNK = 8  # least prompt tokens of a step whatever its target, so that prompts progress
+# A step is planned to take this share (margin) of its target gap between tokens. The share falls
+# after a step longer than its target, and rises after a step within it: in equilibrium one step in
+# two hundred is too long.
 _FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
 _MIN_MARGIN = 0.4
 
@@ -49,7 +49,7 @@ class StepCosts:
         return bool(self._curve.known)
 
     def observe(self, tokens: int, pairs: int, seconds: float, *, has_prompts: bool) -> None:
-        """Observe a step of `tokens` tokens and `pairs` pairs. A duration of 0 is ignored."""
+        """Observe a step by its tokens and query-key pairs. A duration of 0 is ignored."""
         if seconds > 0 and tokens > 0:
             self._curve.observe(tokens, seconds, pairs)
             self._has_prompts |= has_prompts
@@ -63,7 +63,7 @@ class StepCosts:
 
     def prompt_tokens(self, budget_tokens: int) -> int:
         """Return the fewest prompt tokens, at most the budget, whose throughput n / T(n) is at
-        least `prompt_share` of the best. Without observations that is the budget."""
+        least `prompt_share` of the best. Without observations, return the budget."""
         if self._prompt_share == 1 or not self.is_known:
             return budget_tokens
         speeds = self._sizes / self._curve.over(self._sizes, 0)
@@ -74,7 +74,7 @@ class StepCosts:
     def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
         """Return how many tokens can be added to a step within `target_s`. The step has `rows`
         decoding tokens with `pairs` pairs; an added token attends to `context_tokens`. Without
-        observations it is the most tokens of a step."""
+        observations, return the most tokens of a step."""
         if not self.is_known:
             return int(self._sizes[-1])
         attention_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
@@ -83,8 +83,8 @@ class StepCosts:
         return int(self._sizes[fitting - 1]) if fitting else 0
 
     def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:
-        """Return the prompt tokens of a step with `rows` decoding tokens and `pairs` pairs:
-        `prompt_tokens`, but no more than keep it within `target_s`, and at least `_MIN_CHUNK`."""
+        """Return the prompt tokens of a step with `rows` decoding tokens and `pairs` pairs: the
+        result of `prompt_tokens`, cut to a step within `target_s`, but at least `_MIN_CHUNK`."""
         chosen = self.prompt_tokens(int(self._sizes[-1]))
         if target_s is None:
             return chosen

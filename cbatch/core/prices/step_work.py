@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-# While a machine is idle, caches lose data. A step reloads all but this share of what is missing.
+# While a machine is idle, caches lose data. A step reloads all but this share of the missing data.
 IDLE_LEFT = 0.1
 
 
@@ -20,13 +20,13 @@ class StepWork(msgspec.Struct, gc=False):
 
     # A commit sets these fields; the lookahead policy learns prices from them.
     rows: int = 0
-    target_tokens: int = 0  # through the target model, the drafts among them
-    logit_tokens: int = 0  # of these, the tokens that need logits
+    target_tokens: int = 0  # tokens through the target model, drafts included
+    logit_tokens: int = 0  # part of `target_tokens` that needs logits
     context_tokens: int = 0  # KV positions that rows read
     draft_depth: int = 0  # sequential passes of the drafter
     draft_tokens: int = 0
-    ingested_tokens: int = 0  # that the drafter catches up on
-    # `SlotCounts` (`slot_counts.py`) sets these, which depend on earlier plans, too.
+    ingested_tokens: int = 0  # tokens that the drafter catches up on
+    # `SlotCounts` (`slot_counts.py`) sets these fields, which depend on earlier plans, too.
     decode_rows: int = 0  # of `rows`, those that decode or verify
     decode_longest_tokens: int = 0  # most KV positions that a decoding row reads
     decode_shortest_tokens: int = 0  # fewest KV positions that a decoding row reads
@@ -37,7 +37,7 @@ class StepWork(msgspec.Struct, gc=False):
     draft_context_tokens: int = 0  # context of the rows that draft
     admitted: int = 0  # requests that entered a slot
     steps_since_prefill: int = 0  # 0: this step computes a chunk
-    idle_s: float = 0.0  # idle time before; if none, `IDLE_LEFT` times the previous step's value
+    idle_s: float = 0.0  # idle time before; without any, `IDLE_LEFT` times the last step's value
 
     @property
     def decode_context_tokens(self) -> int:
@@ -45,7 +45,7 @@ class StepWork(msgspec.Struct, gc=False):
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """The composition of a measured step, and its durations in seconds; 0 was not measured."""
+    """The composition of a measured step, and its durations in seconds; 0 means not measured."""
 
     work: StepWork
     draft_s: float  # passes of the drafter

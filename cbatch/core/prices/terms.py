@@ -30,14 +30,14 @@ TARGET: Terms = {
     "context_token_s": attrgetter("context_tokens"),
     "verify_context_token_s": lambda work: work.decode_context_tokens * (work.draft_tokens > 0),
     "row_s": attrgetter("rows"),
-    "chunk_s": lambda work: work.rows - work.decode_rows,  # a row that prefills
+    "chunk_s": lambda work: work.rows - work.decode_rows,  # rows that prefill
     "cold_context_token_s": lambda work: work.decode_context_tokens * cold(work),
     "padded_context_token_s": lambda work: work.decode_rows * work.decode_longest_tokens,
     "prefill_context_token_s": attrgetter("prefill_context_tokens"),
     "prefill_pair_s": attrgetter("prefill_pairs"),
     "verify_step_s": lambda work: work.draft_tokens > 0,
     "verify_row_s": lambda work: work.decode_rows * (work.draft_tokens > 0),
-    "verify_token_s": attrgetter("draft_tokens"),  # beyond the price of any other token
+    "verify_token_s": attrgetter("draft_tokens"),  # in addition to a target token's price
     "admission_s": attrgetter("admitted"),
 }
 DRAFT: Terms = {
@@ -56,7 +56,7 @@ HOST: Terms = {
     "host_idle_s": lambda work: min(work.idle_s, MAX_IDLE_S),
     "host_row_s": attrgetter("rows"),
     "host_admission_s": attrgetter("admitted"),
-    "host_admitting_s": lambda work: work.admitted > 0,  # a step that admits
+    "host_admitting_s": lambda work: work.admitted > 0,  # once per step that admits
     "host_draft_setup_s": lambda work: work.draft_depth > 0,
     "host_draft_row_s": lambda work: work.decode_rows * (work.draft_depth > 0),
     "host_draft_token_s": attrgetter("draft_tokens"),

@@ -1,1 +1,1 @@
-"""How many tokens each row looks ahead. Imports `prices` and `request`."""
+"""Policies that choose how many tokens each row drafts. Imports `prices` and `request`."""

@@ -1,14 +1,13 @@
-"""The `adaptive` policy: k of each row is what commits the most tokens a second at this load.
+"""The `adaptive` policy: it chooses each row's k to commit the most tokens per second at this load.
 
-Estimates (acceptance.py) and prices (cost_model.py) make a decision (draft_allocation.py). It holds
-for some steps, less if the batch changes by a quarter; a step in between costs a look at an array.
+A decision (draft_allocation.py) uses estimates of acceptance (acceptance.py) and prices of steps
+(cost_model.py). It holds for some steps, or until a quarter of the batch has changed.
 
-The other side keeps its price by experiments, one rule for both sides: steps without drafts while
-rows draft, a draft of one row while none do. The first of them find caches as the chosen side left
-them, so the second half teaches. An experiment is longer the less a step of it loses, and waits
-until what it loses is a small share of the time since the last.
-
-No clock, no randomness: inputs are the calls.
+The policy either drafts or does not. Experiments keep the price of the other mode up to date: steps
+without drafts while rows draft, or one draft per step while no row drafts. The policy learns from
+the second half of an experiment, because its first steps find the caches of the other mode. An
+experiment is longer if its steps lose less time. The next experiment waits until its expected loss
+is a small share of the time since the last one.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from cbatch.core.speculation.policy import (
     SurvivalStats,
 )
 
-# Steps from a decision to the next: where something is new, while rows draft, while none do.
+# Steps from one decision to the next: after a change, while rows draft, while no row drafts.
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
-# Steps of an experiment: at least, and at most, where a step of it loses no more than _LEAST_LOSS.
+# Least and most steps of an experiment. It has the most if each step loses at most `_LEAST_LOSS`.
 LEAST_STEPS, MOST_STEPS = 4, 64
 _LEAST_LOSS = 0.02  # share of a step's time
-_EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005  # share of time that experiments may lose
+# Share of time that experiments may lose: while rows draft, while no row drafts.
+_EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005
 
 
 class AdaptivePolicy(LearningPolicy):
@@ -46,20 +46,20 @@ class AdaptivePolicy(LearningPolicy):
         super().__init__(config, limits)
         self.drafting = True
         self.decision = LookaheadDecision(np.zeros(0, np.int32))
-        self._gain = 0.0  # of drafting, average of the decisions since it began
+        self._gain = 0.0  # gain of drafting, averaged over the decisions since the last switch
         self._num_drafts = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._newcomer_drafts = 0  # k of a row that enters, until the next decision
         self._steps = 0  # calls of `choose`
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
-        self._newcomers = 0  # rows since the last decision
-        self._experiment = range(0)  # steps of the last one
+        self._newcomers = 0  # rows that entered since the last decision
+        self._experiment = range(0)  # steps of the latest experiment
 
     @property
     def prior(self) -> tuple[float, float]:
         return self.fleet.prior
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        # While no row drafts, experiments cover newcomers.
+        # While no row drafts, experiments find out whether rows without history should draft.
         self._newcomers += self.drafting or carried is not None
         self._num_drafts[slot] = self._newcomer_drafts
         super().enter(slot, carried)
@@ -85,11 +85,11 @@ class AdaptivePolicy(LearningPolicy):
             self.fleet.observe_depths(chances, step.num_drafted, step.num_accepted)
         if step.shadow is not None and not self.drafting:
             gained, trials = float(step.shadow.hits.sum()), float(step.shadow.trials.sum())
-            if gained * self.prior[1] > 2 * trials * self.prior[0]:  # news: twice as good
+            if gained * self.prior[1] > 2 * trials * self.prior[0]:  # twice the prior acceptance
                 self._decide_at = min(self._decide_at, self._steps + SOON_STEPS)
         super().observe(step)
         if step.total_planned:
-            caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # one each is usual
+            caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # beyond one per row
             self.fleet.observe_drafter(step.total_planned, step.total_drafted, caught_up)
         if teaches:
             self.costs.observe(step.sample())
@@ -115,8 +115,8 @@ class AdaptivePolicy(LearningPolicy):
         return is_due and 4 * self._newcomers >= max(num_rows, 1)
 
     def _teaches(self) -> bool:
-        """Return whether this step teaches prices. One that decides takes longer, and so do those
-        right after it."""
+        """Return whether prices are learned from this step. A step with a decision, and the steps
+        right after it, take longer and do not count."""
         if self._steps in self._experiment:
             return 2 * self._steps >= self._experiment.start + self._experiment.stop
         interval = SOON_STEPS if self.drafting else DECISION_STEPS
@@ -139,7 +139,7 @@ class AdaptivePolicy(LearningPolicy):
         self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
         self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
-        # A newcomer drafts as the median row.
+        # A new row drafts as many tokens as the median row.
         self._newcomer_drafts = 0
         if self.drafting:
             self._newcomer_drafts = int(np.sort(decision.num_drafts)[step.num_rows // 2])
@@ -161,10 +161,10 @@ class AdaptivePolicy(LearningPolicy):
     def _best(self, step: PlannedRows, prices: StepPrices, depth: int) -> LookaheadDecision:
         accepted, trials = self.estimate[:, step.rows]
         values = self.fleet.corrected(survival(accepted, trials, depth).T)
-        owed_s = prices.ingest_s * self.fleet.caught_up  # others will come
+        owed_s = prices.ingest_s * self.fleet.caught_up  # usual catch-up time per step
         if prices.ingest_s > 0 and np.maximum.reduce(step.draft_kv_lag) >= OWED_TOKENS:
-            # What catching up takes is spread over the steps that a request has left, two tokens
-            # each. Rows whose drafts are not worth that have none.
+            # A row's catch-up time is spread over its remaining steps, of two tokens each. Rows
+            # whose first two drafts save less time than that do not draft.
             lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
             debt_s = np.where(lag >= OWED_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
             pays = np.add.reduce(values[:2]) * (prices.step_s[0] / step.num_rows) > debt_s
@@ -172,13 +172,13 @@ class AdaptivePolicy(LearningPolicy):
             owed_s = max(owed_s, float(np.add.reduce(debt_s * pays)))
         step_s, answered = prices.step_s.copy(), self.fleet.answered
         step_s[1:] += owed_s
-        if answered < 1:  # prices are by drafts that come, decisions by drafts that are planned
+        if answered < 1:  # prices count drafts that come, decisions count planned drafts
             drafts = np.arange(len(step_s))
             step_s, values = np.interp(answered * drafts, drafts, step_s), answered * values
         return decide(values, step.max_drafts, StepPrices(step_s, prices.pass_s), self.decision)
 
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
-        """Begin an experiment, or set the step of the next decision: when one is due at latest."""
+        """Begin an experiment if one is due, or else set the step of the next decision."""
         rows, plain_s = step.num_rows, float(prices.step_s[0])
         loss, share = self._gain / (1 + self._gain), _EXPERIMENTS
         if not self.drafting:
@@ -190,9 +190,9 @@ class AdaptivePolicy(LearningPolicy):
         loss = max(loss, _LEAST_LOSS)
         length = int(max(MOST_STEPS * _LEAST_LOSS / loss, LEAST_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(rows):  # the loss is a guess
+        if self.drafting and not self.costs.is_measured(rows):  # the expected loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
-        # A switch is judged again soon, then later and later; all else at a fixed pace.
+        # After a switch, decisions follow soon, then ever later; otherwise their pace is fixed.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait
         pace = max(since, SOON_STEPS) if len(self._experiment) == 0 else IDLE_STEPS
         if self._steps >= due:
@@ -204,7 +204,7 @@ class AdaptivePolicy(LearningPolicy):
             self._decide_at = self._steps + min(pace, DECISION_STEPS)
 
     def _single_draft(self, step: PlannedRows) -> np.ndarray:
-        """Return a draft of the row that the drafter has the least to catch up on for."""
+        """Return k = 1 for the row with the least catch-up, and 0 for others, int32 [rows]."""
         row = int(np.argmin(np.where(step.max_drafts > 0, step.draft_kv_lag, np.inf)))
         num_drafts = np.zeros(step.num_rows, dtype=np.int32)
         num_drafts[row] = min(step.budget_tokens, step.max_drafts[row], 1)

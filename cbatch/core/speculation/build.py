@@ -17,7 +17,7 @@ _POLICIES = {
     "fixed": FixedPolicy,
     "ema": EmaPolicy,
     "adaptive": AdaptivePolicy,
-    "goodput": AdaptivePolicy,  # its old name
+    "goodput": AdaptivePolicy,  # old name of `adaptive`
 }
 _FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the cap of the others
 _REMEDY = (
@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def policy_class(name: str) -> type[LookaheadPolicy]:
-    """Return a policy of ours, or the class that `module:Class` names. Raises `FieldError`."""
+    """Return a built-in policy, or the class that `module:Class` names. Raises `FieldError`."""
     return _POLICIES.get(name) or _imported(name)
 
 
@@ -68,7 +68,7 @@ def _imported(name: str) -> type[LookaheadPolicy]:
     class Checked(policy):  # type: ignore[misc, valid-type]
         def choose(self, step: PlannedRows) -> np.ndarray | None:
             chosen: np.ndarray | None = super().choose(step)
-            if chosen is not None:  # no more may be written than blocks are reserved for
+            if chosen is not None:  # too many drafts would be written past the reserved blocks
                 if chosen.dtype != np.int32 or chosen.shape != (step.num_rows,):
                     expected = f"int32 [{step.num_rows}]"
                     raise ValueError(f"{name}.choose returned {chosen!r}, not {expected}")

@@ -1,4 +1,4 @@
-"""How far sequences look ahead, and who decides it."""
+"""Configuration of lookahead: the policy and its parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "off"
     k: int = 4
-    # `ema`, and all but `min_survival` also `adaptive` (see acceptance.py): decay per trial, prior
-    # acceptance and its weight in trials, the least survival worth verifying, drift while idle.
-    decay: float = 0.96
-    prior_acceptance: float = 0.7
-    prior_trials: float = 6.0
-    min_survival: float = 0.2
-    idle_drift: float = 0.95
-    # `adaptive`: the gain over drafting nothing that is worth beginning to draft.
+    # Parameters of `ema` and, except `min_survival`, also of `adaptive` (see acceptance.py).
+    decay: float = 0.96  # of an estimate's sums, per trial
+    prior_acceptance: float = 0.7  # acceptance of a request without history
+    prior_trials: float = 6.0  # weight of the prior, in trials
+    min_survival: float = 0.2  # least chance of survival that is worth a draft
+    idle_drift: float = 0.95  # share of an estimate that remains after a step without drafts
+    # Gain over drafting nothing at which `adaptive` starts to draft.
     switch_gain: float = 0.02
 
     def __post_init__(self) -> None:

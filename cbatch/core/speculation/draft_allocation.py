@@ -1,20 +1,21 @@
 """The choice of (row, depth) pairs with which a step commits the most tokens a second.
 
-S_ij is the chance that row i's first j drafts are accepted. C(n) are the seconds of a step with n
-drafts in all, and c0 those of a sequential pass of the drafter. The best k maximises
+S_ij is the chance that row i's first j drafts are accepted. C(n) is the duration of a step with n
+drafts in all, and c0 the duration of a sequential pass of the drafter. The best k maximises
 
     G(k) = sum_i w_i (1 + sum_{j <= k_i} S_ij) / (C(sum_i k_i) + c0 max_i k_i).
 
-For a given depth the n best pairs (i, j) are the n largest w_i S_ij, and since S falls along a row
-they are a prefix of each. So every depth and every least worth of a pair is one candidate; the best
-of all is taken (C is a staircase, so the first local optimum would be a trap). Worth is rounded to
+For a given maximum depth, the n best pairs (i, j) have the n largest worths w_i S_ij. They are a
+prefix of each row, because S falls along a row. A candidate is a maximum depth and a least worth.
+All candidates are compared, because C is a staircase with many local optima. Worths are rounded to
 `_GRADES` grades, which replaces sorting. (Fractional program: Dinkelbach 1967; global top-n:
 TETRIS, arXiv 2502.15197.)
 
-The weights w_i correct for the closed loop: without them easy rows leave early and hard ones fill
-the batch. With slots kept full, throughput is slots * H / T with H the harmonic mean of the tokens
-per step. At its optimum each row minimises its own cost per token at shared prices:
-(slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij. That minimum is w_i.
+The weights w_i prevent a bias: without them easy rows leave early and hard rows fill the batch. If
+slots are always full, throughput is slots * H / T: H is the harmonic mean of the rows' tokens per
+step, T the step's duration. At the optimum each row minimises its own cost per token,
+(slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij, where `slot` and `token` are prices that
+rows share. The weight w_i is proportional to this minimum.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _GRADES = 64  # number of grades of worth, from 0 to the highest worth, finer to
 
 
 class LookaheadDecision(msgspec.Struct, frozen=True):
-    """`num_drafts` is k of each row, int32 [rows]; `gain` the expected speed over drafting nothing,
-    less 1, and 0 if nothing is drafted."""
+    """`num_drafts` is k of each row, int32 [rows]. `gain` is the expected speed relative to no
+    drafts, minus 1; 0 if no row drafts."""
 
     num_drafts: np.ndarray
     gain: float = 0.0
@@ -47,10 +48,10 @@ def decide(
     prices: StepPrices,
     before: LookaheadDecision | None = None,
 ) -> LookaheadDecision:
-    """Return k of each row for the most expected tokens a second, rows weighted at the prices of
-    the decision `before`. `survival` is float64 [depth, rows], non-increasing along the depth;
-    `max_drafts` int32 [rows]. Drafts past the end of `prices` count for nothing: the caller cuts
-    them."""
+    """Return k of each row for the most expected tokens per second. Rows are weighted by `weights`,
+    if the previous decision `before` is given. `survival` is float64 [depth, rows], non-increasing
+    along the depth; `max_drafts` int32 [rows]. Drafts past the end of `prices` count for nothing:
+    the caller cuts them."""
     depth, rows = survival.shape
     depths = np.arange(1.0, depth + 1)[:, None]
     values = np.where(depths <= max_drafts, survival, 0.0)
@@ -90,8 +91,8 @@ def weights(values: np.ndarray, prices: StepPrices, before: LookaheadDecision) -
 
 
 def _candidates(values: np.ndarray, grades: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of pairs and their worth, [depth, _GRADES - 1] each, for each depth and
-    each least grade. The best grade is first; the grade without worth is left out."""
+    """Return the number of pairs and their total worth, [depth, _GRADES - 1] each, for each maximum
+    depth and each least grade. The highest grade is first; grade 0 is left out."""
     depth, size = len(values), len(values) * _GRADES
     cells = (grades + _GRADES * np.arange(depth)[:, None]).ravel()
     totals = []

@@ -20,7 +20,7 @@ class FixedPolicy(LookaheadPolicy):
 
 
 class LearningPolicy(FixedPolicy):
-    """The estimate of acceptance by slot, for policies that go by it."""
+    """Base of policies that estimate the acceptance of each slot."""
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         super().__init__(config, limits)
@@ -46,7 +46,7 @@ class LearningPolicy(FixedPolicy):
         return acceptances
 
     def learn(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
-        """Take in `trials` more trials of these rows, of which `gained` were accepted."""
+        """Update the estimates of rows by `trials` trials, of which `gained` were accepted."""
         decay = self.config.decay
         self.estimate[:, rows] = decayed(decay, self.estimate[:, rows], trials, gained)
 
@@ -70,7 +70,7 @@ class EmaPolicy(LearningPolicy):
         return drafts
 
     def observe(self, step: DraftedStep) -> None:
-        """Also move rows without drafts towards the prior, so that k = 0 never absorbs a slot."""
+        """Also move rows without drafts towards the prior, so that no slot stays at k = 0."""
         before = self.estimate[:, step.rows]
         drifted = drift(self.config.idle_drift, before, np.array(self.prior))
         self.estimate[:, step.rows] = np.where(step.num_drafted > 0, before, drifted)

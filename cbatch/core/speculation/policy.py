@@ -17,8 +17,8 @@ class PolicyLimits(msgspec.Struct, frozen=True):
     """Sizes of the engine, and the cost of its steps."""
 
     max_num_seqs: int
-    max_tokens: int  # of the target, in a step
-    profile: CostProfile | None = None  # for a `priced` policy, if it is known
+    max_tokens: int  # most target tokens of a step
+    profile: CostProfile | None = None  # prices for a `priced` policy; None: not measured
 
 
 class PlannedRows(Protocol):
@@ -29,7 +29,7 @@ class PlannedRows(Protocol):
 
     @property
     def max_drafts(self) -> np.ndarray:
-        """The most drafts that request and context allow, int32 [rows]."""
+        """Most drafts that each row's request and context allow, int32 [rows]."""
 
     @property
     def draft_kv_lag(self) -> np.ndarray:
@@ -37,7 +37,7 @@ class PlannedRows(Protocol):
 
     @property
     def budget_tokens(self) -> int:
-        """The most drafts of all rows: a choice of more is cut."""
+        """Most drafts and catch-up tokens of all rows together; a larger choice is cut."""
 
     @property
     def context_tokens(self) -> int:
@@ -49,7 +49,7 @@ class PlannedRows(Protocol):
 
 
 class Shadow(NamedTuple):
-    """Scores of drafters that did not draft (`plan.ShadowEvidence`), by row."""
+    """Scores of drafters that did not draft (`plan.ShadowEvidence`), by slot."""
 
     slots: np.ndarray
     trials: np.ndarray
@@ -63,20 +63,20 @@ class DraftedStep(Protocol):
     num_drafted: np.ndarray
     num_accepted: np.ndarray
     evidence: np.ndarray | None  # float32, in place of `num_accepted`, see acceptance.py
-    total_planned: int  # drafts; a lookup may have fewer
+    total_planned: int  # planned drafts; a lookup may find fewer
     total_drafted: int
-    total_caught_up: int  # further tokens that the drafter read
-    has_chunks: bool  # tokens of prompts, too
+    total_caught_up: int  # planned catch-up tokens of the drafter
+    has_chunks: bool  # the step had chunks of prompts
     shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
 
 
 class SurvivalStats(msgspec.Struct, frozen=True, array_like=True):
-    """Drafts by depth, from the first, in the steps that were observed."""
+    """Numbers of drafts in the observed steps, by depth from 1. Accepted drafts survive."""
 
     drafted: list[float]
-    predicted: list[float]  # to survive
+    predicted: list[float]  # expected number of survivors
     survived: list[float]
 
 
@@ -86,29 +86,29 @@ class PolicyStats(msgspec.Struct, frozen=True, array_like=True):
     drafting: bool
     threshold: float | None  # lambda, the least (weighted) chance of survival worth a draft
     tokens_per_s: float | None  # expected
-    gain: float | None  # of that over no drafts, less 1
+    gain: float | None  # `tokens_per_s` relative to no drafts, minus 1
     calibration: SurvivalStats
 
 
 class LookaheadPolicy:
-    """This one is `off`: it drafts nothing. The others override what they need.
+    """Base of all policies, and the policy `off`, which drafts nothing.
 
-    `choose` is called in every plan, `observe` in every commit, `enter` and `leave` with slots.
-    These calls are all of a policy's inputs: it has no clock and no randomness.
+    `choose` is called for every plan, `observe` for every commit, `enter` and `leave` for slots.
+    A policy has no other input, no clock and no randomness.
     """
 
     max_depth = 0  # the most drafts of a row
-    priced = False  # whether `limits.profile` is wanted
+    priced = False  # whether the policy uses `limits.profile`
     stats: PolicyStats | None = None  # for metrics
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         """`config.k` is the number after the policy's name on the command line."""
 
     def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        """Assign the slot to a sequence, with what `leave` returned if it was preempted."""
+        """Assign the slot to a sequence. `carried` is the result of `leave` if it was preempted."""
 
     def leave(self, slot: int) -> tuple[float, float] | None:
-        """Free the slot of a finished or preempted sequence. Return what to remember of it."""
+        """Free the slot of a finished or preempted sequence. Return `carried` for `enter`."""
         return None
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
@@ -116,7 +116,7 @@ class LookaheadPolicy:
         return None
 
     def observe(self, step: DraftedStep) -> None:
-        """Take in what was drafted and accepted in a step that has committed."""
+        """Learn from the drafted and accepted tokens of a committed step."""
 
     def estimated_acceptance(self, slots: np.ndarray) -> list[float] | None:
         """Return the estimated acceptance of drafts in these slots, if there is one."""
