@@ -155,7 +155,8 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     @property
     def holds_kernel_tables(self) -> bool:
-        """True if --cost-table has times of kernels (for any model), not of one model's layers."""
+        """True if --cost-table has times of kernels (for any model) instead of one model's
+        layers."""
         return self.cost_table is not None and holds_kernel_tables(self.cost_table)
 
     @property

@@ -26,7 +26,7 @@ from sim.report.report import Report, to_json
 from sim.report.timeline import Timeline
 
 _FIXED = ("trace", "slo")  # options that cannot be swept
-HEADINGS = {
+HEADINGS = {  # of the table's columns, by name in `figures`
     "output_tokens_per_s": "tokens/s",
     "ttft_p50_s": "TTFT\np50",
     "ttft_p99_s": "\np99",

@@ -117,9 +117,9 @@ class ProfiledAttention:
 
 
 def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
-    """Return the tokens, and the tokens of context before them, of a single chunk with the same
-    number of query-key pairs as all chunks of a step. Several prompts have fewer pairs than one
-    prompt of their total length, so their chunk is shorter."""
+    """Return the tokens of a single chunk, and of the context before it, with the same number of
+    query-key pairs as a step's chunks. Several prompts have fewer pairs than one prompt of their
+    total length, so their chunk is shorter."""
     tokens, pairs = work.prefill_tokens, work.prefill_pairs
     history_tokens = (pairs - tokens * (tokens + 1) / 2) / tokens
     if history_tokens >= 0:

@@ -4,8 +4,8 @@ traffic, whichever is longer (Williams et al. 2009, the roofline model).
 The model covers dense decoder-only transformers with gated MLPs and grouped-query attention, with
 weights and KV in 16 bit. Tensor parallelism is a ring all-reduce after attention and after the MLP.
 A config.json with a mixture of experts, latent attention or quantised weights is refused by name.
-Two efficiencies and two constants cover what the roofline leaves out: kernels below their
-limits, launch gaps, sampling. A calibrated model needs none of them.
+The efficiencies and constants of `RooflineConfig` cover what the roofline leaves out: kernels below
+their limits, launch gaps, host work. A calibrated model needs none of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cbatch.core.request.errors import FieldError
 from sim.workload.traces.files import read_whole
 
 VALUE_BYTES = 2  # bf16
-_UNSUPPORTED = {
+_UNSUPPORTED = {  # by field of config.json: the feature that is refused
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",

@@ -20,7 +20,7 @@ from sim.report.report import Objectives, Record
 from sim.workload.traces.request import TraceRequest
 
 _SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
-_COUNTS = (
+_COUNTS = (  # fields that `total` sums; it joins those of `_SERIES`
     "num_finished",
     "num_good",
     "num_cut",
@@ -66,10 +66,10 @@ class MetricsRecorder:
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
         self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
-        self.num_finished = self.num_good = self.num_cut = 0
+        self.num_finished = self.num_good = self.num_cut = 0  # good: all objectives met
         self.prompt_tokens = self.output_tokens = 0
         self.row_steps = 0  # rows that emitted, over all steps
-        self.running_s = 0.0  # integral of the running requests over time
+        self.running_s = 0.0  # sum over all steps of rows times duration
         self.end_s = 0.0
 
     @classmethod

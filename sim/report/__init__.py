@@ -1,1 +1,1 @@
-"""Results of a run: percentiles, timeline, capacity, page and tables. Imports no other part."""
+"""Results of a run: statistics, timeline, capacity, page, tables. Imports nothing else of `sim`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from sim.report.timeline import TimelineStep
 
-_PROCESS = 1
+_PROCESS = 1  # id of the only process
 _STEPS = 1  # thread of the steps; slot s is thread s + 2
 
 

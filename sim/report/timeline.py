@@ -16,7 +16,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
 
 INTERVALS = 240
-_FIRST_LENGTH_S = 1 / 16
+_FIRST_LENGTH_S = 1 / 16  # initial length of an interval
 
 
 class Observer(Protocol):

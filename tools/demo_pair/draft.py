@@ -22,7 +22,7 @@ from tools.demo_pair.parallel import Workers
 
 ROWS_PER_STEP = 8
 TEXT_ROWS_PER_STEP = 4
-MICROBATCH_ROWS = 2
+MICROBATCH_ROWS = 2  # if there are several worker threads
 ARGMAX_WEIGHT = 0.5  # weight of the cross-entropy to the target's argmax
 DECAY_SHARE = 0.4  # last share of the budget, in which the learning rate falls
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from tools.demo_pair.data import Document
 
-MAX_HEAD_CHARS = 900
-MIN_BODY_LINES = 3
+MAX_HEAD_CHARS = 900  # longer heads are skipped
+MIN_BODY_LINES = 3  # functions with fewer lines after the docstring are skipped
 
 
 def function_heads(document: Document) -> Iterator[str]:

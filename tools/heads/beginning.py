@@ -1,9 +1,9 @@
 """Initial weights of an EAGLE-3 head: a linear prediction, fitted by least squares.
 
 The target's last hidden state at t + 1, after its norm, is predicted as F x + B e. Here x are the
-hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`, B
-(at the rank of the values) in one query head per KV head, which attends only to its own position.
-All other parts add nothing at first. This takes a minute and saves hundreds of steps.
+hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`. B (at
+the rank of the values) is stored in one query head per KV head, which attends only to its own
+position. All other parts add nothing at first. This takes a minute and saves hundreds of steps.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class HeadTraining:
         row, t = counts.nonzero(as_tuple=True)
         return row * length + t, row * length + t + 1 + j
 
-    # ---- how good it is -----------------------------------------------------------------------
+    # ---- evaluation ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def acceptance(self, lessons: Sequence[Lesson]) -> Acceptance:

@@ -27,12 +27,12 @@ from tools.heads.medusa_net import MedusaNet
 from tools.heads.recorder import Recorder
 from tools.heads.target_parts import TargetParts
 
-SLOTS, BLOCK_TOKENS, STEP_TOKENS = 48, 16, 1024
+SLOTS, BLOCK_TOKENS, STEP_TOKENS = 48, 16, 1024  # of the engine that records lessons
 HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64  # stride of held-out lessons, limit of tested lessons
-LEAST_LESSONS = 24
+LEAST_LESSONS = 24  # fewest lessons to train a head
 REPORT_EVERY_S = 30.0
 CARD = "README.md"
-DRAFT_VOCAB = 4096
+DRAFT_VOCAB = 4096  # default number of ids that an EAGLE-3 head can draft
 TITLES = {"eagle3": "An EAGLE-3 head", "medusa": "Medusa heads"}
 
 Prompt = tuple[Sequence[int], SamplingParams]

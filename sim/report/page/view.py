@@ -15,7 +15,7 @@ from sim.report.timeline import Series
 QUANTILES = 201  # values of each quantile curve
 MOST_POINTS = 2_000  # requests drawn one by one
 
-_PLACE = "/*data*/"
+_PLACE = "/*data*/"  # placeholder in page.js
 
 
 class Points(msgspec.Struct, frozen=True, kw_only=True):

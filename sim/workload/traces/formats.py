@@ -19,7 +19,7 @@ from sim.workload.traces.files import Lines, TraceRow, csv_rows, json_object, js
 from sim.workload.traces.request import TraceError, TraceRequest
 
 BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # tokens per block named in `hash_ids`
-UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds per unit
 STAMP_UNITS = {"mooncake": "ms"}  # unit of timestamps, in formats where they are plain numbers
 STAMP_UNITS |= dict.fromkeys(("bailian", "burstgpt", "servegen-requests", "vidur", "vllm-run"), "s")
 LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
