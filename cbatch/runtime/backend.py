@@ -103,7 +103,7 @@ class LoadedModels(Protocol):
 
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         """Return the memory for KV, in bytes: a default, or a `share` of the device's memory less
-        weights and step buffers. Raises `FieldError` if nothing is left for the default."""
+        weights and step buffers. Raises `FieldError` if steps leave no memory for KV."""
         ...
 
     def row_invariance(self) -> tuple[bool, str]:

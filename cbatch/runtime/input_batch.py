@@ -132,7 +132,7 @@ class InputBatch:
         logit_ends = num_logits.cumsum()
         total_logits = int(logit_ends[-1])
         index = iota(total_logits)
-        if total_logits < total:  # row = index among the logits + earlier rows without
+        if total_logits < total:  # row = index among logits + earlier rows without logits
             index = index + (ends - logit_ends).repeat(num_logits)
         return RaggedBatch(
             torch.from_numpy(self.tokens[row_slots, positions]),

@@ -20,7 +20,7 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
-        """Wait for the other ranks, which use the same `folder`, which has no other files."""
+        """Wait for the other ranks. All use the same `folder`, which has no other files."""
         self.rank, self.size = rank, size
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

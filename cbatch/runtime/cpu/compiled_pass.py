@@ -311,7 +311,7 @@ def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
     down = LinearStruct() if layer.down is None else _struct(layer.down)
     weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
     addresses = [None if weight is None else weight.data_ptr() for weight in weights]
-    # A window as long as the model's context is no window.
+    # A window as long as the model's context has no effect.
     window = config.max_position_tokens if layer.window is None else layer.window
     struct = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
     struct.window, struct.kept = window, -1

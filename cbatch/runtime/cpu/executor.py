@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
     slots: NDArray[np.int32]
     known: I64  # known tokens of the sequence
     start: I64  # first position to compute
-    num_new_tokens: I64  # known tokens to compute: a chunk, or the last one
+    num_new_tokens: I64  # known tokens to compute: a chunk, or the last token
     num_drafts: I64  # planned, limited by what max_total_tokens leaves
     catch_up: NDArray[np.int32]
     wants: NDArray[np.bool_]  # whether the row gets a new token
@@ -276,8 +276,8 @@ class TorchExecutor:
         lens = kv_lens - rows.start
         count = int(lens.sum())
         if count < len(hidden):
-            skipped = (query_lens - lens).cumsum() - (query_lens - lens)  # rejected before it
-            # By NumPy, which is faster: see `EagleDrafter._ingest_waiting`.
+            skipped = (query_lens - lens).cumsum() - (query_lens - lens)
+            # Skip rejected positions. By NumPy: see `EagleDrafter._ingest_waiting`.
             hidden = torch.from_numpy(hidden.numpy()[iota(count) + skipped.repeat(lens)])
         self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
 

@@ -1,4 +1,4 @@
-"""A test whether a model is row-invariant on this machine, by comparing bits."""
+"""Tests whether a model is row-invariant on this machine, by comparing bits."""
 
 from __future__ import annotations
 

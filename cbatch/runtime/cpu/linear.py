@@ -3,7 +3,7 @@
 The implementation (see `products`) is chosen by a rule: from the processor, the type of the weights
 and the memory, never from a timing. So a restart changes no bits. With row-invariant arithmetic, a
 row's bits must not depend on the number of rows in the product. Library products are measured: some
-are invariant only from some row count on, or at multiples. Then rows are padded.
+are invariant only from some row count on, or at multiples of a row count, so rows are padded.
 """
 
 from __future__ import annotations

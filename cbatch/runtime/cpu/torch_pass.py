@@ -219,6 +219,6 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _pad_index(index: Tensor, rows: int) -> Tensor:
-    """Extend `index` to `rows` entries with valid but arbitrary ones; a single entry broadcasts."""
+    """Extend `index` to `rows` entries by valid, arbitrary indices; a single entry broadcasts."""
     count = index.shape[0]
     return index if count == rows or count == 1 else F.pad(index, (0, rows - count))

@@ -138,7 +138,7 @@ class _LogprobRow(NamedTuple):
 def _logprob_rows(
     logits: Tensor, slots: NDArray[np.integer], starts: I64, lens: I64, table: InputBatch
 ) -> list[_LogprobRow]:
-    """Return the rows that request log probabilities. Call it before the logits change."""
+    """Return the rows that request log probabilities. Call it before logits processors run."""
     logprob_rows = []
     for row, slot in enumerate(slots.tolist()):
         request = table.logprob_requests.outputs.get(slot)

@@ -1,4 +1,4 @@
-"""Drafters without a model: they draft the tokens that followed an earlier occurrence of the end.
+"""Drafters without a model: they draft the tokens after an earlier occurrence of the last tokens.
 
 `LookupDrafter` keeps no state. It reads the *verified* tokens of a sequence when it drafts. So a
 slot that never speculates costs nothing, prompts are not indexed, and rejected drafts or

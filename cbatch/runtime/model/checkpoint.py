@@ -62,7 +62,7 @@ def open_checkpoint(
     dtype: str | torch.dtype = "auto",
     random_weights_seed: int | None = None,
 ) -> Checkpoint:
-    """Open a Hugging Face directory or hub name, or a GGUF file (the first of a split one).
+    """Open a Hugging Face directory or hub name, or a GGUF file (the first part if split).
 
     Products take quantised weights as they are, unless `dtype` names a type to widen them to. With
     `random_weights_seed` the weights are random, and only the config is read. Raises ModelError for

@@ -17,7 +17,7 @@ from cbatch.runtime.model.quantisation import Quantisation
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Upper limits of config fields, above the values of any model. A larger value means a damaged file,
-# or would allocate memory for nothing. Kernels count in 32 bits and keep one attention head on the
+# or would waste memory. Kernels count in 32 bits and keep one attention head on the
 # stack.
 _MAX_INT = 1 << 30
 _MAX_OF = {
@@ -48,8 +48,8 @@ class RopeConfig(msgspec.Struct, frozen=True):
 
     `attention_factor` multiplies cos and sin (yarn, longrope); it is 1.0 elsewhere. `divisors`, one
     for each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
-    rotate. With `interleaved`, dimensions i and i + 1 are a pair; otherwise the two are half of the
-    rotated dimensions apart.
+    rotate. With `interleaved`, the dimensions of a pair are adjacent; otherwise they are half of
+    the rotated dimensions apart.
     """
 
     type: str = "default"
@@ -106,7 +106,7 @@ class Arithmetic(msgspec.Struct, frozen=True):
 
     norms: names of a layer's norms before and after attention, before and after the
         feed-forward; None where there is none.
-    layer_norm, norm_bias, norm_offset: norms subtract the mean; have a bias; add this to weights.
+    layer_norm, norm_bias, norm_offset: norms subtract the mean, have a bias, add this to weights.
     parallel: attention and feed-forward have the same input.
     gated: the feed-forward has gate and up projections; if False, only an up projection.
     whole_qk_norm: all query heads of a token are normed together, and all its key heads.

@@ -126,7 +126,7 @@ def config_of(file: Gguf) -> ModelConfig:
 
 
 def _one(file: Gguf, key: str, default: Any = None) -> Any:
-    """Return a value that holds for all layers, also from a file with an array of equal values."""
+    """Return the value of a key for all layers. An array of equal values counts as that value."""
     value = file.metadata.get(key, default)
     if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
         return value[0].item()
@@ -164,7 +164,7 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     given = scaling["attention_factor"] or 1.0
     numbers = all(isinstance(each, int | float) for each in (factor, given))
     if kind == "yarn" and numbers and factor > 1:
-        # GGUF: a further factor. config.json: the whole factor, length scaling included.
+        # GGUF has an additional factor, config.json the whole factor including length scaling.
         scaling["attention_factor"] = given * (0.1 * math.log(factor) + 1)
     return scaling
 

@@ -2,7 +2,7 @@
 
 Weights are integers of 4 or 8 bits, with a scale and a zero point for each group of columns.
 Weights that equal a GGUF block type bit for bit are multiplied as GGUF blocks (`_as_blocks` names
-the one exception). Other weights, and fp8, are widened while loading. The shapes of a matrix's
+the one exception). All other weights are widened while loading. The shapes of a matrix's
 tensors give its bits and its group size.
 """
 

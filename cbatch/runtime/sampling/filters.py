@@ -64,7 +64,7 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
     keep = _kept(mass, top_k, nucleus)
     count = keep.sum(dim=-1)
     # A cut is known if the mass that top-p refers to is known and the cut lies inside the leading
-    # tokens. These must also include every token that ties with the last one kept.
+    # tokens. These must also include all tokens that tie with the last kept token.
     known = (top_k <= _LEADING_TOKENS) | (top_k >= vocab)
     last = values.gather(1, count[:, None] - 1).squeeze(1)
     complete = known & (count < _LEADING_TOKENS) & (last > edge)
@@ -104,8 +104,7 @@ def _mass_of(mass: Tensor, top_k: Tensor) -> Tensor:
 
 def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
     """Return which tokens are kept, for tokens in descending order with cumulative `mass`. A kept
-    token has a rank below top_k, and less than `nucleus` of mass before it. The first token
-    stays."""
+    token has a rank below top_k, and less than `nucleus` of mass before it. The first is kept."""
     rank = torch.arange(mass.shape[-1], device=mass.device)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
     keep = (rank < top_k[:, None]) & (before < nucleus[:, None])

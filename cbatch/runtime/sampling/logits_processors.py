@@ -200,8 +200,8 @@ def processors_of(
 ) -> ProcessorChain:
     """Return the processors that `params` need after `prompt`; most requests need none.
 
-    Stateless processors are taken from `shared`, or put there; all users of a `shared` must have
-    the same `params`. Raises FieldError for a structured output that `grammars` rejects."""
+    Stateless processors are taken from `shared`, or put there; all users of a `shared` dict must
+    have the same `params`. Raises FieldError for a structured output that `grammars` rejects."""
     chain: list[LogitsProcessor] = []
     structured = None
     if params.structured_outputs is not None:

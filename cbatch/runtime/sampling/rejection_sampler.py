@@ -14,8 +14,8 @@ output is what the target would have drawn without drafts. A draft drawn from q 
 noise is accepted with probability
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
 
-p and q are the distributions *after* temperature, filters and logits processors: those from which
-the tokens are really sampled.
+p and q are the distributions *after* temperature, filters and logits processors, from which tokens
+are sampled.
 """
 
 from __future__ import annotations

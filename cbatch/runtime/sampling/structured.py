@@ -60,7 +60,7 @@ class Structured:
 
     The matcher never consumes EOS (its rollback of EOS is not exact) nor a forbidden token. From
     EOS or a forbidden token on, tokens are only counted. No token may follow a forbidden token. A
-    forbidden draft is rejected, because the row before it forbids it. If a forbidden token is
+    forbidden draft is rejected, because the logits before it forbid it. If a forbidden token is
     committed nevertheless, the request ends with an error.
     """
 

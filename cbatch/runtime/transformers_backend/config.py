@@ -40,8 +40,8 @@ def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: in
 
 
 def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> int:
-    """Return the longest context for which our results are those of the model. It is at
-    most a chunk of chunked attention, a window that only the modelling code's masks have, and the
+    """Return the longest context for which our results are those of the model. Limits are
+    the chunk of chunked attention, a window that only the modelling code's masks have, and the
     length at which rotary angles change."""
     tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(tokens, int) or tokens < 2:

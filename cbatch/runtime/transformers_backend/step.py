@@ -35,7 +35,7 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prepared: Any = None  # the layer as the device's kernels need it, if they do
+    prepared: Any = None  # the layer in a form for the device's kernels, if they need one
 
 
 class LayerStep(Protocol):

@@ -84,7 +84,7 @@ class DraftModel(ModelDrafter):
 
     def _ingest_and_draft(self, drafting: Drafting, active: I64, missing: I64) -> None:
         """Run one ragged pass over the uncomputed tokens, then passes of one token for each row
-        that drafts deeper."""
+        that needs more drafts."""
         rows, depths = drafting.rows, drafting.depths[active]
         slots, positions = rows.slots[active], rows.num_tokens[active]
         tables = self.table.block_rows(slots, int(np.maximum.reduce(positions + depths)))

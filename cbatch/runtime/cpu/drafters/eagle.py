@@ -30,7 +30,7 @@ from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
-# Most states (one per token) that wait to be ingested while no row drafts; bounds their memory.
+# Maximum number of states (one per token) that wait while no row drafts; bounds their memory.
 MOST_WAITING = 512
 
 

@@ -23,7 +23,7 @@ class MedusaTensors(HeadBuilder[P]):
         return self._below([f"{name}.weight"], (size, size), bias, None)
 
     def heads(self, vocabulary: Tensor | None, target_head: Tensor) -> list[P]:
-        """Return an output matrix per head, or one for all: the file's, else the target's."""
+        """Return one output matrix per head, or one for all: from the file, else the target's."""
         if "lm_heads.0.weight" in self.names and not self.head.shares_head:
             names = [f"lm_heads.{i}.weight" for i in range(self.head.num_heads)]
         else:
