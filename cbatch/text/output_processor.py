@@ -91,7 +91,7 @@ def _cut(
     text: str, ids: Sequence[int], decoded: Sequence[str], tokenizer: TextTokenizer
 ) -> list[str | None]:
     """Return the part of `text` that belongs to each token, by searching for its decoded text. A
-    token whose text is not found gets all text up to the next token whose text is."""
+    token that is not found gets the text up to the next token that is found."""
     starts, at = [], 0
     for token_id, own in zip(ids, decoded, strict=True):
         special = token_id in tokenizer.special_ids
@@ -222,7 +222,7 @@ class LiveChoice:
         """Return the text that each of the step's first `count` tokens added."""
         if self._stream is None:
             return [None] * count
-        texts = [*self._stream.texts, ""][:count]  # a stop token may not be decoded
+        texts = [*self._stream.texts, ""][:count]  # a stop token is not always decoded
         return [*texts[:-1], *(text + self._stream.tail for text in texts[-1:])]
 
     def _rest(self) -> str:

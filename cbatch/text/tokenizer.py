@@ -14,8 +14,8 @@ from cbatch.text.control_tokens import ControlTokens, no_panics
 
 FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte tokens
-# Longest list, in token ids, that is decoded by itself. The library releases the interpreter lock
-# only for a batch, even of one list.
+# Token ids. A longer list is decoded as a batch of one list, since the library releases the
+# interpreter lock only for batches.
 _LONG = 4096
 
 

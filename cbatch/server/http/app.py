@@ -29,7 +29,7 @@ from cbatch.server.serving.service import EngineService
 
 DEFAULT_LIMITS = ConnectionLimits()
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
-MetricsPage = Callable[[], Awaitable[bytes]]  # in Prometheus' text format
+MetricsPage = Callable[[], Awaitable[bytes]]  # returns the page in Prometheus' text format
 
 
 def create_app(

@@ -18,7 +18,7 @@ from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTy
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
 
-# Bytes of each body that are not counted, so that long bodies cannot use up the room of short ones.
+# Bytes of each body that do not count, so that long bodies cannot block short bodies.
 FREE_BYTES = 2**14
 
 

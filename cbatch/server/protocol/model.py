@@ -18,7 +18,7 @@ from cbatch.server.protocol.tool_parsers import (
 from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.output_processor import require_length, token_texts
 
-_PROMPT_END_TOKENS = 32  # tokens to decode at a prompt's end; marks of thoughts fit
+_PROMPT_END_TOKENS = 32  # last tokens of a prompt that are searched for marks
 
 
 class ServedModel:

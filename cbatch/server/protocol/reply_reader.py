@@ -42,7 +42,7 @@ class ThoughtFormat(NamedTuple):
     begun: bool = False  # replies begin inside a thought, unless the prompt closes the thought
     anywhere: bool = False
     dropped: tuple[str, ...] = ()  # other marks, which are removed from the reply
-    prompt_end: str = ""  # end of the prompt that begins the reply's first mark
+    prompt_end: str = ""  # end of the prompt, where the reply's first mark begins
     answer: str = ""  # mark that begins the answer, after a thought and `prompt_end`
 
     def begins(self, prompt: str) -> bool:

@@ -247,7 +247,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
 def _structured(
     sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
-    """Return the parameters with the request's constraint on the output, and the field with it."""
+    """Return the parameters with the request's constraint on the output, and its field."""
     params = sampling_from_json(sampling)
     constraints: dict[str, StructuredOutputs] = {}
     if forced is not None:

@@ -24,7 +24,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice, complete or its part in a chunk. `seed` is the request's seed, or a drawn seed."""
+    """A complete choice, or its part in one chunk. `seed` is the request's seed or a drawn seed."""
 
     index: int
     text: str

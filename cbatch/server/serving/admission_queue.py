@@ -27,9 +27,9 @@ _REMEMBERED = 64  # last departures from the queue, whose rate estimates Retry-A
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a server. Raises `FieldError`. A choice is queued until it first has a slot.
 
-    A request is rejected at once if its prompt cannot be computed within `ttft_target_s`, at the
-    present time per prompt token. The bounds on queued requests and tokens do not apply to an empty
-    queue, so they make no request impossible.
+    A request is rejected at once if its prompt cannot be computed within `ttft_target_s` at the
+    engine's current speed. The bounds on queued requests and tokens do not apply to an empty queue,
+    so they make no request impossible.
 
     A request is rejected if still queued after `queue_timeout_s`, and ended if not done after
     `timeout_s`; None: no limit. Rendering and tokenizing a prompt may take `prompt_timeout_s`

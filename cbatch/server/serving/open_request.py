@@ -27,7 +27,7 @@ from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
 from cbatch.text.outputs import Output
 
-MIN_UNREAD_TOKENS = 64  # least limit of unread tokens per choice: one step may yield many
+MIN_UNREAD_TOKENS = 64  # lower bound of `max_unread_tokens` per choice
 
 
 class OpenRequest:
@@ -94,7 +94,7 @@ class OpenRequest:
         tokenizer: TextTokenizer | None,
         max_unread_tokens: int,
     ) -> None:
-        """Send the choices to the engine. More than `max_unread_tokens` unread end the request."""
+        """Send the choices to the engine. Beyond `max_unread_tokens` unread the request ends."""
         self.request, self.client = request, client
         self._max_unread_tokens = max(max_unread_tokens, MIN_UNREAD_TOKENS * self.num_choices)
         for i in range(self.num_choices):
@@ -113,8 +113,8 @@ class OpenRequest:
     # ---- events -------------------------------------------------------------------------------
 
     def on_admitted(self, ago_s: float) -> None:
-        """Handle that a choice got a slot, and free its place in the queue. The first choice also
-        frees the reserved prompt tokens."""
+        """Free the queue place of a choice that got its slot `ago_s` seconds ago. The first choice
+        also frees the reserved prompt tokens."""
         if self.admitted_s is None:
             self.admitted_s = time.monotonic() - ago_s
         self.settle(0)

@@ -1,6 +1,6 @@
 """Rendering and tokenizing of prompts. Chat templates and tokenizers' regular expressions come with
 the model and may take any time on a client's text. They run in workers, so that other clients'
-requests do not wait; so does the tokenizing of long texts."""
+requests do not wait. Workers also tokenize long texts."""
 
 from __future__ import annotations
 

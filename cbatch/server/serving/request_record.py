@@ -191,8 +191,8 @@ class RequestRecord:
         )
 
     def write(self) -> None:
-        """Write the log line of a POST request, or of any refused request. `acceptance` is the
-        accepted share of draft tokens."""
+        """Write the log line of a POST request, or of any request that failed (status >= 400).
+        `acceptance` is the accepted share of draft tokens."""
         status = self.status or 499  # the client left before a response began
         if self._method != "POST" and status < 400:
             return

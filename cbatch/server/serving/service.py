@@ -142,7 +142,7 @@ class EngineService:
         self._client.watch(on_snapshot)
 
     def request_id(self, wire_id: str) -> str | None:
-        """Return the API's id of the request with this id in the engine, None if it has ended."""
+        """Return the API's request id for the engine's `wire_id`, None if the request has ended."""
         return self._client.request_id(wire_id)
 
     async def start(self) -> Ready:
