@@ -72,7 +72,7 @@ class TorchExecutor:
             model.keep_hidden(drafter.hidden_layers)
 
     def reset(self) -> None:
-        """Forget every slot. KV contents stay: no sequence reads a position before writing it."""
+        """Forget every slot. KV contents stay: no position is read before it is written."""
         self.table.clear()
         if self.drafter is not None:
             self.drafter.reset()

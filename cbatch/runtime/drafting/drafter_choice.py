@@ -8,7 +8,7 @@ p = N / D, a drafter with k requested tokens yields
     1 + p + p^2 + ... + p^k = 1 + p (1 - p^k) / (1 - p)
 
 tokens in a step that takes 1 + k c times as long as a step without drafts; c is the price of a
-draft pass in target passes. Drafters are ordered by this ratio. Without a guess a drafter is free.
+draft pass in target passes. Drafters are ordered by this ratio. A drafter without a guess is free.
 
 - Exploration is by optimism, not random: p is the mean of the Beta distribution of the sums plus a
   standard deviation. Sums of an unobserved drafter drift to the mean over all slots, and its
