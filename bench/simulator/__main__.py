@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     start_s = min(start_up_s() for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:
-        trace_path = Path(folder) / "trace_path-up.jsonl"
+        trace_path = Path(folder) / "made-up.jsonl"
         if arguments.trace is None:
             write_like_azure(trace_path, arguments.requests)
         row = measure(arguments.trace or trace_path, arguments.requests)

@@ -124,7 +124,7 @@ class Setting:
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
         if result != result:  # NaN
             raise FieldError(origin, f"{result} is not allowed", "give a number")
-        if self.plain is bool and name.startswith("no_"):
+        if self.plain is bool and name.startswith("no_") and not self.name.startswith("no_"):
             return not result
         return result if unit is None else int(result * unit)
 

@@ -204,7 +204,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             },
             "Gemma3ForConditionalGeneration is multimodal",
         ),
-        ({"model_type": "deepseek_v4", "architectures": ["X_ForCausalLM"]}, "sparsely"),
+        ({"model_type": "deepseek_v4", "architectures": ["X_ForCausalLM"]}, "sparse attention"),
         (
             {
                 "model_type": "phi3",

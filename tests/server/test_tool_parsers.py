@@ -212,5 +212,7 @@ def test_the_template_is_given_the_tools() -> None:
 
     assert prompt("hermes") == prompt("llama3_json", tool_choice="auto") == "<weather><now>"
     assert prompt("hermes", tool_choice="none") == ""
-    with pytest.raises(FieldError, match=r"tool_choice: 'auto'.*--tool-parser \(hermes, llama3"):
+    with pytest.raises(
+        FieldError, match=r"tool_choice: 'auto'.*--tool-call-parser \(hermes, llama3"
+    ):
         prompt(None)

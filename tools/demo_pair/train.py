@@ -56,12 +56,12 @@ class Stages:
         )
         training.run(TrainingBudget(self.args.target_minutes * 60, self.args.target_steps))
         training.grow()
-        self._keep("target", training, folder="target")
+        self._save("target", training, folder="target")
 
     def train_draft_text(self) -> None:
         seconds = self.args.draft_minutes * 60 * TEXT_SHARE
         training = self._draft_on_text(TrainingBudget(seconds, self.args.draft_steps))
-        self._keep("draft-text", training)
+        self._save("draft-text", training)
 
     def train_draft(self) -> None:
         seconds, seed = self.args.draft_minutes * 60, self.args.seed
@@ -82,7 +82,7 @@ class Stages:
         training = Distillation(self.work, lessons, seed, self.workers, pretrained)
         share = 1 - LESSON_SHARE - TEXT_SHARE
         training.run(TrainingBudget(seconds * share, self.args.draft_steps))
-        self._keep("draft", training, folder="draft")
+        self._save("draft", training, folder="draft")
 
     def _draft_on_text(self, budget: TrainingBudget) -> Pretraining:
         training = Pretraining(self.work, self.streams, self.device, self.args.seed, self.workers)

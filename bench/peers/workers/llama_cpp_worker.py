@@ -79,7 +79,7 @@ class LlamaCpp:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         logprobs: list[float] = []
         for first in range(0, len(ids) - 1, self._max_batch):
-            at = np.arange(first, min(first + self._most_batch, len(ids) - 1))
+            at = np.arange(first, min(first + self._max_batch, len(ids) - 1))
             everywhere = np.ones(len(at), dtype=bool)
             logits = self._decode(ids[at], at, np.zeros_like(at), everywhere).astype(np.float64)
             top = logits.max(axis=1)
