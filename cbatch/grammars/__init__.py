@@ -1,4 +1,4 @@
-"""Grammars of structured outputs, compiled where a slow or crashing one delays no other request."""
+"""Grammars of structured outputs. A grammar that compiles slowly or crashes delays no request."""
 
 from cbatch.grammars.compiling import MAX_GRAMMAR_CHARS, Compiled, Grammars, grammars_unsupported
 from cbatch.grammars.schemas import FIELD

@@ -211,7 +211,7 @@ def _limits() -> LLParserLimits:
         step_max_items=20_000,
         max_lexer_states=50_000,
         max_grammar_size=100_000,
-        verbose_errors=False,  # verbose ones repeat the grammar's text
+        verbose_errors=False,  # verbose errors repeat the grammar's text
     )
 
 

@@ -1,7 +1,7 @@
 """JSON schemas as sets of values: emptiness and complements.
 
-Both are conservative. An empty schema may be taken for non-empty, and a complement may lack values,
-but a complement never contains a value that is valid by the schema.
+Both are conservative. An empty schema may be taken for non-empty, and a complement may lack values.
+A complement never contains a value that is valid by the schema.
 """
 
 from __future__ import annotations

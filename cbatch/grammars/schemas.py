@@ -18,8 +18,8 @@ from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
 
 FIELD = "structured_outputs"
 UNIQUE = "x-cbatch-unique"  # key of the properties whose lists must have unique strings
-# Keywords by their values: schemas by name, a list of schemas, one schema, and values kept as
-# given.
+# Keywords by the kind of their value: schemas by name, a list of schemas, one schema, and values
+# that are kept.
 _MAPS = frozenset(["patternProperties", "properties"])
 _LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _SCHEMAS = frozenset(["additionalItems", "additionalProperties", "items"])

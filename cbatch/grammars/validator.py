@@ -36,7 +36,7 @@ class ValidatedGrammar(NamedTuple):
 
 
 class GrammarsBusyError(RuntimeError):
-    """An owner has the maximum number of grammars waiting already."""
+    """An owner already has the maximum number of pending grammars."""
 
 
 class GrammarValidator:

@@ -21,8 +21,8 @@ OWED_TOKENS = 8  # a drafter that lags by fewer tokens catches up at no cost
 
 
 class StepPrices(msgspec.Struct, frozen=True):
-    """Seconds: `step_s[n]` of a step with n drafts in all without the drafter's passes, float64
-    [1 + most drafts], `pass_s` of each pass, `ingest_s` of each token that it catches up on."""
+    """`step_s[n]`: seconds of a step with n drafts in all, without the drafter's passes, float64
+    [1 + most drafts]. `pass_s`: seconds of a pass. `ingest_s`: seconds of a catch-up token."""
 
     step_s: np.ndarray
     pass_s: float

@@ -4,8 +4,8 @@
 
 n is the number of tokens in the step: prompts, decodes and drafts. `pairs` is the number of
 (query, key) pairs of its attention. Durations are wall time, the host's part included. While rows
-decode, a step takes the fewest prompt tokens that keep nearly the best prompt throughput, so that
-the rows' next tokens are not delayed longer than necessary.
+decode, a step takes the fewest prompt tokens that keep nearly the best prompt throughput. The
+decoding rows then wait no longer than necessary for their next tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StepCosts:
         return min(int(self._sizes[smallest]), max_chunk, budget_tokens)
 
     def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
-        """Return how many tokens can be added to a step within `target_s`. The step has `rows`
+        """Return the tokens that can be added to a step within `target_s`. The step has `rows`
         decoding tokens with `pairs` pairs; an added token attends to `context_tokens`. Without
         observations, return the most tokens of a step."""
         if not self.is_known:

@@ -27,7 +27,7 @@ class StepWork(msgspec.Struct, gc=False):
     draft_tokens: int = 0
     ingested_tokens: int = 0  # tokens that the drafter catches up on
     # `SlotCounts` (`slot_counts.py`) sets these fields, which depend on earlier plans, too.
-    decode_rows: int = 0  # of `rows`, those that decode or verify
+    decode_rows: int = 0  # part of `rows` that decodes or verifies
     decode_longest_tokens: int = 0  # most KV positions that a decoding row reads
     decode_shortest_tokens: int = 0  # fewest KV positions that a decoding row reads
     decode_pairs: int = 0  # query-key pairs of decoding rows

@@ -12,8 +12,7 @@ from cbatch.core.request.errors import FieldError, did_you_mean, short
 from cbatch.core.request.request import SamplingParams, StructuredOutputs
 
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
-# Fields for structured outputs in other servers' requests, and the member of `structured_outputs`
-# as which each is read.
+# Member of `structured_outputs` by the names that other servers' requests use for it.
 STRUCTURED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = None
     drafter: tuple[str, ...] | None = None  # from `DRAFTERS`, preferred first; None: the engine's
     # rejection: drafts are accepted one by one. block: all drafts of a step are verified jointly,
-    # which accepts the most. Both keep the output distribution. coupled: the sampled tokens
+    # and most are accepted. Both keep the output distribution. coupled: the sampled tokens
     # themselves do not depend on the drafts. auto: coupled with a seed, else rejection.
     verification: Annotated[
         Literal["auto", "rejection", "block", "coupled"],

@@ -31,8 +31,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_num_seqs: int = 64  # sequences that run at once
     max_model_len: int = 2048  # context: prompt and output together
     max_num_batched_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
-    # Prompt tokens that give way to one catch-up token within `max_num_batched_tokens`: the cost of
-    # a draft token relative to a target token.
+    # Cost of a catch-up token of the draft model, in target tokens. A step's budget for prompts is
+    # smaller by the cost of its catch-up tokens.
     catch_up_price: float = 1.0
     vocab_size: int = 2**31 - 1
     eos_ids: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # Advance of a waiting request per second: levels under `priority`, tokens under `shortest`.
     ageing_per_s: float | None = None  # None: 0 (strict) under `priority`, 64 under `shortest`
     enable_prefix_caching: bool = True
-    kv_events: bool = False  # record what enters and leaves the prefix cache
+    kv_events: bool = False  # record the blocks that enter and leave the prefix cache
     decode_reserve_tokens: int = 16  # free KV positions beyond the prompt, required for admission
     draft_context_tokens: int | None = None  # the draft model's context; None: no draft model
     # Drafters of a request that names none, preferred first. None: the draft model; without a draft

@@ -83,7 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     generations: np.ndarray  # int32 [R]
     query_lens: np.ndarray  # int32 [R], a chunk or 1 + num_drafts
     num_drafts: np.ndarray  # int32 [R]
-    catch_up: np.ndarray  # int32 [R], tokens the drafter ingests, without the last known one
+    catch_up: np.ndarray  # int32 [R], tokens that the drafter ingests, without the last known token
     wants_logits: np.ndarray  # bool [R]: False for a chunk that is not the last of its prompt
     deltas: Deltas
 
@@ -116,8 +116,8 @@ class StepResult(msgspec.Struct, frozen=True):
     `expected_accepted` is the evidence from which acceptance is estimated (see acceptance.py).
     None: `num_accepted`, as it is for greedy and coupled rows. With rejection sampling it is the
     sum of 1 - TV(p, q) over positions up to and including the first rejection. With block
-    verification it is the sum, over the same positions, of the probability that one more draft is
-    accepted, given that the drafts before it were.
+    verification it is a sum over the same positions: the probability that one more draft is
+    accepted, given that all earlier drafts are.
 
     `shadow` scores drafters on tokens that were emitted without drafts. `logprobs` has an entry for
     each row whose request wants log probabilities of its output or (at earlier positions) of its

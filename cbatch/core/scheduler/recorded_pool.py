@@ -4,7 +4,7 @@ A block is *in* the cache while a lookup of its prefix would hit it: it is ready
 blocks before it in the prefix. When a block is evicted, the blocks after it leave the cache, too,
 although their KV is still there: no lookup can reach them.
 
-The hash of a block is a function of its prefix alone (the tokens and the root's salt), and equal in
+The hash of a block depends only on its prefix (the tokens and the root's salt). It is equal in
 every run and every engine.
 """
 
@@ -123,7 +123,7 @@ class RecordedBlockPool(BlockPool):
             pending += reversed(entry.children.values())
 
     def _record(self, change: BlocksStored | BlocksRemoved) -> None:
-        """Append a change, or merge it with the last one if it continues that one."""
+        """Append a change, or merge it with the last change if it continues that change."""
         latest = self._changes[-1] if self._changes else None
         match latest, change:
             case BlocksStored(), BlocksStored() if latest.hashes[-1] == change.parent_hash:

@@ -51,7 +51,7 @@ def schedule(state: SchedulerState) -> StepPlan | None:
 def _schedule_decodes(state: SchedulerState) -> tuple[DecodeBatch, RowTokens]:
     """Return the decoding rows and their tokens, with blocks reserved for them."""
     table, batch = state.table, state.decode_batch()
-    if state.in_flight:  # rows have at least `num_known` tokens, and need at most `max_kv_len`
+    if state.in_flight:  # rows have `num_known` tokens or more, and `max_kv_len` in KV or less
         num_known, max_kv_len = _token_bounds(state)
         batch = _without_finishing(state, batch, num_known)
         num_known, max_kv_len = num_known[batch.rows], max_kv_len[batch.rows]
@@ -121,7 +121,7 @@ def _append_blocks(state: SchedulerState, batch: DecodeBatch, max_kv_len: np.nda
     if not len(full):
         return True
     counts, total = None, len(full)
-    if state.in_flight or state.policy.max_depth >= size:  # else each lacks one block
+    if state.in_flight or state.policy.max_depth >= size:  # else each full row lacks one block
         counts = (max_kv_len[full] - capacity[full] + (size - 1)) // size
         total = int(np.add.reduce(counts))
     if total > state.pool.num_available:
@@ -311,7 +311,7 @@ def _build_plan(
     rows, owners = batch.rows, batch.owners
     if chunks:
         prefills = [(c.slot, table.generation.item(c.slot), c.query_len, 0, 0) for c in chunks]
-        # One array for all columns: separate ones would take three times as long.
+        # One array for all columns: separate arrays would take three times as long.
         columns = np.empty((5, len(slots) + len(chunks)), dtype=np.int32)
         decodes = slots, generations, tokens.query_lens, tokens.num_drafts, tokens.catch_up
         columns[:, : len(slots)] = decodes

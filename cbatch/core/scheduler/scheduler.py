@@ -29,7 +29,7 @@ from cbatch.core.scheduler.sequence import Commit, Finished, SchedulerStats
 from cbatch.core.scheduler.state import SchedulerState
 from cbatch.core.scheduler.update_from_output import update_from_output
 
-MAX_IN_FLIGHT = 2  # plans: one that runs, and one that is made meanwhile
+MAX_IN_FLIGHT = 2  # plans: one runs while the next is made
 
 
 class Scheduler:
@@ -108,9 +108,9 @@ class Scheduler:
         return commit
 
     def executor_reset(self, now_s: float) -> None:
-        """Restart after the executor lost its state. Plans in flight are dropped, running requests
-        return to the head of the queue with their tokens, the prefix cache is cleared, and the next
-        plan is a full snapshot."""
+        """Restart after the executor lost its state. Plans in flight and the prefix cache are
+        dropped. Running requests return to the head of the queue with their tokens. The next plan
+        is a full snapshot."""
         if self._log:
             self._log(events.ExecutorReset(now_s))
         self._state.reset_executor()

@@ -111,7 +111,7 @@ class SchedulerStats(msgspec.Struct):
     accepted_tokens: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0  # known tokens at each admission, again after a preemption
-    prefix_hit_tokens: int = 0  # of `prompt_tokens`, those in the prefix cache
+    prefix_hit_tokens: int = 0  # part of `prompt_tokens` that was in the prefix cache
     executor_resets: int = 0
     draft_s: float = 0.0  # measured by the executor
     target_s: float = 0.0  # measured by the executor

@@ -1,7 +1,7 @@
 """The running sequences: their state as a struct of arrays, a row per slot, and views of it.
 
-`SlotTable` has the state, `DecodeBatch` selects the decoding rows, `RowTokens` says what rows
-compute in a step, `InFlightStep` is a plan whose result has not come.
+`SlotTable` has the state. `DecodeBatch` selects the decoding rows. `RowTokens` has the numbers of
+tokens that rows compute in a step. `InFlightStep` is a plan whose result is pending.
 """
 
 from __future__ import annotations
@@ -166,4 +166,4 @@ class InFlightStep(msgspec.Struct, eq=False):
     overlaps: bool  # another plan was in flight when this one was made
     itl_target_s: float | None = None  # shortest target of its decoding rows
     cancelled_slots: list[int] = []  # slots left since it was planned: their results are dropped
-    slots_to_free: list[int] = []  # those of `cancelled_slots` to free when this plan commits
+    slots_to_free: list[int] = []  # part of `cancelled_slots`, to free when this plan commits

@@ -42,7 +42,7 @@ class SchedulerState:
         self.decoding: list[int] = []  # slots, ascending
         self.cached_batch: DecodeBatch | None = None  # of `decoding`; None: `decoding` has changed
         self.in_flight: list[InFlightStep] = []  # at most two, oldest first
-        self.num_plans = 0  # plans so far, which is the next plan's `step_id`
+        self.num_plans = 0  # number of plans so far; the next plan's `step_id`
         self.pending_preemption: list[Sequence] = []
         self.last_commit_s: float | None = None  # None: the engine was idle since
         self.finished: list[Finished] = []
@@ -159,7 +159,7 @@ class SchedulerState:
         )
 
     def start_decoding(self, slot: int) -> None:
-        """Turn a prefilling slot, whose last chunk is planned, into a decoding one."""
+        """Turn a prefilling slot, whose last chunk is planned, into a decoding slot."""
         self.prefilling.remove(slot)
         self.decoding.append(slot)
         self.decoding.sort()

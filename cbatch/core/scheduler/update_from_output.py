@@ -351,7 +351,7 @@ def _report(state: SchedulerState, step: CommittedStep) -> Commit:
         stats.drafted_tokens += step.total_drafted
         if step.has_chunks or step.has_errors:
             stats.accepted_tokens += int(np.add.reduce(step.num_accepted))
-        else:  # each row emitted one more token than it accepted, so that no sum is needed
+        else:  # no sum is needed: each row emitted its accepted drafts and one more token
             stats.accepted_tokens += len(step.tokens) - len(step.owners)
     return Commit(
         step_id=result.step_id,

@@ -11,9 +11,9 @@ MAX_DRAFTS = 32  # most drafts of a sequence in a step
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How each slot's k is chosen: by `off`, `fixed`, `ema`, `adaptive` (`goodput` until 2026-11),
-    or `module:Class`, a `LookaheadPolicy` of your own. `k` is the constant of `fixed` and the cap
-    of the others."""
+    """The policy that chooses each slot's k: `off`, `fixed`, `ema`, `adaptive` (`goodput` until
+    2026-11), or `module:Class`, a `LookaheadPolicy` of your own. `k` is the number of drafts of
+    `fixed`, and the maximum of the other policies."""
 
     policy: str = "off"
     k: int = 4

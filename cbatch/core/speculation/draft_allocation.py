@@ -13,9 +13,9 @@ TETRIS, arXiv 2502.15197.)
 
 The weights w_i prevent a bias: without them easy rows leave early and hard rows fill the batch. If
 slots are always full, throughput is slots * H / T: H is the harmonic mean of the rows' tokens per
-step, T the step's duration. At the optimum each row minimises its own cost per token,
-(slot + token k) / m_i(k), m_i(k) = 1 + sum_{j <= k} S_ij, where `slot` and `token` are prices that
-rows share. The weight w_i is proportional to this minimum.
+step, T the step's duration. At the optimum each row minimises its own cost per token:
+(slot + token k) / m_i(k) with m_i(k) = 1 + sum_{j <= k} S_ij. All rows share the prices `slot` and
+`token`. The weight w_i is proportional to the minimum.
 """
 
 from __future__ import annotations

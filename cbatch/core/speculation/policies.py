@@ -1,4 +1,4 @@
-"""The policies without prices: `fixed`, and `ema`, which goes by acceptance alone."""
+"""The policies without prices: `fixed`, and `ema`, which uses estimated acceptance alone."""
 
 from __future__ import annotations
 
