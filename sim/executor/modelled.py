@@ -33,7 +33,7 @@ class ModelledExecutor:
         self._ramp = np.arange(max_num_seqs + 1, dtype=np.int32)
         self._ones = np.ones(max_num_seqs, np.int32)
         self._ok = np.zeros(max_num_seqs, np.uint8)
-        self.host_s = 0.0  # of the last step, if the cost model separates host time
+        self.host_s = 0.0  # host time of the last step, if the cost model separates it
 
     def idle(self, seconds: float) -> None:
         """Note that no step ran for `seconds` before the next one."""

@@ -51,7 +51,7 @@ class Intake:
     def __init__(self, source: Source, seed: int) -> None:
         self._source, self._seed = source, seed
         self._prompts = TracePrompts()
-        self._params: dict[int, SamplingParams] = {}  # by output tokens
+        self._params: dict[int, SamplingParams] = {}  # by number of output tokens
         self.refused: list[Refused] = []
         self.num_arrived = 0
         self.first_s: float | None = None

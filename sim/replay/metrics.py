@@ -20,7 +20,7 @@ from sim.report.report import Objectives, Record
 from sim.workload.traces.request import TraceRequest
 
 _SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
-_COUNTS = (  # fields that `total` sums; it joins those of `_SERIES`
+_COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
     "num_finished",
     "num_good",
     "num_cut",

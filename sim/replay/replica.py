@@ -53,7 +53,7 @@ class ReplayedEngine:
         self.scheduler, self.recorder = scheduler, recorder
         self.inbox: list[Arrival] = []
         self._executor, self._observers = executor, observers
-        self._step: tuple[StepPlan, StepResult, float] | None = None  # and its start time
+        self._step: tuple[StepPlan, StepResult, float] | None = None  # plan, result, start time
         self._ended_s = 0.0  # end of the last step
         self.num_steps = 0  # finished steps
 

@@ -126,7 +126,7 @@ def make_router(name: str) -> Router:
 
 
 def _least_loaded(load: ReplicaLoad, first: int) -> int:
-    """Return the least loaded replica; of equal ones the first in turn, counted from `first`."""
+    """Return the least loaded replica; ties go to the first in turn, counted from `first`."""
     count = len(load.requests)
     in_turn = ((first + i) % count for i in range(count))
     return min(in_turn, key=lambda i: (load.requests[i], load.prompt_tokens[i]))

@@ -66,7 +66,7 @@ def weighted_percentiles(
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Upper limits for a request's times, in seconds; None: no such objective."""
+    """Upper limits for a request's times, in seconds; None is no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -166,7 +166,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None
     speculation: SpeculationReport | None
     steps: int | None
-    mean_running: float | None  # over time
+    mean_running: float | None  # mean number of running requests over time
     preemptions: int | None
     prefix_hit_tokens: int | None
     replicas: tuple[Replica, ...] | None = None  # None: there was only one

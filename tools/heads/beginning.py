@@ -22,8 +22,8 @@ RIDGE = 0.02  # ridge term, relative to the mean of the diagonal.
 MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13  # samples for the fit and for `_constant`
 # RMS of the predictions: a norm follows, so their size is free, and small values learn faster.
 GUESS_RMS = 0.2
-# Dimension pairs (those that rotate fastest), and length of queries and keys, for attention to the
-# own position. One position away the weight is exp(-7) times as large.
+# Number of dimension pairs (the fastest rotating), and length of queries and keys, for attention to
+# the own position. One position away the weight is exp(-7) times as large.
 OWN_PAIRS, OWN_LENGTH = 4, 8.0
 
 

@@ -55,7 +55,7 @@ def record(
     seconds: float,
     kind: str = "eagle3",
 ) -> Shards:
-    """Record lessons from the model's own answers, or return the complete ones of an earlier
+    """Record lessons from the model's own answers, or return the lessons of a complete earlier
     run."""
     shards, done = Shards(folder), folder / "done"
     if done.exists():

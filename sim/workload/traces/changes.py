@@ -120,7 +120,7 @@ def sample(
 
 def endless(requests: list[TraceRequest]) -> Iterator[TraceRequest]:
     """Repeat the requests without end. The mean gap between arrivals separates two repetitions.
-    Each repetition has its own session names and `hash_ids`; no prefix is shared with others."""
+    Each repetition has its own session names and `hash_ids`, so repetitions share no prefixes."""
     period_s = max(r.arrival_s for r in requests) * len(requests) / max(len(requests) - 1, 1)
     num_ids = 1 + max((max(r.hash_ids) for r in requests if r.hash_ids), default=0)
     yield from requests

@@ -64,8 +64,8 @@ def _azure(rows: Iterator[TraceRow]) -> Iterator[Raw]:
 
 
 def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
-    """Parse Mooncake's fields and those of AIPerf and Dynamo: a turn with a `delay` follows the end
-    of the session's last turn, and needs no timestamp."""
+    """Parse the fields of Mooncake, AIPerf and Dynamo: a turn with a `delay` follows the end of the
+    session's last turn, and needs no timestamp."""
     started: dict[Any, float] = {}  # by session: its last stamp
     for row in rows:
         prompt_tokens, output_tokens, more = _lengths(row)

@@ -40,10 +40,10 @@ class Trace:
         block_tokens: int | None = None,
         time_unit: str | None = None,
     ) -> None:
-        """`skip_empty` leaves out requests without prompt or output (failed ones, in some traces)
-        and counts them in `skipped`. `in_order=False` allows timestamps that go backwards. `seed`
-        is for ServeGen windows, which give distributions instead of requests. `block_tokens` and
-        `time_unit` (a key of `formats.UNITS_S`) default to the format's."""
+        """`skip_empty` leaves out requests without prompt or output (failed requests, in some
+        traces) and counts them in `skipped`. `in_order=False` allows timestamps that go backwards.
+        `seed` is for ServeGen windows, which give distributions instead of requests. `block_tokens`
+        and `time_unit` (a key of `formats.UNITS_S`) default to the format's."""
         self.path = Path(path)
         self.skipped = 0
         self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
@@ -107,7 +107,7 @@ class Trace:
     def has_stamps_like_seconds(self) -> bool:
         """Return True if the first rows are too close together for a unit below a second."""
         stamps: list[float] = []
-        with suppress(TraceError):  # reading the row raises it again
+        with suppress(TraceError):  # the iteration will raise it
             stamps += [raw.stamp for raw in islice(self._open()[1], _LOOK_ROWS)]
         span_s = (max(stamps, default=0.0) - min(stamps, default=0.0)) * self._unit_s
         return self._unit_s < 1 and len(stamps) - 1 > _MAX_RATE_PER_S * span_s > 0

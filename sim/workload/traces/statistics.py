@@ -40,7 +40,7 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     span_s: float  # first to last arrival
     rate_per_s: float | None
     gap_cv: float | None  # coefficient of variation of the gaps between arrivals
-    same_stamp_share: float  # requests with the same arrival time as the one before
+    same_stamp_share: float  # of requests that arrive together with the previous one
     peak_minute_ratio: float | None  # requests of the busiest minute relative to the mean minute
     empty_minutes: int
     prompt_tokens: LengthStatistics

@@ -60,7 +60,7 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
     ]
     if not requests:
         raise FieldError("step log", f"{path} has no request with output", "record it again")
-    return sort_requests(requests), replace(configs[-1], kv_events=False)  # a replay publishes none
+    return sort_requests(requests), replace(configs[-1], kv_events=False)  # no events in a replay
 
 
 @dataclass

@@ -88,7 +88,7 @@ def _windows(path: Path) -> Iterator[Window]:
             )
         row = TraceRow(path, number, dict(zip(_COLUMNS, cells, strict=True)))
         if not cells[3] or row.stamp("rate") == 0:
-            continue  # the client was silent
+            continue  # the client sent no requests in this window
         law = _LAWS.get(cells[3])
         if law is None:
             raise row.fail("law", f"{cells[3]!r} is unknown", f"use {', '.join(_LAWS)}")
