@@ -46,10 +46,10 @@ class CallArguments(dict[str, Any]):
 
     def __init__(self, fields: Mapping[str, Any], text: str) -> None:
         super().__init__(fields)
-        self.text = text  # `arguments.text` in a template reads this, not an argument
+        self._text = text  # private: Jinja reads `arguments.text` as the argument of that name
 
     def __str__(self) -> str:
-        return self.text
+        return self._text
 
 
 class ChatTemplateError(InputError):

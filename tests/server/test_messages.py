@@ -166,6 +166,12 @@ def test_a_template_may_take_them_as_an_object(write: str, expected: str) -> Non
         assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == expected
 
 
+def test_an_argument_may_be_called_text() -> None:
+    template = "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.text }}"
+    call = {"id": "1", "function": {"name": "say", "arguments": '{"text": "hello"}'}}
+    assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == "hello"
+
+
 NINE = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}"
     "{% if c.id|length != 9 %}{{ raise_exception('have 9') }}{% endif %}{{ c.id }},{% endfor %}"
