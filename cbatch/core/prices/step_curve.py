@@ -23,7 +23,7 @@ _SLOPE_MEMORY = 0.99  # decay per step of the sums that determine the slope
 
 
 class StepCurve:
-    """Seconds of a step by its count, at least 1, and its context, linear with `slope_s`."""
+    """Seconds of a step by its count (at least 1) and its context (`slope_s` seconds per unit)."""
 
     def __init__(self, max_count: int, *, fits_slope: bool = False) -> None:
         """`fits_slope`: learn `slope_s` from steps of similar counts and different contexts."""

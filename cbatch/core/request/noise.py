@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class Purpose(enum.IntEnum):
-    """Streams of noise. If two purposes shared a stream, the distribution would be wrong."""
+    """Streams of noise. Accept test and residual need separate streams, or the output is biased."""
 
     DRAFT = 0  # samples the draft token from q
     ACCEPT = 1  # u of the accept test (scalar)
@@ -99,7 +99,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def at_depth(purpose: int, depth: int) -> int:
-    """Return the last counter word of draft number `depth` of a block, for block verification."""
+    """Return the last counter word for draft number `depth` of a block, in block verification."""
     return purpose + DEPTH_STEP * depth
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import FieldInfo
 
 from cbatch.core.request.errors import FieldError, short
 
-# Deprecated names of options: accepted with a warning, and in files that earlier versions wrote.
+# New names of options by their old names, which are accepted with a warning, and in old files.
 OLD_NAMES = {
     "block_size_tokens": "block_size",
     "kv_memory": "kv_cache_memory_bytes",

@@ -7,7 +7,7 @@ unreferenced (kept for a future prefix hit, evicted least recently used first):
 The prefix cache is a trie of blocks, with a root for each salt. The key of a node is (uid of the
 parent node, the block's token ids). So a hit compares the tokens themselves, not a hash of them,
 and a path of hits compares the whole prefix. Uids are never reused. A sequence adds a run of nodes
-by one call; only the first node of a run is in the hash table, and the others are linked from it.
+in one call. Only the first node of a run is in the hash table, and links lead to its other nodes.
 So blocks are added and removed as arrays, not one by one.
 
 A node is *promised* while a running sequence is computing its KV, and *ready* once that KV is

@@ -70,7 +70,7 @@ def _schedule_decodes(state: SchedulerState) -> tuple[DecodeBatch, RowTokens]:
 
 
 def _token_bounds(state: SchedulerState) -> tuple[np.ndarray, np.ndarray]:
-    """Return two bounds for the time when the plans in flight are committed, int32 [slots]: the
+    """Return two bounds that hold after the plans in flight are committed, int32 [slots]: the
     fewest known tokens, and the most KV positions after one more token."""
     table = state.table
     num_known = table.num_tokens.copy()
@@ -193,7 +193,7 @@ def _is_in_flight(state: SchedulerState, slot: int | None) -> bool:
 
 
 class Chunk(NamedTuple):
-    """The next `query_len` tokens of a prompt; `last` if they are its last ones."""
+    """The next `query_len` tokens of a prompt. `last`: whether they complete the prompt."""
 
     slot: int
     query_len: int
@@ -360,7 +360,7 @@ class DraftableRows:
 
     @cached_property
     def draft_kv_lag(self) -> np.ndarray:
-        """Known tokens of each row that its draft KV lacks, without the last one, int32 [rows]."""
+        """Known tokens but the last that each row's draft KV lacks, int32 [rows]."""
         table, rows, num_known = self._state.table, self.rows, self._num_known
         if not self._state.has_draft_kv:
             return table.zeros[: self.num_rows]

@@ -98,7 +98,7 @@ class RowTokens(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, num_drafts: np.ndarray, catch_up: np.ndarray, total_catch_up: int) -> RowTokens:
-        """Return the tokens of decoding rows."""
+        """Return the tokens of decoding rows with these drafts and catch-up tokens."""
         total = int(np.add.reduce(num_drafts))
         all_draft = bool(np.count_nonzero(num_drafts) == len(num_drafts))
         return cls(num_drafts, num_drafts + ONE, catch_up, total, total_catch_up, all_draft)
@@ -135,7 +135,7 @@ class DecodeBatch:
         self.wants_logits = table.trues[:count]
         zeros = table.zeros[:count]
         self.plain = RowTokens(zeros, table.ones[:count], zeros, 0)  # one token per row
-        self.may_draft = bool(np.count_nonzero(table.max_lookahead[self.rows]))  # any row
+        self.may_draft = bool(np.count_nonzero(table.max_lookahead[self.rows]))  # if any row may
         # Most drafts that each row's request allows, and whether every row may catch up for as long
         # as it may draft.
         self.max_drafts, self.all_catch_up = self.plain, True

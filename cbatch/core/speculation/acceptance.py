@@ -5,16 +5,16 @@ R in {0, 1} rejected ones has d = A + R trials, and
 
     N <- rho^d N + A,   D <- rho^d D + d,   alpha = N / D
 
-with the prior inside both sums. Positions after the first rejection were not trials. The mean of
-A / k would be biased low and would depend on k (at alpha = 0.7, k = 4 it reads 0.44). A slot's
-chance that its first j drafts are all accepted is the Beta moment
+where N and D begin as the prior. Positions after the first rejection were not trials. The mean of
+A / k would be biased low and would depend on k (0.44 at alpha = 0.7, k = 4). A slot's chance that
+its first j drafts are all accepted is the Beta moment
 
     S_j = prod_{m < j} (N + m) / (D + m),
 
 slightly above alpha^j while little is known, so that little-known slots keep drafting.
 
 Instead of A a step may report smoother evidence (`plan.StepResult.expected_accepted`): 1 - TV(p, q)
-summed up to the first rejection. Later positions must not enter: their noise is used again.
+summed up to the first rejection. Later positions must not count: their noise is used again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLEET_TRIALS, IDLE_TRIALS = 640.0, 160.0
 RECENT = 160.0  # memory of the other averages, in drafts or steps
 DOUBT = 8.0  # weight of the initial value in each ratio of the fleet, in drafts
 _DEPTH_MEMORY = 0.99  # decay of the ratios by depth, per observed step
-_IDLE_FADE = 0.5  # share of the ratios' way to 1, per decision while no row drafts
+_IDLE_FADE = 0.5  # part of the ratios' way to 1 that a decision moves them while no row drafts
 
 
 def survival(accepted: np.ndarray, trials: np.ndarray, depth: int) -> np.ndarray:

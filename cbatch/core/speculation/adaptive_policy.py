@@ -5,9 +5,9 @@ A decision (draft_allocation.py) uses estimates of acceptance (acceptance.py) an
 
 The policy either drafts or does not. Experiments keep the price of the other mode up to date: steps
 without drafts while rows draft, or one draft per step while no row drafts. The policy learns from
-the second half of an experiment, because its first steps find the caches of the other mode. An
-experiment is longer if its steps lose less time. The next experiment waits until its expected loss
-is a small share of the time since the last one.
+the second half of an experiment, because the first steps find caches as the previous mode left
+them. An experiment is longer if its steps lose less time. The next experiment waits until its
+expected loss is a small share of the time since the last experiment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cbatch.core.speculation.policy import (
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 # Least and most steps of an experiment. It has the most if each step loses at most `_LEAST_LOSS`.
 LEAST_STEPS, MOST_STEPS = 4, 64
-_LEAST_LOSS = 0.02  # share of a step's time
+_LEAST_LOSS = 0.02  # least loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
 _EXPERIMENTS, _IDLE_EXPERIMENTS = 0.01, 0.005
 
