@@ -133,6 +133,8 @@ def test_sampled_and_shaped_requests(depth: int) -> None:
     assert not {46, 38} & set(outputs["r6"])
 
 
+# Padding rows of the attention output are uninitialised; no request reads what becomes of them.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_all_kernels_together() -> None:
     """No kernel is replaced: a window, norms of queries and keys, biases, keys in two splits."""
     more: dict[str, Any] = {"sliding_window": (None, 5), "qk_norm": True, "num_kv_heads": 1}

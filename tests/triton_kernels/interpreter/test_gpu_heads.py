@@ -207,6 +207,8 @@ def test_values_that_are_not_finite(make: Any, depth: int, tmp_path: Path) -> No
     happened(seen, "target not finite", "blocks zeroed", "slots used again")
 
 
+# Padding rows of the attention output are uninitialised; no request reads what becomes of them.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize("make", [eagle3, eagle1, medusa])
 def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel is replaced; the head has queries of 16 numbers, as a tile needs."""
