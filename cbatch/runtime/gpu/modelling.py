@@ -39,9 +39,8 @@ class _Step(NamedTuple):
 
     attention: PagedAttention
     flat: Flat
-    unturned: (
-        Tensor  # rotary table of angle 0 for `kv_write`; the modules rotate q and k themselves
-    )
+    # Rotary table of angle 0 for `kv_write`; the modules rotate q and k themselves.
+    unturned: Tensor
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V to the cache and return the attention output [T, heads, head_dim]. The
@@ -78,7 +77,11 @@ class ModellingDecoder:
         net.set_attn_implementation(interface.NAME)
         if any(_is_mixture(module) for module in net.modules()):
             net.set_experts_implementation("grouped_mm")  # needs no row counts on the host
-        layers, vocab_size = self._probe()
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with _GraphCheck(self.device):
+            layers, vocab_size = interface.probe(
+                self.path, net, self._pass, lambda: self._body.logits(self._body.states(row, row))
+            )
         config = bridge(net.config, path, layers, vocab_size)
         self.config = _served(config, net.config, layers, path)
         self.matrix_bytes = sum(parameter.nbytes for parameter in net.parameters())
@@ -123,27 +126,6 @@ class ModellingDecoder:
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
         """Write logits to `out`, as `Decoder.logits` does."""
         out.copy_(self._body.logits(hidden.last.index_select(0, rows)))
-
-    @torch.inference_mode()
-    def _probe(self) -> tuple[list[AttentionLayer], int]:
-        """Run one token; return the attention layers that it calls, and the vocabulary size."""
-        with interface.entering(self._pass), _GraphCheck(self.device):
-            row = torch.zeros(1, dtype=torch.int64, device=self.device)
-            try:
-                logits = self._body.logits(self._body.states(row, row))
-            except ModelError as error:
-                raise ModelError(f"{self.path}: {error}") from None
-            except Exception as error:  # modelling code may raise anything
-                raise ModelError(
-                    f"{self.path}: {type(self.net).__name__} cannot compute a ragged batch: "
-                    f"{type(error).__name__}: {error!s:.200}"
-                ) from error
-        if not self._pass.layers:
-            raise ModelError(
-                f"{self.path}: {type(self.net).__name__} does not use transformers' "
-                "attention interface"
-            )
-        return self._pass.layers, logits.shape[-1]
 
 
 class _SplitModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +64,26 @@ class entering:
     def __exit__(self, *_: object) -> None:
         _entering.remove(self._step)
         self._step.registered = None
+
+
+@torch.inference_mode()
+def probe(
+    path: Path, net: nn.Module, step: Pass, run: Callable[[], Tensor]
+) -> tuple[list[AttentionLayer], int]:
+    """Return the attention layers that `run` calls, and the number of logits per row. `run` is a
+    pass over one token. Raises ModelError, naming `path`, for a model that we cannot compute."""
+    name = type(net).__name__
+    with entering(step):
+        try:
+            logits = run()
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from None
+        except Exception as error:  # modelling code may raise anything
+            problem = f"{type(error).__name__}: {error!s:.200}"
+            raise ModelError(f"{path}: {name} cannot compute a ragged batch: {problem}") from error
+    if not step.layers:
+        raise ModelError(f"{path}: {name} does not use transformers' attention interface")
+    return step.layers, logits.shape[-1]
 
 
 def enter(

@@ -20,7 +20,6 @@ from cbatch.runtime.cpu.transformers_backend.attention import CpuAttention
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.sharing import Shares
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.transformers_backend import attention
@@ -69,7 +68,10 @@ class TransformersModel:
         if self._experts:
             net.set_experts_implementation(experts.NAME)
         self._selects_rows = "logits_to_keep" in inspect.signature(net.forward).parameters
-        layers, vocab_size = self._probe()
+        row = torch.zeros(1, dtype=torch.int64)
+        layers, vocab_size = attention.probe(
+            self.path, net, self._pass, lambda: self._run(row, row, row)
+        )
         self._attention = CpuAttention(layers)
         self.config = bridge(net.config, path, layers, vocab_size)
 
@@ -133,24 +135,3 @@ class TransformersModel:
         )
         logits = out.logits[0]
         return (logits if self._selects_rows else logits.index_select(0, logit_rows)).float()
-
-    @torch.inference_mode()
-    def _probe(self) -> tuple[list, int]:
-        """Return the attention layers that a pass calls, and the number of logits per row."""
-        with attention.entering(self._pass):
-            try:
-                row = torch.zeros(1, dtype=torch.int64)
-                logits = self._run(row, row, row)
-            except ModelError as error:
-                raise ModelError(f"{self.path}: {error}") from None
-            except Exception as error:
-                raise ModelError(
-                    f"{self.path}: {type(self.net).__name__} cannot compute a ragged batch: "
-                    f"{type(error).__name__}: {error!s:.200}"
-                ) from error
-        if not self._pass.layers:
-            raise ModelError(
-                f"{self.path}: {type(self.net).__name__} does not use transformers' "
-                "attention interface"
-            )
-        return self._pass.layers, logits.shape[-1]
