@@ -189,7 +189,7 @@ def test_what_was_put_together_is_logged(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="cbatch"):
         llm = make(pair, num_blocks=20, lookahead=LookaheadConfig(policy="fixed", k=2))
-    assert "row_invariant: yes" in caplog.text
+    assert "batch_invariant: yes" in caplog.text
     assert llm.info.lookahead == "fixed:2" and llm.info.num_blocks == 20
     assert llm.info.dtype == "float32" and llm.info.numerics == "invariant"
 

@@ -31,7 +31,7 @@ def serves(model: Path, caplog: pytest.LogCaptureFixture, expected: str, compute
     assert [len(each.token_ids) for each in completions] == [4, 4]
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert re.fullmatch(expected, warning), warning
-    assert re.search(computes, llm.info.row_invariance)
+    assert re.search(computes, llm.info.batch_invariance)
 
 
 @pytest.mark.parametrize("stored", ["blocks", "floats"])

@@ -109,10 +109,10 @@ def main() -> None:
         f"{args.output_tokens} out, greedy",
         rows,
         notes=(
-            f"numerics {info.numerics}; {info.row_invariance}; overlap depth {args.overlap}",
+            f"numerics {info.numerics}; {info.batch_invariance}; overlap depth {args.overlap}",
             f"medians of {args.repeats} repeats in alternating order; ratios within a repeat",
         ),
-        extra={"numerics": info.numerics, "row_invariant": info.row_invariant},
+        extra={"numerics": info.numerics, "batch_invariant": info.batch_invariant},
     )
 
 

@@ -60,7 +60,7 @@ def print_summary(run: BatchRun, console: Console) -> None:
         ("lookahead", run.info.lookahead),
         ("mean accepted length", _number(speculation.mean_accepted_tokens, ".2f")),
         ("acceptance", _number(speculation.acceptance, ".1%")),
-        ("row_invariant", "yes" if run.info.row_invariant else "no"),
+        ("batch_invariant", "yes" if run.info.batch_invariant else "no"),
     ):
         table.add_row(name, value)
     console.print(table)

@@ -91,7 +91,7 @@ def load_core(
             )
         executor = loaded.executor(config, grammars, SamplingParams(**defaults))
         config = with_prices(config, executor, (model, draft), models, options.kv_cache_dtype)
-        info = describe_engine(model, draft, models, config, defaults, loaded.row_invariance())
+        info = describe_engine(model, draft, models, config, defaults, loaded.batch_invariance())
         for line in info.lines():
             _logger.info(line)
         depth = loaded.backend.default_overlap if options.overlap is None else options.overlap

@@ -26,8 +26,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     numerics: str
-    row_invariant: bool  # results of a row do not depend on the batch
-    row_invariance: str  # `row_invariant` as a sentence, with the kernels in use
+    batch_invariant: bool  # results of a row do not depend on the batch
+    batch_invariance: str  # `batch_invariant` as a sentence, with the kernels in use
     lookahead: str
     drafter: tuple[str, ...]  # default drafters, preferred first; (): no drafting
     weight_bytes: int  # of target and draft, in all ranks
@@ -39,6 +39,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     ranks: int = 1  # number of tensor-parallel ranks
     code: str = "our own"  # the modelling code in use
     sampling_defaults: dict[str, float | int] = {}  # `SamplingParams` fields in the model's files
+
+    @property
+    def row_invariant(self) -> bool:
+        """Return `batch_invariant`, under its earlier name."""
+        return self.batch_invariant
 
     def lines(self) -> list[str]:
         """Return the description as lines of text for a log."""
@@ -52,7 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             f"model {self.model}{draft}: {self.dtype} on {self.device}{shared}, "
             f"lookahead {lookahead}",
             f"code: {self.code}",
-            self.row_invariance,
+            self.batch_invariance,
             f"KV: {self.num_blocks} blocks of {self.block_size} tokens, "
             f"{mib(self.kv_cache_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
@@ -92,8 +97,8 @@ def describe_engine(
         device=str(target.device),
         code=models.code,
         numerics=target.numerics,
-        row_invariant=invariance[0],
-        row_invariance=invariance[1],
+        batch_invariant=invariance[0],
+        batch_invariance=invariance[1],
         lookahead=lookahead_name(config.lookahead),
         drafter=config.default_chain,
         weight_bytes=total_weight_bytes(models),

@@ -48,10 +48,10 @@ class Loaded(NamedTuple):
         with self.ranks.together(Serve(config)):
             return RankedExecutor(executor, self.ranks)
 
-    def row_invariance(self) -> tuple[bool, str]:
+    def batch_invariance(self) -> tuple[bool, str]:
         """Run the test for batch invariance on all ranks."""
         with nullcontext() if self.ranks is None else self.ranks.together(Probe()):
-            return self.models.row_invariance()
+            return self.models.batch_invariance()
 
 
 def load_models(

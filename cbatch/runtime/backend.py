@@ -106,7 +106,7 @@ class LoadedModels(Protocol):
         weights and step buffers. Raises `FieldError` if steps leave no memory for KV."""
         ...
 
-    def row_invariance(self) -> tuple[bool, str]:
+    def batch_invariance(self) -> tuple[bool, str]:
         """Return whether the target is batch-invariant, and a description of the answer. All ranks
         must call it."""
         ...

@@ -26,7 +26,7 @@ def test_the_demo_without_a_terminal(
     assert "\x1b" not in run.out, "no colours without a terminal"
     for prompt in demo_prompts()[:5]:
         assert prompt.splitlines()[0] in run.out
-    assert run.out.count("│ ") >= 5 and "row_invariant: yes" in run.out
+    assert run.out.count("│ ") >= 5 and "batch_invariant: yes" in run.out
     (report,) = run.lines
     shown, *many, without, with_lookahead = report["results"]
     speculation = engines[0].stats.speculation

@@ -46,7 +46,7 @@ def test_prompts_as_arguments_to_standard_output(cbatch: Command) -> None:
     assert result["mean_accepted_tokens"] > 1
     assert report["machine"] and report["versions"]["python"]
     assert run.out.splitlines()[-1] == json.dumps(report), "the JSON line is the last"
-    assert "row_invariant: yes" in run.err and "mean accepted length" in run.err
+    assert "batch_invariant: yes" in run.err and "mean accepted length" in run.err
 
 
 def test_a_text_file_has_a_prompt_a_line(cbatch: Command, tmp_path: Path) -> None:

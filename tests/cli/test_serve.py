@@ -64,7 +64,7 @@ def test_it_serves_the_demo_pair_until_it_is_stopped(tmp_path: Path) -> None:
         *("--kv-events-config", json.dumps(events)),
         environment={"CBATCH_API_KEY": "first,second", "CBATCH_REQUEST_TIMEOUT": "3"},
     ) as (process, where, log):
-        assert "row_invariant" in log and "KV: 64 blocks of 16 tokens" in log
+        assert "batch_invariant" in log and "KV: 64 blocks of 16 tokens" in log
         assert "connections: 2 at most" in log
         assert "lookahead off" in log and re.search(
             r"weights: \d+ MiB; engine threads: \d+ of \d+\n", log

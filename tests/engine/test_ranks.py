@@ -87,7 +87,7 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
     drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
     pair = tiny / "tiny", tiny / "draft"
     plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)
-    assert plain.info.row_invariant and plain.info.ranks == 2
+    assert plain.info.batch_invariant and plain.info.ranks == 2
     tokens = [c.token_ids for c in plain.generate(PROMPTS, PARAMS)]
     alone = [plain.generate(PROMPTS[i], PARAMS[i])[0].token_ids for i in (0, 5, 31)]
     assert alone == [tokens[i] for i in (0, 5, 31)]

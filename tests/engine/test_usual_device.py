@@ -111,4 +111,4 @@ def test_the_demo_runs_where_a_gpu_is_seen(
 
 def test_fixtures_that_ask_for_invariance_load(seen_gpu: pytest.MonkeyPatch) -> None:
     llm = LLM(*demo_paths(), numerics="invariant", max_num_seqs=2, tokenizer="none")
-    assert llm.info.device == "cpu" and llm.info.row_invariant
+    assert llm.info.device == "cpu" and llm.info.batch_invariant

@@ -27,7 +27,7 @@ from cbatch.runtime.compiled.compiler import Compiler, has_ziglang
 from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu import compiled_pass
 from cbatch.runtime.cpu.decoder import load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.system.cache import cache_folder
 from tests.runtime.compiled_programs import BY_HAND, tiles_by_hand
 from tests.runtime.hf_models import build as build_model
@@ -35,7 +35,7 @@ from tests.runtime.marks import has_compiler, needs_compiler
 from tests.runtime.test_block_products import COLUMNS, OUT, assert_values, stored, whole
 from tests.runtime.test_experts import assert_sums
 from tests.runtime.test_gguf_model import as_gguf, logits
-from tests.runtime.test_layer_attention import assert_right, assert_row_invariant
+from tests.runtime.test_layer_attention import assert_batch_invariant, assert_right
 
 RUNNABLE = {each.name: each for each in builds.runnable()} if has_compiler() else {}
 NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name not in RUNNABLE]
@@ -242,15 +242,15 @@ def test_company_changes_no_bit(columns: int) -> None:
 
 
 @pytest.mark.usefixtures("build_in_use")
-def test_passes_are_row_invariant(tmp_path: Path) -> None:
+def test_passes_are_batch_invariant(tmp_path: Path) -> None:
     build_model(tmp_path, "llama", head_dim=32)  # tiles attend to whole ones
     for path, dtype in (
         (tmp_path, "float32"),
         (tmp_path, "bfloat16"),
         (as_gguf(tmp_path, Q8_0), "auto"),
     ):
-        report = probe_row_invariance(load_model(path, dtype=dtype, numerics="invariant"))
-        assert report.row_invariant and report.products[0].startswith("compiled"), str(report)
+        report = probe_batch_invariance(load_model(path, dtype=dtype, numerics="invariant"))
+        assert report.batch_invariant and report.products[0].startswith("compiled"), str(report)
 
 
 @pytest.mark.usefixtures("build_in_use")
@@ -258,7 +258,7 @@ def test_passes_are_row_invariant(tmp_path: Path) -> None:
 def test_layers_and_experts_by_themselves(dtype: torch.dtype) -> None:
     for name in ("all of it", "tiles", "values wider"):
         assert_right(name, 16, dtype)
-    assert_row_invariant("tiles", dtype)
+    assert_batch_invariant("tiles", dtype)
     for gate in ("silu", "gelu", "clamped"):
         assert_sums(gate, dtype, bias=True)
 
@@ -334,5 +334,5 @@ def test_zig_compiles_kernels_of_the_same_bits(
         assert torch.equal(product(x, MOST_ROWS), expected[product_name]), product_name
     build_model(tmp_path, "llama")
     for path in (tmp_path, as_gguf(tmp_path, Q8_0)):
-        report = probe_row_invariance(load_model(path, numerics="invariant"))
-        assert report.row_invariant, str(report)
+        report = probe_batch_invariance(load_model(path, numerics="invariant"))
+        assert report.batch_invariant, str(report)

@@ -15,7 +15,7 @@ from cbatch.runtime.compiled import build, build_name
 from cbatch.runtime.compiled import product as product_module
 from cbatch.runtime.cpu import compiled_pass as decoder_module
 from cbatch.runtime.cpu.decoder import Model, load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.shapes import Numerics
@@ -145,7 +145,7 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
     dtype = torch.bfloat16 if broken == "pairs" else torch.float32
     model = Model(config, source_of, dtype, numerics)
     assert model.compiled is not None
-    assert probe_row_invariance(model).forward is (broken == "none")
+    assert probe_batch_invariance(model).forward is (broken == "none")
 
 
 def test_memory_of_logits_is_reused_once_no_reference_remains(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.decoder import load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.gpu.decoder import load_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
@@ -127,7 +127,7 @@ def test_logits_are_those_of_the_eager_pass(
     kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
     computed = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
     assert (computed - expected).abs().max() < BOUND * expected.std()
-    assert probe_row_invariance(model).row_invariant
+    assert probe_batch_invariance(model).batch_invariant
 
 
 @needs_compiler
@@ -158,7 +158,7 @@ def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Pa
     make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
     # It has only one implementation.
     model = load_model(tmp_path, dtype="bfloat16", numerics="fast")
-    assert probe_row_invariance(model).row_invariant
+    assert probe_batch_invariance(model).batch_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
         torch.set_num_threads(threads)

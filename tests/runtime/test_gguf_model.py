@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.peers.gguf_writer import BF16, F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from cbatch.runtime.cpu.decoder import load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
@@ -93,7 +93,7 @@ def test_blocks_are_multiplied_with_as_they_are(tmp_path: Path, changes: dict[st
     path = as_gguf(tmp_path, Q8_0)
     model = load_model(path)
     assert model.head.compiled is not None and model.head.compiled.types == {8}
-    assert probe_row_invariance(model).row_invariant
+    assert probe_batch_invariance(model).batch_invariant
     widened = logits(path, dtype="float32")
     far = (logits(path) - widened).norm() / widened.norm()
     assert 1e-5 < far < 0.06  # KV is in bf16, too

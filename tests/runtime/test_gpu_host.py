@@ -148,8 +148,8 @@ def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_queries_have_tiles_of_their_kind(
     query_tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes and verifications have one kind of tile, prompts another. With row-invariant bits all
-    have the same."""
+    """Decodes and verifications have one kind of tile, prompts another. With batch-invariant bits
+    all have the same."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
@@ -209,17 +209,17 @@ def on_gpu(**target: Any) -> GpuModels:
 
 
 def test_a_gpu_says_that_rows_are_not_invariant() -> None:
-    invariant, words = on_gpu(numerics="fast").row_invariance()
-    assert not invariant and words.startswith("row_invariant: no (numerics=fast")
+    invariant, words = on_gpu(numerics="fast").batch_invariance()
+    assert not invariant and words.startswith("batch_invariant: no (numerics=fast")
 
 
 def test_invariant_numerics_are_tried_on_the_device() -> None:
     for keeps, reason in (
-        (True, "row_invariant: yes (numerics=invariant"),
-        (False, "are not row-invariant"),
+        (True, "batch_invariant: yes (numerics=invariant"),
+        (False, "are not batch-invariant"),
     ):
         models = on_gpu(numerics="invariant", keeps_bits=lambda k=keeps: k)
-        invariant, words = models.row_invariance()
+        invariant, words = models.batch_invariance()
         assert invariant == keeps and reason in words
 
 

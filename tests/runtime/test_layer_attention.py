@@ -175,10 +175,10 @@ def test_a_wrong_layer_would_be_seen(what: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["all of it", "tiles", "many to one", "odd values"])
 def test_a_row_has_its_own_bits(name: str, dtype: torch.dtype) -> None:
-    assert_row_invariant(name, dtype)
+    assert_batch_invariant(name, dtype)
 
 
-def assert_row_invariant(name: str, dtype: torch.dtype) -> None:
+def assert_batch_invariant(name: str, dtype: torch.dtype) -> None:
     """Check bits with other rows and alone, in one chunk and in several, by one thread and by
     several."""
     shape, threads = SHAPES[name], torch.get_num_threads()

@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.runtime.compiled import build_name
 from cbatch.runtime.cpu import linear, numerics
 from cbatch.runtime.cpu.decoder import Model, load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
 from cbatch.runtime.cpu.numerics import resolve_numerics
 from cbatch.runtime.cpu.products import Kind, packing_available
@@ -120,11 +120,11 @@ def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("decoder_pass")
 def test_the_probe_says_yes(tmp_path: Path) -> None:
     model = loaded(tmp_path, "llama", "float32")
-    report = probe_row_invariance(model)
+    report = probe_batch_invariance(model)
     computes = model.head.plan.kind.value
     kernels = f"; kernels: {build_name()}" if computes == "compiled" else ""
-    line = f"row_invariant: yes (numerics=invariant; products: {computes}{kernels})"
-    assert report.row_invariant and str(report) == line
+    line = f"batch_invariant: yes (numerics=invariant; products: {computes}{kernels})"
+    assert report.batch_invariant and str(report) == line
     assert set(report.shapes) == set(weight_shapes(model.config))
 
 
@@ -142,10 +142,10 @@ def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -
     weight = torch.randn(model.layers[1].down.shape)
     model.layers[1].down = _Fickle(weight, None, None, ProductPlan(Kind.NATIVE, NO_PADDING, True))
     model.layers[0].down = model.layers[2].down = model.layers[1].down
-    report = probe_row_invariance(model)
+    report = probe_batch_invariance(model)
     shape = model.layers[1].down.shape
-    assert not report.row_invariant and not report.forward and not report.shapes[shape]
-    assert "row_invariant: no" in str(report) and f"{shape[0]}x{shape[1]}" in str(report)
+    assert not report.batch_invariant and not report.forward and not report.shapes[shape]
+    assert "batch_invariant: no" in str(report) and f"{shape[0]}x{shape[1]}" in str(report)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from bench.peers.gguf_writer import gguf_bytes
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model, load_model
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.rank_group import RankGroup, join
 from tests.runtime.hf_models import build
@@ -87,8 +87,8 @@ def test_logits_are_those_of_one_rank(
 
 def test_rows_keep_their_bits(tmp_path: Path, decoder_pass: str) -> None:
     build(tmp_path, "llama", num_key_value_heads=4)
-    reports = by_ranks(2, lambda r: probe_row_invariance(load_model(tmp_path, ranks=r)))
-    assert all(report.row_invariant for report in reports)
+    reports = by_ranks(2, lambda r: probe_batch_invariance(load_model(tmp_path, ranks=r)))
+    assert all(report.batch_invariant for report in reports)
 
 
 def test_states_that_are_kept_are_those_of_one_rank(tmp_path: Path, decoder_pass: str) -> None:

@@ -16,7 +16,7 @@ from cbatch import LLM, Completion, FieldError, SamplingParams
 from cbatch.engine.model_impl import choose_impl
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.compiled import compiles
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
 
@@ -112,7 +112,7 @@ def test_half_precision_keeps_a_row_to_itself(tmp_path: Path) -> None:
     make_tiny("qwen3", tmp_path, dtype=torch.bfloat16)
     model = load_transformers_model(tmp_path)
     assert model.dtype == torch.bfloat16
-    assert probe_row_invariance(model).row_invariant or not compiles(torch.bfloat16)
+    assert probe_batch_invariance(model).batch_invariant or not compiles(torch.bfloat16)
 
 
 def test_random_weights_are_the_seeds(tmp_path: Path) -> None:

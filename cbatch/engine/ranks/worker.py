@@ -58,7 +58,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
                 assert executor is not None
                 connection.send(digest(executor.run(plan)))
             case Probe():
-                models.row_invariance()
+                models.batch_invariance()
             case Serve(config):
                 executor = models.executor(config, most_drafts(config), _grammars(start, config))
             case Reset():

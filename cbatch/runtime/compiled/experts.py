@@ -36,7 +36,7 @@ class Gating(enum.IntEnum):
 class Gate(NamedTuple):
     """An activation. CLAMPED uses `limit` and `alpha`. GIVEN uses `function`, which maps [pairs,
     outputs of gate_up] to [pairs, inputs of down]; a pair is a row and one of its experts. The
-    function must be row-invariant."""
+    function must be batch-invariant."""
 
     gating: Gating
     limit: float = 0.0

@@ -1,4 +1,4 @@
-"""Tests whether a model is row-invariant on this machine, by comparing bits."""
+"""Tests whether a model is batch-invariant on this machine, by comparing bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second fo
 
 
 class InvarianceReport(NamedTuple):
-    """The result of `probe_row_invariance`. `products`: kinds of product; `kernels`: the build of
+    """The result of `probe_batch_invariance`. `products`: kinds of product; `kernels`: the build of
     our own kernels; `shapes`: whether products [out, in] are invariant; `forward`: whether logits
     of whole passes are the same in several batches."""
 
@@ -30,11 +30,11 @@ class InvarianceReport(NamedTuple):
     forward: bool
 
     @property
-    def row_invariant(self) -> bool:
+    def batch_invariant(self) -> bool:
         return self.forward and all(self.shapes.values())
 
     def __str__(self) -> str:
-        answer = f"row_invariant: {'yes' if self.row_invariant else 'no'}"
+        answer = f"batch_invariant: {'yes' if self.batch_invariant else 'no'}"
         detail = [f"numerics={self.mode}", f"products: {' and '.join(self.products)}"]
         if self.kernels is not None:
             detail.append(f"kernels: {self.kernels}")
@@ -45,7 +45,7 @@ class InvarianceReport(NamedTuple):
 
 
 @torch.inference_mode()
-def probe_row_invariance(model: Model) -> InvarianceReport:
+def probe_batch_invariance(model: Model) -> InvarianceReport:
     """Compare bits: each product of the model at several row counts, and logits of whole passes.
 
     The result does not depend on the requested numerics.

@@ -1,9 +1,9 @@
 """Products with constant weights: the choice of implementation, and the padding for invariant bits.
 
 The implementation (see `products`) is chosen by a rule: from the processor, the type of the weights
-and the memory, never from a timing. So a restart changes no bits. With row-invariant arithmetic, a
-row's bits must not depend on the number of rows in the product. Library products are measured: some
-are invariant only from some row count on, or at multiples of a row count, so rows are padded.
+and the memory, never from a timing. So a restart changes no bits. In batch-invariant arithmetic the
+bits of a row must not depend on the number of rows in the product. Library products are measured:
+some are invariant only from some row count on, or at multiples of one, so rows are padded.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PADDINGS = (
 
 
 class ProductPlan(NamedTuple):
-    """The implementation of products with one weight shape. `padding` is what row-invariance needs;
-    `invariant` says whether it was achieved."""
+    """The implementation of products with one weight shape. `padding`: the rows added
+    for batch invariance. `invariant`: whether that suffices."""
 
     kind: Kind
     padding: RowPadding
@@ -108,7 +108,7 @@ def kinds_for(dtype: torch.dtype, machine: Machine, *, invariant: bool) -> list[
 
     Our kernels are faster than a library's from 1 to 128 rows. With bf16 instructions they are not
     slower at 1,024 rows (measured on an AVX512_BF16 processor), mainly because one call then runs
-    the whole pass (see `CompiledDecoder`). Their bits are row-invariant. AMX tiles multiply bf16
+    the whole pass (see `CompiledDecoder`). Their bits are batch-invariant. AMX tiles multiply bf16
     ten times faster than vectors multiply fp32. So where numerics is "fast", faster prompts are
     preferred to invariant bits. Emulated bf16 is the slowest.
     """

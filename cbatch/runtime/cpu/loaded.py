@@ -12,7 +12,7 @@ from cbatch.runtime.compiled import compiles, version
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.kinds import drafter_of
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.invariance import probe_row_invariance
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.drafting.lookup import LookupDrafter
@@ -55,9 +55,9 @@ class CpuModels:
         total_bytes = memory_bytes()
         return int(total_bytes * KV_SHARE if share is None else total_bytes * share - weight_bytes)
 
-    def row_invariance(self) -> tuple[bool, str]:
-        report = probe_row_invariance(self.target)
-        return report.row_invariant, str(report)
+    def batch_invariance(self) -> tuple[bool, str]:
+        report = probe_batch_invariance(self.target)
+        return report.batch_invariant, str(report)
 
     def executor(
         self,

@@ -1,7 +1,7 @@
-"""The arithmetic of a model: row-invariant or fast.
+"""The arithmetic of a model: batch-invariant or fast.
 
-A model is row-invariant (batch-invariant) if other rows of the step do not change the bits of a
-row's logits. The chunks of a prompt, and the blocks of its KV, must not change them either.
+A model is batch-invariant if other rows of the step do not change the bits of a row's logits. The
+chunks of a prompt, and the blocks of its KV, must not change them either.
 """
 
 from __future__ import annotations

@@ -65,14 +65,14 @@ class GpuModels:
             return int(rest_bytes * KV_SHARE)
         return int(rest_bytes - (1 - share) * total_bytes)
 
-    def row_invariance(self) -> tuple[bool, str]:
+    def batch_invariance(self) -> tuple[bool, str]:
         mode = self.target.numerics
         if mode != "invariant":
-            return False, f"row_invariant: no (numerics={mode}; products of a library)"
+            return False, f"batch_invariant: no (numerics={mode}; products of a library)"
         holds = self.target.keeps_bits()
-        reason = "" if holds else "; products on this device are not row-invariant"
+        reason = "" if holds else "; products on this device are not batch-invariant"
         answer = "yes" if holds else "no"
-        return holds, f"row_invariant: {answer} (numerics=invariant; fixed tiles{reason})"
+        return holds, f"batch_invariant: {answer} (numerics=invariant; fixed tiles{reason})"
 
     def executor(
         self,
