@@ -10,9 +10,9 @@ from msgspec import Meta
 from cbatch.cli.options import ModelSettings
 from cbatch.core.request.typed import knob
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import LogFormat
+from cbatch.text.tool_parsers import ReasoningParser, ToolParser
 
 _server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "logs"))
 _replicas = partial(knob, "replicas")

@@ -1,4 +1,5 @@
-"""Everything above token ids: tokenizers, incremental decoding, stop strings, chat templates.
+"""Everything above token ids: tokenizers, incremental decoding, stop strings, chat messages and
+templates, and the formats of thoughts and tool calls.
 
 Imports nothing of the engine, so a client process can use it alone.
 """

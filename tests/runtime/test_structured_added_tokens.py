@@ -21,8 +21,8 @@ from cbatch.grammars import Grammars
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.structured import Structured
-from cbatch.server.protocol.forced_tools import Function, Tool, forced_call
 from cbatch.text import TextTokenizer
+from cbatch.text.forced_tools import Function, Tool, forced_call
 from tests.runtime.engines import Run, make_request, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.text.toy_tokenizers import byte_fallback, byte_level

@@ -27,11 +27,11 @@ from cbatch.server.http.app import create_app
 from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.tool_parsers import ReasoningParser, ToolParser
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate, TextTokenizer
+from cbatch.text.tool_parsers import ReasoningParser, ToolParser
 from tests.process.threads import EngineThread
 from tests.toy_engine import TOKENIZER
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError
-from cbatch.server.protocol.forced_tools import ForcedCallReader, call_id
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
-from cbatch.server.protocol.tool_parsers import TaggedReader
 from cbatch.text import ChatTemplate
+from cbatch.text.forced_tools import ForcedCallReader, call_id
+from cbatch.text.tool_parsers import TaggedReader
 from tests.toy_engine import TOKENIZER
 
 USER = {"role": "user", "content": "hi"}

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.server.protocol.forced_tools import ForcedCall, JsonEnd, ToolCallPart
-from cbatch.server.protocol.reply_reader import Part, ReplyFormat, ReplyReader, Thought
-from cbatch.server.protocol.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
+from cbatch.text.forced_tools import ForcedCall, JsonEnd, ToolCallPart
+from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
+from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
 
 Calls = list[tuple[str, str]]
 ROME = '{"city": "Rome", "days": 1.50}'

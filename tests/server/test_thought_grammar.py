@@ -12,9 +12,9 @@ import torch
 from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.sampling.structured import Structured
-from cbatch.server.protocol.thought_grammar import around_answer
-from cbatch.server.protocol.tool_parsers import THOUGHTS
 from cbatch.text import TextTokenizer
+from cbatch.text.thought_grammar import around_answer
+from cbatch.text.tool_parsers import THOUGHTS
 from tests.runtime.engines import make_request
 from tests.runtime.test_structured import GRAMMARS, VOCABULARY, assert_speculated, draft, run
 from tests.server.scripted import EOS, tokenizer_with

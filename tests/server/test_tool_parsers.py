@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from cbatch import FieldError
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.forced_tools import ToolCallPart
-from cbatch.server.protocol.reply_reader import ReplyFormat, ReplyReader
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
-from cbatch.server.protocol.tool_parsers import CALLS, TaggedReader, ToolParser
 from cbatch.text import ChatTemplate
+from cbatch.text.forced_tools import ToolCallPart
+from cbatch.text.reply_reader import ReplyFormat, ReplyReader
+from cbatch.text.tool_parsers import CALLS, TaggedReader, ToolParser
 from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
 from tests.server.scripted import ScriptedService
 from tests.toy_engine import TOKENIZER

@@ -8,15 +8,15 @@ from typing import Any
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.server.protocol.errors import UnknownModelError
-from cbatch.server.protocol.thought_grammar import around_answer
-from cbatch.server.protocol.tool_parsers import (
+from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
+from cbatch.text.output_processor import require_length, token_texts
+from cbatch.text.thought_grammar import around_answer
+from cbatch.text.tool_parsers import (
     THOUGHTS,
     ReasoningParser,
     ToolParser,
     find_reasoning_parser,
 )
-from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
-from cbatch.text.output_processor import require_length, token_texts
 
 _PROMPT_END_TOKENS = 32  # last tokens of a prompt that are searched for marks
 

@@ -17,7 +17,6 @@ from cbatch.core.request.request import (
     SamplingParams,
 )
 from cbatch.server.protocol import responses
-from cbatch.server.protocol.messages import ROLES
 from cbatch.server.protocol.requests import (
     MAX_CHOICES,
     MAX_STOP_CHARS,
@@ -27,6 +26,7 @@ from cbatch.server.protocol.requests import (
     DetokenizeFields,
     TokenizeFields,
 )
+from cbatch.text.messages import ROLES
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"

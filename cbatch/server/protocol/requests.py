@@ -20,17 +20,17 @@ from cbatch.core.request.request import (
 )
 from cbatch.engine.unsupported import without_neutral_fields
 from cbatch.server.protocol.body import converted, decode_object, take_fields, unknown_members
-from cbatch.server.protocol.forced_tools import (
+from cbatch.server.protocol.model import ServedModel
+from cbatch.text.forced_tools import (
     ForcedCall,
     ToolChoice,
     Tools,
     forced_call,
 )
-from cbatch.server.protocol.messages import conversation, no_list, template_variables
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.reply_reader import ReplyFormat
-from cbatch.server.protocol.tool_parsers import call_format, mark_ids
+from cbatch.text.messages import conversation, no_list, template_variables
 from cbatch.text.output_processor import Prompt
+from cbatch.text.reply_reader import ReplyFormat
+from cbatch.text.tool_parsers import call_format, mark_ids
 
 MAX_CHOICES = 128  # sequences that one request may start.
 MAX_STOPS = 32

@@ -6,10 +6,10 @@ import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.body import decode_object, take_fields
-from cbatch.server.protocol.messages import conversation, template_variables
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields
 from cbatch.server.protocol.responses import Detokenized, Tokenized
+from cbatch.text.messages import conversation, template_variables
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
 LONG_TEXT_CHARS = 2**18

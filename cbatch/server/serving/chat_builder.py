@@ -7,10 +7,8 @@ from itertools import zip_longest
 from msgspec import UNSET, UnsetType
 
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.forced_tools import ToolCallPart, add_part
 from cbatch.server.protocol.logprobs import ChatLogprobs
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.reply_reader import Part, ReplyReader, Thought
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses import (
     ChatChoice,
@@ -26,7 +24,9 @@ from cbatch.server.protocol.responses import (
 )
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import ChoiceState, ResponseBuilder, encode
+from cbatch.text.forced_tools import ToolCallPart, add_part
 from cbatch.text.outputs import Choice, Output
+from cbatch.text.reply_reader import Part, ReplyReader, Thought
 
 
 class ChatBuilder(ResponseBuilder[ChatChunkChoice]):

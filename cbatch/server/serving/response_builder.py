@@ -12,10 +12,8 @@ from msgspec import UNSET, UnsetType, structs
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.update_from_output import NO_TOKEN_MESSAGE
 from cbatch.server.protocol.errors import GenerationError, UnanswerableError
-from cbatch.server.protocol.forced_tools import ToolCallPart
 from cbatch.server.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.reply_reader import Part, ReplyReader
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
@@ -26,7 +24,9 @@ from cbatch.server.protocol.responses import (
 )
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestRecord, SequenceTimes
+from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.outputs import Choice, Output, TokenLogprob
+from cbatch.text.reply_reader import Part, ReplyReader
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode

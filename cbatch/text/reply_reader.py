@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
-from cbatch.server.protocol.forced_tools import (
+from cbatch.text.forced_tools import (
     ForcedCall,
     ForcedCallReader,
     JsonEnd,

@@ -6,8 +6,8 @@ import json
 import re
 from itertools import groupby
 
-from cbatch.server.protocol.reply_reader import ThoughtFormat
 from cbatch.text import TextTokenizer
+from cbatch.text.reply_reader import ThoughtFormat
 
 _TOKENS_IN_MARKS = re.compile(r"(<[^<>]+>|\[[^][]+\])")
 

@@ -6,14 +6,14 @@ from functools import lru_cache
 from typing import Literal
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.protocol.forced_tools import Tool, ToolChoice
-from cbatch.server.protocol.reply_reader import (
+from cbatch.text import TextTokenizer
+from cbatch.text.forced_tools import Tool, ToolChoice
+from cbatch.text.reply_reader import (
     ReplyFormat,
     ReplyReader,
     ThoughtFormat,
     ToolCallFormat,
 )
-from cbatch.text import TextTokenizer
 
 ToolParser = Literal["hermes", "llama3_json", "mistral", "harmony"]
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "harmony", "none"]
