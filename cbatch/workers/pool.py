@@ -31,7 +31,6 @@ _ENVIRONMENT = {
 MAX_IDLE = 2  # idle workers kept for later tasks, for each value of `TaskLimits.aside`
 # Wall time of a task: after a longer task its worker ends, so that all its memory is returned.
 _QUICK_S = 0.5
-_AT_ONCE_S = 0.02  # a reused worker that dies within this time was dead before the task
 WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
 _START_S = 120.0  # maximum wall time for the start of the fork server
 T = TypeVar("T")
@@ -74,9 +73,9 @@ class WorkerPool:
             async with asyncio.timeout(limits.cpu_s * WALL):
                 kind, value = await worker.ask(content)
         except (EOFError, ConnectionError):  # the fork server ended too
-            kind, value = DIED, -signal.SIGKILL
+            kind, value = DIED, (-signal.SIGKILL, 1)
         except TimeoutError:
-            value = -signal.SIGPROF
+            value = (-signal.SIGPROF, worker.num_tasks)
         finally:
             took_s = time.monotonic() - begin_s
             has_room = len(idle) < MAX_IDLE and not self._closed
@@ -92,9 +91,10 @@ class WorkerPool:
             raise value
         if self._closed:
             raise PoolClosedError
-        if worker.num_tasks > 1 and took_s < _AT_ONCE_S:  # the worker died before this task
+        status, num_begun = value
+        if num_begun < worker.num_tasks:  # the worker died before this task
             return await self.run(task, limits)
-        raise WorkerDiedError(value)
+        raise WorkerDiedError(status)
 
     async def close(self) -> None:
         """End all processes, also those with running tasks."""

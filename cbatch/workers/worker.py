@@ -7,9 +7,11 @@ and start in milliseconds, so a worker that died in a task is replaced at once.
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import struct
@@ -21,7 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 LENGTH, PID = struct.Struct("<I"), struct.Struct("<i")  # length of a message, process id
-DONE, RAISED, DIED = range(3)  # kinds of answers: with a result, an exception, an exit status
+# Kinds of answers: with a result; an exception; an exit status and the number of tasks begun.
+DONE, RAISED, DIED = range(3)
 _OUT_OF_MEMORY = 1  # exit status of a worker.
 _NICE = 10  # niceness of a worker whose tasks are `aside`
 
@@ -35,6 +38,13 @@ class TaskLimits(NamedTuple):
     aside: bool = False
 
 
+class _Child(NamedTuple):
+    """A worker, as the fork server knows it. `tasks_begun` is a counter in shared memory."""
+
+    connection: socket.socket
+    tasks_begun: mmap.mmap
+
+
 def main() -> None:
     """Serve the control socket, whose descriptor is the argument, until it is closed. A message
     with a socket forks a worker for it; a message with a process id kills that worker. At the end
@@ -45,52 +55,62 @@ def main() -> None:
     state = pickle.load(sys.stdin.buffer)()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.freeze()  # a collection would write to the shared memory, and so copy it
-    workers: dict[int, socket.socket] = {}
-    signal.signal(signal.SIGCHLD, lambda *_: _reap(workers))
+    children: dict[int, _Child] = {}
+    # A signal writes to `wakeup`, so that one that arrives just before `select` ends the wait too.
+    ended, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
     while True:
+        ready, _, _ = select.select([control, ended], [], [])
+        if ended in ready:
+            ended.recv(2**12)
+            _reap(children)
+        if control not in ready:
+            continue
         message, files, *_ = socket.recv_fds(control, PID.size, 1)
         if not message:
             break
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if files:
-            connection = socket.socket(fileno=files[0])
+            connections = [child.connection for child in children.values()]
+            child = _Child(socket.socket(fileno=files[0]), mmap.mmap(-1, LENGTH.size))
             pid = os.fork()
             if not pid:
-                for inherited in (control, *workers.values()):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for inherited in (control, ended, wakeup, *connections):
                     inherited.close()
-                _work(connection, state)
-            workers[pid] = connection
-        elif PID.unpack(message)[0] in workers:
+                _work(child, state)
+            children[pid] = child
+        elif PID.unpack(message)[0] in children:
             os.kill(PID.unpack(message)[0], signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for pid in workers:
+    for pid in children:
         os.kill(pid, signal.SIGKILL)
 
 
-def _reap(workers: dict[int, socket.socket]) -> None:
-    """Send each ended worker's exit status to its client."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
+def _reap(children: dict[int, _Child]) -> None:
+    """Send to each ended worker's client the exit status and the number of tasks begun."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with workers.pop(pid) as connection, suppress(OSError), connection.makefile("wb") as file:
-            _send(file, pickle.dumps((DIED, os.waitstatus_to_exitcode(status))))
+        connection, tasks_begun = children.pop(pid)
+        with connection, tasks_begun, suppress(OSError), connection.makefile("wb") as file:
+            ending = os.waitstatus_to_exitcode(status), *LENGTH.unpack(tasks_begun[:])
+            _send(file, pickle.dumps((DIED, ending)))
 
 
-def _work(connection: socket.socket, state: Any) -> None:
+def _work(child: _Child, state: Any) -> None:
     """Run tasks until the client closes the connection. Does not return."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    connection, num_begun = child.connection, 0
     try:
         with connection.makefile("rb") as tasks, connection.makefile("wb") as answers:
             _send(answers, pickle.dumps((DONE, os.getpid())))
             while header := tasks.read(LENGTH.size):
+                num_begun += 1
+                child.tasks_begun[:] = LENGTH.pack(num_begun)
                 limits, task = pickle.loads(tasks.read(LENGTH.unpack(header)[0]))
                 if limits.aside and os.getsid(0) != os.getpid():
                     os.setsid()  # Linux divides processor time by session first, then by `nice`

@@ -64,6 +64,12 @@ def abort(state: Any) -> None:
     os.abort()
 
 
+def note_and_abort(path: Path, state: Any) -> None:
+    with path.open("a") as file:
+        file.write("begun\n")
+    os.abort()
+
+
 def refuse(state: Any) -> None:
     raise FieldError("a", "is wrong", "mend it")
 
@@ -162,6 +168,17 @@ def test_processes_that_were_killed_are_replaced(victim: str) -> None:
         os.kill(worker if victim == "worker" else server, signal.SIGKILL)
         for _ in range(3):
             assert await workers.run(partial(get, "answer"), LIMITS) == 42
+
+    run(scene)
+
+
+def test_a_task_that_ends_a_reused_worker_at_once_is_not_repeated(tmp_path: Path) -> None:
+    async def scene(workers: WorkerPool) -> None:
+        pid = await workers.run(own_pid, LIMITS)
+        assert await workers.run(own_pid, LIMITS) == pid, "the worker was reused"
+        with pytest.raises(WorkerDiedError):
+            await workers.run(partial(note_and_abort, tmp_path / "tasks"), LIMITS)
+        assert (tmp_path / "tasks").read_text() == "begun\n"
 
     run(scene)
 
