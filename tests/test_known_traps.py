@@ -29,7 +29,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation import acceptance as estimator
-from cbatch.core.speculation.acceptance import Fleet
+from cbatch.core.speculation.acceptance import OverallAcceptance
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
@@ -299,7 +299,7 @@ def test_trap_7_a_short_request_starts_from_the_fleets_prior(monkeypatch):
     assert belief > 0.85 and k >= 4
     belief, k = first_k_after(0.05)
     assert belief < 0.2 and k <= 1
-    monkeypatch.setattr(Fleet, "observe", lambda *_: None)
+    monkeypatch.setattr(OverallAcceptance, "observe", lambda *_: None)
     assert [round(first_k_after(a)[0], 6) for a in (0.95, 0.05)] == [0.7, 0.7]
 
 

@@ -124,7 +124,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
     ) -> tuple[Report, ReplayedRun]:
         config, records = self.config(policy), list[Record]()
         prices = self.outside.priced(self.calibration).prices
-        cost = ProfiledCost(prices, controlled=config.lookahead.policy == "adaptive")
+        cost = ProfiledCost(prices, adaptive=config.lookahead.policy == "adaptive")
         executors = [
             ModelledExecutor(
                 max_num_seqs=config.max_num_seqs,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.typed import OLD_NAMES, kinds_of, mark_of, names_of
+from cbatch.core.request.typed import OLD_NAMES, mark_of, names_of, types_of
 from cbatch.engine.unsupported import OPTIONS, require_neutral_option
 
 PREFIX = "CBATCH_"
@@ -52,7 +52,7 @@ class Setting:
             self.default = more.get("default")
         elif self.name in self._units:
             self.default /= self._units[self.name]
-        self.plain = kinds_of(kinds_of(self.type)[0])[0]
+        self.plain = types_of(types_of(self.type)[0])[0]
 
     @property
     def flag(self) -> str:

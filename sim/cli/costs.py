@@ -20,7 +20,7 @@ from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, lo
 from sim.workload.traces.files import read_whole
 
 
-class Priced(msgspec.Struct, kw_only=True):
+class PricedScenario(msgspec.Struct, kw_only=True):
     """A scenario's cost model, and what its source implies for the scheduler's configuration."""
 
     cost: CostModel
@@ -29,7 +29,7 @@ class Priced(msgspec.Struct, kw_only=True):
     limits: dict[str, int | None] = {}  # by field of that configuration: its largest measured value
 
 
-def priced(scenario: Scenario, policy: str) -> Priced:
+def price_scenario(scenario: Scenario, policy: str) -> PricedScenario:
     """Return the cost model that the options choose. `policy` is the lookahead policy. Raises
     `FieldError` naming the option."""
     drafts = policy != "off"
@@ -38,12 +38,13 @@ def priced(scenario: Scenario, policy: str) -> Priced:
         if not 0 < scenario.step_seconds < math.inf:
             problem = f"{scenario.step_seconds!r} is not allowed"
             raise FieldError("--step-seconds", problem, "give positive seconds")
-        return Priced(cost=constant_cost(scenario.step_seconds), names=names, engine={})
+        return PricedScenario(cost=constant_cost(scenario.step_seconds), names=names, engine={})
     if scenario.cost is not None:
         return _calibrated(scenario.cost, policy)
     if scenario.cost_table is None:
         config, names, engine = _devices(scenario, scenario.gpu or GPU, drafts=drafts)
-        return Priced(cost=Roofline(config), names={"cost": "roofline"} | names, engine=engine)
+        names = {"cost": "roofline"} | names
+        return PricedScenario(cost=Roofline(config), names=names, engine=engine)
     if scenario.has_device:
         return _kernels(scenario, scenario.cost_table, drafts=drafts)
     return _layers(scenario.cost_table, scenario.model or MODEL_SHAPE, drafts=drafts)
@@ -60,52 +61,52 @@ def read_calibration(path: Path) -> Calibration:
         raise FieldError("--cost", f"{path} is not a cost profile ({error})", remedy) from error
 
 
-def _calibrated(path: str, policy: str) -> Priced:
+def _calibrated(path: str, policy: str) -> PricedScenario:
     calibration = read_calibration(Path(path))
     if policy != "off" and calibration.draft is None:
         raise FieldError("--lookahead", "no draft was measured", "calibrate with --draft")
     names = {"cost": "calibrated", "machine": calibration.machine.get("cpu")}
     names |= {"model": calibration.model, "draft_model": calibration.draft}
-    return Priced(
-        cost=ProfiledCost(calibration.prices, controlled=policy == "adaptive"),
+    return PricedScenario(
+        cost=ProfiledCost(calibration.prices, adaptive=policy == "adaptive"),
         names=names | {"held_out_total_error": calibration.held_out.total},
         engine={"cost_profile": calibration.profile} | calibration.engine,
         limits={"max_num_seqs": calibration.max_rows},
     )
 
 
-def _layers(path: str, model: str, *, drafts: bool) -> Priced:
+def _layers(path: str, model: str, *, drafts: bool) -> PricedScenario:
     if drafts:
         raise FieldError("--cost-table", "has no prices of drafts", "use --lookahead off")
     shape = load_shape(model)
     table = LayerProfile(Path(path), layers=shape.num_hidden_layers)
-    return Priced(
+    return PricedScenario(
         cost=table,
         names={"cost": "table", "table": path, "model": model},
         engine={"max_model_len": shape.max_position_embeddings},
-        limits={"max_num_seqs": table.most_rows, "max_num_batched_tokens": table.most_step_tokens},
+        limits={"max_num_seqs": table.max_rows, "max_num_batched_tokens": table.max_step_tokens},
     )
 
 
-def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> Priced:
+def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> PricedScenario:
     tables = read_kernel_tables(path)
     config, names, engine = _devices(scenario, gpu_within(tables.device), drafts=drafts)
     cost = KernelCost(tables, config)
     table_names = {"cost": "kernel table", "table": path, "kernels": tables.framework}
     table_names["from_roofline"] = ", ".join(cost.from_roofline)
-    return Priced(
+    return PricedScenario(
         cost=cost,
         names=table_names | names,
         engine=engine,
-        limits={"max_num_seqs": cost.most_rows, "max_num_batched_tokens": cost.most_step_tokens},
+        limits={"max_num_seqs": cost.max_rows, "max_num_batched_tokens": cost.max_step_tokens},
     )
 
 
 def _devices(
     scenario: Scenario, gpu: str, *, drafts: bool
 ) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
-    """Return the roofline's configuration, and `names` and `engine` of `Priced`: defaults for the
-    context length, the number of KV blocks and the catch-up price."""
+    """Return the roofline's configuration, and `names` and `engine` of `PricedScenario`: defaults
+    for the context length, the number of KV blocks and the catch-up price."""
     model = scenario.model or MODEL_SHAPE
     parts = 1 if scenario.tensor_parallel_size is None else scenario.tensor_parallel_size
     draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)

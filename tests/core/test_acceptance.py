@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.core.prices.cost_model import StepPrices
 from cbatch.core.speculation import acceptance
-from cbatch.core.speculation.acceptance import Fleet, decayed, drift, survival
+from cbatch.core.speculation.acceptance import OverallAcceptance, decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.draft_allocation import decide
 
@@ -128,20 +128,20 @@ MEMORY = 160.0  # trials
 
 
 def test_the_prior_begins_as_configured_and_follows_the_fleet() -> None:
-    fleet = Fleet(CONFIG)
-    assert fleet.prior == pytest.approx(PRIOR)
-    fleet.observe(0.0, 0.0, MEMORY)
-    assert fleet.prior == pytest.approx(PRIOR), "no evidence was given"
+    overall = OverallAcceptance(CONFIG)
+    assert overall.prior == pytest.approx(PRIOR)
+    overall.observe(0.0, 0.0, MEMORY)
+    assert overall.prior == pytest.approx(PRIOR), "no evidence was given"
     rng = np.random.default_rng(6)
     for alpha in (0.2, 0.8):
         for _ in range(60):
-            fleet.observe(float(rng.binomial(30, alpha)), 30.0, MEMORY)
-        accepted, weight = fleet.prior
+            overall.observe(float(rng.binomial(30, alpha)), 30.0, MEMORY)
+        accepted, weight = overall.prior
         assert accepted / weight == pytest.approx(alpha, abs=0.1), "5 standard errors: 0.13"
         assert weight == CONFIG.prior_trials
     for _ in range(60):
-        fleet.observe(0.0, 30.0, MEMORY)
-    assert 0 < fleet.prior[0] / weight < 0.05, "never so low that nothing is tried again"
+        overall.observe(0.0, 30.0, MEMORY)
+    assert 0 < overall.prior[0] / weight < 0.05, "never so low that nothing is tried again"
 
 
 # --- by depth -------------------------------------------------------------------------------------
@@ -158,16 +158,15 @@ def outcomes(rng: np.random.Generator, hazards: np.ndarray, k: np.ndarray) -> np
     return accepted
 
 
-def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> Fleet:
-    """Return a fleet after 80 steps of ragged k. `believed` is the estimated survival by depth,
-    float64 [DEPTH]."""
-    rng, fleet = np.random.default_rng(3), Fleet(TO_DEPTH)
+def by_depth(hazards: np.ndarray, believed: np.ndarray, *, leak: bool = False) -> OverallAcceptance:
+    """Return averages after 80 steps of ragged k. `believed`: survival estimates, [DEPTH]."""
+    rng, overall = np.random.default_rng(3), OverallAcceptance(TO_DEPTH)
     chances = np.repeat(believed[:, None], ROWS, axis=1)
     for _ in range(80):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
         accepted = outcomes(rng, hazards, k)
-        fleet.observe_depths(chances, np.full_like(k, DEPTH) if leak else k, accepted)
-    return fleet
+        overall.observe_depths(chances, np.full_like(k, DEPTH) if leak else k, accepted)
+    return overall
 
 
 @pytest.mark.parametrize("hazards", [RISING, FALLING], ids=["rising", "falling"])
@@ -207,29 +206,29 @@ def test_survival_is_predicted_for_a_lookup_that_drafts_more_tokens_where_it_is_
     More 6th drafts survive than first ones, but the survival used for decisions never rises with
     depth. A depth is drafted 5 000 times, with a standard error of 0.004.
     """
-    rng, fleet = np.random.default_rng(7), Fleet(TO_DEPTH)
+    rng, overall = np.random.default_rng(7), OverallAcceptance(TO_DEPTH)
     sure, believed = np.arange(ROWS) % 2 == 1, survival(np.array([17.0]), np.array([25.0]), DEPTH)
     k = np.where(sure, DEPTH, 1).astype(np.int32)
     for step in range(80):
         chances = np.repeat(believed.T, ROWS, axis=1)
-        decided_by = fleet.corrected(chances)
+        decided_by = overall.corrected(chances)
         assert (np.diff(decided_by, axis=0) <= 0).all()
         if step == 60:
-            before = fleet.totals.copy()
+            before = overall.totals.copy()
         accepted = np.where(rng.random(ROWS) < np.where(sure, 0.9, 0.5), k, 0)
-        fleet.observe_depths(chances, k, accepted.astype(np.int32))
-    drafted, predicted, survived = fleet.totals - before
+        overall.observe_depths(chances, k, accepted.astype(np.int32))
+    drafted, predicted, survived = overall.totals - before
     assert predicted / drafted == pytest.approx(survived / drafted, abs=0.02)
     assert (survived / drafted)[-1] > (survived / drafted)[0] + 0.15 > 0.8
 
 
 def test_survival_stays_a_chance_that_never_rises() -> None:
-    fleet, rng, k = Fleet(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
+    overall, rng, k = OverallAcceptance(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
     for _ in range(60):
         chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
-        corrected = fleet.corrected(chances)
+        corrected = overall.corrected(chances)
         assert (np.diff(corrected, axis=0) <= 0).all() and (corrected <= 1).all()
-        fleet.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
+        overall.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
 
 
 def counted(*, hazards: bool = False) -> np.ndarray:
@@ -238,13 +237,14 @@ def counted(*, hazards: bool = False) -> np.ndarray:
     Acceptance of the rows follows a Beta law, and the estimate of each is worth 25 trials of it:
     the estimates are true.
     """
-    rng, fleet = np.random.default_rng(6), Fleet(TO_DEPTH)
+    rng, overall = np.random.default_rng(6), OverallAcceptance(TO_DEPTH)
     chances = survival(np.full(ROWS, 15.0), np.full(ROWS, 25.0), DEPTH).T
     for _ in range(20):
         k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
         accepted = outcomes(rng, rng.beta(15.0, 10.0, (ROWS, 1)), k)
-        fleet.observe_depths(np.repeat(chances[:1], DEPTH, 0) if hazards else chances, k, accepted)
-    drafted, predicted, survived = fleet.totals
+        estimates = np.repeat(chances[:1], DEPTH, 0) if hazards else chances
+        overall.observe_depths(estimates, k, accepted)
+    drafted, predicted, survived = overall.totals
     return np.array([predicted, survived]) / drafted
 
 
@@ -255,6 +255,6 @@ def test_counts_of_predicted_and_of_observed_survivors_agree(
     error of 0.008: 0.04 is five of them."""
     predicted, survived = counted()
     assert predicted == pytest.approx(survived, abs=0.04) and predicted[-1] < predicted[0] - 0.2
-    monkeypatch.setattr(acceptance, "DOUBT", 1e9)  # uncorrected
+    monkeypatch.setattr(acceptance, "PRIOR_DRAFTS", 1e9)  # uncorrected
     predicted, survived = counted(hazards=True)  # broken: hazards are not survival
     assert predicted[-1] > survived[-1] + 0.2

@@ -82,7 +82,8 @@ def test_drafts_faster_only_than_the_first_steps_without_are_given_up(
     """With experiments of only a few steps, whatever the gain, the warm steps are never
     measured."""
     assert share_where_steps_after_drafts_are_slow() < 0.05
-    monkeypatch.setattr(adaptive_policy, "MOST_STEPS", adaptive_policy.LEAST_STEPS)
+    shortest = adaptive_policy.MIN_EXPERIMENT_STEPS
+    monkeypatch.setattr(adaptive_policy, "MAX_EXPERIMENT_STEPS", shortest)
     assert share_where_steps_after_drafts_are_slow() > 0.5
 
 
@@ -99,8 +100,8 @@ def share_where_first_drafts_are_slow() -> float:
 def test_drafts_that_pay_only_among_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With probes of a single step they never are."""
     assert share_where_first_drafts_are_slow() > 0.7
-    monkeypatch.setattr(adaptive_policy, "LEAST_STEPS", 1)
-    monkeypatch.setattr(adaptive_policy, "MOST_STEPS", 1)
+    monkeypatch.setattr(adaptive_policy, "MIN_EXPERIMENT_STEPS", 1)
+    monkeypatch.setattr(adaptive_policy, "MAX_EXPERIMENT_STEPS", 1)
     assert share_where_first_drafts_are_slow() < 0.1
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.scheduler.block_pool import ReleaseOrder
+from cbatch.core.scheduler.block_pool import EvictionQueue
 
 NUM_BLOCKS = 5  # few, so that the queue of twice as many entries soon wraps
 HAPPENED: Counter[str] = Counter()
@@ -19,7 +19,7 @@ moves = st.tuples(st.sampled_from(["append", "remove", "take"]), st.integers(0, 
 def play(played: list[tuple[str, int]], seed: int) -> None:
     """Replay moves of the given sizes, each limited to the number of blocks there are."""
     rng = np.random.default_rng(seed)
-    queue, expected, num_appended = ReleaseOrder(NUM_BLOCKS), list[int](), 0
+    queue, expected, num_appended = EvictionQueue(NUM_BLOCKS), list[int](), 0
     order: list[int] = []  # as appended, with the removed ones until the next is taken
     for move, count in played:
         if move == "append":

@@ -37,8 +37,8 @@ class OddSlots(LookaheadPolicy):
         self.max_depth, self.limits = config.k, limits
         self.calls: list[tuple[str, Any]] = []
 
-    def enter(self, slot: int, carried: Any) -> None:
-        self.calls.append(("enter", carried))
+    def enter(self, slot: int, policy_state: Any) -> None:
+        self.calls.append(("enter", policy_state))
 
     def leave(self, slot: int) -> Any:
         self.calls.append(("leave", slot))
@@ -76,8 +76,8 @@ def test_the_scheduler_does_what_it_chooses() -> None:
     observed = [what for call, what in policy.calls if call == "observe"]
     assert len(observed) == len(world.commits) and any(k.any() and a.any() for k, a in observed)
     assert world.scheduler.stats.preemptions > 0
-    carried = [what for call, what in policy.calls if call == "enter"]
-    assert carried.count(None) == 4 and any(each is not None and each[1] >= 2 for each in carried)
+    states = [what for call, what in policy.calls if call == "enter"]
+    assert states.count(None) == 4 and any(each is not None and each[1] >= 2 for each in states)
 
 
 @pytest.mark.parametrize(

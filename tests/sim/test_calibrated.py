@@ -82,14 +82,14 @@ def composition(rng: np.random.Generator) -> StepWork:
 def samples(count: int, noise: float, seed: int, stalls: float = 0.0) -> list[StepSample]:
     """Return samples of `TRUE`, each duration off by the share `noise`, and some ten times as
     long."""
-    costs = [ProfiledCost(TRUE, controlled=controlled) for controlled in (False, True)]
+    costs = [ProfiledCost(TRUE, adaptive=adaptive) for adaptive in (False, True)]
     rng, step_samples = np.random.default_rng(seed), []
     for _ in range(count):
-        work, controlled = composition(rng), bool(rng.random() < 0.3)
+        work, adaptive = composition(rng), bool(rng.random() < 0.3)
         factors = 1 + noise * rng.standard_normal(3)
         factors *= 10 if rng.random() < stalls else 1
-        times_s = np.array(costs[controlled].step_s(work)) * factors
-        step_samples.append(StepSample(work, *times_s.tolist(), controlled))
+        times_s = np.array(costs[adaptive].step_s(work)) * factors
+        step_samples.append(StepSample(work, *times_s.tolist(), adaptive))
     return step_samples
 
 
@@ -113,7 +113,7 @@ def test_the_cost_of_choosing_depths_has_its_own_price() -> None:
     prices = fit_profile(known)
     assert prices.price("host_adaptive_admission_s") == pytest.approx(5e-4, rel=0.15)
     assert prices.price("host_adaptive_row_s") == pytest.approx(1e-5, rel=0.15)
-    blind = [replace(sample, controlled=False) for sample in known]
+    blind = [replace(sample, adaptive=False) for sample in known]
     assert fit_profile(blind).price("host_admission_s") > 1.5 * TRUE.price("host_admission_s")
 
 
@@ -163,8 +163,8 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
     calibrator.measure(seed=0, steps=12)
     known, others = calibrator.fitted_samples, calibrator.held_out_samples
     assert (len(known), len(others)) == (12 * len(fitted), 12 * len(held_out))
-    assert {s.work.draft_depth for s in known if not s.controlled} >= {0, 1, 2, 4, 8}
-    assert {s.work.draft_depth > 0 for s in known if s.controlled} == {True, False}
+    assert {s.work.draft_depth for s in known if not s.adaptive} >= {0, 1, 2, 4, 8}
+    assert {s.work.draft_depth > 0 for s in known if s.adaptive} == {True, False}
     mixed = [s for s in known if s.work.decode_rows and s.work.prefill_tokens]
     assert len(mixed) > 20 and max(s.host_s for s in known) < 1e-9
     hits = [s for s in known if s.work.admitted and s.work.prefill_context_tokens >= 64]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.core.speculation import acceptance as estimator
-from cbatch.core.speculation.acceptance import Fleet
+from cbatch.core.speculation.acceptance import OverallAcceptance
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, Policy, Step, alive
@@ -82,12 +82,14 @@ TO_SIX = LookaheadConfig(policy="adaptive", k=6)
 ROWS = 3000
 
 
-def estimated(survival: np.ndarray, k: int, steps: int = 120) -> tuple[np.ndarray, Fleet]:
-    """Return N and D of rows that drafted k in every step, and the fleet's correction by depth. j
+def estimated(
+    survival: np.ndarray, k: int, steps: int = 120
+) -> tuple[np.ndarray, OverallAcceptance]:
+    """Return N and D of rows that drafted k in every step, and the correction by depth. j
     drafts survive with probability `survival[j]`."""
     rng, rows = np.random.default_rng(k), ROWS
     estimate = np.repeat([[4.2], [6.0]], rows, axis=1)
-    drafted, depths = np.full(rows, k, np.int32), Fleet(TO_SIX)
+    drafted, depths = np.full(rows, k, np.int32), OverallAcceptance(TO_SIX)
     for _ in range(steps):
         runs = (rng.random(rows)[:, None] < survival[1 : k + 1]).sum(axis=1).astype(np.int32)
         depths.observe_depths(estimator.survival(*estimate, 6).T, drafted, runs)

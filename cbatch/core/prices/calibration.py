@@ -62,8 +62,8 @@ def decode_calibration(document: bytes) -> Calibration:
 
 def accuracy(prices: CostProfile, samples: Sequence[StepSample]) -> Accuracy:
     """Return how well the prices predict `draft_s + target_s + host_s` of the samples."""
-    costs = [ProfiledCost(prices, controlled=controlled) for controlled in (False, True)]
-    predicted = np.array([sum(costs[s.controlled].step_s(s.work)) for s in samples])
+    costs = [ProfiledCost(prices, adaptive=adaptive) for adaptive in (False, True)]
+    predicted = np.array([sum(costs[s.adaptive].step_s(s.work)) for s in samples])
     measured = np.array([s.draft_s + s.target_s + s.host_s for s in samples])
     p50, p90 = np.percentile(np.abs(predicted / measured - 1), (50, 90)).tolist()
     total = float(predicted.sum() / measured.sum() - 1)

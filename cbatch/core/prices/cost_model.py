@@ -17,7 +17,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_curve import MEMORY_STEPS, StepCurve
 from cbatch.core.prices.step_work import StepSample
 
-OWED_TOKENS = 8  # a drafter that lags by fewer tokens catches up at no cost
+MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 
 
 class StepPrices(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class OnlineCostModel:
                 curve.observe(count, target_s, 0)
         for curve in (self._plain, self._drafted):
             curve.slope_s = profile.context_token_s
-            curve.hold_weakly()
+            curve.reduce_weights()
         self._setup_s, self._ingest_s = profile.draft_setup_s, profile.draft_ingest_s
 
     def observe(self, sample: StepSample) -> None:
@@ -66,9 +66,9 @@ class OnlineCostModel:
         draft_s, depth = sample.draft_s, work.draft_depth
         if draft_s <= 0:
             return
-        pass_s = float(self._pass.over(work.rows, 0))
+        pass_s = float(self._pass.seconds_at(work.rows, 0))
         expected_s = self._setup_s + depth * pass_s
-        if work.ingested_tokens > 2 * work.rows + OWED_TOKENS:
+        if work.ingested_tokens > 2 * work.rows + MIN_LAG_TOKENS:
             ingest_s = max(draft_s - expected_s, 0.0) / work.ingested_tokens
             self._ingest_s += (ingest_s - self._ingest_s) / MEMORY_STEPS
         elif depth:
@@ -77,26 +77,26 @@ class OnlineCostModel:
 
     @property
     def is_known(self) -> bool:
-        """True once there is a price, from a profile or a step."""
+        """True if a profile or a step has given a price."""
         return bool(self._plain.known or self._drafted.known)
 
     def is_measured(self, target_tokens: int, *, drafts: bool = False) -> bool:
         """Return whether real steps of about `target_tokens` tokens were seen, with drafts if
         `drafts`, else without. The profile does not count."""
         curve = self._drafted if drafts else self._plain
-        return target_tokens > 0 and curve.num_seen_about(target_tokens) > 1
+        return target_tokens > 0 and curve.num_steps_near(target_tokens) > 1
 
-    def prices(self, rows: int, context_tokens: int, most_drafts: int) -> StepPrices:
-        """Return the prices of steps with `rows` decoding rows and 0 to `most_drafts` drafts in
+    def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
+        """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
         all. Raises IndexError past `max_tokens`."""
-        if rows + most_drafts > self._max_tokens:
-            raise IndexError(f"{rows} + {most_drafts} tokens, prices are to max_tokens")
+        if rows + max_drafts > self._max_tokens:
+            raise IndexError(f"{rows} + {max_drafts} tokens, prices are to max_tokens")
         plain, drafted = self._plain, self._drafted
         plain, drafted = plain if plain.known else drafted, drafted if drafted.known else plain
-        plain_s, counts = float(plain.over(rows, context_tokens)), np.arange(most_drafts + 1)
-        least = max(drafted.least, rows + 1)  # interpolate below the smallest step with drafts
-        step_s = drafted.over(np.maximum(rows + counts, least), context_tokens)
-        step_s = plain_s + np.minimum(counts / (least - rows), 1) * (step_s - plain_s)
+        plain_s, counts = float(plain.seconds_at(rows, context_tokens)), np.arange(max_drafts + 1)
+        min_count = max(drafted.min_count, rows + 1)  # below it, interpolate from `plain_s`
+        step_s = drafted.seconds_at(np.maximum(rows + counts, min_count), context_tokens)
+        step_s = plain_s + np.minimum(counts / (min_count - rows), 1) * (step_s - plain_s)
         step_s = np.maximum(step_s, plain_s)
         step_s[1:] += self._setup_s
-        return StepPrices(step_s, float(self._pass.over(rows, 0)), self._ingest_s)
+        return StepPrices(step_s, float(self._pass.seconds_at(rows, 0)), self._ingest_s)

@@ -17,14 +17,14 @@ from cbatch.core.prices.step_curve import StepCurve
 # Share of the best prompt throughput that steps keep while rows decode.
 PROMPT_SHARE = 0.8
 PLAIN_EVERY = 16  # every 16th step without prompts is observed
-# While rows decode, a chunk is at most `_FIRST_CHUNK` tokens or, if this is more, `_GROWTH` times
-# the largest measured step.
-_FIRST_CHUNK, _GROWTH = 64, 2
-_SETTLED = 3  # steps of similar size before the size counts as measured: the first step is slower
-_MIN_CHUNK = 8  # least prompt tokens of a step whatever its target, so that prompts progress
-# A step is planned to take this share (margin) of its target gap between tokens. The share falls
-# after a step longer than its target, and rises after a step within it: in equilibrium one step in
-# two hundred is too long.
+# While rows decode, a chunk has at most `_FIRST_CHUNK_TOKENS`, or `_GROWTH` times the tokens of the
+# largest measured step if this is more.
+_FIRST_CHUNK_TOKENS, _GROWTH = 64, 2
+_MIN_STEPS_PER_SIZE = 3  # steps before their size counts as measured: the first is slower
+_MIN_CHUNK_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
+# A step is planned to take this share (margin) of the target time between two tokens. The share
+# falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
+# in two hundred is too long.
 _FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
 _MIN_MARGIN = 0.4
 
@@ -37,7 +37,7 @@ class StepCosts:
         that a chunk keeps; 1: chunks take the whole budget."""
         self._prompt_share = prompt_share
         self._curve = StepCurve(max_tokens, fits_slope=True)
-        sizes = _MIN_CHUNK * 2 ** (np.arange(80) / 4)  # four sizes per doubling
+        sizes = _MIN_CHUNK_TOKENS * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._has_prompts = False
         self._max_measured = 0  # tokens of the largest measured step
@@ -53,7 +53,7 @@ class StepCosts:
         if seconds > 0 and tokens > 0:
             self._curve.observe(tokens, seconds, pairs)
             self._has_prompts |= has_prompts
-            if self._curve.num_seen_about(tokens) >= _SETTLED:
+            if self._curve.num_steps_near(tokens) >= _MIN_STEPS_PER_SIZE:
                 self._max_measured = max(self._max_measured, tokens)
 
     def observe_target(self, target_s: float, seconds: float) -> None:
@@ -66,9 +66,9 @@ class StepCosts:
         least `prompt_share` of the best. Without observations, return the budget."""
         if self._prompt_share == 1 or not self.is_known:
             return budget_tokens
-        speeds = self._sizes / self._curve.over(self._sizes, 0)
+        speeds = self._sizes / self._curve.seconds_at(self._sizes, 0)
         smallest = int(np.argmax(speeds >= self._prompt_share * speeds.max()))
-        max_chunk = max(_GROWTH * self._max_measured, _FIRST_CHUNK)
+        max_chunk = max(_GROWTH * self._max_measured, _FIRST_CHUNK_TOKENS)
         return min(int(self._sizes[smallest]), max_chunk, budget_tokens)
 
     def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
@@ -78,18 +78,18 @@ class StepCosts:
         if not self.is_known:
             return int(self._sizes[-1])
         attention_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
-        step_s = self._curve.over(rows + self._sizes, pairs) + attention_s
+        step_s = self._curve.seconds_at(rows + self._sizes, pairs) + attention_s
         fitting = np.count_nonzero(step_s <= self._margin * target_s)
         return int(self._sizes[fitting - 1]) if fitting else 0
 
     def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:
         """Return the prompt tokens of a step with `rows` decoding tokens and `pairs` pairs: the
-        result of `prompt_tokens`, cut to a step within `target_s`, but at least `_MIN_CHUNK`."""
+        result of `prompt_tokens`, or what fits in `target_s`, but at least `_MIN_CHUNK_TOKENS`."""
         chosen = self.prompt_tokens(int(self._sizes[-1]))
         if target_s is None:
             return chosen
         fitting = self.tokens_within(target_s, rows, pairs, context_tokens)
-        return min(chosen, max(fitting, _MIN_CHUNK))
+        return min(chosen, max(fitting, _MIN_CHUNK_TOKENS))
 
     def prompt_token_s(self, rows: int, budget_tokens: int) -> float:
         """Return the estimated seconds per prompt token while `rows` rows decode, at recent context
@@ -97,4 +97,4 @@ class StepCosts:
         if not self._has_prompts:
             return 0.0
         chunk = min(self.prompt_tokens(budget_tokens), budget_tokens) if rows else budget_tokens
-        return self._curve.usual_s(min(rows + chunk, int(self._sizes[-1]))) / chunk
+        return self._curve.typical_s(min(rows + chunk, int(self._sizes[-1]))) / chunk

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-# While a machine is idle, caches lose data. A step reloads all but this share of the missing data.
-IDLE_LEFT = 0.1
+# While a machine is idle, caches lose data. After each step this share of the loss remains.
+IDLE_DECAY = 0.1
 
 
 class StepWork(msgspec.Struct, gc=False):
@@ -37,7 +37,7 @@ class StepWork(msgspec.Struct, gc=False):
     draft_context_tokens: int = 0  # context of the rows that draft
     admitted: int = 0  # requests that entered a slot
     steps_since_prefill: int = 0  # 0: this step computes a chunk
-    idle_s: float = 0.0  # idle time before; without any, `IDLE_LEFT` times the last step's value
+    idle_s: float = 0.0  # idle time before the step, or `IDLE_DECAY` times the last step's value
 
     @property
     def decode_context_tokens(self) -> int:
@@ -51,4 +51,4 @@ class StepSample(msgspec.Struct, frozen=True):
     draft_s: float  # passes of the drafter
     target_s: float  # the rest of the executor's time
     host_s: float = 0.0  # of the step loop around the executor
-    controlled: bool = False  # the adaptive policy chose the draft lengths
+    adaptive: bool = False  # whether the adaptive policy chose the draft lengths

@@ -70,10 +70,10 @@ ADAPTIVE: Terms = {
 
 
 class ProfiledCost:
-    """A cost model with the prices of a profile. `controlled`: the adaptive policy chooses the
+    """A cost model with the prices of a profile. `adaptive`: the adaptive policy chooses the
     draft lengths. Raises `FieldError` for a price without a term."""
 
-    def __init__(self, profile: CostProfile, *, controlled: bool = False) -> None:
+    def __init__(self, profile: CostProfile, *, adaptive: bool = False) -> None:
         unknown = profile.further.keys() - (TARGET | DRAFT | HOST | ADAPTIVE).keys()
         if unknown:
             raise FieldError(
@@ -84,7 +84,7 @@ class ProfiledCost:
         self._idle = profile.idles_s, profile.after_idle_s
         self._target, self._draft, self._host = (
             [(of, price) for name, of in terms.items() if (price := profile.price(name))]
-            for terms in (TARGET, DRAFT, HOST | ADAPTIVE if controlled else HOST)
+            for terms in (TARGET, DRAFT, HOST | ADAPTIVE if adaptive else HOST)
         )
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:

@@ -28,7 +28,7 @@ MAX_LOGIT_BIAS = 1e30
 # Values that mean None in other engines.
 NONE_VALUES: dict[str, tuple[int, ...]] = {"top_k": (-1, 0), "seed": (-1,)}
 _sampling = partial(knob, "sampling")
-_LEAST_FLOAT32, _MOST_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
+_MIN_FLOAT32, _MAX_FLOAT32 = (float(x) for x in (np.finfo("f").tiny, np.finfo("f").max))
 
 
 class FinishReason(enum.StrEnum):
@@ -57,9 +57,9 @@ class StructuredOutputs(
     around: str | None = None  # Lark grammar of the whole output; `@answer` is the constraint
 
     def __post_init__(self) -> None:
-        ways = self.__struct_fields__[:-1]
-        given = [f for f in ways if getattr(self, f) not in (None, False)]
-        remedy = f"give one of {', '.join(ways)}"
+        constraints = self.__struct_fields__[:-1]
+        given = [f for f in constraints if getattr(self, f) not in (None, False)]
+        remedy = f"give one of {', '.join(constraints)}"
         _require(len(given) == 1, "structured_outputs", given, remedy)
         _require(self.choice != (), "structured_outputs", "choice: []", "give at least one text")
         # A schema is stored as text, because its integers may be too large for msgpack.
@@ -78,7 +78,7 @@ def _schema_text(schema: dict[str, Any]) -> str:
 
 
 _UP_TO_20 = (0, MAX_TOP_LOGPROBS, f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out")
-# Least and greatest value of fields of `SamplingParams`, and the remedy. The repetition penalty is
+# Minimum and maximum of fields of `SamplingParams`, and the remedy. The repetition penalty is
 # limited so that its products with logits do not overflow fp32.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "max_tokens": (1, MAX_INT32, f"ask for at least 1 and at most {MAX_INT32}"),
@@ -217,7 +217,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     @property
     def logits_divisor(self) -> float:
         """Return the temperature, 1 if greedy, clipped to the positive normal float32 range."""
-        return 1.0 if self.greedy else min(max(self.temperature, _LEAST_FLOAT32), _MOST_FLOAT32)
+        return 1.0 if self.greedy else min(max(self.temperature, _MIN_FLOAT32), _MAX_FLOAT32)
 
     @property
     def coupled(self) -> bool:

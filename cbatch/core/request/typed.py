@@ -53,7 +53,7 @@ def names_of(field: FieldInfo) -> tuple[str, ...]:
         *more.get("aliases", ()),
         *(old for old, new in OLD_NAMES.items() if new == name),
     )
-    switch = bool in kinds_of(more.get("type", field.type))
+    switch = bool in types_of(more.get("type", field.type))
     return (*names, *(f"no_{name}" for name in names if switch))
 
 
@@ -73,7 +73,7 @@ def convert_fields(struct: msgspec.Struct) -> None:
         original = value = getattr(struct, field.name)
         if value is field.default:
             continue
-        origins = [get_origin(kind) for kind in kinds_of(field.type)]
+        origins = [get_origin(kind) for kind in types_of(field.type)]
         if isinstance(value, np.generic | np.ndarray):
             value = value.tolist()
         elif isinstance(value, PurePath):
@@ -83,14 +83,14 @@ def convert_fields(struct: msgspec.Struct) -> None:
         try:
             value = msgspec.convert(value, field.type, str_keys=True)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            values = [v for kind in kinds_of(field.type) for v in get_args(kind)]
+            values = [v for kind in types_of(field.type) for v in get_args(kind)]
             only = set(origins) == {Literal}
             remedy = f"use {' or '.join(map(repr, values))}" if only else str(error)
             raise FieldError(field.name, f"{short(original)} is not allowed", remedy) from error
         msgspec.structs.force_setattr(struct, field.name, value)
 
 
-def kinds_of(annotation: Any) -> list[Any]:
+def types_of(annotation: Any) -> list[Any]:
     """Return the members of a union without None, or the single type, of a field's annotation."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)

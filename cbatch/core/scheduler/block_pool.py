@@ -37,7 +37,7 @@ class Node(NamedTuple):
 
 
 ROOT = Node(0, None)
-_SALTED_UID = 2**62  # least uid of a salted root; other uids count up from 1 and stay below
+_SALTED_UID = 2**62  # smallest uid of a salted root; other uids count up from 1 and stay below
 
 
 def root_of(salt: str | None) -> Node:
@@ -54,13 +54,12 @@ class Match(msgspec.Struct, frozen=True):
 
     blocks: list[int]
     node: Node  # of the last block, or the root
-    promised: bool  # a running sequence is computing the next block: better wait for it
+    promised: bool  # a running sequence is computing the next block, so it pays to wait
 
 
-class ReleaseOrder:
-    """The order in which unreferenced cached blocks are evicted: a queue, least recently appended
-    first, with operations on many blocks at once. Removal leaves gaps until the array is full.
-    """
+class EvictionQueue:
+    """Unreferenced cached blocks in the order of eviction, least recently appended first, with
+    operations on many blocks at once. Removal leaves gaps until the array is full."""
 
     def __init__(self, num_blocks: int) -> None:
         self._queue = np.zeros(2 * num_blocks, dtype=np.intp)
@@ -133,7 +132,7 @@ class BlockPool:
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
         # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached = ReleaseOrder(num_blocks)  # cached and unreferenced
+        self._cached = EvictionQueue(num_blocks)  # cached and unreferenced
         # By block: whether its node is ready; whether its node is in `_index`; its node's uid (the
         # root's, if it has no node); the uid of the node's parent, if the node is in `_index`.
         self._ready, self._hashed = np.zeros((2, num_blocks), dtype=np.bool_)
@@ -384,5 +383,5 @@ class BlockPool:
         assert not (self._ready & ~has_node).any(), "ready, but no node"
         blocks = [*self._index.values()]
         assert sorted(blocks) == self._hashed.nonzero()[0].tolist() and has_node[blocks].all()
-        names = zip(self._parents[blocks].tolist(), self._contents[blocks].tolist(), strict=True)
-        assert [*names] == [*self._index]
+        keys = zip(self._parents[blocks].tolist(), self._contents[blocks].tolist(), strict=True)
+        assert [*keys] == [*self._index]

@@ -51,7 +51,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # While rows decode, a chunk is the smallest that keeps this share of the best prompt
     # throughput. With 1 a chunk may fill the step's budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE
-    itl_target_s: float | None = None  # target gap between tokens of a decoding row; None: none
+    itl_target_s: float | None = None  # target gap between tokens of a row; None: no target
 
     def __post_init__(self) -> None:
         checks = (

@@ -37,14 +37,14 @@ class PreemptionCandidate(msgspec.Struct, frozen=True):
 
     slot: int
     rank: Rank
-    decodes: bool  # is to compute 1 + num_drafts tokens in this step
+    decodes: bool  # computes 1 + num_drafts tokens in this step, if it runs
     kv_tokens: int  # positions it may use already, plans in flight included
     num_drafts: int
     max_tokens: int  # most positions that it will ever use
     blocks_held: int
     blocks_freed: int  # blocks that become available if it is preempted
     in_flight: bool  # its blocks are freed only when a plan in flight commits
-    protected: bool  # was preempted before and has not gained a block since
+    protected: bool  # was preempted before and has not filled a block since
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -69,12 +69,12 @@ def decide_growth(
     victims: dict[int, None] = {}  # by slot, in order
     free, pending = available_blocks, pending_blocks
     running: list[PreemptionCandidate] = []
-    for place, row in enumerate(by_rank):
+    for index, row in enumerate(by_rank):
         if not row.decodes or row.slot in victims:
             continue
         need = _blocks_beyond(row, 1, block_size)
         while need > free + pending and row.slot not in victims:
-            later = (r for r in reversed(by_rank[place + 1 :]) if r.slot not in victims)
+            later = (r for r in reversed(by_rank[index + 1 :]) if r.slot not in victims)
             victim = next((r for r in later if not r.protected), row)
             victims[victim.slot] = None
             if victim.in_flight:

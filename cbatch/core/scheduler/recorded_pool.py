@@ -76,7 +76,7 @@ class RecordedBlockPool(BlockPool):
         is_first = parent.block is None and parent.uid == parent_uid
         previous = parent if is_first else self._entries.get(parent_uid)
         if previous is None:
-            return last  # the block before them was evicted: no lookup will reach them
+            return last  # the previous block was evicted, so no lookup will reach these blocks
         for uid, block in enumerate(added, first_uid):
             entry = self._entries[uid] = _Entry(uid, block, previous)
             if isinstance(previous, _Entry):
@@ -106,7 +106,7 @@ class RecordedBlockPool(BlockPool):
                 self._remove(entry)
 
     def _store(self, entry: _Entry) -> None:
-        """Record that an entry, which is ready now, enters the cache, and with it the ready entries
+        """Record that an entry that became ready enters the cache, together with the ready entries
         after it."""
         pending = [entry]
         while pending:

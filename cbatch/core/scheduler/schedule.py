@@ -93,8 +93,8 @@ def _without_finishing(
 
 
 def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> RowTokens:
-    """Return drafts and catch-up tokens per row within the token budget. Whether there are blocks
-    for them is decided later."""
+    """Return drafts and catch-up tokens per row within the token budget. Later code decides whether
+    the pool has blocks for them."""
     step = DraftableRows(state, batch, num_known)
     num_drafts = state.policy.choose(step)
     if num_drafts is None:
@@ -169,7 +169,7 @@ def _candidate(
 ) -> PreemptionCandidate:
     table, slot = state.table, sequence.slot
     assert slot is not None
-    gained = int(table.num_tokens[slot]) - sequence.tokens_at_admission
+    new_tokens = int(table.num_tokens[slot]) - sequence.tokens_at_admission
     blocks = state.block_row(slot)
     return PreemptionCandidate(
         slot=slot,
@@ -181,7 +181,7 @@ def _candidate(
         blocks_held=len(blocks),
         blocks_freed=state.pool.count_unshared(blocks),
         in_flight=_is_in_flight(state, slot),
-        protected=sequence.preemptions > 0 and gained < state.pool.block_size,
+        protected=sequence.preemptions > 0 and new_tokens < state.pool.block_size,
     )
 
 
@@ -209,8 +209,8 @@ class _Prompt(NamedTuple):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Return the sort key; the smallest is served first. The remaining length does not count
-        once later prompts have overtaken this one by its own length."""
+        """Return the sort key; the smallest is served first. The remaining length counts until the
+        prompts that overtook this one have computed as many tokens as it has."""
         is_due = self.sequence.overtaken_tokens >= self.sequence.tokens_at_admission
         return self.sequence.level, 0 if is_due else self.remaining_tokens
 

@@ -25,7 +25,7 @@ class Sequence(msgspec.Struct, eq=False):
     min_total_tokens: int  # a stop id at an earlier position does not end the request
     max_total_tokens: int
     tokens: np.ndarray  # int32, known tokens when it last waited
-    carried: tuple[float, float] | None = None  # state of the lookahead policy while it waits
+    policy_state: tuple[float, float] | None = None  # of the lookahead policy, after a preemption
     slot: int | None = None
     last_node: Node = ROOT  # in the prefix cache, of the last block that has a node
     num_nodes: int = 0  # leading blocks that have nodes, promised or ready

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.prices.step_work import IDLE_LEFT, StepWork
+from cbatch.core.prices.step_work import IDLE_DECAY, StepWork
 from cbatch.core.scheduler.plan import NewSequence, StepPlan
 
 
@@ -42,7 +42,7 @@ class SlotCounts:
         work.admitted = len(plan.deltas.new_sequences)
         self._since_prefill = self._since_prefill + 1 if decodes == rows else 0
         work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
-        self._idle_s *= IDLE_LEFT
+        self._idle_s *= IDLE_DECAY
         work.ingested_tokens = sum(plan.catch_up.tolist())
         # Number of leading rows that decode without drafts; each reads all its known tokens.
         plain = decodes if not depth and uncomputed[:decodes].count(1) == decodes else 0

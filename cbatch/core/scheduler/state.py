@@ -126,7 +126,7 @@ class SchedulerState:
             (table.reserved_tokens, total_blocks * pool.block_size),
         ):
             column[slot] = value
-        self.policy.enter(slot, sequence.carried)
+        self.policy.enter(slot, sequence.policy_state)
         sequence.slot = slot
         sequence.tokens_at_admission = len(tokens)
         sequence.last_node, sequence.num_nodes = match.node, hits
@@ -221,7 +221,7 @@ class SchedulerState:
         slot = sequence.slot
         assert slot is not None
         self.cache_blocks(slot)
-        sequence.carried = self.policy.leave(slot)
+        sequence.policy_state = self.policy.leave(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None
         sequence.slot = None

@@ -109,7 +109,7 @@ class CommittedStep:
             self.total_drafted = int(np.add.reduce(self.num_drafted))
             self.all_drafted = bool(np.count_nonzero(self.num_drafted) == len(self.num_drafted))
         self.cut_tokens = 0
-        # Without drafts a row emits at most one token, so that the total decides.
+        # Without drafts a row emits at most one token, so it is enough to compare the total.
         self.one_token_per_row = not self.total_drafted and len(self.tokens) == len(self.slots)
         if self.one_token_per_row:
             self.counts = table.ones[: len(self.slots)]
@@ -253,7 +253,7 @@ def _find_ends(
     if not rows_to_cut:
         return []
     step.counts = step.counts.copy()
-    reasons = [(row, _cut(table, step, row)) for row in rows_to_cut]
+    reasons = [(row, _cut_after_end(table, step, row)) for row in rows_to_cut]
     return [(row, reason) for row, reason in reasons if reason is not None]
 
 
@@ -267,7 +267,7 @@ def _stop_rows(union: np.ndarray, step: CommittedStep) -> np.ndarray | None:
     return None
 
 
-def _cut(table: SlotTable, step: CommittedStep, row: int) -> FinishReason | None:
+def _cut_after_end(table: SlotTable, step: CommittedStep, row: int) -> FinishReason | None:
     """Cut the row's tokens after its end, and return the reason; None if it did not end."""
     sequence, slot = step.owners[row], step.slots.item(row)
     total, count = table.num_tokens.item(slot), step.counts.item(row)

@@ -21,7 +21,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decay: float = 0.96  # of an estimate's sums, per trial
     prior_acceptance: float = 0.7  # acceptance of a request without history
     prior_trials: float = 6.0  # weight of the prior, in trials
-    min_survival: float = 0.2  # least chance of survival that is worth a draft
+    min_survival: float = 0.2  # smallest probability of survival at which a token is drafted
     idle_drift: float = 0.95  # share of an estimate that remains after a step without drafts
     # Gain over drafting nothing at which `adaptive` starts to draft.
     switch_gain: float = 0.02

@@ -19,7 +19,7 @@ class FixedPolicy(LookaheadPolicy):
         return step.max_drafts
 
 
-class LearningPolicy(FixedPolicy):
+class EstimatingPolicy(FixedPolicy):
     """Base of policies that estimate the acceptance of each slot."""
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
@@ -33,8 +33,8 @@ class LearningPolicy(FixedPolicy):
         """N and D of a request without history."""
         return self.config.prior_acceptance * self.config.prior_trials, self.config.prior_trials
 
-    def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        self.estimate[:, slot] = self.prior if carried is None else carried
+    def enter(self, slot: int, policy_state: tuple[float, float] | None) -> None:
+        self.estimate[:, slot] = self.prior if policy_state is None else policy_state
 
     def leave(self, slot: int) -> tuple[float, float] | None:
         accepted, trials = self.estimate[:, slot].tolist()
@@ -45,21 +45,21 @@ class LearningPolicy(FixedPolicy):
         acceptances: list[float] = (accepted / trials).tolist()
         return acceptances
 
-    def learn(self, rows: Rows, trials: np.ndarray, gained: np.ndarray) -> None:
-        """Update the estimates of rows by `trials` trials, of which `gained` were accepted."""
+    def learn(self, rows: Rows, trials: np.ndarray, accepted: np.ndarray) -> None:
+        """Update the estimates of rows by `trials` trials, of which `accepted` were accepted."""
         decay = self.config.decay
-        self.estimate[:, rows] = decayed(decay, self.estimate[:, rows], trials, gained)
+        self.estimate[:, rows] = decayed(decay, self.estimate[:, rows], trials, accepted)
 
     def observe(self, step: DraftedStep) -> None:
         if step.shadow is not None:
             self.learn(*step.shadow)
         if step.total_drafted:
-            accepted = step.num_accepted
-            gained = accepted if step.evidence is None else step.evidence
-            self.learn(step.rows, accepted + (accepted < step.num_drafted), gained)
+            trials = step.num_accepted + (step.num_accepted < step.num_drafted)
+            evidence = step.num_accepted if step.evidence is None else step.evidence
+            self.learn(step.rows, trials, evidence)
 
 
-class EmaPolicy(LearningPolicy):
+class EmaPolicy(EstimatingPolicy):
     """Drafts position j of a row while S_j >= `config.min_survival`."""
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:

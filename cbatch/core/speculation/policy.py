@@ -17,14 +17,14 @@ class PolicyLimits(msgspec.Struct, frozen=True):
     """Sizes of the engine, and the cost of its steps."""
 
     max_num_seqs: int
-    max_tokens: int  # most target tokens of a step
+    max_tokens: int  # most tokens of a step through the target model
     profile: CostProfile | None = None  # prices for a `priced` policy; None: not measured
 
 
 class PlannedRows(Protocol):
     """The decoding rows of a step that is being planned. Properties are computed when read."""
 
-    rows: Rows  # their slots
+    rows: Rows  # the slots of the rows
     num_rows: int
 
     @property
@@ -37,7 +37,7 @@ class PlannedRows(Protocol):
 
     @property
     def budget_tokens(self) -> int:
-        """Most drafts and catch-up tokens of all rows together; a larger choice is cut."""
+        """Most drafts and catch-up tokens of all rows together; a choice beyond it is cut."""
 
     @property
     def context_tokens(self) -> int:
@@ -84,7 +84,8 @@ class PolicyStats(msgspec.Struct, frozen=True, array_like=True):
     """The last decision of `adaptive`. Its numbers are None while no row drafts."""
 
     drafting: bool
-    threshold: float | None  # lambda, the least (weighted) chance of survival worth a draft
+    threshold: float | None  # lambda, the smallest (weighted) survival of a chosen draft
+
     tokens_per_s: float | None  # expected
     gain: float | None  # `tokens_per_s` relative to no drafts, minus 1
     calibration: SurvivalStats
@@ -104,11 +105,11 @@ class LookaheadPolicy:
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         """`config.k` is the number after the policy's name on the command line."""
 
-    def enter(self, slot: int, carried: tuple[float, float] | None) -> None:
-        """Assign the slot to a sequence. `carried` is the result of `leave` if it was preempted."""
+    def enter(self, slot: int, policy_state: tuple[float, float] | None) -> None:
+        """Assign the slot to a sequence. `policy_state`: what `leave` returned; None if new."""
 
     def leave(self, slot: int) -> tuple[float, float] | None:
-        """Free the slot of a finished or preempted sequence. Return `carried` for `enter`."""
+        """Free the slot of a finished or preempted sequence. Return `policy_state` for `enter`."""
         return None
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:

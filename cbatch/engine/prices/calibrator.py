@@ -121,7 +121,7 @@ class Calibrator:
         self._plain = self._serving = self._make(plain)
         self._sharing = self._make(LookaheadConfig(), enable_prefix_caching=True)
         if speculates:
-            self._controlled = self._make(LookaheadConfig(policy="adaptive"))
+            self._adaptive_engine = self._make(LookaheadConfig(policy="adaptive"))
         self._generated_text: list[int] = []  # token ids that prompts are cut from
 
     def _make(self, lookahead: LookaheadConfig, *, enable_prefix_caching: bool = False) -> Engine:
@@ -161,9 +161,9 @@ class Calibrator:
         """Return samples of the first `steps` steps of one batch."""
         if not self._generated_text:
             self._generate_text(rng)
-        controlled = batch.k is None
+        adaptive = batch.k is None
         engine = self._sharing if batch.shared_tokens else self._plain
-        self._switch_to(self._controlled if controlled else engine)
+        self._switch_to(self._adaptive_engine if adaptive else engine)
         engine, running, samples = self._serving, set[str](), []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
@@ -177,7 +177,7 @@ class Calibrator:
             running -= {out.request_id for out in outputs if out.finished is not None}
             last = self._meter.last
             host_s = max(step_s - self._meter.own_s - last.draft_s - last.target_s, 0.0)
-            samples.append(structs.replace(last, host_s=host_s, controlled=controlled))
+            samples.append(structs.replace(last, host_s=host_s, adaptive=adaptive))
         for request_id in running:
             engine.cancel(request_id)
         return samples

@@ -82,8 +82,8 @@ def _fit_terms(
     if not samples:
         return {}
     columns = _matrix(terms, [sample.work for sample in samples])
-    uncontrolled = [not sample.controlled for sample in samples]
-    columns[np.ix_(uncontrolled, [name in ADAPTIVE for name in terms])] = 0.0
+    not_adaptive = [not sample.adaptive for sample in samples]
+    columns[np.ix_(not_adaptive, [name in ADAPTIVE for name in terms])] = 0.0
     return dict(zip(terms, fit_columns(columns, np.array(seconds)).tolist(), strict=True))
 
 
