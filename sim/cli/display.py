@@ -20,7 +20,7 @@ from sim.report.report import Record, Report, to_json, to_line
 from sim.report.timeline import Observer, Timeline
 
 # Settings of a report that say where step costs come from.
-PRICED = (
+COST_SETTINGS = (
     "cost",
     "gpu",
     "machine",
@@ -73,7 +73,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Files:
+class ReportFiles:
     """Report files of the options --json, --records, --page and --perfetto. Records and Perfetto
     events are written during the run, the other two files by `write`."""
 
@@ -85,7 +85,7 @@ class Files:
         for name in ("json", "records", "page", "perfetto"):
             require_place(f"--{name}", getattr(args, name))
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> ReportFiles:
         args = self._args
         if args.records is not None:
             file = self._open.enter_context(args.records.open("wb"))
@@ -132,7 +132,7 @@ def print_report(report: Report, json_file: Path | None) -> None:
 def describe_costs(*scenarios: dict[str, Any]) -> str:
     """Return a line with the device, the model and the source of step costs. `scenarios` are the
     settings of reports."""
-    words = {name: name.replace("_", " ") for name in PRICED}
+    words = {name: name.replace("_", " ") for name in COST_SETTINGS}
     sources = (
         ", ".join(f"{words[n]} {s[n]}" for n in words if s.get(n) is not None) for s in scenarios
     )

@@ -6,7 +6,7 @@ import argparse
 
 from cbatch.cli.settings import add_flags
 from cbatch.core.request.errors import FieldError
-from sim.cli.display import Bar, Files, add_report_options, print_report
+from sim.cli.display import Bar, ReportFiles, add_report_options, print_report
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.cli.sweep import (
@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    files = Files(args)
+    files = ReportFiles(args)
     for option, given in (("--records", args.records), ("--perfetto", args.perfetto)):
         if args.sweep and given is not None:
             raise FieldError(option, "would be ignored with --sweep", "leave one of them out")

@@ -15,7 +15,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
-from sim.cli.costs import Priced, priced
+from sim.cli.costs import PricedScenario, price_scenario
 from sim.cli.scenario import ACCEPTANCE, ENGINE_DEFAULTS, ROUTER, SIZES, Scenario
 from sim.cost.base import CostModel
 from sim.cost.recorded_pool import recorded_blocks
@@ -120,7 +120,7 @@ def build(scenario: Scenario) -> Simulation:
         scale_of = scenario.scale_of(partial(_requests, scenario, trace))
         scenario = replace(scenario, rate_scale=scale_of)
     lookahead = parse_lookahead(scenario.lookahead)
-    prices = priced(scenario, lookahead.policy)
+    prices = price_scenario(scenario, lookahead.policy)
     config = _scheduler(scenario, lookahead, prices, trace.recorded)
     settings |= prices.names
     settings |= {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}
@@ -180,7 +180,7 @@ def _router(scenario: Scenario) -> str | None:
 def _scheduler(
     scenario: Scenario,
     lookahead: LookaheadConfig,
-    prices: Priced,
+    prices: PricedScenario,
     recorded: SchedulerConfig | None,
 ) -> SchedulerConfig:
     """Return the scheduler's configuration. A size comes from its option, else from the cost model,

@@ -17,7 +17,7 @@ from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from sim.cli import trace_generate as tracegen
 from sim.cli.scenario import PacedTrace, TraceFile
-from sim.cli.trace_generate import require_no_seed, write_trace
+from sim.cli.trace_generate import checked_seed, write_trace
 from sim.workload.options import OpenedTrace
 from sim.workload.traces.changes import sample, scale
 from sim.workload.traces.plot import save_plot
@@ -134,7 +134,7 @@ def run_scale(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace, *, in_order: bool = True, drawing: bool = False) -> OpenedTrace:
     file = read_settings(TraceFile, args).values
     trace = OpenedTrace(file.trace, file, args.seed or 0, in_order=in_order)
-    require_no_seed(args, drawing=drawing or trace.draws)
+    checked_seed(args, drawing=drawing or trace.draws)
     return trace
 
 

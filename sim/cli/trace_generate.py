@@ -82,7 +82,7 @@ def _requests(args: argparse.Namespace) -> Iterable[TraceRequest]:
         if getattr(args, option) is not None:
             problem = "would be ignored: there are no sessions"
             raise FieldError(flag_of(option), problem, "give --sessions")
-    seed = require_no_seed(args, drawing=_draws(args))
+    seed = checked_seed(args, drawing=_draws(args))
     return generate(*_distributions(args), requests=args.requests, seed=seed)
 
 
@@ -101,7 +101,7 @@ def _sessions(args: argparse.Namespace) -> Iterable[TraceRequest]:
         think_s=THINK_S if args.think is None else args.think,
     )
     drawing = conversations.think_s > 0 or is_drawn(turns) or _draws(args)
-    seed = require_no_seed(args, drawing=drawing)
+    seed = checked_seed(args, drawing=drawing)
     return converse(arrivals, conversations, sessions=args.sessions, seed=seed)
 
 
@@ -119,7 +119,7 @@ def _draws(args: argparse.Namespace) -> bool:
     return any(map(is_drawn, (args.arrivals or DEFAULT_ARRIVALS, args.prompt, args.output)))
 
 
-def require_no_seed(args: argparse.Namespace, *, drawing: bool) -> int:
+def checked_seed(args: argparse.Namespace, *, drawing: bool) -> int:
     """Return the seed, by default 0. Raises `FieldError` if a given seed would be ignored."""
     if args.seed is not None and not drawing:
         raise FieldError("--seed", "is not used here", "leave it out")

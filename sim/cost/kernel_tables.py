@@ -35,7 +35,7 @@ PRODUCTS, DECODES, PREFILLS = (
     f"{name}_perf.parquet" for name in ("gemm", "generation_attention", "context_attention")
 )
 _BF16 = "bfloat16"
-_WHOLE = {"attn_dtype": _BF16, "kv_cache_dtype": _BF16, "window_size": 0}
+_FULL_ATTENTION = {"attn_dtype": _BF16, "kv_cache_dtype": _BF16, "window_size": 0}
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head size
 
@@ -81,9 +81,9 @@ class KernelCost:
         self._config = config
         self._target = _Passes.of(tables, config, config.shape)
         self._draft = None if config.draft is None else _Passes.of(tables, config, config.draft)
-        self.most_step_tokens = self._target.tokens.max_count
+        self.max_step_tokens = self._target.tokens.max_count
         decodes = self._target.decodes
-        self.most_rows = None if decodes is None else int(decodes.firsts[-1])
+        self.max_rows = None if decodes is None else int(decodes.firsts[-1])
 
     @property
     def from_roofline(self) -> list[str]:
@@ -226,7 +226,7 @@ def _attention(path: Path | None) -> dict[Heads, dict[tuple[int, int], float]]:
     columns = ("num_heads", "num_key_value_heads", "head_dim", "batch_size", "isl", "step")
     by_heads: dict[Heads, dict[tuple[int, int], float]] = {}
     for (heads, kv_heads, size, batch, isl, step), s in _read(
-        path, columns, _WHOLE
+        path, columns, _FULL_ATTENTION
     ).seconds.items():
         by_heads.setdefault((heads, kv_heads, size), {})[batch, isl + step] = s
     return by_heads

@@ -59,8 +59,8 @@ class LayerProfile:
         self._tokens = Curve.total([*per_block, *((1, dense[name]) for name in _ONCE)])
         self._logits = Curve.total([(1, heads[name]) for name in _PER_SEQUENCE])
         self._attention, self._layers = ProfiledAttention(folder), layers
-        self.most_step_tokens = self._tokens.max_count
-        self.most_rows = min(self._attention.most_rows, self._logits.max_count)
+        self.max_step_tokens = self._tokens.max_count
+        self.max_rows = min(self._attention.max_rows, self._logits.max_count)
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         if work.draft_depth or work.ingested_tokens:
@@ -86,7 +86,7 @@ class ProfiledAttention:
         self._decode = _lattice(where, {"n_decode": rows, "kv_decode": contexts}, decode)
         self._mixed = _lattice(where, *_mixed(seconds_at))
         mixed_rows = self._mixed.axes[2]
-        self.most_rows = int(min(rows[-1], mixed_rows[-1]))
+        self.max_rows = int(min(rows[-1], mixed_rows[-1]))
         skew_file = folder / "skew_fit.csv"
         self._skew = Skew(skew_file) if skew_file.is_file() else None
 
@@ -95,7 +95,7 @@ class ProfiledAttention:
         mean_tokens = work.decode_context_tokens / rows if rows else 0.0
         chunk_tokens, history_tokens = 0.0, 0.0
         if work.prefill_tokens:
-            chunk_tokens, history_tokens = same_pairs_tokens(work)
+            chunk_tokens, history_tokens = equivalent_chunk(work)
 
         def uniform_s(context_tokens: float) -> float:
             if work.prefill_tokens:
@@ -116,7 +116,7 @@ class ProfiledAttention:
         return max(seconds, 0.0)
 
 
-def same_pairs_tokens(work: StepWork) -> tuple[float, float]:
+def equivalent_chunk(work: StepWork) -> tuple[float, float]:
     """Return the tokens of a single chunk, and of the context before it, with the same number of
     query-key pairs as a step's chunks. Several prompts have fewer pairs than one prompt of their
     total length, so their chunk is shorter."""
@@ -141,7 +141,7 @@ class Skew:
             totals[chunk] += share * count
             samples[chunk] += count
         self._chunks = sorted(samples)
-        self._usual = {chunk: totals[chunk] / samples[chunk] for chunk in samples}
+        self._mean_shares = {chunk: totals[chunk] / samples[chunk] for chunk in samples}
         self._bounds = [sorted({key[i] for key in self._shares}) for i in range(1, 5)]
 
     def share(
@@ -152,22 +152,22 @@ class Skew:
         longest_tokens: float,
         history_tokens: float,
     ) -> float:
-        """Return `alpha` for a step. `heavy_share` is (mean - shortest) / (longest - shortest) of
-        the decoding rows' contexts."""
+        """Return `alpha` for a step. `heavy_share` is (mean - shortest) / (longest - shortest), of
+        the context lengths of decoding rows."""
         chunk = min(self._chunks, key=lambda profiled: abs(profiled - chunk_tokens))
         values = (rows, 100 * heavy_share, longest_tokens, history_tokens)
         bounds = zip(self._bounds, values, strict=True)
         key = (chunk, *(axis[min(bisect_left(axis, x), len(axis) - 1)] for axis, x in bounds))
-        return self._shares.get(key, self._usual[chunk])
+        return self._shares.get(key, self._mean_shares[chunk])
 
 
 def _mixed(
     seconds_at: dict[tuple[int, ...], float],
 ) -> tuple[dict[str, list[int]], dict[tuple[int, ...], float]]:
     """Return the axes and values of the lattice for chunks together with decoding rows. A profile
-    may join lattices of several spacings. The lattice has the chunk sizes that were measured at the
-    shortest context, and on other axes the values that all these sizes share. Without rows the
-    context has no effect, without a chunk the history has none."""
+    may contain lattices of several spacings. The returned lattice has the chunk sizes measured at
+    the shortest context, and on the other axes the values measured with all these chunk sizes.
+    Without rows the context has no effect, without a chunk the history has none."""
     with_rows = {key for key in seconds_at if key[0] and key[2]}
     shortest = min(key[3] for key in with_rows)
     chunks = sorted({key[0] for key in with_rows if key[3] == shortest})

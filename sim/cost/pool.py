@@ -72,22 +72,22 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     gpu, parts = config.gpu, config.tensor_parallel_size
     total_bytes = gpu.memory_bytes if gpu.usable_bytes is None else gpu.usable_bytes
     weight_bytes = sum(shape.weight_bytes for shape in shapes) / parts
-    kept = max(kept_bytes(shape, settings, parts) for shape in shapes)
+    reserved = max(reserved_bytes(shape, settings, parts) for shape in shapes)
     token_bytes = sum(config.kv_token_bytes(shape) for shape in shapes)
     settings.check()
-    left_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - kept
-    blocks = int(left_bytes // (token_bytes * settings.block_tokens))
+    kv_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - reserved
+    blocks = int(kv_bytes // (token_bytes * settings.block_tokens))
     if blocks < 1:
         raise FieldError(
             "--gpu",
-            f"{weight_bytes / 2**30:.1f} GiB of weights and {kept / 2**30:.1f} of work leave no "
-            "room for KV",
+            f"{weight_bytes / 2**30:.1f} GiB of weights and {reserved / 2**30:.1f} of work leave "
+            "no room for KV",
             "use more devices (--tensor-parallel-size) or a larger one",
         )
     return blocks
 
 
-def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel_size: int = 1) -> float:
+def reserved_bytes(shape: ModelShape, settings: PoolSettings, num_devices: int = 1) -> float:
     """Return the bytes that vLLM reserves on each device in addition to the weights. Every device
     samples from whole rows of logits."""
     settings.check()
@@ -95,7 +95,7 @@ def kept_bytes(shape: ModelShape, settings: PoolSettings, tensor_parallel_size: 
     hidden_bytes = settings.step_tokens * shape.hidden_size * VALUE_BYTES
     rows = min(settings.max_rows, settings.step_tokens)
     sampler_bytes = hidden_bytes + rules.sampler_value_bytes * rows * shape.vocab_size
-    pass_bytes = settings.step_tokens * pass_token_bytes(shape, tensor_parallel_size)
+    pass_bytes = settings.step_tokens * pass_token_bytes(shape, num_devices)
     graphs = num_graphs(settings.max_rows) * rules.graph_bytes
     return max(pass_bytes, sampler_bytes) + graphs + rules.context_bytes
 

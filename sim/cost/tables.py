@@ -1,7 +1,7 @@
 """Tables of measured durations, interpolated linearly on every axis.
 
 Beyond the last point the last line continues: all times measured here grow linearly once a device
-is full. Cost models give the largest measured counts (`most_rows`, `most_step_tokens`). A scheduler
+is full. Cost models give the largest measured counts (`max_rows`, `max_step_tokens`). A scheduler
 configuration above these is refused.
 """
 

@@ -48,8 +48,8 @@ class _Independent:
         self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
     ) -> np.ndarray:
         depth = int(np.maximum.reduce(num_drafted, initial=0))
-        ahead = np.arange(depth)
-        noise = uniforms(self._states[slots][:, None], positions[:, None] + ahead)
+        depths = np.arange(depth)
+        noise = uniforms(self._states[slots][:, None], positions[:, None] + depths)
         return leading(noise < self._chances(slots, positions, depth), num_drafted)
 
     def _chances(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
@@ -109,10 +109,10 @@ class DriftingAcceptance(_Independent):
         self._high, self._low = _chance("high", high), _chance("low", low)
         if not 1 <= tokens < float("inf"):
             raise FieldError("tokens", f"{tokens} is not allowed", "give 1 or more")
-        self._renewal = 1 / tokens
+        self._redraw_chance = 1 / tokens
         self._redraws, self._levels = (np.zeros(max_num_seqs, np.uint64) for _ in range(2))
-        # By slot: a position, and the last position up to it at which the chain was redrawn.
-        self._reached, self._drawn = (np.zeros(max_num_seqs, np.int64) for _ in range(2))
+        # By slot: the position up to which the chain was followed, and that of its last redraw.
+        self._followed_to, self._redrawn_at = (np.zeros(max_num_seqs, np.int64) for _ in range(2))
 
     def admit(self, admission: NewSequence) -> None:
         """Start the chain at the first output token; a preempted request's chain is recomputed."""
@@ -120,29 +120,30 @@ class DriftingAcceptance(_Independent):
         slot = admission.slot
         self._redraws[slot] = request_state(_REDRAW, admission)
         self._levels[slot] = request_state(_LEVEL, admission)
-        self._reached[slot] = self._drawn[slot] = admission.num_prompt_tokens
+        self._followed_to[slot] = self._redrawn_at[slot] = admission.num_prompt_tokens
         known_tokens = len(admission.tokens)
         if known_tokens > admission.num_prompt_tokens:
-            self._follow(np.array([slot]), np.array([known_tokens]), 1)
+            self._last_redraws(np.array([slot]), np.array([known_tokens]), 1)
 
     def _chances(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
-        drawn = self._follow(slots, positions, depth)
-        is_high = uniforms(self._levels[slots][:, None], drawn) < 0.5
+        redrawn_at = self._last_redraws(slots, positions, depth)
+        is_high = uniforms(self._levels[slots][:, None], redrawn_at) < 0.5
         return np.where(is_high, self._high, self._low)
 
-    def _follow(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
+    def _last_redraws(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
         """Return for each of `depth` positions the last redraw up to it, int64 [rows, depth]."""
-        reached = self._reached[slots]
-        window = int(np.max(positions - reached)) + depth
-        steps = reached[:, None] + np.arange(1, window + 1)
-        redrawn = uniforms(self._redraws[slots][:, None], steps) < self._renewal
-        drawn = np.concatenate([self._drawn[slots][:, None], np.where(redrawn, steps, 0)], axis=1)
-        np.maximum.accumulate(drawn, axis=1, out=drawn)
-        first = positions - reached
+        followed_to = self._followed_to[slots]
+        window = int(np.max(positions - followed_to)) + depth
+        steps = followed_to[:, None] + np.arange(1, window + 1)
+        redrawn = uniforms(self._redraws[slots][:, None], steps) < self._redraw_chance
+        latest = self._redrawn_at[slots][:, None]
+        redrawn_at = np.concatenate([latest, np.where(redrawn, steps, 0)], axis=1)
+        np.maximum.accumulate(redrawn_at, axis=1, out=redrawn_at)
+        first = positions - followed_to
         last_redraws: np.ndarray = np.take_along_axis(
-            drawn, first[:, None] + np.arange(depth), axis=1
+            redrawn_at, first[:, None] + np.arange(depth), axis=1
         )
-        self._reached[slots], self._drawn[slots] = positions, last_redraws[:, 0]
+        self._followed_to[slots], self._redrawn_at[slots] = positions, last_redraws[:, 0]
         return last_redraws
 
 
@@ -159,8 +160,8 @@ class RecordedAcceptance:
         self._first = [0] * max_num_seqs
 
     def admit(self, admission: NewSequence) -> None:
-        """Raises `FieldError` unless the request's id is its number in the trace, as in a
-        replay."""
+        """Assign the slot a recorded sequence. Raises `FieldError` unless the request's id is its
+        number in the trace, as in a replay."""
         name = admission.request_id
         if not name.isdecimal():
             raise FieldError(
@@ -174,10 +175,10 @@ class RecordedAcceptance:
     ) -> np.ndarray:
         depth = int(np.maximum.reduce(num_drafted, initial=0))
         accepted = np.zeros((len(slots), depth), np.bool_)
-        ahead = np.arange(depth)
+        depths = np.arange(depth)
         for row, slot in enumerate(slots.tolist()):
             sequence, first = self._of_slot[slot], int(positions[row]) - self._first[slot]
-            accepted[row] = sequence[(first + ahead) % len(sequence)]
+            accepted[row] = sequence[(first + depths) % len(sequence)]
         return leading(accepted, num_drafted)
 
 

@@ -36,7 +36,7 @@ class ModelledExecutor:
         self.host_s = 0.0  # host time of the last step, if the cost model separates it
 
     def idle(self, seconds: float) -> None:
-        """Note that no step ran for `seconds` before the next one."""
+        """Record that no step ran for `seconds` before the next step."""
         self._counts.idle(seconds)
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -92,8 +92,8 @@ def read_host(path: str | Path) -> Host:
 
 
 class Processors:
-    """The work in progress as of the last call. Its ends are times of a work clock, which advances
-    at the current pace (see `Host.pace`)."""
+    """The work in progress, as of the last call. Times at which work ends are stored on a work
+    clock, which advances at the current pace (see `Host.pace`)."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -135,8 +135,8 @@ class Processors:
         self._now_s = now_s
 
 
-class Clerk:
-    """A server or the client: it does one piece of work after another."""
+class SerialWorker:
+    """A server or the client, which does one piece of work after another."""
 
     def __init__(self, processors: Processors) -> None:
         self._processors = processors
@@ -146,9 +146,9 @@ class Clerk:
     def do(self, work_s: float, ended: Callable[[float], Any], now_s: float) -> None:
         """Queue a piece of work. Work of 0 s ends at once if nothing is queued before it."""
         self._waiting.append((work_s, ended))
-        self._go_on(now_s)
+        self._start_next(now_s)
 
-    def _go_on(self, now_s: float) -> None:
+    def _start_next(self, now_s: float) -> None:
         while self._waiting and not self._busy:
             work_s, ended = self._waiting.popleft()
             if work_s:
@@ -161,4 +161,4 @@ class Clerk:
     def _done(self, ended: Callable[[float], Any], now_s: float) -> None:
         self._busy = False
         ended(now_s)
-        self._go_on(now_s)
+        self._start_next(now_s)

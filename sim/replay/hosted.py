@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sim.replay.host import Clerk, Host, Processors
+from sim.replay.host import Host, Processors, SerialWorker
 from sim.replay.intake import Arrival, Intake
 from sim.replay.replica import EndedStep, Progress, ReplayedEngine, ReplayLoop
 from sim.replay.routers import Router
@@ -30,8 +30,8 @@ class HostedLoop(ReplayLoop):
         super().__init__(source, intake, replicas, router, on_progress)
         self._host = host
         self._processors = Processors(host)
-        self._servers = [Clerk(self._processors) for _ in replicas]
-        self._client = Clerk(self._processors)
+        self._servers = [SerialWorker(self._processors) for _ in replicas]
+        self._client = SerialWorker(self._processors)
         self._free: set[int] = set()  # replicas that may begin a step
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class HostedLoop(ReplayLoop):
         )
 
     def _hand_over(self, i: int, arrival: Arrival, now_s: float) -> None:
-        """Put an arrival into its replica's inbox. The engine looks there once no step runs."""
+        """Put an arrival into its replica's inbox, which the engine reads once no step runs."""
         self._replicas[i].inbox.append(arrival)
         self._free.add(i)
 

@@ -17,9 +17,9 @@ from sim.workload.tokens import TracePrompts, mix
 from sim.workload.traces.request import TraceRequest
 
 
-class Ids(Sequence[int]):
-    """A prompt as an int32 array that replaces a tuple of ints. Thousands of Python integers are
-    made only if a reader, such as a step log, asks for them."""
+class ArrayPrompt(Sequence[int]):
+    """A prompt as an int32 array, usable in place of a tuple of ints. Its thousands of Python
+    integers are made only if a reader, such as a step log, needs them."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -71,7 +71,7 @@ class Intake:
             )
         request = Request(
             request_id=str(number),
-            prompt=cast("tuple[int, ...]", Ids(tokens)),
+            prompt=cast("tuple[int, ...]", ArrayPrompt(tokens)),
             params=params,
             seed=mix(self._seed, number),
             priority=traced.priority or 0,

@@ -31,7 +31,7 @@ _COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
 )
 
 
-class _Open(msgspec.Struct, gc=False):
+class _OpenRequest(msgspec.Struct, gc=False):
     """An unfinished request."""
 
     index: int
@@ -58,8 +58,8 @@ class MetricsRecorder:
         self._replica = replica
         self._objectives = objectives
         self._on_record = on_record
-        self._open: dict[str, _Open] = {}
-        self._occupants: list[_Open | None] = [None] * max_num_seqs
+        self._open: dict[str, _OpenRequest] = {}
+        self._occupants: list[_OpenRequest | None] = [None] * max_num_seqs
         self._last_s: list[float | None] = [None] * max_num_seqs  # by slot: time of its last token
         # Slots whose last token came at `_steady_s`; `_last_s` is out of date for them.
         self._steady: np.ndarray | None = None
@@ -87,7 +87,7 @@ class MetricsRecorder:
         return total
 
     def arrived(self, index: int, request: TraceRequest) -> None:
-        self._open[str(index)] = _Open(index, request)
+        self._open[str(index)] = _OpenRequest(index, request)
 
     def refused(self, name: str) -> None:
         del self._open[name]
@@ -176,9 +176,9 @@ class MetricsRecorder:
     # -- inside
 
     def _vacate(self, slot: int) -> None:
-        leaver = self._occupants[slot]
-        if leaver is not None:
-            leaver.last_s, leaver.slot = self._last_s[slot], None
+        opened = self._occupants[slot]
+        if opened is not None:
+            opened.last_s, opened.slot = self._last_s[slot], None
             self._occupants[slot] = None
 
     def _settle(self) -> None:
@@ -205,9 +205,9 @@ class MetricsRecorder:
             if not count:
                 continue
             emitting += 1
-            before_s, last_s[slot] = last_s[slot], now_s
-            if before_s is not None:
-                gaps_s.append(now_s - before_s)
+            previous_s, last_s[slot] = last_s[slot], now_s
+            if previous_s is not None:
+                gaps_s.append(now_s - previous_s)
                 tokens.append(count)
             else:  # tokens that come together with the first one have no gap of their own
                 opened = self._occupants[slot]
@@ -222,14 +222,14 @@ class MetricsRecorder:
         self, request: TraceRequest, ttft_s: float, tpot_s: float | None, e2e_s: float
     ) -> bool:
         """Return True if all objectives are met. A request with one token has no TPOT to check."""
-        usual = self._objectives
+        defaults = self._objectives
         return (
-            _within(ttft_s, request.ttft_slo_s, usual.ttft_s)
-            and _within(tpot_s, request.tpot_slo_s, usual.tpot_s)
-            and _within(e2e_s, request.e2e_slo_s, usual.e2e_s)
+            _within(ttft_s, request.ttft_slo_s, defaults.ttft_s)
+            and _within(tpot_s, request.tpot_slo_s, defaults.tpot_s)
+            and _within(e2e_s, request.e2e_slo_s, defaults.e2e_s)
         )
 
 
-def _within(value_s: float | None, own_s: float | None, usual_s: float | None) -> bool:
-    limit_s = usual_s if own_s is None else own_s
+def _within(value_s: float | None, request_limit_s: float | None, default_s: float | None) -> bool:
+    limit_s = default_s if request_limit_s is None else request_limit_s
     return value_s is None or limit_s is None or value_s <= limit_s

@@ -17,14 +17,14 @@ from sim.report.timeline import Observer, TimelineStep
 from sim.workload.sources import Source
 from sim.workload.traces.request import TraceRequest
 
-PROGRESS_STEPS = 512  # least number of steps between two reports of progress
+PROGRESS_STEPS = 512  # minimum number of steps between two reports of progress
 
 
 class StepExecutor(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def idle(self, seconds: float) -> None:
-        """Note that no step ran for `seconds` before the next one."""
+        """Record that no step ran for `seconds` before the next step."""
 
     @property
     def host_s(self) -> float:
@@ -73,7 +73,7 @@ class ReplayedEngine:
         return now_s + (result.draft_s + result.target_s + self._executor.host_s)
 
     def end(self, now_s: float) -> EndedStep:
-        """Commit the step. The recorder is informed later, by `tell`."""
+        """Commit the step. The recorder is informed later, by `record_step`."""
         self._ended_s = now_s
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
@@ -83,7 +83,7 @@ class ReplayedEngine:
             observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
         return EndedStep(started_s, now_s, plan, commit)
 
-    def tell(self, step: EndedStep, now_s: float) -> list[TraceRequest]:
+    def record_step(self, step: EndedStep, now_s: float) -> list[TraceRequest]:
         """Record that the step's tokens reached the client at `now_s`. Return the requests that
         ended with the step."""
         recorder, later_s = self.recorder, now_s - step.ended_s
@@ -128,7 +128,7 @@ class ReplayLoop:
                 self._load.remove(i, arrival.traced.prompt_tokens)
 
     def _reached_client(self, i: int, step: EndedStep, now_s: float) -> None:
-        for request in self._replicas[i].tell(step, now_s):
+        for request in self._replicas[i].record_step(step, now_s):
             self._load.remove(i, request.prompt_tokens)
             self._source.ended(request, now_s)
 

@@ -21,11 +21,11 @@ import numpy as np
 from cbatch.core.request.errors import FieldError
 from sim.report.report import Objectives, Record, Report
 
-TOLERANCE = 0.02  # largest relative gap between the best rate and the lowest failed one.
-MAX_GROWTH = 0.01  # growth of TTFT, in seconds per second, beyond which arrivals outrun the engine.
-SPAN_LATENCIES = 10  # arrivals must last this many mean latencies of a request or session.
-LEAST_REQUESTS = 300  # fewest requests or sessions of a sustained load.
-MAX_REQUESTS = 10_000  # limit of a repeated trace.
+TOLERANCE = 0.02  # maximum relative gap between the best rate and the lowest failed rate
+MAX_GROWTH = 0.01  # growth of TTFT, in seconds per second, beyond which arrivals outrun the engine
+SPAN_LATENCIES = 10  # minimum length of the arrivals, in mean latencies of a request or session
+MIN_REQUESTS = 300  # minimum number of requests or sessions of a sustained load
+MAX_REQUESTS = 10_000  # limit of a repeated trace
 _EXTENSIONS = 2  # runs after the first; each is as long as the last run's latencies require
 Ends = Literal["between", "lowest fails", "highest meets"]
 
@@ -91,9 +91,9 @@ def try_rate(serve: Callable[[int], Trial]) -> Trial:
     return msgspec.structs.replace(trial, meets=trial.meets and stable)
 
 
-def rounds_needed(span_s: float, latency_s: float, requests: int = LEAST_REQUESTS) -> int:
+def rounds_needed(span_s: float, latency_s: float, requests: int = MIN_REQUESTS) -> int:
     """Return how many rounds of arrivals, each over `span_s`, are a sustained load, not a burst."""
-    return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-LEAST_REQUESTS // requests))
+    return max(1, math.ceil(SPAN_LATENCIES * latency_s / span_s), -(-MIN_REQUESTS // requests))
 
 
 def judge(
@@ -109,14 +109,14 @@ def judge(
         raise FieldError(
             "trace", "its requests all arrive at once", "give one with a rate to change"
         )
-    cuts: dict[str, float | None] = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"))
+    percentiles: dict[str, float | None] = dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"))
     meets = True
     if level.percentile is not None:
-        for name in cuts:
+        for name in percentiles:
             values = [v for v in (getattr(record, name) for record in records) if v is not None]
-            cut = cuts[name] = float(np.percentile(values, level.percentile)) if values else None
-            limit_s = getattr(level.objectives, name)
-            meets = meets and (cut is None or limit_s is None or cut <= limit_s)
+            seconds = float(np.percentile(values, level.percentile)) if values else None
+            limit_s, percentiles[name] = getattr(level.objectives, name), seconds
+            meets = meets and (seconds is None or limit_s is None or seconds <= limit_s)
     later = times_s >= times_s.min() + span_s / 10  # the engine is empty at first
     ttft_s = np.array([record.ttft_s for record in records])
     growth = float(np.polyfit(times_s[later], ttft_s[later], 1)[0]) if later.sum() > 2 else None
@@ -141,7 +141,7 @@ def judge(
         rounds=rounds,
         rounds_needed=max(min(needed, MAX_REQUESTS * rounds // len(records)), 1),
         too_short=needed > 2 * rounds,
-        **cuts,
+        **percentiles,
     )
 
 

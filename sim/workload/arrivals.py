@@ -16,8 +16,8 @@ import numpy as np
 from cbatch.core.request.errors import FieldError
 
 CHUNK = 4096
-EXTREME = 1e9  # largest parameter in its own unit; the smallest is 1 / EXTREME
-_MOST_IN_A_PHASE = 1e7  # arrivals, on average
+MAX_PARAMETER = 1e9  # of rates, seconds and others; the minimum is 1 / MAX_PARAMETER
+_MAX_PHASE_REQUESTS = 1e7  # arrivals, on average
 Law = Literal["gamma", "weibull"]
 
 
@@ -54,7 +54,7 @@ def on_off(
     for field, value in (("rate_per_s", rate_per_s), ("on_s", on_s), ("off_s", off_s)):
         require_positive(field, value)
     busy_rate_per_s = rate_per_s * (on_s + off_s) / on_s
-    if busy_rate_per_s * on_s > _MOST_IN_A_PHASE:
+    if busy_rate_per_s * on_s > _MAX_PHASE_REQUESTS:
         raise FieldError("on_s", "makes more than 1e7 requests in a phase", "give shorter phases")
     start_s = 0.0
     while True:
@@ -114,14 +114,14 @@ def _renewal(
     rate_per_s: float, law: Law, shape: float, rng: np.random.Generator
 ) -> Iterator[float]:
     require_positive("rate_per_s", rate_per_s)
-    reached_s = 0.0
+    last_s = 0.0
     while True:
-        times_s = reached_s + np.cumsum(unit_gaps(law, shape, rng, CHUNK) / rate_per_s)
+        times_s = last_s + np.cumsum(unit_gaps(law, shape, rng, CHUNK) / rate_per_s)
         yield from times_s.tolist()
-        reached_s = float(times_s[-1])
+        last_s = float(times_s[-1])
 
 
 def require_positive(field: str, value: float) -> None:
     """Raise `FieldError` unless `value` is in [1 / EXTREME, EXTREME], which avoids overflow."""
-    if not 1 / EXTREME <= value <= EXTREME:
+    if not 1 / MAX_PARAMETER <= value <= MAX_PARAMETER:
         raise FieldError(field, f"{value} is not allowed", "give a number from 1e-9 to 1e9")

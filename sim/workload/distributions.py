@@ -46,18 +46,18 @@ LENGTHS = {
     ),
     "zipf": Distribution(lengths.zipf, ("EXPONENT", "LOW", "HIGH")),
 }
-_WHOLE = {"TOKENS", "LOW", "HIGH", "MOST"}  # parameters that are whole numbers of tokens
+_INTEGERS = {"TOKENS", "LOW", "HIGH", "MOST"}  # parameters that are whole numbers of tokens
 _EMPIRICAL = "empirical"  # `empirical:TRACE`: lengths of the requests in that file
 _DETERMINISTIC = {"constant", "fixed"}  # distributions without random draws
 
 
-def forms(distributions: Mapping[str, Distribution], num_given: int = 0) -> str:
-    """Return the syntax of all `distributions`, for help and errors, without the first `num_given`
-    parameters, which are given separately."""
+def forms(distributions: Mapping[str, Distribution], num_fixed: int = 0) -> str:
+    """Return the syntax of all `distributions` for help and errors, without the first `num_fixed`
+    parameters, which other options set."""
     written = ["N"] if distributions is LENGTHS else []
     for name, distribution in distributions.items():
         num_required = len(distribution.parameters) - distribution.num_optional
-        required = ",".join(distribution.parameters[num_given:num_required])
+        required = ",".join(distribution.parameters[num_fixed:num_required])
         optional = "".join(f"[,{each}]" for each in distribution.parameters[num_required:])
         written.append(f"{name}:{required}{optional}" if required else name)
     return ", ".join([*written, f"{_EMPIRICAL}:TRACE"] if distributions is LENGTHS else written)
@@ -95,26 +95,26 @@ def parse_lengths(option: str, text: str, column: str = "prompt_tokens") -> Leng
 
 
 def _parse(
-    option: str, text: str, known: Mapping[str, Distribution], given: tuple[float, ...] = ()
+    option: str, text: str, known: Mapping[str, Distribution], fixed_values: tuple[float, ...] = ()
 ) -> tuple[Distribution, list[float]]:
     name, *numbers = re.split("[:,]", text)
     if known is LENGTHS and name[:1].isdecimal() and not numbers:
         name, numbers = "fixed", [name]
     distribution = known.get(name)
     try:
-        values = [*given, *map(float, numbers)]
+        values = [*fixed_values, *map(float, numbers)]
     except ValueError:
         values = []
     names = () if distribution is None else distribution.parameters
     num_optional = 0 if distribution is None else distribution.num_optional
     if distribution is None or not len(names) - num_optional <= len(values) <= len(names):
-        remedy = f"write one of {forms(known, len(given))}"
+        remedy = f"write one of {forms(known, len(fixed_values))}"
         raise FieldError(option, f"{text!r} is not known", remedy)
     for parameter, value in zip(names, values, strict=False):
-        if parameter in _WHOLE and not value.is_integer():
+        if parameter in _INTEGERS and not value.is_integer():
             problem = f"{text!r}: {parameter} is not a whole number"
             raise FieldError(option, problem, "give a number of tokens")
-    whole = [parameter in _WHOLE for parameter in names]
+    whole = [parameter in _INTEGERS for parameter in names]
     return distribution, [
         int(v) if is_whole else v for v, is_whole in zip(values, whole, strict=False)
     ]

@@ -27,12 +27,12 @@ class Source(Protocol):
         is the time at which its client sent it."""
 
     def ended(self, request: TraceRequest, now_s: float) -> None:
-        """Note that the request finished or was refused."""
+        """Receive the end of a request, which finished or was refused."""
 
 
 class _Session(msgspec.Struct):
-    """A session. `num_open` of its requests are scheduled, waiting or running; `turns` follow when
-    these have ended."""
+    """A session. `num_open` of its requests are scheduled, waiting or running. Once these have
+    ended, the first of `turns` is scheduled."""
 
     num_open: int = 0
     turns: deque[tuple[int, TraceRequest]] = msgspec.field(default_factory=deque)
@@ -44,7 +44,7 @@ class OpenLoop:
 
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._requests = iter(requests)
-        self._coming: list[tuple[float, int, TraceRequest]] = []  # a heap
+        self._scheduled: list[tuple[float, int, TraceRequest]] = []  # a heap
         self._num_read = 0
         self._ahead: int | None = None  # number of the request that was read ahead
         self._open: dict[str, _Session] = {}
@@ -52,10 +52,10 @@ class OpenLoop:
         self._read()
 
     def next_arrival_s(self) -> float | None:
-        return self._coming[0][0] if self._coming else None
+        return self._scheduled[0][0] if self._scheduled else None
 
     def take(self) -> tuple[int, TraceRequest]:
-        arrival_s, index, request = heapq.heappop(self._coming)
+        arrival_s, index, request = heapq.heappop(self._scheduled)
         if index == self._ahead:
             self._read()
         if arrival_s != request.arrival_s:
@@ -79,7 +79,7 @@ class OpenLoop:
     def _schedule(self, arrival_s: float, index: int, request: TraceRequest) -> None:
         if request.session is not None:
             self._open.setdefault(request.session, _Session()).num_open += 1
-        heapq.heappush(self._coming, (arrival_s, index, request))
+        heapq.heappush(self._scheduled, (arrival_s, index, request))
 
     def _read(self) -> None:
         """Read up to the next request that arrives at its own time."""

@@ -10,7 +10,7 @@ import numpy as np
 from sim.workload.traces.request import TraceRequest
 
 VOCAB_SIZE = 2**31 - 1
-_NOTHING = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int64)
 _MASK = 2**64 - 1
 ACCEPT = 1  # purpose of the noise that decides on drafts
 
@@ -37,17 +37,17 @@ class TracePrompts:
 
     def prompt(self, request: TraceRequest) -> np.ndarray:
         """Return the prompt's token ids, int32 [prompt_tokens]."""
-        named = _NOTHING
+        named = _NO_TOKENS
         if request.hash_ids is not None:
             named = self._named(request.hash_ids, request.hash_block_tokens or 1)
-        missing = request.prompt_tokens - len(named)
-        if missing <= 0:
+        num_unnamed = request.prompt_tokens - len(named)
+        if num_unnamed <= 0:
             return named[: request.prompt_tokens].astype(np.int32)
-        if self._next_token + missing + request.output_tokens > VOCAB_SIZE:
+        if self._next_token + num_unnamed + request.output_tokens > VOCAB_SIZE:
             self._next_token = 0
         first = self._next_token
-        self._next_token += missing + request.output_tokens
-        unnamed = np.arange(first, first + missing, dtype=np.int32)
+        self._next_token += num_unnamed + request.output_tokens
+        unnamed = np.arange(first, first + num_unnamed, dtype=np.int32)
         return np.concatenate([named.astype(np.int32), unnamed]) if len(named) else unnamed
 
     def _named(self, hash_ids: tuple[int, ...], block_tokens: int) -> np.ndarray:

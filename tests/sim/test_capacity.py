@@ -12,8 +12,8 @@ from sim.cost.base import constant_cost
 from sim.executor.modelled import ModelledExecutor
 from sim.replay.replay import replay
 from sim.report.capacity import (
-    LEAST_REQUESTS,
     MAX_GROWTH,
+    MIN_REQUESTS,
     Capacity,
     ServiceLevel,
     Trial,
@@ -93,7 +93,7 @@ def test_a_burst_is_no_capacity(name: str, requests: int) -> None:
     assert capacity.best is not None
     service_rate = GAP_S / SERVICE_S
     assert 0.98 * service_rate <= capacity.best.rate <= (1 + MAX_GROWTH) * service_rate
-    assert (capacity.best.rounds > 1) == (requests < LEAST_REQUESTS)
+    assert (capacity.best.rounds > 1) == (requests < MIN_REQUESTS)
 
 
 def test_a_single_round_takes_a_burst_for_a_capacity() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch.core.request.errors import FieldError
 from sim.cost.base import constant_cost
-from sim.replay.host import Clerk, Host, Processors, Work, read_host
+from sim.replay.host import Host, Processors, SerialWorker, Work, read_host
 from sim.replay.replay import replay
 from sim.replay.routers import ROUTERS, make_router
 from sim.report.report import Record, Report
@@ -94,7 +94,7 @@ def _note(ended: dict[str, float], name: str, now_s: float) -> None:
 
 def test_a_clerk_does_one_thing_after_another() -> None:
     processors, done = Processors(Host(cores=4)), list[tuple[str, float]]()
-    clerk = Clerk(processors)
+    clerk = SerialWorker(processors)
     for name, work_s in (("a", 1.0), ("b", 0.0), ("c", 2.0)):
         clerk.do(work_s, lambda at_s, n=name: done.append((n, at_s)), 0.0)
     while (now_s := processors.next_s()) < 1e9:
@@ -121,7 +121,7 @@ def test_work_without_a_free_processor_interrupts_an_engine_at_a_cost() -> None:
     for cores, taken_s in ((1, 0.005), (2, 0.0)):
         processors, done = Processors(Host(cores=cores, switch_s=0.005)), dict[str, float]()
         processors.start(0.1, partial(_note, done, "step"), 0.0)
-        Clerk(processors).do(0.01, partial(_note, done, "server"), 0.0)
+        SerialWorker(processors).do(0.01, partial(_note, done, "server"), 0.0)
         while (now_s := processors.next_s()) < 1e9:
             for ended in processors.take_ended(now_s):
                 ended(now_s)

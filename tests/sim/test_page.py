@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.report.page.view import MOST_POINTS, PageCollector, page, quantiles_of, write_page
+from sim.report.page.view import MAX_POINTS, PageCollector, page, quantiles_of, write_page
 from sim.report.report import Record, Report
 from sim.report.timeline import Timeline
 from tests.sim.test_timeline import run
@@ -52,15 +52,15 @@ def test_it_holds_reports_quantiles_and_no_more_points_than_can_be_drawn(
 ) -> None:
     report, timeline = seen
     rng = np.random.default_rng(1)
-    times_s = rng.exponential(1.0, 3 * MOST_POINTS)
+    times_s = rng.exponential(1.0, 3 * MAX_POINTS)
     collector = PageCollector()
     for index, time_s in enumerate(times_s.tolist()):
         collector(record(index, time_s, None if index % 3 else 0.01))
     view = collector.view("a", report, timeline.series())
     assert view.quantiles["ttft_s"][100] == pytest.approx(np.median(times_s), rel=1e-5)
     assert set(view.quantiles["tpot_s"]) == {0.01}
-    assert view.points is not None and view.points.of == len(times_s)
-    assert len(view.points.ttft_s) == len(view.points.tpot_s) == MOST_POINTS
+    assert view.points is not None and view.points.num_requests == len(times_s)
+    assert len(view.points.ttft_s) == len(view.points.tpot_s) == MAX_POINTS
     assert view.points.arrival_s == sorted(view.points.arrival_s)
     data = document(page("title", [view]))
     assert data["title"] == "title"

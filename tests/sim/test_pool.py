@@ -14,10 +14,10 @@ from sim.cost.pool import (
     RULES,
     PoolRules,
     PoolSettings,
-    kept_bytes,
     num_graphs,
     pass_token_bytes,
     pool_blocks,
+    reserved_bytes,
 )
 from sim.cost.recorded_pool import recorded_blocks
 from sim.cost.roofline import Gpu, ModelShape, RooflineConfig, load_gpu, load_shape
@@ -103,7 +103,7 @@ def test_parts_of_what_is_kept_as_logs_say_them() -> None:
     assert pass_token_bytes(LLAMA_8B) * 9_000 == pytest.approx(
         (1_952 - 1_478) * 2 * 2**20, rel=0.03
     )
-    kept = kept_bytes(QWEN_8B, PoolSettings(rules="vllm-0.19"))
+    kept = reserved_bytes(QWEN_8B, PoolSettings(rules="vllm-0.19"))
     assert (18.82 - 8.80) * GIB - kept == pytest.approx(8.60 * GIB, rel=0.03)
     assert (num_graphs(256), num_graphs(128)) == (51 + 35, 35 + 19)  # as listed by two runs
 
@@ -114,11 +114,11 @@ def test_the_pool_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     few = PoolSettings(rules="made up", step_tokens=512, max_rows=4)
     # gate, up, their product and three of the hidden size, 2 bytes each; 4 sizes, 3 decoding
     pass_bytes = 512 * 2 * 3 * (128 + 64)
-    assert kept_bytes(SMALL, few) == pass_bytes + (4 + 3) * 1e3 + 5e3
+    assert reserved_bytes(SMALL, few) == pass_bytes + (4 + 3) * 1e3 + 5e3
     many = few._replace(max_rows=1_000)  # at most 512 rows have a token in a step
     sampler_bytes = 512 * 64 * 2 + 10 * 512 * 1_000
-    assert kept_bytes(SMALL, many) == sampler_bytes + (51 + 51) * 1e3 + 5e3
-    left_bytes = 0.5 * 1e8 - SMALL.weight_bytes - kept_bytes(SMALL, few)
+    assert reserved_bytes(SMALL, many) == sampler_bytes + (51 + 51) * 1e3 + 5e3
+    left_bytes = 0.5 * 1e8 - SMALL.weight_bytes - reserved_bytes(SMALL, few)
     config = RooflineConfig(gpu=device(2e8, usable_bytes=10**8), shape=SMALL)
     num_blocks = pool_blocks(config, few._replace(gpu_memory_utilization=0.5, block_tokens=8))
     assert num_blocks == left_bytes // (8 * SMALL.kv_token_bytes)

@@ -13,16 +13,16 @@ from sim.report.report import Record, Report
 from sim.report.timeline import Series
 
 QUANTILES = 201  # values of each quantile curve
-MOST_POINTS = 2_000  # requests drawn one by one
+MAX_POINTS = 2_000  # requests drawn one by one
 
 _PLACE = "/*data*/"  # placeholder in page.js
 
 
 class Points(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample of requests, evenly spaced if there are more than `MOST_POINTS`; columns of equal
+    """A sample of requests, evenly spaced if there are more than `MAX_POINTS`; columns of equal
     length, times in seconds."""
 
-    of: int  # number of finished requests
+    num_requests: int  # finished
     arrival_s: list[float]
     prompt_tokens: list[int]
     output_tokens: list[int]
@@ -105,14 +105,14 @@ def _points(columns: dict[str, np.ndarray]) -> Points | None:
     count = len(columns["arrival_s"])
     if not count:
         return None
-    picked = np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(np.intp))
+    picked = np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(np.intp))
     order = picked[np.argsort(columns["arrival_s"][picked], kind="stable")]
 
     def floats(name: str) -> list[float]:
         return [_short(value) for value in columns[name][order].tolist()]
 
     return Points(
-        of=count,
+        num_requests=count,
         arrival_s=floats("arrival_s"),
         prompt_tokens=columns["prompt_tokens"][order].astype(int).tolist(),
         output_tokens=columns["output_tokens"][order].astype(int).tolist(),

@@ -26,14 +26,14 @@ LOG_FORMAT, LOG_VERSION = "cbatch-requests", 1
 
 
 class Raw(NamedTuple):
-    """A row as its file has it. `stamp` has any origin; `stamp` and a `think_s` in `more` are in
-    the format's unit. Lengths are 0 or more."""
+    """A row as in its file. `stamp` has any origin. `stamp`, and `think_s` in `other_fields`, are
+    in the format's unit. Lengths are 0 or more."""
 
     line: int
     stamp: float
     prompt_tokens: int
     output_tokens: int
-    more: dict[str, Any]  # other fields of `TraceRequest`
+    other_fields: dict[str, Any]  # of `TraceRequest`
 
 
 Parse = Callable[[Iterator[TraceRow]], Iterator[Raw]]
@@ -68,14 +68,15 @@ def _mooncake(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     session's last turn, and needs no timestamp."""
     started: dict[Any, float] = {}  # by session: its last stamp
     for row in rows:
-        prompt_tokens, output_tokens, more = _lengths(row)
+        prompt_tokens, output_tokens, other_fields = _lengths(row)
         session = row.values.get("session_id")
-        more["session"] = None if session is None else str(session)
+        other_fields["session"] = None if session is None else str(session)
         if row.values.get("delay") is not None:
-            more["think_s"] = row.stamp("delay")
-        follows = "think_s" in more and row.values.get("timestamp") is None and session in started
+            other_fields["think_s"] = row.stamp("delay")
+        is_turn = "think_s" in other_fields and row.values.get("timestamp") is None
+        follows = is_turn and session in started
         started[session] = started[session] if follows else row.stamp("timestamp")
-        yield Raw(row.line, started[session], prompt_tokens, output_tokens, more)
+        yield Raw(row.line, started[session], prompt_tokens, output_tokens, other_fields)
 
 
 def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
@@ -83,15 +84,15 @@ def _bailian(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     for row in rows:
         chat, parent = int(row.number("chat_id")), int(row.number("parent_chat_id"))
         root = roots[chat] = roots.get(parent, chat)
-        prompt_tokens, output_tokens, more = _lengths(row)
-        more["session"] = str(root)
-        yield Raw(row.line, row.stamp("timestamp"), prompt_tokens, output_tokens, more)
+        prompt_tokens, output_tokens, other_fields = _lengths(row)
+        other_fields["session"] = str(root)
+        yield Raw(row.line, row.stamp("timestamp"), prompt_tokens, output_tokens, other_fields)
 
 
 def _lengths(row: TraceRow) -> tuple[int, int, dict[str, Any]]:
     has_names = row.values.get("hash_ids") is not None
-    more = {"hash_ids": row.hash_ids("hash_ids")} if has_names else {}
-    return row.count("input_length"), row.count("output_length"), more
+    other_fields = {"hash_ids": row.hash_ids("hash_ids")} if has_names else {}
+    return row.count("input_length"), row.count("output_length"), other_fields
 
 
 def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> Parse:
@@ -100,8 +101,8 @@ def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> 
     def parse(rows: Iterator[TraceRow]) -> Iterator[Raw]:
         for row in rows:
             lengths = row.count(prompt), row.count(output)
-            more = {} if session is None else {"session": row.values.get(session) or None}
-            yield Raw(row.line, row.stamp(stamp), *lengths, more)
+            other_fields = {} if session is None else {"session": row.values.get(session) or None}
+            yield Raw(row.line, row.stamp(stamp), *lengths, other_fields)
 
     return parse
 
@@ -109,28 +110,28 @@ def _plain(stamp: str, prompt: str, output: str, session: str | None = None) -> 
 def _log(rows: Iterator[TraceRow]) -> Iterator[Raw]:
     for row in rows:
         prompt_tokens = row.count("prompt_tokens")
-        more: dict[str, Any] = {}
+        other_fields: dict[str, Any] = {}
         for name in ("think_s", "ttft_slo_s", "tpot_slo_s", "e2e_slo_s"):
             if name in row.values:
-                more[name] = row.stamp(name)
+                other_fields[name] = row.stamp(name)
         if "session" in row.values:
-            more["session"] = row.text("session")
+            other_fields["session"] = row.text("session")
         if "priority" in row.values:
             priority = row.number("priority")
             if priority != int(priority):
                 raise row.fail(
                     "priority", f"{priority} is not a whole number", "give a whole number"
                 )
-            more["priority"] = int(priority)
+            other_fields["priority"] = int(priority)
         if "hash_ids" in row.values:
-            size = more["hash_block_tokens"] = row.count("hash_block_tokens")
+            size = other_fields["hash_block_tokens"] = row.count("hash_block_tokens")
             if not size:
                 raise row.fail("hash_block_tokens", "is 0", "give the tokens of a block")
-            more["hash_ids"] = row.hash_ids("hash_ids")
+            other_fields["hash_ids"] = row.hash_ids("hash_ids")
         elif "hash_block_tokens" in row.values:
             raise row.fail("hash_block_tokens", "has no hash_ids", "give both or neither")
         stamp_s, output_tokens = row.stamp("arrival_s"), row.count("output_tokens")
-        yield Raw(row.line, stamp_s, prompt_tokens, output_tokens, more)
+        yield Raw(row.line, stamp_s, prompt_tokens, output_tokens, other_fields)
 
 
 def _format(name: str, required: str, optional: str, parse: Parse) -> Format:

@@ -63,15 +63,15 @@ class Trace:
         self.skipped = 0
         first_s: float | None = None
         last_s = 0.0
-        for line, stamp, prompt_tokens, output_tokens, more in self._open()[1]:
+        for line, stamp, prompt_tokens, output_tokens, other_fields in self._open()[1]:
             stamp_s = stamp * self._unit_s
-            if "think_s" in more:
-                more["think_s"] *= self._unit_s
-                if more.get("session") is None:
+            if "think_s" in other_fields:
+                other_fields["think_s"] *= self._unit_s
+                if other_fields.get("session") is None:
                     remedy = "a turn after another needs a session"
                     raise TraceError(self.path, line, "session", "is missing", remedy)
-            if "hash_ids" in more:
-                self._check_blocks(line, prompt_tokens, more)
+            if "hash_ids" in other_fields:
+                self._check_blocks(line, prompt_tokens, other_fields)
             if not (prompt_tokens and output_tokens):
                 self._empty(line, prompt_tokens)
                 continue
@@ -90,15 +90,15 @@ class Trace:
                 arrival_s=stamp_s - first_s,
                 prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens,
-                **more,
+                **other_fields,
             )
         if first_s is None:
             raise TraceError(self.path, None, "file", "has no requests", "give a trace with some")
 
-    def _check_blocks(self, line: int, prompt_tokens: int, more: dict[str, Any]) -> None:
+    def _check_blocks(self, line: int, prompt_tokens: int, other_fields: dict[str, Any]) -> None:
         """Require a hash id for each full block; a last block that is not full may have one."""
-        size = more.setdefault("hash_block_tokens", self._block_tokens)
-        count, max_blocks = len(more["hash_ids"]), -(-prompt_tokens // size)
+        size = other_fields.setdefault("hash_block_tokens", self._block_tokens)
+        count, max_blocks = len(other_fields["hash_ids"]), -(-prompt_tokens // size)
         if not prompt_tokens // size <= count <= max_blocks:
             problem = f"names {count} blocks of {size} tokens"
             remedy = f"a prompt of {prompt_tokens} tokens has {max_blocks}; give --block-tokens"

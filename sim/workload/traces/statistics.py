@@ -46,8 +46,8 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: LengthStatistics
     output_tokens: LengthStatistics
     sessions: int | None
-    # Share of prompt tokens in blocks that an earlier prompt has at the same place after the same
-    # blocks: the savings of an unlimited prefix cache.
+    # Share of prompt tokens in blocks that an earlier prompt has after the same prefix: the hits of
+    # an unlimited prefix cache.
     shared_prefix_share: float | None
 
 
@@ -58,10 +58,10 @@ class TraceSummary(msgspec.Struct, frozen=True):
     per_minute: Counter[int]
     prompt_counts: Counter[int]
     output_counts: Counter[int]
-    gaps_s: np.ndarray  # float64, of the first `MOST_GAPS` arrivals
+    gaps_s: np.ndarray  # float64, of the first `MAX_GAPS` arrivals
 
 
-MOST_GAPS = 1_000_000  # gaps kept for the plot
+MAX_GAPS = 1_000_000  # gaps kept for the plot
 
 
 def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
@@ -115,7 +115,7 @@ class _Gaps:
         deviation_s = gap_s - self._mean
         self._mean += deviation_s / self._count
         self._squares += deviation_s * (gap_s - self._mean)
-        if self._count <= MOST_GAPS:
+        if self._count <= MAX_GAPS:
             self.first.append(gap_s)
 
     @property
@@ -131,25 +131,25 @@ class _Sharing:
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}
         self._shared_tokens = self._tokens = 0
-        self._named = False
+        self._has_names = False
 
     def add(self, request: TraceRequest) -> None:
         self._tokens += request.prompt_tokens
         if request.hash_ids is None:
             return
-        self._named = True
-        node, seen = 0, 0
+        self._has_names = True
+        node, num_shared = 0, 0
         for name in request.hash_ids:
             key = (node, name)
             known = self._nodes.get(key)
             if known is None:
                 known = self._nodes[key] = len(self._nodes) + 1
             else:
-                seen += 1
+                num_shared += 1
             node = known
-        tokens = seen * (request.hash_block_tokens or 0)
+        tokens = num_shared * (request.hash_block_tokens or 0)
         self._shared_tokens += min(tokens, request.prompt_tokens)
 
     @property
     def share(self) -> float | None:
-        return self._shared_tokens / self._tokens if self._named else None
+        return self._shared_tokens / self._tokens if self._has_names else None

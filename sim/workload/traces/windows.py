@@ -75,8 +75,8 @@ def _client(path: Path, rng: np.random.Generator) -> Iterator[Raw]:
         outputs = rng.choice(outputs_of[0], size=len(times_s), p=outputs_of[1])
         columns = times_s.tolist(), prompts.tolist(), outputs.tolist()
         for stamp_s, prompt_tokens, output_tokens in zip(*columns, strict=True):
-            more = {"session": session}
-            yield Raw(window.line, stamp_s, prompt_tokens, output_tokens, more)
+            other_fields = {"session": session}
+            yield Raw(window.line, stamp_s, prompt_tokens, output_tokens, other_fields)
 
 
 def _windows(path: Path) -> Iterator[Window]:
