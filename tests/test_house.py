@@ -279,7 +279,16 @@ def test_files_and_functions_are_short_and_import_few_of_ours() -> None:
 
 # Modules that need not be installed: those of an extra or of some operating systems, and programs
 # that benchmarks compare with. Any function may import them.
-OPTIONAL = {"PIL", "matplotlib", "playwright", "pyarrow", "ray", "transformers", "vllm"}
+OPTIONAL = {
+    "PIL",
+    "matplotlib",
+    "opentelemetry",
+    "playwright",
+    "pyarrow",
+    "ray",
+    "transformers",
+    "vllm",
+}
 OPTIONAL |= {"fcntl", "resource", "uvloop"}
 # Numbers of other modules that functions of a file may import. The reason is start-up: some
 # processes need neither torch, the grammar library nor the hub's client. They are `--help`, the

@@ -25,6 +25,7 @@ from cbatch.process.server import EngineProcess
 from cbatch.server.http.keys import KeyRing, read_keys
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.service import EngineService
+from cbatch.server.serving.tracing import span_exporter
 from cbatch.steplog.step_log import StepLogError, open_to_append
 
 _logger = logging.getLogger("cbatch")
@@ -63,6 +64,8 @@ class ModelParts:
         if settings.tool_parser is not None and self._tokenizer is None:
             raise FieldError("tool_parser", "needs a tokenizer", "give one, or leave this out")
         require_record(settings.record)
+        endpoint = settings.otlp_endpoint
+        self.span_exporter = None if endpoint is None else span_exporter(endpoint)
 
     def make_service(self) -> EngineService:
         """Return the service, without starting its engine. If KV events are configured, their

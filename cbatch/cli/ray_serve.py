@@ -124,6 +124,7 @@ class ServerReplica:
             cors_origins=settings.cors_origin,
             metrics=self._metrics,
             metrics_page=self._merged_metrics_page,
+            span_exporter=parts.span_exporter,
         )
         await self._service.warm()
         return app

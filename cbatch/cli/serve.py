@@ -103,6 +103,7 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
                 open_metrics=settings.open_metrics,
                 limits=limits,
                 cors_origins=settings.cors_origin,
+                span_exporter=parts.span_exporter,
             )
             config = ServerConfig(app, limits, log_config=None)
             host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -71,6 +71,10 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     record: Annotated[
         str | None, _watching("append requests and steps to FILE, a trace for `cbatch sim`", "FILE")
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        _watching("OpenTelemetry collector for traces", "URL", aliases=("otlp_traces_endpoint",)),
+    ] = None
     log_format: Annotated[LogFormat, _watching("format of log lines")] = "text"
 
     ray: Annotated[bool, _replicas("run replicas on Ray Serve")] = False

@@ -37,6 +37,7 @@ OPTIONS = {
     "adapter": _LORA,
     "allowed_origins": Missing("a list of origins", remedy="give cors_origin for each of them"),
     "async_scheduling": Missing("this name", remedy="use overlap 1 or 0"),
+    "collect_detailed_traces": Missing("tracing modules of the engine"),
     "cpu_offload_gb": Missing("offload of weights", 0),
     "data_parallel_size": Missing("data parallelism", 1, remedy="run replicas by --ray"),
     "disable_log_requests": Missing("logging prompts", True),

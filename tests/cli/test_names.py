@@ -43,8 +43,14 @@ VLLM: dict[str, tuple[str, Any, str]] = {
     "tool_call_parser": ("hermes", "hermes", "tool_parser"),
     "model_impl": ("own", "own", ""),
     "reasoning_parser": ("none", "none", ""),
+    "otlp_traces_endpoint": ("http://c:4317", "http://c:4317", "otlp_endpoint"),
 }
-SERVER = {"served_model_name", "tool_call_parser", "reasoning_parser"}  # not of an engine
+SERVER = {
+    "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
+    "otlp_traces_endpoint",
+}  # not of an engine
 OLD = {old: new for old, new in OLD_NAMES.items() if new in VLLM} | {"kv_memory": ""}
 # Old names that are names of a Python field alone, or of the simulator alone.
 KEYWORDS_ONLY = {"block_size_tokens", "kv_memory_bytes", "step_budget_tokens"}

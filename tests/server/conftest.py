@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,3 +26,11 @@ def demo_client() -> Iterator[Client]:
     engine = LLM(*demo_paths(), **OPTIONS).engine
     with serving(engine, chat_template=load_chat_template(demo_paths()[0])) as client:
         yield client
+
+
+@pytest.fixture
+def otel_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove OpenTelemetry's variables, and let its thread export at once."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")

@@ -26,6 +26,7 @@ from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.service import EngineService
+from cbatch.server.serving.tracing import RequestTracer, SpanExporter
 
 DEFAULT_LIMITS = ConnectionLimits()
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
@@ -42,20 +43,24 @@ def create_app(
     limits: ConnectionLimits = DEFAULT_LIMITS,
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
+    span_exporter: SpanExporter | None = None,
 ) -> RequestMiddleware:
     """Return an application that serves one engine as `model`. If there are `keys`, a request needs
     a key, also for metrics unless `open_metrics`. Pages of `cors_origins` may send requests. A
-    replica passes its own `metrics`, and a `metrics_page` with the metrics of all replicas."""
+    replica passes its own `metrics`, and a `metrics_page` of all. `span_exporter` gets traces."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
     prompts = service.open(model)
+    tracer = None if span_exporter is None else RequestTracer(span_exporter, model.name, service)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         await service.start()
         yield
         await service.stop()
+        if tracer is not None:
+            tracer.close()
 
     app = Litestar(
         [
@@ -70,7 +75,7 @@ def create_app(
         logging_config=None,  # the program that runs the server configures logs
     )
     return RequestMiddleware(
-        app, keys, metrics, open_metrics=open_metrics, cors_origins=cors_origins
+        app, keys, metrics, open_metrics=open_metrics, cors_origins=cors_origins, tracer=tracer
     )
 
 

@@ -17,6 +17,7 @@ from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.response_builder import encode
+from cbatch.server.serving.tracing import RequestTracer, TracedRecord
 
 # Paths that need no key, for probes and for the page that asks for a key. They show no user data.
 OPEN_PATHS = ("/health", "/ready", *PAGE_PATHS)
@@ -35,7 +36,8 @@ class RequestMiddleware:
     """Wraps an application. If there are keys, every path except `OPEN_PATHS` (and the metrics, if
     open) requires a key as a bearer token. POST requests count against the key's limit; `totals`
     counts the requests that the limit refuses. Every response has an `X-Request-Id`, the client's
-    or a new one. Pages of `cors_origins` (`*`: all) may read responses."""
+    or a new one. Pages of `cors_origins` (`*`: all) may read responses. `tracer` exports spans of
+    requests that generate tokens."""
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class RequestMiddleware:
         *,
         open_metrics: bool,
         cors_origins: Collection[str] = (),
+        tracer: RequestTracer | None = None,
     ) -> None:
-        self._app, self._keys, self._totals = app, keys, totals
+        self._app, self._keys, self._totals, self._tracer = app, keys, totals, tracer
         self.reject = totals.reject
         self._origins = frozenset(origin.rstrip("/").lower().encode() for origin in cors_origins)
         self._open = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
@@ -57,7 +60,9 @@ class RequestMiddleware:
             return
         request_headers = {name: value for name, value in scope["headers"] if name in _READ}
         request_id = _request_id(request_headers.get(REQUEST_ID, b""))
-        record = RequestRecord(self._totals, scope["method"], scope["path"], request_id.decode())
+        args = self._totals, scope["method"], scope["path"], request_id.decode()
+        tracer, headers = self._tracer, scope["headers"]
+        record = RequestRecord(*args) if tracer is None else TracedRecord(tracer, headers, *args)
         cast(dict[str, Any], scope)[_RECORD] = record
         sharing = self._sharing(request_headers.get(b"origin", b""))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
+from cbatch.server.serving.open_request import OpenRequest
 from cbatch.system.logs import fields
 from cbatch.text.outputs import Output
 
@@ -139,10 +140,11 @@ class RequestRecord:
         if isinstance(error, FieldError):
             self.error += f" {error.field}"
 
-    def open(self, prompt_tokens: int, num_choices: int, max_tokens: int) -> None:
+    def open(self, opened: OpenRequest) -> None:
         """Count an accepted prompt."""
+        prompt_tokens, num_choices = len(opened.request.prompt), opened.num_choices
         self._totals.choices.observe(num_choices)
-        self._totals.max_tokens.observe(max_tokens)
+        self._totals.max_tokens.observe(opened.request.params.max_tokens)
         self._totals.prompt_tokens += prompt_tokens
         self._prompt_tokens += prompt_tokens
         self._num_open += num_choices

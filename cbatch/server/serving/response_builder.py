@@ -78,9 +78,8 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     def open(self, opened: OpenRequest) -> None:
         """Add the next prompt. Call this for all prompts before any output."""
         self._opened.append(opened)
-        prompt_tokens = len(opened.request.prompt)
-        self._prompt_tokens += prompt_tokens
-        self.record.open(prompt_tokens, opened.num_choices, self.api_request.params.max_tokens)
+        self._prompt_tokens += len(opened.request.prompt)
+        self.record.open(opened)
 
     def take(self, position: int, output: Output) -> ChoiceState:
         """Count a choice's output, and return the state of the choice. `position` is the index of
