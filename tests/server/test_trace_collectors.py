@@ -24,6 +24,9 @@ from tests.toy_engine import make_engine
 pytestmark = pytest.mark.usefixtures("otel_environment")
 
 
+NAME = "service.name"
+
+
 class Collector:
     """A collector that keeps what it receives: the spans by name, and the paths of calls."""
 
@@ -38,9 +41,6 @@ class Collector:
             self.service_names.update(names)
             for scope in resource.scope_spans:
                 self.spans |= {span.name: span for span in scope.spans}
-
-
-NAME = "service.name"
 
 
 @contextmanager
@@ -65,9 +65,11 @@ def http_collector() -> Iterator[tuple[Collector, str]]:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield collector, f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield collector, f"http://localhost:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager
@@ -88,8 +90,10 @@ def grpc_collector() -> Iterator[tuple[Collector, str]]:
     services.add_TraceServiceServicer_to_server(Servicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield collector, f"http://127.0.0.1:{port}"
-    server.stop(None).wait()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
 
 
 def call_traced(exporter: Any) -> None:

@@ -49,7 +49,7 @@ def span_exporter(endpoint: str) -> SpanExporter:
     protocol. Without them it is HTTP if the URL has a path or port 4318, else gRPC. Raises
     `FieldError`, also if a package is missing."""
     match = _URL.fullmatch(endpoint)
-    scheme, port, path = match.groups("/") if match else ("", "", "")
+    scheme, port, path = match.groups("/") if match else ("", "", "/")
     default = "http/protobuf" if port == ":4318" or path != "/" else "grpc"
     protocol = next(filter(None, map(os.environ.get, _PROTOCOL)), default)
     if scheme not in _SCHEMES.get(protocol, ()):
