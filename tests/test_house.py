@@ -249,6 +249,7 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
     "cbatch/cli/generate.py": 16,
+    "cbatch/cli/model_service.py": 16,
     "cbatch/server/serving/service.py": 16,
     "sim/cli/simulation.py": 20,
     "tools/heads/train_head.py": 17,

@@ -51,6 +51,8 @@ SERVER = {
     "reasoning_parser",
     "otlp_traces_endpoint",
 }  # not of an engine
+# Names that help does not show, since it shows ours.
+HIDDEN = {"num_gpu_blocks_override", "otlp_traces_endpoint", "spec_tokens", "spec_model", "seed"}
 OLD = {old: new for old, new in OLD_NAMES.items() if new in VLLM} | {"kv_memory": ""}
 # Old names that are names of a Python field alone, or of the simulator alone.
 KEYWORDS_ONLY = {"block_size_tokens", "kv_memory_bytes", "step_budget_tokens"}
@@ -314,7 +316,7 @@ def test_help_shows_each_option_by_one_name() -> None:
         if isinstance(action, argparse._SubParsersAction)
     )
     help_text = commands.choices["serve"].format_help()
-    for name in VLLM.keys() - {"num_gpu_blocks_override", "spec_tokens", "spec_model", "seed"}:
+    for name in VLLM.keys() - HIDDEN:
         assert f"{flag_of(name)} " in help_text or f"{flag_of(name)}," in help_text, name
     for hidden in (*OLD_NAMES, *OPTIONS, "num_gpu_blocks_override", "spec_tokens"):
         assert f"{flag_of(hidden)} " not in help_text, hidden
