@@ -14,7 +14,6 @@ from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
-from cbatch.server.serving.service import with_prompt_grammar
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
 from tests.server.http_client import open_request
@@ -61,7 +60,8 @@ class ScriptedService:
         (prompt,), params = api_request.prompts, api_request.params
         assert isinstance(prompt, PendingPrompt)
         ids = prompt.make()
-        self.params = with_prompt_grammar(params, prompt, ids)
+        assert prompt.constrain is not None
+        self.params = prompt.constrain(params, ids)
         opened = open_request(ids, n=params.n)
         options = {"mark_ids": api_request.mark_ids, "whole": not api_request.fields.stream}
         for index in range(params.n):

@@ -90,6 +90,14 @@ def convert_fields(struct: msgspec.Struct) -> None:
         msgspec.structs.force_setattr(struct, field.name, value)
 
 
+def converted(name: str, value: Any, kind: Any) -> Any:
+    """Return `value` as type `kind`. Raises `FieldError` naming the field `name`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
+
+
 def types_of(annotation: Any) -> list[Any]:
     """Return the members of a union without None, or the single type, of a field's annotation."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

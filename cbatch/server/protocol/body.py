@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cbatch.core.request.errors import FieldError, short
-from cbatch.core.request.typed import require_text
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.typed import converted, require_text
 
 # Limit of lists and objects in a body: millions would hold the interpreter lock for a second.
 MAX_CONTAINERS = 250_000
@@ -59,13 +59,6 @@ def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
 def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     """Return the fields of `kind`. Cached, as this takes longer than checking a request."""
     return msgspec.structs.fields(kind)
-
-
-def converted(name: str, value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise FieldError(name, f"{short(value)} is not allowed", str(error)) from error
 
 
 def unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:

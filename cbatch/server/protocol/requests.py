@@ -18,8 +18,9 @@ from cbatch.core.request.request import (
     StructuredOutputs,
     require_no_more_ids,
 )
+from cbatch.core.request.typed import converted
 from cbatch.engine.unsupported import without_neutral_fields
-from cbatch.server.protocol.body import converted, decode_object, take_fields, unknown_members
+from cbatch.server.protocol.body import decode_object, take_fields, unknown_members
 from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import (
     ForcedCall,
@@ -27,7 +28,7 @@ from cbatch.text.forced_tools import (
     Tools,
     forced_call,
 )
-from cbatch.text.messages import conversation, no_list, template_variables
+from cbatch.text.messages import no_list
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
 from cbatch.text.tool_parsers import call_format, mark_ids
@@ -46,13 +47,14 @@ Fields = TypeVar("Fields", bound="RequestFields")
 class PendingPrompt(NamedTuple):
     """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is a
     rough upper bound of its tokens. `task` runs in a worker and returns the token ids; `field` is
-    the field that errors name. `around` maps the ids to the grammar around a structured output."""
+    the field that errors name. `constrain` adds the grammar of the text around a structured output
+    to the parameters, by the ids."""
 
     num_bytes: int
     model: ServedModel
     task: Callable[[ServedModel], tuple[int, ...]]
     field: str = "prompt"
-    around: Callable[[Sequence[int]], str | None] | None = None
+    constrain: Callable[[SamplingParams, Sequence[int]], SamplingParams] | None = None
 
     def make(self) -> tuple[int, ...]:
         """Run the task in this process."""
@@ -233,7 +235,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     _check_size(params, 1)
     ids = partial(chat_ids, body)
     return ApiRequest(
-        prompts=(PendingPrompt(len(body), model, ids, "messages", model.around_answer),),
+        prompts=(PendingPrompt(len(body), model, ids, "messages", model.constrain),),
         params=params,
         fields=fields,
         ignored=rest,
@@ -355,13 +357,13 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     tools = list(fields.tools) if fields.tool_choice != "none" else []
     level = fields.reasoning_effort
     effort = {} if level is None else {"reasoning_effort": level}
-    text = model.render(
-        conversation(fields.messages),
-        tools=msgspec.to_builtins(tools) or None,
+    ids = model.prompt_ids(
+        fields.messages,
+        tools=tools,
         add_generation_prompt=fields.add_generation_prompt,
-        variables=effort | dict(template_variables(fields.chat_template_kwargs)),
+        variables=effort | (fields.chat_template_kwargs or {}),
+        add_special_tokens=fields.add_special_tokens,
     )
-    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
     return _truncated(ids, fields.truncate_prompt_tokens)
 
 

@@ -228,7 +228,9 @@ class EngineService:
         self._open_one(opened.holds)
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
         ids = await prompts.ids(prompt)
-        params = with_prompt_grammar(api_request.params, prompt, ids)
+        params = api_request.params
+        if isinstance(prompt, PendingPrompt) and prompt.constrain is not None:
+            params = prompt.constrain(params, ids)
         request = self._request(ids, params, api_request, engine)
         if request.params.structured_outputs is not None:
             request = await self._with_grammar(request, api_request)
@@ -306,15 +308,3 @@ class EngineService:
     def _abort_all(self, message: str) -> None:
         for opened in list(self._submitted):
             opened.abort(ServiceDownError(message))
-
-
-def with_prompt_grammar(
-    params: SamplingParams, prompt: AnyPrompt, ids: tuple[int, ...]
-) -> SamplingParams:
-    """Return `params` with the grammar of the text around a structured output. After some prompts
-    the model begins with a thought, and only the answer after it has the requested structure."""
-    output = params.structured_outputs
-    if output is None or not isinstance(prompt, PendingPrompt) or prompt.around is None:
-        return params
-    around = prompt.around(ids) if output.around is None else output.around
-    return structs.replace(params, structured_outputs=structs.replace(output, around=around))
