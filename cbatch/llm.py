@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from msgspec.structs import replace
+
 from cbatch.core.request.errors import FieldError, short
-from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.request import SamplingParams, StructuredOutputs
+from cbatch.core.request.typed import converted
 from cbatch.engine.build import load_engine
 from cbatch.engine.engine import Engine
+from cbatch.engine.model_files import chat_template_of
 from cbatch.engine.options import settings_of_keywords
 from cbatch.engine.progress import ProgressBar
+from cbatch.text.chat_format import ChatFormat
+from cbatch.text.forced_tools import Tools
+from cbatch.text.messages import no_list, template_variables
 from cbatch.text.output_processor import Prompt
 from cbatch.text.outputs import Accepted, Choice, Completion, Output
 
@@ -42,20 +50,98 @@ class LLM:
         `params` has the wrong type or length.
         """
         batch = as_batch(prompts)
+        return self._complete(batch, self._for_each(params, len(batch), "params"), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        schema: Mapping[str, Any] | str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Return one completion per conversation: a list of messages in the form of OpenAI's API,
+        or a list of such lists. The text is that of `/v1/chat/completions`, before tool calls and
+        thoughts are parsed. `sampling_params`, errors and `progress` are as in `generate`.
+
+        `tools` are for the chat template, and `chat_template_kwargs` its other variables. The
+        answer follows the JSON `schema`, which may be text. With `add_generation_prompt` off, the
+        prompt ends after the last message.
+        """
+        conversations = _as_conversations(messages)
+        params = self._for_each(sampling_params, len(conversations), "sampling_params")
+        if schema is not None:
+            output = StructuredOutputs(json=converted("schema", schema, dict[str, Any] | str))
+            self.engine.check_grammar(output, "schema")
+            if any(each.structured_outputs is not None for each in params):
+                problem = "and `structured_outputs` exclude each other"
+                raise FieldError("schema", problem, "leave one out")
+            params = [replace(each, structured_outputs=output) for each in params]
+        checked_tools = converted("tools", list(tools or ()), Tools)
+        template_variables(chat_template_kwargs)
+        prompts: list[Prompt] = []
+        refused: dict[int, Completion] = {}
+        for i, conversation in enumerate(conversations):
+            try:
+                ids = self._chat_format.prompt_ids(
+                    conversation,
+                    tools=checked_tools,
+                    add_generation_prompt=add_generation_prompt,
+                    variables=chat_template_kwargs,
+                )
+                params[i] = self._chat_format.constrain(params[i], ids)
+                prompts.append(ids)
+            except FieldError as error:
+                refused[i] = Completion("", (), None, error=str(error))
+        accepted = [each for i, each in enumerate(params) if i not in refused]
+        answers = iter(self._complete(prompts, accepted, progress))
+        return [refused.get(i) or next(answers) for i in range(len(conversations))]
+
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
+        return ChatFormat(
+            self.info.model,
+            max_model_len=self.info.max_model_len,
+            tokenizer=self.engine.tokenizer,
+            chat_template=chat_template_of(self.info.model),
+            reasoning_parser="auto",
+        )
+
+    def _for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int, field: str
+    ) -> list[SamplingParams]:
+        """Return one `SamplingParams` per prompt. Raises `FieldError` about `field`."""
         if params is None or isinstance(params, SamplingParams):
-            params_list: list[SamplingParams | None] = [params] * len(batch)
-        else:
-            params_list = list(params)
-            if not all(p is None or isinstance(p, SamplingParams) for p in params_list):
-                problem = f"{short(params)} is not allowed"
-                raise FieldError("params", problem, "give SamplingParams, or one for each prompt")
-        if len(params_list) != len(batch):
-            problem = f"{len(params_list)} for {len(batch)} prompts"
-            raise FieldError("params", problem, "give one, or one for each")
+            return [params or self.engine.default_params] * count
+        if not all(each is None or isinstance(each, SamplingParams) for each in params):
+            problem = f"{short(params)} is not allowed"
+            raise FieldError(field, problem, "give SamplingParams, or one for each prompt")
+        if len(params) != count:
+            problem = f"{len(params)} for {count} prompts"
+            raise FieldError(field, problem, "give one, or one for each")
+        return [each or self.engine.default_params for each in params]
+
+    def _complete(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool
+    ) -> list[Completion]:
         if not progress:
-            return complete_all(self.engine, batch, params_list)
-        with ProgressBar(len(batch)) as bar:
-            return complete_all(self.engine, batch, params_list, on_outputs=bar.update)
+            return complete_all(self.engine, prompts, params)
+        with ProgressBar(len(prompts)) as bar:
+            return complete_all(self.engine, prompts, params, on_outputs=bar.update)
+
+
+def _as_conversations(messages: Sequence[Any]) -> list[list[Any]]:
+    """Return a list of conversations; a single conversation becomes a list of one. Raises
+    `FieldError`."""
+    if not isinstance(messages, list | tuple) or not messages:
+        remedy = 'give [{"role": "user", "content": "..."}], or a list of such lists'
+        raise FieldError("messages", no_list(messages), remedy)
+    if all(isinstance(each, list | tuple) for each in messages):
+        return [list(each) for each in messages]
+    return [list(messages)]
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

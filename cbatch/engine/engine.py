@@ -10,10 +10,15 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.output import OutputRow
-from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.core.request.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    StructuredOutputs,
+)
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import COMPILING_TICK_S, EngineCore
-from cbatch.grammars import grammars_unsupported
+from cbatch.grammars import FIELD, grammars_unsupported
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice, Prompt, Seeds, require_supported, token_ids
 from cbatch.text.outputs import Accepted, Output, Speculation
@@ -70,9 +75,11 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        mark_ids: frozenset[int] | None = None,
     ) -> Accepted:
         """Queue a prompt (text or token ids). Requests share cached prefixes only if they have the
-        same `cache_salt`. Raises `FieldError` for an invalid request, and does not queue it."""
+        same `cache_salt`. `mark_ids` is as in `LiveChoice`. Raises `FieldError` for an invalid
+        request, and does not queue it."""
         params = params or self.default_params
         request_id = request_id or f"request-{self._num_added}"
         if request_id in self._groups:
@@ -89,9 +96,7 @@ class Engine:
         has_text = self.tokenizer is not None
         require_supported(request, drafters=self.core.drafters, has_text=has_text)
         if params.structured_outputs is not None:
-            if self.core.grammars is None:
-                raise grammars_unsupported()
-            self.core.grammars.check(params.structured_outputs)
+            self.check_grammar(params.structured_outputs)
         names = [request_id if params.n == 1 else f"{request_id}#{i}" for i in range(params.n)]
         live = {}
         with ExitStack() as added:
@@ -99,12 +104,18 @@ class Engine:
                 choice = structs.replace(request, request_id=name, choice=i)
                 self.core.add(choice)
                 added.callback(self.core.cancel, name)
-                live[name] = LiveChoice(choice, request_id, self.tokenizer)
+                live[name] = LiveChoice(choice, request_id, self.tokenizer, mark_ids=mark_ids)
             added.pop_all()
         self._num_added += 1
         self._live |= live
         self._groups[request_id] = names
         return Accepted(request_id, ids, request.seed, params.n)
+
+    def check_grammar(self, output: StructuredOutputs, field: str = FIELD) -> None:
+        """Raise `FieldError` about `field` for a constraint that this engine cannot follow."""
+        if self.core.grammars is None:
+            raise grammars_unsupported(field)
+        self.core.grammars.check(output, field)
 
     def cancel(self, request_id: str) -> bool:
         """End every running choice of a request; the next `step` returns their outputs. Returns
