@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cbatch import __version__
-from cbatch.cli.output import INTERRUPTED, require_place
+from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
 
@@ -18,6 +18,7 @@ AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
 COMMANDS = {
     "generate": "complete prompts to JSON lines",
+    "chat": "talk with a model in the terminal",
     "serve": "serve completions over HTTP",
     "bench": "load-test a server of the OpenAI API",
     "demo": "show the shipped models completing functions, and a chat",
@@ -33,7 +34,6 @@ GROUP = "cbatch.commands"
 MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 # Commands of two words, not subparsers of `sim`: its first argument may be a trace file.
 TWO_WORDS = ("sim capacity",)
-FAILED = 2  # exit status for bad input, the same as argparse's
 
 # Errors of the operating system that are printed without a traceback, such as a full disk.
 REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
@@ -66,6 +66,8 @@ def _adder_of(command: str) -> AddParser:
     by their entry points, since `cbatch` imports neither `sim` nor `bench`."""
     if command == "generate":
         from cbatch.cli.generate import add_parser
+    elif command == "chat":
+        from cbatch.cli.chat import add_parser
     elif command == "serve":
         from cbatch.cli.serve import add_parser
     elif command == "demo":

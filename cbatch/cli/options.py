@@ -12,7 +12,16 @@ from cbatch.core.request.typed import knob
 from cbatch.demo import demo_paths
 from cbatch.engine.options import EngineSettings
 from cbatch.engine.unsupported import OPTIONS, require_neutral_option
+from cbatch.text.tool_parsers import ReasoningParser
 
+ChatTemplateFile = Annotated[
+    str | None,
+    knob("chat", "Jinja template, or the name of one of the model's (default: its own)", "FILE"),
+]
+ReasoningFormat = Annotated[
+    ReasoningParser,
+    knob("chat", "format of the model's reasoning; auto: by its chat template"),
+]
 MODEL_HELP = "model directory, .gguf file, hub name or smollm2 (default: the demo pair)"
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from cbatch.core.request.errors import FieldError
 
+FAILED = 2  # exit status for bad input, the same as argparse's
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells report SIGINT
 STDOUT = Path("-")  # value of `--json` for standard output
 

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from cbatch.cli.options import ModelSettings
+from cbatch.cli.options import ChatTemplateFile, ModelSettings, ReasoningFormat
 from cbatch.core.request.typed import knob
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import LogFormat
-from cbatch.text.tool_parsers import ReasoningParser, ToolParser
+from cbatch.text.tool_parsers import ToolParser
 
 _server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "logs"))
 _replicas = partial(knob, "replicas")
@@ -25,18 +25,16 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     host: Annotated[str, _server("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), _server("port; 0: any free port", "N")] = 8000
     served_model_name: Annotated[str | None, _server("name of the model in the API", "NAME")] = None
-    chat_template: Annotated[
-        str | None,
-        _server("Jinja template, or the name of one of the model's (default: its own)", "FILE"),
-    ] = None
+    chat_template: ChatTemplateFile = None
     tool_parser: Annotated[
         ToolParser | None,
-        _server("format of the model's tool calls, for tool_choice auto", name="tool_call_parser"),
+        knob(
+            "chat",
+            "format of the model's tool calls, for tool_choice auto",
+            name="tool_call_parser",
+        ),
     ] = None
-    reasoning_parser: Annotated[
-        ReasoningParser,
-        _server("format of the model's reasoning; auto: by its chat template"),
-    ] = "auto"
+    reasoning_parser: ReasoningFormat = "auto"
     generation_config: Annotated[
         Literal["auto", "none"],
         _server("auto: take default sampling parameters from generation_config.json"),

@@ -55,7 +55,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         loaded.append(make_engine(max_num_seqs=options.max_num_seqs, seed=options.seed, **sizes))
         return loaded[-1], INFO
 
-    for command in ("generate", "demo"):
+    for command in ("chat", "demo", "generate"):
         monkeypatch.setattr(f"cbatch.cli.{command}.load_engine", load)
     return loaded
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ from cbatch.grammars import Grammars
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets Ctrl-C of a terminal, too
     threading.Thread(target=_end_with_rank_0, name="cbatch-rank-0", daemon=True).start()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, ConnectionError):
