@@ -104,7 +104,7 @@ def texts_of(client: Client, body: dict[str, Any]) -> list[str]:
     return [choice["message"]["content"] for choice in answer["choices"]]
 
 
-@pytest.mark.parametrize(("arguments", "fields"), ARGUMENTS, ids=lambda argument: str(argument)[:30])
+@pytest.mark.parametrize(("arguments", "fields"), ARGUMENTS, ids=lambda given: str(given)[:30])
 def test_texts_are_those_of_the_server(
     llm: LLM, client: Client, arguments: dict[str, Any], fields: dict[str, Any]
 ) -> None:
