@@ -239,7 +239,7 @@ class Terminal:
 
     def wait_for(self, pattern: str, since: int = 0) -> int:
         """Read until the text after index `since` matches. Returns the end of the match."""
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not (match := re.search(pattern, self.seen[since:])):
             assert time.monotonic() < deadline_s, self.seen
             if select.select([self._end], [], [], 0.1)[0]:
