@@ -37,7 +37,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """The new tokens of a step, and the requests that ended since the previous step."""
 
-    admitted: tuple[str, ...] = ()  # ids of requests that entered a slot
+    admitted: dict[str, int] = {}  # cached prompt tokens, by request that entered a slot
     rows: tuple[OutputRow, ...] = ()
     logprobs: tuple[tuple[str, TokenLogprobs], ...] = ()
     times: StepTimes | None = None  # None: no step was committed
@@ -159,7 +159,7 @@ class EngineCore:
         total_s = self._clock() - start_s
         self._step_s += total_s
         return StepOutput(
-            admitted=tuple(new.request_id for new in plan.deltas.new_sequences),
+            admitted={new.request_id: new.kv_len_tokens for new in plan.deltas.new_sequences},
             rows=tuple(rows),
             logprobs=commit.logprobs,
             times=StepTimes(result.draft_s, result.target_s, total_s),

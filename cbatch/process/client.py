@@ -216,10 +216,10 @@ class EngineClient:
             del self._by_wire_id[sequence.wire_id]
             sequence.wire_id = None
 
-    def _notify(self, sequence: OpenSequence, handle: Callable[..., None], event: Any) -> None:
+    def _notify(self, sequence: OpenSequence, handle: Callable[..., None], *event: Any) -> None:
         """Call a method of a sequence. If it raises, only that sequence fails."""
         try:
-            handle(event)
+            handle(*event)
         except Exception as error:
             self._fail([sequence], error)
 
@@ -273,11 +273,11 @@ class EngineClient:
         output = step.output
         step_s = 0.0 if output.times is None else output.times.total_s
         sequences = self._by_wire_id
-        for wire_id in output.admitted:
+        for wire_id, cached_tokens in output.admitted.items():
             sequence = sequences.get(wire_id)
             if sequence is not None and not sequence.admitted:
                 sequence.admitted = True
-                self._notify(sequence, sequence.on_admitted, step_s)
+                self._notify(sequence, sequence.on_admitted, step_s, cached_tokens)
         for wire_id, entry in output.logprobs:
             sequence = sequences.get(wire_id)
             if sequence is not None:

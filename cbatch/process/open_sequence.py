@@ -22,8 +22,9 @@ class OpenSequence(ABC):
     admitted = False
 
     @abstractmethod
-    def on_admitted(self, ago_s: float) -> None:
-        """Handle the admission to a slot `ago_s` seconds ago. Called once, even after restarts."""
+    def on_admitted(self, ago_s: float, cached_tokens: int) -> None:
+        """Handle the admission to a slot `ago_s` seconds ago, with `cached_tokens` of the prompt in
+        the prefix cache. Called once, even after restarts."""
 
     @abstractmethod
     def on_logprobs(self, entry: TokenLogprobs) -> None:

@@ -81,6 +81,11 @@ class TextStream:
         self._prime(prompt)
         self._ended = False
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._matcher.completed
+
     def push(self, ids: Iterable[int]) -> TextDelta:
         """Decode the next output tokens. Raises RuntimeError after a stop string or `finish`."""
         if self._ended:
@@ -197,7 +202,8 @@ class StopMatcher:
         parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         marked = {parts.sub(lambda part: marks.get(part[0], ""), stop): stop for stop in stops}
         shown = dict(zip(stops, stops, strict=True)) | marked  # stop strings by searched form
-        self._shown = {form: stop if include else "" for form, stop in shown.items()}
+        self.completed: str | None = None  # the stop string that ended the text
+        self._forms, self._include = shown, include
         self._stops = tuple(shown)
         self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
         self._longest = max(map(len, self._beginnings), default=0)
@@ -219,8 +225,9 @@ class StopMatcher:
         match = self._match(buffer) if may_stop else None
         if match is not None:
             self._buffer = ""
-            _, start, stop = match
-            return buffer[:start] + self._shown[stop], True
+            _, start, form = match
+            self.completed = self._forms[form]
+            return buffer[:start] + (self.completed if self._include else ""), True
         cut = len(buffer) - self._partial(buffer)
         self._buffer = buffer[cut:]
         return buffer[:cut], False

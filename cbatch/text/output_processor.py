@@ -240,4 +240,5 @@ class LiveChoice:
             speculation=self._speculation,
             logprobs=tuple(self._logprobs) if has_logprobs else None,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            stop_string=self._stream.stop_string if self._stream else None,
         )

@@ -101,6 +101,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     `logprobs` has an element per token of `token_ids`. `prompt_logprobs`, in the first choice only,
     has an element per prompt token, None for the first. Both are None if not requested.
+    `stop_string` is the stop string that ended the text, if one did.
     """
 
     index: int
@@ -111,6 +112,7 @@ class Choice(msgspec.Struct, frozen=True):
     speculation: Speculation
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    stop_string: str | None = None
 
 
 class Output(msgspec.Struct, frozen=True):

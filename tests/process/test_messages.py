@@ -128,7 +128,7 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
     ends = [row.finish_reason for s in steps for row in s.output.rows if row.finish_reason]
     assert ends == [FinishReason.LENGTH] * 2
-    assert steps[0].output.admitted == ("a", "b") and steps[0].output.times is not None
+    assert list(steps[0].output.admitted) == ["a", "b"] and steps[0].output.times is not None
 
 
 def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Watched(OpenSequence):
         if add:
             client.add([self])
 
-    def on_admitted(self, ago_s: float) -> None:
+    def on_admitted(self, ago_s: float, cached_tokens: int) -> None:
         self.num_admissions += 1
 
     def on_logprobs(self, entry: TokenLogprobs) -> None:

@@ -33,9 +33,9 @@ def test_both_bounds_hold_and_come_free_again() -> None:
     assert queue.rejections == {"queued_requests": 1, "queued_prompt_tokens": 1}
     second = reserved(queue, 1, 40)
     assert (queue.num_requests, queue.num_prompt_tokens) == (3, 100)
-    first.on_admitted(0.0)
+    first.on_admitted(0.0, 0)
     assert (queue.num_requests, queue.num_prompt_tokens) == (2, 40), "the prompt is one for all"
-    first.on_admitted(0.0)
+    first.on_admitted(0.0, 0)
     first.holds.close()
     second.holds.close()
     second.holds.close()
@@ -72,7 +72,7 @@ def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
     place = reserved(queue, 20, 1)
     for _ in range(5):
         clock.advance(2.0)
-        place.on_admitted(0.0)
+        place.on_admitted(0.0, 0)
     assert queue.overloaded("full", "no room").retry_after_s == 30
     clock.advance(10_000)
     assert queue.overloaded("full", "no room").retry_after_s == 60

@@ -45,6 +45,7 @@ class OpenRequest:
         self.num_choices = num_choices
         self.unread_tokens = 0
         self.admitted_s: float | None = None  # `time.monotonic` when the first choice got a slot
+        self.cached_tokens = 0  # prompt tokens that the first choice had in the prefix cache
         self.holds = ExitStack()
         self._queue = queue
         self._queued_choices = self._queued_tokens = 0
@@ -112,11 +113,12 @@ class OpenRequest:
 
     # ---- events -------------------------------------------------------------------------------
 
-    def on_admitted(self, ago_s: float) -> None:
+    def on_admitted(self, ago_s: float, cached_tokens: int) -> None:
         """Free the queue place of a choice that got its slot `ago_s` seconds ago. The first choice
         also frees the reserved prompt tokens."""
         if self.admitted_s is None:
             self.admitted_s = time.monotonic() - ago_s
+            self.cached_tokens = cached_tokens
         self.settle(0)
         self._queued_choices -= 1
         self._queue.num_requests -= 1
@@ -224,8 +226,8 @@ class ServedChoice(LiveChoice, OpenSequence):
 
     open_request: OpenRequest
 
-    def on_admitted(self, ago_s: float) -> None:
-        self.open_request.on_admitted(ago_s)
+    def on_admitted(self, ago_s: float, cached_tokens: int) -> None:
+        self.open_request.on_admitted(ago_s, cached_tokens)
 
     def on_step(self, row: OutputRow) -> None:
         output = self.extend(row)
