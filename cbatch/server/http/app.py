@@ -1,4 +1,4 @@
-"""The ASGI application: the routes of the OpenAI API, and those for operators."""
+"""The ASGI application: the routes of the APIs, and those for operators."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from cbatch.server.http.agent_routes import agent_routes
 from cbatch.server.http.errors import error_body, handlers
 from cbatch.server.http.handler import CompletionHandler, json_response
 from cbatch.server.http.intake import BodyIntake
@@ -25,10 +26,11 @@ from cbatch.server.protocol.openapi import document
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.prompts import PromptReader
+from cbatch.server.serving.response_store import ResponseStore, StoreLimits
 from cbatch.server.serving.service import EngineService
 from cbatch.server.serving.tracing import RequestTracer, SpanExporter
 
-DEFAULT_LIMITS = ConnectionLimits()
+DEFAULT_LIMITS, STORE_LIMITS = ConnectionLimits(), StoreLimits()
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
 MetricsPage = Callable[[], Awaitable[bytes]]  # returns the page in Prometheus' text format
 
@@ -41,6 +43,7 @@ def create_app(
     open_metrics: bool = False,
     cors_origins: Collection[str] = (),
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    store_limits: StoreLimits = STORE_LIMITS,
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
     span_exporter: SpanExporter | None = None,
@@ -53,6 +56,7 @@ def create_app(
     intake = BodyIntake(limits, service.queue.overloaded)
     prompts = service.open(model)
     tracer = None if span_exporter is None else RequestTracer(span_exporter, model.name, service)
+    completions = CompletionHandler(service, model, intake)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -64,7 +68,8 @@ def create_app(
 
     app = Litestar(
         [
-            *CompletionHandler(service, model, intake).routes(),
+            *completions.routes(),
+            *agent_routes(completions, ResponseStore(store_limits), prompts),
             *_model_routes(model, intake, prompts),
             *_operator_routes(service, metrics_page or metrics.own_page, open_metrics or not keys),
             *_live_routes(LiveFeed(service, model, metrics)),

@@ -17,12 +17,15 @@ from cbatch.server.protocol.errors import (
     ServiceError,
     UnanswerableError,
     UnknownModelError,
+    UnknownResponseError,
+    anthropic_error,
 )
 
 AnyRequest = Request[Any, Any, Any]
 ErrorResponse = HttpResponse[dict[str, Any]]
 Handler = Callable[[AnyRequest, Any], ErrorResponse]
 _logger = logging.getLogger("cbatch")
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class ClientGoneError(RuntimeError):
@@ -57,10 +60,11 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
 
         return handle
 
-    return {
+    by_error: dict[int | type[Exception], Handler] = {
         FieldError: refused(400, "invalid"),
         RefusedError: refused(400, "invalid", "context_length_exceeded"),
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
+        UnknownResponseError: refused(404, "unknown_response", "previous_response_not_found"),
         BodyTooLongError: refused(413, "body_too_long"),
         MediaTypeError: refused(415, "media_type"),
         ServiceError: _service_error,
@@ -74,6 +78,21 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
             unforeseen(error, request.url.path), status_code=500
         ),
     }
+    return {kind: _in_format_of_api(handle) for kind, handle in by_error.items()}
+
+
+def _in_format_of_api(handle: Handler) -> Handler:
+    def handle_in_format(request: AnyRequest, error: Any) -> ErrorResponse:
+        answer = handle(request, error)
+        answer.content = formatted(request.url.path, answer.status_code or 500, answer.content)
+        return answer
+
+    return handle_in_format
+
+
+def formatted(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error's body in the format of the API that `path` belongs to."""
+    return anthropic_error(status, body) if path.startswith(ANTHROPIC_PATH) else body
 
 
 def _service_error(_: AnyRequest, error: ServiceError) -> ErrorResponse:

@@ -23,6 +23,7 @@ from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
+from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.open_request import OpenRequest, joined
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
@@ -33,6 +34,7 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sen
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
+CONTINUES = b'"previous_response_id"'  # in a body that continues a conversation, which may be long
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
@@ -65,8 +67,8 @@ class CompletionHandler:
         record.counts = True
         try:
             self._service.queue.require_room()
-            api_request = await self._read(request, parse)
-            record.id = f"{kind.id_prefix}-{record.request_id}"
+            api_request = await self.read(request, parse)
+            record.id = f"{kind.id_prefix}{record.request_id}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
@@ -75,15 +77,18 @@ class CompletionHandler:
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
                 key=record.key,
             )
-            return await self._respond(request, kind(api_request, self._model, record))
+            try:
+                return await self._respond(request, kind(api_request, self._model, record))
+            except FieldError as error:
+                raise renamed(error, kind.field_names) from error
         except Exception as error:
             record.fail(error)
             raise
 
-    async def _read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
+    async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
         """Return the parsed body. Raises what `parse` and the intake raise."""
         async with self._intake.body(request) as body:
-            if len(body) > LONG_BODY_BYTES:
+            if len(body) > LONG_BODY_BYTES or CONTINUES in body:
                 return await asyncio.to_thread(parse, body, self._model)
             return parse(body, self._model)
 

@@ -12,7 +12,7 @@ from litestar import Request
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
-from cbatch.server.http.errors import error_body, unforeseen
+from cbatch.server.http.errors import error_body, formatted, unforeseen
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
@@ -23,6 +23,7 @@ from cbatch.server.serving.tracing import RequestTracer, TracedRecord
 OPEN_PATHS = ("/health", "/ready", *PAGE_PATHS)
 METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
+API_KEY = b"x-api-key"  # where Anthropic's clients send the key
 MAX_ID_CHARS = 128
 _RECORD = "cbatch.record"  # the record's key in the ASGI scope
 
@@ -34,10 +35,10 @@ def record_of(request: Request[Any, Any, Any]) -> RequestRecord:
 
 class RequestMiddleware:
     """Wraps an application. If there are keys, every path except `OPEN_PATHS` (and the metrics, if
-    open) requires a key as a bearer token. POST requests count against the key's limit; `totals`
-    counts the requests that the limit refuses. Every response has an `X-Request-Id`, the client's
-    or a new one. Pages of `cors_origins` (`*`: all) may read responses. `tracer` exports spans of
-    requests that generate tokens."""
+    open) requires a key, as a bearer token or in `x-api-key`. POST requests count against the key's
+    limit; `totals` counts the requests that the limit refuses. Every response has an
+    `X-Request-Id`, the client's or a new one. Pages of `cors_origins` (`*`: all) may read
+    responses. `tracer` exports spans of requests that generate tokens."""
 
     def __init__(
         self,
@@ -79,13 +80,16 @@ class RequestMiddleware:
                 await self._app(scope, receive, send_with_id)
             else:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
+                if key is None and API_KEY in request_headers:
+                    key = self._keys.find(b"Bearer " + request_headers[API_KEY])
                 record.key = None if key is None else key.name
                 await self._enter(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)
             if record.status is not None:
                 raise
-            await _answer(send_with_id, 500, unforeseen(error, record.path))
+            body = formatted(record.path, 500, unforeseen(error, record.path))
+            await _answer(send_with_id, 500, body)
         finally:
             if scope["path"] not in self._open:
                 record.write()
@@ -106,7 +110,8 @@ class RequestMiddleware:
         self, key: ApiKey | None, scope: HTTPScope, receive: Receive, send: Send
     ) -> None:
         if key is None:
-            await _answer(send, 401, error_body(*_NO_KEY), (b"www-authenticate", b"Bearer"))
+            body = formatted(scope["path"], 401, error_body(*_NO_KEY))
+            await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
             return
         try:
             with key.one_call() if scope["method"] == "POST" else nullcontext():
@@ -115,13 +120,13 @@ class RequestMiddleware:
             self.reject("key_limit")
             after = (b"retry-after", str(error.retry_after_s).encode())
             body = error_body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
-            await _answer(send, 429, body, after)
+            await _answer(send, 429, formatted(scope["path"], 429, body), after)
 
 
 _ASKED_METHOD, _ASKED_HEADERS = b"access-control-request-method", b"access-control-request-headers"
-_READ = (REQUEST_ID, b"authorization", b"origin", _ASKED_METHOD, _ASKED_HEADERS)
+_READ = (REQUEST_ID, b"authorization", API_KEY, b"origin", _ASKED_METHOD, _ASKED_HEADERS)
 _NO_KEY = (
-    "no valid API key; send 'Authorization: Bearer KEY'",
+    "no valid API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
     "invalid_request_error",
     None,
     "invalid_api_key",
@@ -138,7 +143,7 @@ def _request_id(client_id: bytes) -> bytes:
 async def _allow(send: Any, fields: bytes) -> None:
     """Answer a browser's preflight request, and allow the header fields that it names."""
     headers = [
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", fields),
         (b"access-control-max-age", b"600"),
     ]

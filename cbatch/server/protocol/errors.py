@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cbatch.core.request.errors import FieldError
 
 
@@ -69,5 +71,30 @@ class UnknownModelError(FieldError):
     """The request names a model that is not served."""
 
 
+class UnknownResponseError(FieldError):
+    """The request names a stored response that is not there."""
+
+
 class EngineLostError(RuntimeError):
     """The engine cannot be kept running, and the server has ended. The message says why."""
+
+
+# Anthropic's types of errors, by OpenAI's types and by status. Others are the request's, up to 499,
+# or the server's.
+_ANTHROPIC_TYPES: dict[str | int, str] = {
+    "overloaded": "overloaded_error",
+    "timeout": "timeout_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error in Anthropic's format, for a body in OpenAI's."""
+    error, types = body["error"], _ANTHROPIC_TYPES
+    kind = types.get(error["type"]) or types.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}

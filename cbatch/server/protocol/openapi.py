@@ -16,7 +16,7 @@ from cbatch.core.request.request import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from cbatch.server.protocol import responses
+from cbatch.server.protocol import anthropic_request, responses, responses_request
 from cbatch.server.protocol.requests import (
     MAX_CHOICES,
     MAX_STOP_CHARS,
@@ -24,6 +24,7 @@ from cbatch.server.protocol.requests import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
+    RequestFields,
     TokenizeFields,
 )
 from cbatch.text.messages import ROLES
@@ -52,6 +53,11 @@ _MESSAGE = {
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_ANTHROPIC_ERROR: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "error"}, "error": {"type": "object"}},
+    "required": ["type", "error"],
+}
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 # Limits that `SamplingParams` checks in code, and not by its types.
 _LIMITS: dict[str, Schema] = {
@@ -90,6 +96,7 @@ _LIMITS: dict[str, Schema] = {
 def document(**defaults: float) -> Schema:
     """Return the document. `defaults` are the model's sampling defaults, see `ServedModel`."""
     kinds = [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields, SamplingParams]
+    kinds += [responses_request.ResponsesFields, anthropic_request.AnthropicFields]
     answers = [
         responses.CompletionResponse,
         responses.ChatCompletion,
@@ -106,6 +113,16 @@ def document(**defaults: float) -> Schema:
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}
     prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
+    chat = schemas["ChatFields"]["properties"]
+    names = (*RequestFields.__struct_fields__, "chat_template_kwargs", "include_reasoning")
+    common = sampling | {name: chat[name] for name in names}
+    for module, kind, required in (
+        (responses_request, "ResponsesFields", ("input",)),
+        (anthropic_request, "AnthropicFields", ("messages", "max_tokens")),
+    ):
+        own = schemas[kind]["properties"]
+        shared = {name: common[name] for name in common if name not in module.REFUSED_FIELDS}
+        schemas[kind] = _body(schemas[kind], shared, {name: own[name] for name in required})
     schemas["CompletionFields"] = _body(schemas["CompletionFields"], sampling, prompts)
     lengths = {name: _COUNT | length for name in ("max_tokens", "max_completion_tokens")}
     schemas["ChatFields"] = _body(schemas["ChatFields"], sampling | lengths, messages)
@@ -168,6 +185,15 @@ def _paths() -> dict[str, Schema]:
     return {
         "/v1/completions": _posted("CompletionFields", "CompletionResponse", streamed=True),
         "/v1/chat/completions": _posted("ChatFields", "ChatCompletion", streamed=True),
+        "/v1/responses": _posted("ResponsesFields", None, streamed=True),
+        "/v1/responses/input_tokens": _posted("ResponsesFields", None),
+        "/v1/responses/{response_id}": {
+            **_got("a stored response", plain, 404),
+            "delete": _got("it is no longer stored", plain, 404)["get"],
+            "parameters": [name | {"name": "response_id"}],
+        },
+        "/v1/messages": _posted("AnthropicFields", None, streamed=True, error=_ANTHROPIC_ERROR),
+        "/v1/messages/count_tokens": _posted("AnthropicFields", None, error=_ANTHROPIC_ERROR),
         "/tokenize": _posted("TokenizeFields", "Tokenized"),
         "/detokenize": _posted("DetokenizeFields", "Detokenized"),
         "/v1/models": _got("models", plain),
@@ -179,15 +205,17 @@ def _paths() -> dict[str, Schema]:
     }
 
 
-def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
-    whole = _json("the answer", _ref(answer))
+def _posted(
+    body: str, answer: str | None, *, streamed: bool = False, error: Schema | None = None
+) -> Schema:
+    whole = _json("the answer", {"type": "object"} if answer is None else _ref(answer))
     if streamed:
         # All chunks but the last are JSON, which OpenAPI 3.1 cannot express.
         whole["content"]["text/event-stream"] = {"schema": {}}
     statuses = {
         400: "a field that is not supported; the error names it",
         401: "no valid API key",
-        404: "another model",
+        404: "another model, or an unknown response",
         408: "the call took too long to arrive, or its own timeout expired",
         413: "the body is too large",
         415: "the content type is not JSON",
@@ -197,7 +225,8 @@ def _posted(body: str, answer: str, *, streamed: bool = False) -> Schema:
         503: "the queue is full, or there is no engine; Retry-After says when to try again",
         504: "the server's time limit for a call is over",
     }
-    failures = {str(status): _json(text, _ref("Error")) for status, text in statuses.items()}
+    error = error or _ref("Error")
+    failures = {str(status): _json(text, error) for status, text in statuses.items()}
     content = {"application/json": {"schema": _ref(body)}}
     return {
         "post": {

@@ -180,6 +180,7 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     reply: ReplyFormat | None = None  # None: a reply is only text
     mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
     include_reasoning: bool = True
+    origin: msgspec.Struct | None = None  # what the builder of another API's response needs
 
     @property
     def include_usage(self) -> bool:

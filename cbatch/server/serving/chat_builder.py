@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -32,7 +33,7 @@ from cbatch.text.reply_reader import Part, ReplyReader, Thought
 class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
     """A response whose replies are parsed into thoughts, tool calls and text."""
 
-    id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+    id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         super().__init__(api_request, model, record)
@@ -45,7 +46,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             usage.completion_tokens_details = TokenDetails(self._reasoning_tokens)
         return usage
 
-    def whole(self) -> ChatCompletion:
+    def whole(self) -> ChatCompletion | dict[str, Any]:
         finished = self._finished()
         return ChatCompletion(
             choices=[self._choice(*pair) for pair in finished],
@@ -93,11 +94,18 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
         )
 
     def _read(self, state: ChoiceState, output: Output) -> None:
-        reply = self.api_request.reply
-        if reply is None:
+        if self.api_request.reply is None:
             state.texts = {"content": output.text} if output.text else {}
-            return
-        reader = state.reader
+        elif self.api_request.fields.stream:
+            state.texts, state.calls = self._by_field(self._parts(state, output))
+        else:
+            state.parts += self._parts(state, output)
+
+    def _parts(self, state: ChoiceState, output: Output) -> list[Part]:
+        """Return the parts that an output adds to its reply, and count tokens of thoughts."""
+        reply, reader = self.api_request.reply, state.reader
+        if reply is None:
+            return [output.text] if output.text else []
         if reader is None:
             prompt_end = self._model.prompt_end(state.opened.request.prompt)
             reader = state.reader = ReplyReader(reply, prompt_end)
@@ -107,11 +115,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             parts += reader.push(piece)
             self._reasoning_tokens += thinking or reader.in_thought
         parts += reader.push(output.text[sum(map(len, output.pieces)) :])
-        parts += () if output.finished is None else reader.finish()
-        if self.api_request.fields.stream:
-            state.texts, state.calls = self._by_field(parts)
-        else:
-            state.parts += parts
+        return parts if output.finished is None else parts + reader.finish()
 
     def _by_field(self, parts: list[Part]) -> tuple[dict[str, str], list[ToolCallPart]]:
         """Return the texts by field, and the pieces of tool calls."""

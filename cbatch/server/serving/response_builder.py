@@ -22,6 +22,7 @@ from cbatch.server.protocol.responses import (
     PromptLogprobs,
     Usage,
 )
+from cbatch.server.protocol.translation import FieldNames
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestRecord, SequenceTimes
 from cbatch.text.forced_tools import ToolCallPart
@@ -52,8 +53,9 @@ class ChoiceState(SequenceTimes):
 class ResponseBuilder(ABC, Generic[AnyChoice]):
     """Builds one response over all prompts and choices of a request."""
 
-    id_prefix: ClassVar[str]
+    id_prefix: ClassVar[str]  # with its separator
     chunk_object: ClassVar[str]
+    field_names: ClassVar[FieldNames] = {}  # names that errors use for fields of a chat
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         self.api_request, self._model, self.record = api_request, model, record
@@ -144,7 +146,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return Usage(self._prompt_tokens, self._completion_tokens, total)
 
     @abstractmethod
-    def whole(self) -> msgspec.Struct:
+    def whole(self) -> msgspec.Struct | dict[str, Any]:
         """Return the complete response, after every choice has finished."""
 
     @abstractmethod
@@ -227,7 +229,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
 
 class CompletionBuilder(ResponseBuilder[CompletionChoice]):
-    id_prefix, chunk_object = "cmpl", "text_completion"
+    id_prefix, chunk_object = "cmpl-", "text_completion"
 
     def whole(self) -> CompletionResponse:
         return CompletionResponse(

@@ -1,0 +1,256 @@
+"""Requests of Anthropic's Messages API, translated into chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.unsupported import Missing
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest, Count
+from cbatch.server.protocol.translation import (
+    NAMES,
+    OTHER_NAME,
+    REFUSED,
+    FieldNames,
+    function_tool,
+    json_format,
+    read_body,
+    require_items,
+    translated,
+)
+from cbatch.text.forced_tools import FunctionName
+from cbatch.text.messages import no_list
+
+ANTHROPIC_NAMES: FieldNames = {
+    **NAMES,
+    r"(tools\[\d+\])\.parameters": r"\1.input_schema",
+    r"parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    r"reasoning_effort": "output_config.effort",
+    r"response_format.*": "output_config.format",
+    r"stop$": "stop_sequences",
+}
+REFUSED_FIELDS = REFUSED | {
+    "container": Missing("a container"),
+    "mcp_servers": Missing("calling MCP servers", []),
+    "parallel_tool_calls": OTHER_NAME,
+    "stop": Missing("this name of chat completions", remedy="use stop_sequences"),
+    "stream_options": OTHER_NAME,
+}
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """A hint that changes no text, such as `cache_control`: prefixes are always cached."""
+
+    type: Any = None
+    ttl: Any = None
+
+
+class AnthropicBlock(msgspec.Struct, frozen=True):
+    """A content block of any type. Signatures of thinking are not checked."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    signature: Any = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: str | list[AnthropicBlock] = ""
+    is_error: bool | None = None
+    cache_control: Hint | None = None
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AnthropicBlock]
+
+
+class AnthropicTool(msgspec.Struct, frozen=True):
+    name: FunctionName
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    type: str | None = None
+    cache_control: Hint | None = None
+
+
+class AnthropicChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """The switch for thoughts. A budget of tokens cannot be set."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class AnthropicFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    format: AnthropicFormat | None = None
+
+
+class AnthropicMetadata(msgspec.Struct, frozen=True):
+    user_id: str | None = None
+
+
+class AnthropicFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a request that differ from those of a chat."""
+
+    messages: list[AnthropicMessage] = []
+    max_tokens: Count | None = None
+    system: str | list[AnthropicBlock] = ""
+    tools: list[AnthropicTool] = []
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: AnthropicFormat | None = None  # older name of `output_config.format`
+    stop_sequences: list[str] = []
+    metadata: AnthropicMetadata = AnthropicMetadata()
+    cache_control: Hint | None = None
+
+
+def parse_messages(body: bytes, model: ServedModel) -> ApiRequest:
+    """Return the checked request. Raises `FieldError` naming the field."""
+    return _parse(body, model, needs_max_tokens=True)
+
+
+def parse_count(body: bytes, model: ServedModel) -> ApiRequest:
+    """Return the request whose prompt is to be counted. Raises `FieldError` naming the field."""
+    return _parse(body, model, needs_max_tokens=False)
+
+
+def _parse(body: bytes, model: ServedModel, *, needs_max_tokens: bool) -> ApiRequest:
+    read = read_body(body, AnthropicFields, REFUSED_FIELDS)
+    fields, rest = read.fields, read.rest
+    if fields.max_tokens is None and needs_max_tokens:
+        raise FieldError("max_tokens", "is missing", "give the most tokens to generate")
+    chat = rest | {
+        "messages": list(_messages(fields, model)),
+        "max_tokens": fields.max_tokens,
+        "stop": fields.stop_sequences or None,
+        "user": fields.metadata.user_id,
+        "reasoning_effort": fields.output_config.effort,
+    }
+    if fields.tools:
+        chat["tools"] = list(map(_tool, range(len(fields.tools)), fields.tools))
+    if fields.tool_choice is not None:
+        chat |= _choice(fields.tool_choice)
+    shape = fields.output_config.format or fields.output_format
+    if shape is not None:
+        chat["response_format"] = json_format(shape.schema)
+    thinking, variables = fields.thinking, rest.get("chat_template_kwargs", {})
+    if thinking is not None and isinstance(variables, dict):
+        switch = {"enable_thinking": thinking.type != "disabled"}
+        chat["chat_template_kwargs"] = switch | variables
+    if thinking is not None and thinking.display == "omitted":
+        chat["include_reasoning"] = False
+    return translated(chat, model, ANTHROPIC_NAMES, read.ignored)
+
+
+def _tool(at: int, tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        remedy = "send tools with a name and an input_schema"
+        raise FieldError(f"tools[{at}].type", f"{tool.type!r} is not supported", remedy)
+    return function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+
+
+def _choice(choice: AnthropicChoice) -> dict[str, Any]:
+    value: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    if value is None:
+        if choice.name is None:
+            raise FieldError("tool_choice.name", "is missing", "name a tool")
+        value = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": value, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+
+# ---- messages ---------------------------------------------------------------------------------
+
+
+def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str, Any]]:
+    """Yield the messages of the chat. Raises `FieldError`."""
+    if not fields.messages:
+        remedy = 'send [{"role": "user", "content": "..."}]'
+        raise FieldError("messages", no_list(fields.messages), remedy)
+    require_items("messages", len(fields.messages), model)
+    if fields.system:
+        yield {"role": "system", "content": _texts(fields.system, "system")}
+    for at, message in enumerate(fields.messages):
+        field = f"messages[{at}].content"
+        if message.role == "assistant":
+            yield _reply(message, field)
+        elif message.role == "user" and not isinstance(message.content, str):
+            yield from _turn(message.content, field)
+        else:
+            yield {"role": message.role, "content": _texts(message.content, field)}
+    if fields.messages[-1].role == "assistant":
+        remedy = "end with a message of the user"
+        raise FieldError("messages", "continuing the assistant's text is not supported", remedy)
+
+
+def _texts(content: str | list[AnthropicBlock], field: str) -> str | list[dict[str, str]]:
+    """Return text blocks as a chat's content. Raises `FieldError` for blocks of another type."""
+    if isinstance(content, str):
+        return content
+    for at, block in enumerate(content):
+        if block.type != "text":
+            raise _unsupported(f"{field}[{at}]", block, "text")
+    return [{"type": "text", "text": block.text} for block in content]
+
+
+def _unsupported(field: str, block: AnthropicBlock, *types: str) -> FieldError:
+    remedy = f"send blocks of type {', '.join(types)}"
+    return FieldError(f"{field}.type", f"{block.type!r} is not supported here", remedy)
+
+
+def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
+    """Yield messages of the user and results of tools, in the order of their blocks."""
+    if not blocks:
+        raise FieldError(field, "is empty", "send a text")
+    texts: list[dict[str, str]] = []
+    for at, block in enumerate(blocks):
+        if block.type == "text":
+            texts.append({"type": "text", "text": block.text})
+        elif block.type == "tool_result":
+            if texts:
+                yield {"role": "user", "content": texts}
+                texts = []
+            content = _texts(block.content, f"{field}[{at}].content")
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            yield result | ({"is_error": True} if block.is_error else {})
+        else:
+            raise _unsupported(f"{field}[{at}]", block, "text", "tool_result")
+    if texts:
+        yield {"role": "user", "content": texts}
+
+
+def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
+    """Return an earlier reply, with its thoughts and calls."""
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    texts, thoughts, calls = [], [], []
+    for at, block in enumerate(message.content):
+        if block.type == "text":
+            texts.append({"type": "text", "text": block.text})
+        elif block.type == "thinking":
+            thoughts.append(block.thinking)
+        elif block.type == "tool_use":
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            raise _unsupported(f"{field}[{at}]", block, "text", "thinking", "tool_use")
+    reply = {"content": texts, "reasoning": "\n".join(thoughts), "tool_calls": calls}
+    given = {name: value for name, value in reply.items() if value}
+    return {"role": "assistant", **given}

@@ -1,0 +1,300 @@
+"""Requests of OpenAI's Responses API, translated into chats. A request may continue a stored
+response: the items of that conversation then come before its own."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.unsupported import Missing
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest, Count
+from cbatch.server.protocol.translation import (
+    NAMES,
+    REFUSED,
+    FieldNames,
+    function_tool,
+    json_format,
+    read_body,
+    require_items,
+    translated,
+)
+from cbatch.text.forced_tools import FunctionName
+from cbatch.text.messages import no_list
+
+RESPONSES_NAMES: FieldNames = {
+    **NAMES,
+    r"messages\b": "input",
+    r"max_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
+    r"response_format.*": "text.format",
+}
+_MAX_OUTPUT_TOKENS = Missing("this name of chat completions", remedy="use max_output_tokens")
+REFUSED_FIELDS = REFUSED | {
+    "background": Missing("a response in the background", False),
+    "conversation": Missing("a stored conversation", remedy="use previous_response_id"),
+    "max_completion_tokens": _MAX_OUTPUT_TOKENS,
+    "max_tokens": _MAX_OUTPUT_TOKENS,
+    "messages": Missing("this name of chat completions", remedy="use input"),
+    "moderation": Missing("moderation"),
+    "prompt": Missing("a stored prompt", remedy="use instructions and input"),
+    "truncation": Missing("truncation of the input", "disabled"),
+}
+ENCRYPTED = "reasoning.encrypted_content"  # the only member of `include` that is supported
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """An item of any type. Ids and states of earlier items are not used."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    phase: str | None = None
+    name: str = ""
+    call_id: str = ""
+    arguments: str = "{}"
+    output: str | list[ContentPart] = ""
+    summary: list[ContentPart] = []
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponsesTool(msgspec.Struct, frozen=True):
+    type: str
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    format: TextFormat = TextFormat("text")
+
+
+class NoOptions(msgspec.Struct, frozen=True):
+    """Options that have no effect; all are reported as ignored."""
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]  # with the limits of OpenAI
+
+
+class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a request that differ from those of a chat."""
+
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    include: list[str] = []
+    reasoning: Reasoning = Reasoning()
+    text: TextOptions = TextOptions()
+    tools: list[ResponsesTool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    metadata: Metadata = {}
+    stream_options: NoOptions = NoOptions()
+
+
+class StoredResponses(Protocol):
+    """The stored responses of one API key."""
+
+    def items(self, response_id: str) -> Sequence[bytes]:
+        """Return the items of a response's conversation, in JSON. Raises `FieldError`."""
+
+    def keep(self, response_id: str, body: bytes, items: Sequence[bytes]) -> None:
+        """Store a response, and the items of its conversation up to its end."""
+
+
+class ResponsesCall(msgspec.Struct, frozen=True):
+    """A request for the builder of its response: `fields`, all members as `sent`, the items of the
+    conversation in JSON, and the store, None if the response is not kept."""
+
+    fields: ResponsesFields
+    sent: dict[str, Any]
+    items: tuple[bytes, ...]
+    responses: Any  # `StoredResponses` or None
+
+
+def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses) -> ApiRequest:
+    """Return the checked request. Raises `FieldError` naming the field."""
+    read = read_body(body, ResponsesFields, REFUSED_FIELDS)
+    fields = read.fields
+    for name in fields.include:
+        if name != ENCRYPTED:
+            raise FieldError("include", f"{name!r} is not supported", f"give only {ENCRYPTED!r}")
+    if not fields.input:
+        raise FieldError("input", no_list(fields.input or None), "send a text, or a list of items")
+    raw = read.sent["input"]
+    if isinstance(fields.input, str):
+        new = [InputItem(role="user", content=fields.input)]
+        raw = [{"type": "message", "role": "user", "content": raw}]
+    else:
+        new = fields.input
+    before: Sequence[bytes] = ()
+    if fields.previous_response_id is not None:
+        before = responses.items(fields.previous_response_id)
+    require_items("input", len(before) + len(new), model)
+    earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
+    messages = _messages([*earlier, *new], len(earlier))
+    if fields.instructions:
+        messages.insert(0, {"role": "system", "content": fields.instructions})
+    chat = read.rest | {
+        "messages": messages,
+        "max_tokens": fields.max_output_tokens,
+        "reasoning_effort": fields.reasoning.effort,
+        "response_format": _response_format(fields.text.format),
+        "tool_choice": _choice(fields.tool_choice),
+        "parallel_tool_calls": fields.parallel_tool_calls,
+        "tools": list(map(_tool, range(len(fields.tools)), fields.tools)) or None,
+    }
+    items = (*before, *map(msgspec.json.encode, raw))
+    call = ResponsesCall(fields, read.sent, items, responses if fields.store else None)
+    return translated(chat, model, RESPONSES_NAMES, read.ignored, call)
+
+
+def _tool(at: int, tool: ResponsesTool) -> dict[str, Any]:
+    if tool.type != "function":
+        remedy = "send tools of type 'function'"
+        raise FieldError(f"tools[{at}].type", f"{tool.type!r} is not supported", remedy)
+    if tool.name is None:
+        raise FieldError(f"tools[{at}].name", "is missing", "name the function")
+    return function_tool(tool.name, tool.description, tool.parameters, tool.strict)
+
+
+def _choice(choice: str | NamedTool) -> Any:
+    if isinstance(choice, str):
+        return None if choice == "auto" else choice
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(shape: TextFormat) -> dict[str, Any] | None:
+    if shape.type == "text":
+        return None
+    if shape.type == "json_object":
+        return {"type": "json_object"}
+    if shape.schema is None:
+        raise FieldError("text.format.schema", "is missing", "give a JSON schema")
+    about = {"name": shape.name, "description": shape.description, "strict": shape.strict}
+    return json_format(shape.schema, **about)
+
+
+# ---- items ------------------------------------------------------------------------------------
+
+
+def _messages(items: list[InputItem], num_earlier: int) -> list[dict[str, Any]]:
+    """Return the messages of a chat; successive items of the assistant become one message. Raises
+    `FieldError`, which counts items from the first that is not among the `num_earlier` first."""
+    messages: list[dict[str, Any]] = []
+    for at, item in enumerate(items):
+        field = f"input[{at - num_earlier}]"
+        if item.type == "message":
+            _add_message(messages, item, field)
+        elif item.type == "reasoning":
+            if thought := _thought(item, field):
+                _reply(messages, "content", "tool_calls")["reasoning"] = thought
+        elif item.type == "function_call":
+            arguments = _arguments(item.arguments, f"{field}.arguments")
+            function = {"name": item.name, "arguments": arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            _reply(messages).setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            content = _texts(item.output, f"{field}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        else:
+            remedy = "send items of type message, reasoning, function_call or function_call_output"
+            raise FieldError(f"{field}.type", f"{item.type!r} is not supported", remedy)
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: InputItem, field: str) -> None:
+    if item.role not in ("user", "system", "developer", "assistant"):
+        remedy = "use user, system, developer or assistant"
+        raise FieldError(f"{field}.role", f"{item.role!r} is not known", remedy)
+    if item.content is None:
+        raise FieldError(f"{field}.content", "is missing", "send a text")
+    content = _texts(item.content, f"{field}.content")
+    if item.role == "assistant":
+        _reply(messages, "content", "tool_calls")["content"] = content
+    else:
+        messages.append({"role": item.role, "content": content})
+
+
+def _reply(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
+    """Return the last message if it is an assistant's without the fields `absent`, or a new one."""
+    last = messages[-1] if messages else {"role": None}
+    if last["role"] != "assistant" or any(name in last for name in absent):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _texts(content: str | list[ContentPart], field: str) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    for at, part in enumerate(content):
+        if part.type not in _TEXTS:
+            problem = f"{part.type!r} is not supported"
+            raise FieldError(f"{field}[{at}].type", problem, "send parts of type input_text")
+    return [{"type": "text", "text": part.text} for part in content]
+
+
+def _thought(item: InputItem, field: str) -> str:
+    """Return the text of a reasoning item, which `encrypted_content` has if `content` is absent."""
+    content = item.content if item.content is not None else item.summary
+    if isinstance(content, str) or content or item.encrypted_content is None:
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except ValueError as error:
+        field = f"{field}.encrypted_content"
+        raise FieldError(field, "is not of this server", "leave the item out") from error
+
+
+def encrypted(thought: str) -> str:
+    """Return a thought in the form in which clients without a store send it back. It is encoded,
+    not encrypted, as the client sees the thought itself."""
+    return base64.b64encode(thought.encode()).decode()
+
+
+def _arguments(text: str, field: str) -> str:
+    """Return a call's arguments. Raises `FieldError` unless they are a JSON object."""
+    try:
+        msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FieldError(field, f"are not a JSON object ({error})", "send an object") from error
+    return text

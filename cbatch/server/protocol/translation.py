@@ -1,0 +1,122 @@
+"""Translation of other APIs' requests into chats, whose parser, prompts and texts they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import structs
+
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.unsupported import Missing
+from cbatch.server.protocol.body import decode_object, take_fields, unknown_members
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest, parse_chat
+
+AnyError = TypeVar("AnyError", bound=FieldError)
+AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)
+# Names in another API of a chat's fields: regular expressions and their replacements.
+FieldNames = Mapping[str, str]
+MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
+_LOGPROBS = Missing("log probabilities in this API", False, 0, remedy="use chat completions")
+OTHER_NAME = Missing("this name of chat completions", remedy="use this API's own field")
+# Fields of chats that other APIs lack or name otherwise, with values that do not use them.
+REFUSED: dict[str, Missing] = {
+    "n": Missing("more than one choice", 1),
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "return_token_ids": Missing("token ids in this API", False),
+    "return_metrics": Missing("metrics in this API", False),
+    **dict.fromkeys(("max_completion_tokens", "reasoning_effort", "response_format"), OTHER_NAME),
+}
+NAMES: FieldNames = {
+    r"(tools\[\d+\])\.function\b": r"\1",
+    r"prompt$": "messages",
+    r"messages\b.*": "messages",
+}
+
+
+class ReadBody(msgspec.Struct, Generic[AnyFields]):
+    """A body whose own `fields` were read: all members as `sent`, those that a chat has as well
+    (`rest`), and the names of unknown members of `fields`."""
+
+    fields: AnyFields
+    sent: dict[str, Any]
+    rest: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def read_body(
+    body: bytes, kind: type[AnyFields], refused: Mapping[str, Missing]
+) -> ReadBody[AnyFields]:
+    """Read the fields of `kind`. Raises `FieldError`, also for fields that are `refused`."""
+    record = decode_object(body)
+    for name in record.keys() & refused.keys():
+        refused[name].check(name, record[name])
+    rest = {name: value for name, value in record.items() if name not in refused}
+    known = {name: rest[name] for name in rest if name in kind.__struct_fields__}
+    fields = take_fields(rest, kind)
+    ignored = islice(unknown_members(known, fields, ""), MAX_IGNORED)
+    return ReadBody(fields, record, rest, tuple(ignored))
+
+
+def translated(
+    chat: dict[str, Any],
+    model: ServedModel,
+    names: FieldNames,
+    ignored: Iterable[str],
+    origin: msgspec.Struct | None = None,
+) -> ApiRequest:
+    """Return the request for a chat's body. `ignored` are unknown fields of the API's own body,
+    `origin` is for the builder of the response. Raises `FieldError`, with the API's `names`."""
+    present = {name: value for name, value in chat.items() if value is not None}
+    try:
+        request = parse_chat(msgspec.json.encode(present), model)
+    except FieldError as error:
+        raise renamed(error, names) from error
+    ignored = (*(rename(name, names) for name in request.ignored), *ignored)
+    return structs.replace(request, ignored=ignored, origin=origin)
+
+
+def rename(field: str, names: FieldNames) -> str:
+    """Return the name that the API has for a chat's field."""
+    for pattern, replacement in names.items():
+        field = re.sub(rf"^{pattern}", replacement, field)
+    return field
+
+
+def renamed(error: AnyError, names: FieldNames) -> AnyError:
+    """Return the error of a chat's field with the API's names of fields."""
+
+    def text(value: str) -> str:
+        return re.sub("`([^`]+)`", lambda match: f"`{rename(match[1], names)}`", value)
+
+    field = rename(error.field, names)
+    return type(error)(field, text(error.problem), text(error.remedy))
+
+
+def require_items(field: str, num_items: int, model: ServedModel) -> None:
+    """Check the length of a conversation, as each part of it has at least one token. Raises
+    `FieldError`."""
+    if num_items > model.max_model_len:
+        limit = f"the context takes {model.max_model_len} tokens"
+        raise FieldError(field, f"has {num_items} parts, which do not fit", limit)
+
+
+def json_format(schema: dict[str, Any], **about: Any) -> dict[str, Any]:
+    """Return a chat's `response_format` for a schema."""
+    about = {name: value for name, value in about.items() if value is not None}
+    return {"type": "json_schema", "json_schema": {"schema": schema, **about}}
+
+
+def function_tool(
+    name: str | None, description: str | None, parameters: Any, strict: bool | None
+) -> dict[str, Any]:
+    """Return a chat's tool."""
+    members = dict(name=name, description=description, parameters=parameters, strict=strict)
+    given = {name: value for name, value in members.items() if value is not None}
+    return {"type": "function", "function": given}

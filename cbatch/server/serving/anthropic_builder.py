@@ -1,0 +1,117 @@
+"""Builds messages of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
+from cbatch.server.protocol.errors import anthropic_error
+from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
+
+SIGNATURE = "cbatch"  # of every thinking block; clients send it back, and nothing checks it
+
+
+class AnthropicBuilder(BlockBuilder):
+    id_prefix, field_names = "msg_", ANTHROPIC_NAMES
+
+    def whole(self) -> dict[str, Any]:
+        content = [_block(block) for block in self._blocks]
+        return {
+            **self._head_of_message(),
+            "content": content,
+            **self._stop(),
+            "usage": self._counts(),
+        }
+
+    def error_event(self, body: dict[str, Any]) -> bytes:
+        return named_event("error", **anthropic_error(500, body))
+
+    def _start(self) -> bytes:
+        return named_event(
+            "message_start", message={**self._head_of_message(), "usage": self._counts()}
+        )
+
+    def _begin_block(self, block: ReplyBlock) -> bytes:
+        empty = _block(ReplyBlock(block.kind, block.index, block.call_id, block.name))
+        if block.kind == "thought":
+            empty["signature"] = ""
+        return named_event("content_block_start", index=block.index, content_block=empty)
+
+    def _delta(self, block: ReplyBlock, text: str) -> bytes:
+        kind, member = {
+            "thought": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        delta = {"type": kind, member: text}
+        return named_event("content_block_delta", index=block.index, delta=delta)
+
+    def _end_block(self, block: ReplyBlock) -> bytes:
+        signed = b""
+        if block.kind == "thought":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = named_event("content_block_delta", index=block.index, delta=delta)
+        return signed + named_event("content_block_stop", index=block.index)
+
+    def _end(self) -> bytes:
+        delta = named_event("message_delta", delta=self._stop(), usage=self._counts())
+        return delta + named_event("message_stop")
+
+    def _head_of_message(self) -> dict[str, Any]:
+        return {
+            "id": self.api_request.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        """Return why the message ended. A text that is shorter than `max_tokens` filled the
+        context."""
+        sequence, reason = self._done[0].stop_string, "end_turn"
+        if self._finish_reason == "tool_calls":
+            reason, sequence = "tool_use", None
+        elif sequence is not None:
+            reason = "stop_sequence"
+        elif self._finish_reason == "length":
+            whole = self._completion_tokens >= self.api_request.params.max_tokens
+            reason = "max_tokens" if whole else "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _counts(self) -> dict[str, Any]:
+        cached = self._opened[0].cached_tokens
+        counts: dict[str, Any] = {
+            "input_tokens": self._prompt_tokens - cached,  # the rest of the prompt
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._completion_tokens,
+        }
+        if self._separates:
+            counts["output_tokens_details"] = {"thinking_tokens": self._reasoning_tokens}
+        return counts
+
+
+def _block(block: ReplyBlock) -> dict[str, Any]:
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {
+        "type": "tool_use",
+        "id": block.call_id,
+        "name": block.name,
+        "input": _object(block.text),
+    }
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; empty if the call was cut off."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}

@@ -1,0 +1,117 @@
+"""The responses of the Responses API that clients may continue or read again."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from cbatch.core.request.typed import knob
+from cbatch.server.protocol.errors import UnknownResponseError
+
+_limits = partial(knob, "limits")
+_ENTRY_BYTES = 512  # of Python's objects for a stored response
+_ITEM_BYTES = 64  # and for each item of its conversation
+# A longer conversation fits no context, and translating it would take long.
+MAX_CONVERSATION_BYTES = 16 * 2**20
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the stored responses of each API key. The oldest are dropped first."""
+
+    response_store_bytes: Annotated[
+        int,
+        Meta(ge=0),
+        _limits("memory for responses of /v1/responses, for each API key; 0: store none", "BYTES"),
+    ] = 64 * 2**20
+    response_store_age_s: Annotated[
+        float,
+        Meta(gt=0),
+        _limits("time to keep responses of /v1/responses", "S", name="response_store_age"),
+    ] = 86400.0
+
+
+class StoredResponse(NamedTuple):
+    body: bytes
+    items: Sequence[bytes]  # of the conversation up to the end of the response, in JSON
+    num_bytes: int
+    expires_s: float
+
+
+class ResponseStore:
+    """The stored responses of all API keys. Responses of one key are unknown to others. `clock`
+    returns seconds."""
+
+    def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._by_key: dict[str | None, KeyResponses] = {}
+
+    def of(self, key: str | None) -> KeyResponses:
+        if key not in self._by_key:
+            self._by_key[key] = KeyResponses(self._limits, self._clock)
+        return self._by_key[key]
+
+
+class KeyResponses:
+    """The stored responses of one API key. `num_bytes` counts shared items in every conversation,
+    so the memory is at most that. Lookups change nothing, so a thread may make them."""
+
+    def __init__(self, limits: StoreLimits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def items(self, response_id: str) -> Sequence[bytes]:
+        """Return the items of a response's conversation. Raises `UnknownResponseError`."""
+        return self._find(response_id, "previous_response_id").items
+
+    def body(self, response_id: str) -> bytes:
+        """Return a response as it was sent. Raises `UnknownResponseError`."""
+        return self._find(response_id, "response_id").body
+
+    def delete(self, response_id: str) -> None:
+        """Drop a response. Raises `UnknownResponseError`."""
+        self._find(response_id, "response_id")
+        self._drop(response_id)
+
+    def keep(self, response_id: str, body: bytes, items: Sequence[bytes]) -> None:
+        """Store a response, if it fits, and drop others that are expired or have no room."""
+        limits, now_s = self._limits, self._clock()
+        conversation_bytes = sum(map(len, items))
+        num_bytes = conversation_bytes + len(body) + _ENTRY_BYTES + _ITEM_BYTES * len(items)
+        if conversation_bytes > MAX_CONVERSATION_BYTES or num_bytes > limits.response_store_bytes:
+            return
+        if response_id in self._responses:
+            self._drop(response_id)
+        while self._responses:
+            oldest = next(iter(self._responses))
+            fits = self.num_bytes + num_bytes <= limits.response_store_bytes
+            if fits and self._responses[oldest].expires_s > now_s:
+                break
+            self._drop(oldest)
+        expires_s = now_s + limits.response_store_age_s
+        self._responses[response_id] = StoredResponse(body, items, num_bytes, expires_s)
+        self.num_bytes += num_bytes
+
+    def _find(self, response_id: str, field: str) -> StoredResponse:
+        response = self._responses.get(response_id)
+        if response is not None and response.expires_s > self._clock():
+            return response
+        limits = self._limits
+        problem = f"{response_id!r} is unknown or has expired"
+        kept = f"{limits.response_store_bytes} bytes of responses are kept per key, for "
+        kept += f"{limits.response_store_age_s:g} s at most"
+        raise UnknownResponseError(
+            field, problem, f"send the whole conversation as `input`; {kept}"
+        )
+
+    def _drop(self, response_id: str) -> None:
+        self.num_bytes -= self._responses.pop(response_id).num_bytes

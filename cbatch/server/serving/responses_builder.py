@@ -1,0 +1,172 @@
+"""Builds responses of OpenAI's Responses API, and stores them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import ApiRequest
+from cbatch.server.protocol.responses_request import (
+    ENCRYPTED,
+    RESPONSES_NAMES,
+    ResponsesCall,
+    encrypted,
+)
+from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
+from cbatch.server.serving.request_record import RequestRecord
+from cbatch.server.serving.response_builder import encode
+
+_ID_PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
+# Members of the request that a response repeats, with their defaults.
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "user": None,
+}
+
+
+class ResponsesBuilder(BlockBuilder):
+    id_prefix, field_names = "resp_", RESPONSES_NAMES
+
+    def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
+        super().__init__(api_request, model, record)
+        assert isinstance(api_request.origin, ResponsesCall)
+        self._call = api_request.origin
+        self._num_events = 0
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response, and store it unless the client does not want that."""
+        cut = self._finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed") | {
+            "output": [self._item(block) for block in self._blocks],
+            "usage": self._counts(),
+            "seed": self._opened[0].request.seed,
+        }
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        if self._call.responses is not None:
+            items = (*self._call.items, *map(encode, response["output"]))
+            self._call.responses.keep(self.api_request.id, encode(response), items)
+        return response
+
+    def error_event(self, body: dict[str, Any]) -> bytes:
+        error = {"code": "server_error", "message": body["error"]["message"]}
+        return self._event("failed", response=self._response("failed") | {"error": error})
+
+    def _start(self) -> bytes:
+        response = self._response("in_progress")
+        return self._event("created", response=response) + self._event(
+            "in_progress", response=response
+        )
+
+    def _begin_block(self, block: ReplyBlock) -> bytes:
+        item = self._item(block, "in_progress")
+        if block.kind == "call":
+            item["arguments"] = ""
+            return self._event("output_item.added", output_index=block.index, item=item)
+        (part,), item["content"] = item["content"], []
+        added = self._event("output_item.added", output_index=block.index, item=item)
+        return added + self._block_event("content_part.added", block, part=part)
+
+    def _delta(self, block: ReplyBlock, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        return self._block_event(f"{_stem(block)}.delta", block, delta=text, **more)
+
+    def _end_block(self, block: ReplyBlock) -> bytes:
+        item = self._item(block)
+        if block.kind == "call":
+            done = {"arguments": block.text, "name": block.name}
+            ended = self._block_event(f"{_stem(block)}.done", block, **done)
+        else:
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            ended = self._block_event(f"{_stem(block)}.done", block, text=block.text, **more)
+            (part,) = item["content"]
+            ended += self._block_event("content_part.done", block, part=part)
+        return ended + self._event("output_item.done", output_index=block.index, item=item)
+
+    def _end(self) -> bytes:
+        response = self.whole()
+        return self._event(response["status"], response=response)
+
+    def _event(self, name: str, /, **members: Any) -> bytes:
+        self._num_events += 1
+        number = self._num_events - 1
+        return named_event(f"response.{name}", sequence_number=number, **members)
+
+    def _block_event(self, name: str, block: ReplyBlock, /, **members: Any) -> bytes:
+        where = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            where["content_index"] = 0
+        return self._event(name, **where, **members)
+
+    def _item_id(self, block: ReplyBlock) -> str:
+        unique = self.api_request.id.removeprefix(self.id_prefix)
+        return f"{_ID_PREFIX[block.kind]}_{unique}_{block.index}"
+
+    def _item(self, block: ReplyBlock, status: str | None = None) -> dict[str, Any]:
+        """Return an output item. Its default status is that of a finished block, and the last block
+        of a reply that was cut is incomplete."""
+        if status is None:
+            last = block is self._blocks[-1] and bool(self._done)
+            status = "incomplete" if last and self._finish_reason == "length" else "completed"
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        if block.kind == "call":
+            names = {"call_id": block.call_id, "name": block.name}
+            return item | {"type": "function_call", **names, "arguments": block.text}
+        if block.kind == "text":
+            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+            return item | {"type": "message", "role": "assistant", "content": [part]}
+        part = {"type": "reasoning_text", "text": block.text}
+        item |= {"type": "reasoning", "summary": [], "content": [part]}
+        wants_encrypted = ENCRYPTED in self._call.fields.include
+        return item | {"encrypted_content": encrypted(block.text) if wants_encrypted else None}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """Return the response without what only its end shows."""
+        sent, params = self._call.sent, self.api_request.params
+        return {
+            "id": self.api_request.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._model.name,
+            "output": [],
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **{name: sent.get(name, default) for name, default in _REPEATED.items()},
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        details = {"cached_tokens": self._opened[0].cached_tokens, "cache_write_tokens": 0}
+        return {
+            "input_tokens": self._prompt_tokens,
+            "input_tokens_details": details,
+            "output_tokens": self._completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+        }
+
+
+def _stem(block: ReplyBlock) -> str:
+    """Return the beginning of the names of a block's own events."""
+    return {
+        "thought": "reasoning_text",
+        "text": "output_text",
+        "call": "function_call_arguments",
+    }[block.kind]
