@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 from cbatch.server.protocol.openapi import document
-from tests.hostile import connections, made_up
+from tests.hostile import agents, connections, made_up
 from tests.hostile.attacker import Attack, Target
 from tests.hostile.grammars import KINDS, Outputs
 from tests.hostile.server import HOSTILE_KEY
 
 CHAT = "/v1/chat/completions"
+AGENTS = (agents.RESPONSES, agents.MESSAGES)
 MANY = 128  # the most choices of a call
 LARGE_BYTES = 7_000_000  # of a body; beyond 8 MiB it is not read
 WORD = "def f(x):\n    return x\n"
@@ -140,7 +141,7 @@ def random_bodies(target: Target) -> None:
             changed[rng.randrange(len(changed))] = rng.randrange(256)
         cut = changed[: rng.randrange(1, len(changed) + 1)]
         noise = rng.randbytes(rng.choice([1, 100, 20_000]))
-        path = rng.choice(["/v1/completions", CHAT, "/tokenize", "/detokenize"])
+        path = rng.choice(["/v1/completions", CHAT, "/tokenize", "/detokenize", *AGENTS])
         target.post(bytes(rng.choice([changed, cut, noise, b"\xff\xfe" + right, b""])), path)
 
 
@@ -247,6 +248,7 @@ ATTACKS = [
     Attack("wrong keys", wrong_keys, "401"),
     Attack("short times", short_times, "200 408"),
     Attack("watchers", watchers, "200 503"),
+    *agents.ATTACKS,
     *connections.ATTACKS,
     *made_up.ATTACKS,
 ]

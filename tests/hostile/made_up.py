@@ -18,7 +18,8 @@ from tests.server.contract import CHECKS, OPERATIONS
 
 NUM_CALLS = 6
 # Larger values would block slots, for which others wait. Other attacks use larger ones.
-MOST = {"max_tokens": 16, "max_completion_tokens": 16, "min_tokens": 16, "n": 4}
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+MOST = dict.fromkeys((*LENGTHS, "min_tokens"), 16) | {"n": 4}
 _one_at_a_time = threading.Lock()  # generating them takes more time than answering them
 
 
@@ -37,7 +38,7 @@ def made_up_calls(operation: Any, target: Target) -> None:
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
-        bound(case.body)
+        bound(case.body, operation.path)
         began_s = time.monotonic()
         try:
             url = f"http://{HOST}:{target.port}"
@@ -57,14 +58,14 @@ def made_up_calls(operation: Any, target: Target) -> None:
         run()
 
 
-def bound(body: Any) -> None:
+def bound(body: Any, path: str) -> None:
     if not isinstance(body, dict):
         return
     for name, limit in MOST.items():
         if isinstance(value := body.get(name), int) and value > limit:
             body[name] = limit
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = MOST["max_tokens"]
+    if all(body.get(name) is None for name in LENGTHS):
+        body["max_output_tokens" if path.startswith("/v1/responses") else "max_tokens"] = 16
 
 
 ATTACKS = [

@@ -26,6 +26,7 @@ COMMAND = [
     *(sys.executable, "-m", "cbatch.cli.main", "serve", "--port", "0"),
     *("--numerics", "invariant", "--log-format", "json"),
     *("--max-requests-per-key", str(CALLS_PER_KEY)),
+    *("--response-store-bytes", "8M"),  # a part of the memory that may grow
     *("--api-key", HONEST_KEY, "--api-key", HOSTILE_KEY),
 ]
 MIB = 2**20

@@ -21,6 +21,7 @@ SEEN = {"200", "400", "401", "404", "405", "408", "413", "415", "429", "503"}
 CHEAP = [
     *("crowd", "short times", "wrong keys", "random bodies", "odd values", "paths and methods"),
     *("leave", "cut bodies", "half heads", "pipelined", "broken requests"),
+    *("conversations", "odd blocks", "half streams"),
 ]
 
 

@@ -22,6 +22,7 @@ TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
 MODES = list(schemathesis.GenerationMode)
 # Random cases of chat take the longest to generate.
 NUM_CASES = {"/v1/completions": 12, "/v1/chat/completions": 5, "/tokenize": 12, "/detokenize": 19}
+NUM_CASES |= {"/v1/responses": 5, "/v1/messages": 5}
 LIMIT_S = 20.0  # a call that takes longer hangs
 
 

@@ -25,15 +25,21 @@ def test_its_curl_lines(demo_client: Client) -> None:
         )
         assert done.returncode == 0, (command, done.stderr)
         answers.append(done.stdout.decode())
-    stream, chat, tokens, metrics, again = answers
+    stream, chat, response, message, tokens, metrics, again = answers
     for streamed in (stream, again):
         assert streamed.endswith("data: [DONE]\n\n") and streamed.count("data: ") > 5
     assert '"role":"assistant"' in chat and '"count":' in tokens
+    assert '"object":"response"' in response and '"type":"message"' in message
     assert "vllm:num_requests_running" in metrics
 
 
-def test_its_openai_example(demo_client: Client, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (code for code in blocks(SERVING, "python") if "OpenAI" in code)
+@pytest.mark.parametrize("number", [0, 1])
+def test_its_openai_examples(
+    demo_client: Client, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    examples = [code for code in blocks(SERVING, "python") if "OpenAI" in code]
+    assert len(examples) == 2
+    block = examples[number]
     here = block.replace("localhost:8000", f"127.0.0.1:{demo_client.port}")
     names: dict[str, object] = {}
     exec(compile(here.replace("cbatch-demo", MODEL), "serving.md", "exec"), names)

@@ -114,8 +114,9 @@ def test_the_document_names_every_path_and_field(client: Client) -> None:
     references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
     assert set(references) <= set(document["components"]["schemas"]) and len(references) > 20
     for path, methods in document["paths"].items():
-        (method,) = set(methods) - {"parameters"}
-        assert call(client, method.upper(), path.replace("{name}", MODEL))[0] != 404
+        for method in set(methods) - {"parameters"}:
+            status, body, _ = call(client, method.upper(), path.replace("{name}", MODEL))
+            assert status != 404 or b"previous_response_not_found" in body
     bodies = document["components"]["schemas"]
     for name in ("CompletionFields", "ChatFields"):
         assert set(SamplingParams.__struct_fields__) <= set(bodies[name]["properties"])
