@@ -121,7 +121,6 @@ class ServerReplica:
             served,
             keys=parts.keys,
             open_metrics=settings.open_metrics,
-            store_limits=settings.stored_responses,
             cors_origins=settings.cors_origin,
             metrics=self._metrics,
             metrics_page=self._merged_metrics_page,

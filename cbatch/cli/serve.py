@@ -102,7 +102,6 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
                 keys=parts.keys,
                 open_metrics=settings.open_metrics,
                 limits=limits,
-                store_limits=settings.stored_responses,
                 cors_origins=settings.cors_origin,
                 span_exporter=parts.span_exporter,
             )

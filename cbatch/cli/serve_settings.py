@@ -11,7 +11,6 @@ from cbatch.cli.options import ChatTemplateFile, ModelSettings, ReasoningFormat
 from cbatch.core.request.typed import knob
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.response_store import StoreLimits
 from cbatch.system.logs import LogFormat
 from cbatch.text.tool_parsers import ToolParser
 
@@ -63,7 +62,6 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1e6), _limit("time for open requests after a stop signal", "S")
     ] = 30.0
     connections: ConnectionLimits = ConnectionLimits()
-    stored_responses: StoreLimits = StoreLimits()
     hang_timeout: Annotated[Seconds, _limit("restart the engine if a step takes longer", "S")] = (
         120.0
     )

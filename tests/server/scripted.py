@@ -40,6 +40,7 @@ class ScriptedService:
     running = ready = True
     num_requests = num_restarts = 0
     stats = None
+    limits = Limits()
     text, reason, step_tokens, late = "", FinishReason.STOP, 3, False
     params: SamplingParams
 

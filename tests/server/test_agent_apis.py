@@ -10,7 +10,8 @@ import jsonschema_rs
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.serving.response_store import ResponseStore, StoreLimits
+from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.response_store import ResponseStore
 from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
 from tests.server.agent_calls import MESSAGES, RESPONSES, ask, error_of
@@ -241,20 +242,20 @@ def test_a_response_can_be_read_again_and_deleted(client: Client, stream: bool) 
 
 
 def test_an_expired_response_is_not_found() -> None:
-    limits = StoreLimits(response_store_age_s=0.2)
-    with serving(make_engine(), chat_template=TEMPLATE, store_limits=limits) as client:
+    limits = Limits(response_store_age_s=0.2)
+    with serving(make_engine(), limits, chat_template=TEMPLATE) as client:
         body = ask(client, RESPONSES, BODIES[RESPONSES], stream=False).body
         place = f"{RESPONSES}/{body['id']}"
         wait_until(lambda: client.get(place)[0] == 404)
-    limits = StoreLimits(response_store_bytes=0)
-    with serving(make_engine(), chat_template=TEMPLATE, store_limits=limits) as client:
+    limits = Limits(response_store_bytes=0)
+    with serving(make_engine(), limits, chat_template=TEMPLATE) as client:
         body = ask(client, RESPONSES, BODIES[RESPONSES], stream=False).body
         assert client.get(f"{RESPONSES}/{body['id']}")[0] == 404
 
 
 def test_responses_belong_to_their_key_and_leave_when_they_are_old() -> None:
     clock = VirtualClock()
-    store = ResponseStore(StoreLimits(response_store_age_s=10), clock)
+    store = ResponseStore(Limits(response_store_age_s=10), clock)
     mine, other = store.of("mine"), store.of("other")
     mine.keep("a", b"body", [b"1", b"2"])
     assert (mine.body("a"), mine.items("a")) == (b"body", [b"1", b"2"])
@@ -278,7 +279,7 @@ def test_responses_belong_to_their_key_and_leave_when_they_are_old() -> None:
 
 def test_the_store_is_bounded_and_drops_the_oldest() -> None:
     limit = 20_000
-    store = ResponseStore(StoreLimits(response_store_bytes=limit)).of(None)
+    store = ResponseStore(Limits(response_store_bytes=limit)).of(None)
     for number in range(100):
         store.keep(str(number), b"b" * 500, [b"i" * 400] * 2)
         assert store.num_bytes <= limit

@@ -15,6 +15,7 @@ from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
+from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
 from cbatch.server.serving.block_builder import BlockBuilder
 from cbatch.server.serving.prompts import PromptReader
@@ -23,8 +24,10 @@ from cbatch.server.serving.responses_builder import ResponsesBuilder
 
 
 def agent_routes(
-    completions: CompletionHandler, store: ResponseStore, prompts: PromptReader
+    completions: CompletionHandler, limits: Limits, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
+    store = ResponseStore(limits)
+
     def responses_of(request: AnyRequest) -> KeyResponses:
         return store.of(record_of(request).key)
 

@@ -26,11 +26,10 @@ from cbatch.server.protocol.openapi import document
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.prompts import PromptReader
-from cbatch.server.serving.response_store import ResponseStore, StoreLimits
 from cbatch.server.serving.service import EngineService
 from cbatch.server.serving.tracing import RequestTracer, SpanExporter
 
-DEFAULT_LIMITS, STORE_LIMITS = ConnectionLimits(), StoreLimits()
+DEFAULT_LIMITS = ConnectionLimits()
 LOOK = [HttpMethod.GET, HttpMethod.HEAD]
 MetricsPage = Callable[[], Awaitable[bytes]]  # returns the page in Prometheus' text format
 
@@ -43,7 +42,6 @@ def create_app(
     open_metrics: bool = False,
     cors_origins: Collection[str] = (),
     limits: ConnectionLimits = DEFAULT_LIMITS,
-    store_limits: StoreLimits = STORE_LIMITS,
     metrics: Metrics | None = None,
     metrics_page: MetricsPage | None = None,
     span_exporter: SpanExporter | None = None,
@@ -69,7 +67,7 @@ def create_app(
     app = Litestar(
         [
             *completions.routes(),
-            *agent_routes(completions, ResponseStore(store_limits), prompts),
+            *agent_routes(completions, service.limits, prompts),
             *_model_routes(model, intake, prompts),
             *_operator_routes(service, metrics_page or metrics.own_page, open_metrics or not keys),
             *_live_routes(LiveFeed(service, model, metrics)),

@@ -36,6 +36,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     of processor time and `prompt_memory_bytes`. A request ends when its client has left more than
     `max_unread_tokens` tokens unread (64 for each choice, if that is more). These tokens are
     dropped.
+
+    Stored responses of each API key take at most `response_store_bytes`; the oldest are dropped.
     """
 
     max_queued_requests: Annotated[int, _limits("queued requests; more get 503", "N")] = 256
@@ -69,10 +71,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             units={"prompt_memory": 2**30},
         ),
     ] = 2**30
+    response_store_bytes: Annotated[
+        int,
+        _limits("memory for responses of /v1/responses, for each API key; 0: store none", "BYTES"),
+    ] = 64 * 2**20
+    response_store_age_s: Annotated[
+        float,
+        _limits("time to keep responses of /v1/responses", "S", name="response_store_age"),
+    ] = 86400.0
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
+            if field.name == "response_store_bytes" and value == 0:
+                continue
             if value is not None and not 0 < value < math.inf:
                 raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")
 

@@ -5,35 +5,15 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-from msgspec import Meta
-
-from cbatch.core.request.typed import knob
 from cbatch.server.protocol.errors import UnknownResponseError
+from cbatch.server.serving.admission_queue import Limits
 
-_limits = partial(knob, "limits")
 _ENTRY_BYTES = 512  # of Python's objects for a stored response
 _ITEM_BYTES = 64  # and for each item of its conversation
 # A longer conversation fits no context, and translating it would take long.
 MAX_CONVERSATION_BYTES = 16 * 2**20
-
-
-class StoreLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the stored responses of each API key. The oldest are dropped first."""
-
-    response_store_bytes: Annotated[
-        int,
-        Meta(ge=0),
-        _limits("memory for responses of /v1/responses, for each API key; 0: store none", "BYTES"),
-    ] = 64 * 2**20
-    response_store_age_s: Annotated[
-        float,
-        Meta(gt=0),
-        _limits("time to keep responses of /v1/responses", "S", name="response_store_age"),
-    ] = 86400.0
 
 
 class StoredResponse(NamedTuple):
@@ -47,7 +27,7 @@ class ResponseStore:
     """The stored responses of all API keys. Responses of one key are unknown to others. `clock`
     returns seconds."""
 
-    def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._by_key: dict[str | None, KeyResponses] = {}
 
@@ -61,7 +41,7 @@ class KeyResponses:
     """The stored responses of one API key. `num_bytes` counts shared items in every conversation,
     so the memory is at most that. Lookups change nothing, so a thread may make them."""
 
-    def __init__(self, limits: StoreLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0
