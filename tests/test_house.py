@@ -252,7 +252,6 @@ WIDE_FILES = {
     "cbatch/cli/model_service.py": 16,
     "cbatch/server/http/app.py": 16,
     "cbatch/server/serving/service.py": 16,
-    "sim/cli/simulation.py": 20,
     "tools/heads/train_head.py": 17,
 }
 

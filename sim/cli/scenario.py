@@ -194,3 +194,11 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
             rows += [(other, chosen, why) for other in others if other not in own]
         return rows
+
+
+def refuse_ignored(*scenarios: Scenario) -> None:
+    """Raise `FieldError` for an option that all `scenarios` ignore."""
+    first, *others = (scenario.ignored() for scenario in scenarios)
+    for option, why in first.items():
+        if all(option in other for other in others):
+            raise FieldError(option, f"would be ignored, since {why}", "leave one of them out")

@@ -18,8 +18,9 @@ from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
 from sim.cli.display import describe_costs
 from sim.cli.processes import num_processes, run_scenarios
-from sim.cli.scenario import Scenario
-from sim.cli.simulation import build, refuse_ignored
+from sim.cli.scenario import Scenario, refuse_ignored
+from sim.cli.simulation import build
+from sim.cli.source import source_of
 from sim.report.display import wide_console
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report, to_json
@@ -101,7 +102,8 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         refuse_ignored(*(variant.scenario for variant, _ in pairs))
     for variant, settings in pairs:
         with settings.naming():
-            build(variant.scenario).source()
+            simulation = build(variant.scenario)
+            source_of(simulation.scenario, simulation.trace)
     return [variant for variant, _ in pairs]
 
 

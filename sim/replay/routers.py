@@ -138,3 +138,13 @@ def _prefixes(prompt: np.ndarray) -> list[bytes]:
     for start, end in pairwise(range(0, len(prompt) + 1, BLOCK_TOKENS)):
         names.append(blake2b(names[-1] + prompt[start:end].tobytes(), digest_size=16).digest())
     return names[1:]
+
+
+def router_name(name: str, replicas: int) -> str | None:
+    """Return the name of the router for `replicas`, None for a single one. Raises `FieldError`."""
+    if replicas < 1:
+        raise FieldError("--replicas", f"{replicas} is not allowed", "use at least 1")
+    if replicas == 1:
+        return None
+    make_router(name)
+    return name
