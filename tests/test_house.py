@@ -250,7 +250,6 @@ WIDE_FILES = {
     "bench/gpu/engine.py": 20,
     "cbatch/cli/generate.py": 16,
     "cbatch/cli/model_service.py": 16,
-    "cbatch/server/http/app.py": 16,
     "cbatch/server/serving/service.py": 16,
     "tools/heads/train_head.py": 17,
 }

@@ -24,18 +24,20 @@ from cbatch.server.serving.request_record import RequestTotals, SequenceTimes
 from cbatch.server.serving.tracing import SpanData, TracedRecord
 from cbatch.text import ChatTemplate
 from cbatch.text.outputs import Choice, Output, Speculation
+from tests.server.agent_calls import MESSAGES, RESPONSES
 from tests.server.http_client import CHAT, COMPLETIONS, Client, open_request, serving, wait_until
 from tests.server.test_app import SlowEngine
 from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, PROMPT, TRACE_ID, parent
 from tests.toy_engine import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("otel_environment")
+SAMPLING = {"seed": 1, "ignore_eos": True}
+CHAT_MESSAGES = [{"role": "user", "content": PROMPT}]
 CALLS: dict[str, dict[str, Any]] = {
-    COMPLETIONS: BODY,
-    CHAT: {
-        "messages": [{"role": "user", "content": PROMPT}],
-        **{name: value for name, value in BODY.items() if name != "prompt"},
-    },
+    COMPLETIONS: SAMPLING | {"prompt": PROMPT, "max_tokens": 200},
+    CHAT: SAMPLING | {"messages": CHAT_MESSAGES, "max_tokens": 200},
+    MESSAGES: SAMPLING | {"messages": CHAT_MESSAGES, "max_tokens": 200},
+    RESPONSES: SAMPLING | {"input": PROMPT, "max_output_tokens": 200},
 }
 
 # ---- from a record to spans ----------------------------------------------------------------------
@@ -83,7 +85,7 @@ ENDED = Choice(0, "", (), FinishReason.LENGTH, None, Speculation())
 def test_the_spans_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(monkeypatch)
     opened, sequence = call.open(), SequenceTimes()
-    opened.admitted_s = 101.0
+    opened.admitted_s, opened.cached_tokens = 101.0, 2
     call.output(sequence, 103.0, steps=10)
     call.output(sequence, 104.0, steps=12)
     call.output(sequence, 107.0, steps=16, finished=ENDED)
@@ -112,6 +114,7 @@ def test_the_spans_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.prompt_tokens": 3,
         "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 2,
         "gen_ai.usage.completion_tokens": 6,
         "gen_ai.usage.output_tokens": 6,
         "gen_ai.latency.e2e": 8.0,
@@ -244,7 +247,7 @@ def test_every_way_of_calling_is_traced(
     template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     engine = SlowEngine(monkeypatch).engine
     with traced(engine=engine, chat_template=template) as (client, memory):
-        body = CALLS[path] | {"stream": stream, "max_tokens": 200}
+        body = CALLS[path] | {"stream": stream}
         with client.open(body, path, parent() | {"x-request-id": "mine"}) as response:
             assert response.status == 200 and response.read()
         request, *parts = finished(memory, 4)
@@ -259,7 +262,7 @@ def test_every_way_of_calling_is_traced(
         assert start_ns == part.start_time <= part.end_time <= request.end_time
         start_ns = part.end_time
     attributes = request.attributes
-    assert attributes["gen_ai.response.id"].endswith("-mine")
+    assert attributes["gen_ai.response.id"].endswith("mine")
     assert attributes["gen_ai.request.stream"] is stream and attributes["url.path"] == path
     assert attributes["gen_ai.usage.input_tokens"] == len(TOKENIZER.encode(PROMPT))
     assert attributes["gen_ai.usage.output_tokens"] == 200

@@ -63,8 +63,7 @@ def span_exporter(endpoint: str) -> SpanExporter:
             from opentelemetry.exporter.otlp.proto.http import trace_exporter as otlp
     except ImportError as error:
         problem = f"needs OpenTelemetry, which cannot be imported ({error})"
-        remedy = "install it: pip install 'cbatch[otel]'"
-        raise FieldError("otlp_endpoint", problem, remedy) from error
+        raise FieldError("otlp_endpoint", problem, "run pip install 'cbatch[otel]'") from error
     if protocol != "grpc" and path == "/":
         endpoint = endpoint.rstrip("/") + "/v1/traces"
     _logger.info(f"traces: {endpoint} ({protocol})")
@@ -123,6 +122,7 @@ class TracedRecord(RequestRecord):
             "gen_ai.response.finish_reasons": list(self._reasons) or None,
             "gen_ai.usage.completion_tokens": sum(each.num_tokens for each in self._sequences),
             "gen_ai.usage.prompt_tokens": self._prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": sum(p.cached_tokens for p in self._prompts),
             "http.response.status_code": self.status,
             "url.path": self.path,
             "error.type": self.error and self.error.partition(" ")[0],
