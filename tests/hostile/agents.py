@@ -64,6 +64,7 @@ def deep_parts(target: Target) -> None:
     n = target.rng.choice([100, 1000, 200_000])
     nested = '{"type":"tool_result","content":[' * n + "]}" * n
     inner = '{"a":' * n + "1" + "}" * n
+    call = {"type": "function_call", "name": "f", "call_id": "1"}
     message = '{"max_tokens":1,"messages":[{"role":"user","content":[%s]}]}'
     target.post((message % nested).encode(), MESSAGES)
     for body in (
@@ -73,9 +74,9 @@ def deep_parts(target: Target) -> None:
     ):
         target.post(body.encode(), MESSAGES)
     for body in (
-        f'{{"input":"x","text":{{"format":{{"type":"json_schema","schema":{inner}}}}}}}',
+        f'{{"max_output_tokens":1,"input":"x","text":{{"format":{{"type":"json_schema","schema":{inner}}}}}}}',
         f'{{"input":[{inner}],"metadata":{inner}}}',
-        json.dumps({"input": [{"type": "function_call", "name": "f", "arguments": inner}]}),
+        json.dumps({"input": [call | {"arguments": inner}], "max_output_tokens": 1}),
     ):
         target.post(body.encode(), RESPONSES)
 

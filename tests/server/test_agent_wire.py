@@ -74,6 +74,15 @@ def test_a_reply_is_read_as_blocks(
 
 
 @STREAM
+def test_calls_of_a_namespace_name_it(served: Scripted, stream: bool) -> None:
+    served.service.text = CALL.replace('"f"', '"ns.f"') + CALL
+    tools = [TOOL, {"type": "namespace", "name": "ns", "description": "", "tools": [TOOL]}]
+    reply = ask(served.client, RESPONSES, BODIES[RESPONSES] | {"tools": tools}, stream=stream)
+    names = [(item["name"], item.get("namespace")) for item in reply.body["output"]]
+    assert names == [("f", "ns"), ("f", None)]
+
+
+@STREAM
 @PATHS
 def test_tokens_are_counted_as_in_a_chat(served: Scripted, path: str, stream: bool) -> None:
     served.service.text = "<think>Hm.</think>Yes."

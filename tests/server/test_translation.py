@@ -278,6 +278,18 @@ def test_a_client_without_a_store_sends_thoughts_back() -> None:
             read("responses", {"input": [USER, item | {"encrypted_content": other}, USER]})
 
 
+def test_functions_of_a_namespace_have_its_name() -> None:
+    """Codex sends some of its tools so."""
+    tools = [*OPEN_TOOLS, {"type": "namespace", "name": "ns", "tools": OPEN_TOOLS}]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "namespace": "ns"}
+    text = prompt_of(read("responses", {"input": [USER, call, USER], "tools": tools}))
+    assert "<f:" in text and "<ns.f:" in text and "!1:ns.f:" in text
+    for inner, field in (({"type": "custom", "name": "x"}, "type"), ({"type": "function"}, "name")):
+        wrong = [*OPEN_TOOLS, {"type": "namespace", "name": "ns", "tools": [inner]}]
+        with pytest.raises(FieldError, match=rf"tools\[1\].tools\[0\].{field}: "):
+            read("responses", {"input": "x", "tools": wrong})
+
+
 def test_results_of_tools_keep_their_place_and_say_that_they_are_errors() -> None:
     result = {"type": "tool_result", "tool_use_id": "id1", "is_error": True}
     body = {"messages": [{"role": "user", "content": [TEXT, result, TEXT]}], "max_tokens": 5}

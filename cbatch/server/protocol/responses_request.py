@@ -4,7 +4,7 @@ response: the items of that conversation then come before its own."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -64,6 +64,7 @@ class InputItem(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     phase: str | None = None
     name: str = ""
+    namespace: str | None = None
     call_id: str = ""
     arguments: str = "{}"
     output: str | list[ContentPart] = ""
@@ -74,11 +75,14 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
+    """A function, or a `namespace` of functions, which a chat calls `namespace.function`."""
+
     type: str
     name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[ResponsesTool] = []
 
 
 class NamedTool(msgspec.Struct, frozen=True):
@@ -180,20 +184,33 @@ def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses)
         "response_format": _response_format(fields.text.format),
         "tool_choice": _choice(fields.tool_choice),
         "parallel_tool_calls": fields.parallel_tool_calls,
-        "tools": list(map(_tool, range(len(fields.tools)), fields.tools)) or None,
+        "tools": list(_tools(fields.tools, "tools")) or None,
     }
     items = (*before, *map(msgspec.json.encode, raw))
     call = ResponsesCall(fields, read.sent, items, responses if fields.store else None)
     return translated(chat, model, RESPONSES_NAMES, read.ignored, call)
 
 
-def _tool(at: int, tool: ResponsesTool) -> dict[str, Any]:
-    if tool.type != "function":
-        remedy = "send tools of type 'function'"
-        raise FieldError(f"tools[{at}].type", f"{tool.type!r} is not supported", remedy)
-    if tool.name is None:
-        raise FieldError(f"tools[{at}].name", "is missing", "name the function")
-    return function_tool(tool.name, tool.description, tool.parameters, tool.strict)
+def _tools(
+    tools: list[ResponsesTool], field: str, namespace: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the functions of a chat. Raises `FieldError` for tools of another type."""
+    for at, tool in enumerate(tools):
+        if tool.type not in ("function", "namespace") or (namespace and tool.tools):
+            remedy = "send tools of type 'function'"
+            raise FieldError(f"{field}[{at}].type", f"{tool.type!r} is not supported", remedy)
+        if tool.name is None:
+            raise FieldError(f"{field}[{at}].name", "is missing", "name the function")
+        if tool.type == "namespace":
+            yield from _tools(tool.tools, f"{field}[{at}].tools", tool.name)
+        else:
+            name = qualified(namespace, tool.name)
+            yield function_tool(name, tool.description, tool.parameters, tool.strict)
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name that a chat has for a function of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def _choice(choice: str | NamedTool) -> Any:
@@ -229,7 +246,8 @@ def _messages(items: list[InputItem], num_earlier: int) -> list[dict[str, Any]]:
                 _reply(messages, "content", "tool_calls")["reasoning"] = thought
         elif item.type == "function_call":
             arguments = _arguments(item.arguments, f"{field}.arguments")
-            function = {"name": item.name, "arguments": arguments}
+            name = qualified(item.namespace, item.name)
+            function = {"name": name, "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             _reply(messages).setdefault("tool_calls", []).append(call)
         elif item.type == "function_call_output":

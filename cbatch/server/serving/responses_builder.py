@@ -12,6 +12,7 @@ from cbatch.server.protocol.responses_request import (
     RESPONSES_NAMES,
     ResponsesCall,
     encrypted,
+    qualified,
 )
 from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
 from cbatch.server.serving.request_record import RequestRecord
@@ -41,6 +42,15 @@ class ResponsesBuilder(BlockBuilder):
         super().__init__(api_request, model, record)
         assert isinstance(api_request.origin, ResponsesCall)
         self._call = api_request.origin
+        # Names and namespaces of functions, by their names in a chat.
+        self._functions = {
+            qualified(tool.name, function.name or ""): {
+                "name": function.name,
+                "namespace": tool.name,
+            }
+            for tool in self._call.fields.tools
+            for function in tool.tools
+        }
         self._num_events = 0
 
     def whole(self) -> dict[str, Any]:
@@ -86,7 +96,7 @@ class ResponsesBuilder(BlockBuilder):
     def _end_block(self, block: ReplyBlock) -> bytes:
         item = self._item(block)
         if block.kind == "call":
-            done = {"arguments": block.text, "name": block.name}
+            done = {"arguments": block.text, "name": item["name"]}
             ended = self._block_event(f"{_stem(block)}.done", block, **done)
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
@@ -122,8 +132,9 @@ class ResponsesBuilder(BlockBuilder):
             status = "incomplete" if last and self._finish_reason == "length" else "completed"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            names = {"call_id": block.call_id, "name": block.name}
-            return item | {"type": "function_call", **names, "arguments": block.text}
+            names = self._functions.get(block.name, {"name": block.name})
+            item |= {"type": "function_call", "call_id": block.call_id, **names}
+            return item | {"arguments": block.text}
         if block.kind == "text":
             part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
             return item | {"type": "message", "role": "assistant", "content": [part]}
