@@ -19,7 +19,7 @@ from cbatch.engine.options import settings_of_keywords
 from cbatch.engine.progress import ProgressBar
 from cbatch.text.chat_format import ChatFormat
 from cbatch.text.forced_tools import Tools
-from cbatch.text.messages import no_list, template_variables
+from cbatch.text.messages import list_problem, template_variables
 from cbatch.text.output_processor import Prompt
 from cbatch.text.outputs import Accepted, Choice, Completion, Output
 
@@ -138,7 +138,7 @@ def _as_conversations(messages: Sequence[Any]) -> list[list[Any]]:
     `FieldError`."""
     if not isinstance(messages, list | tuple) or not messages:
         remedy = 'give [{"role": "user", "content": "..."}], or a list of such lists'
-        raise FieldError("messages", no_list(messages), remedy)
+        raise FieldError("messages", list_problem(messages), remedy)
     if all(isinstance(each, list | tuple) for each in messages):
         return [list(each) for each in messages]
     return [list(messages)]
@@ -174,9 +174,9 @@ def complete_all(
     done: dict[int, Completion] = {}
     try:
         for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-            refusal = batch.add(i, prompt, prompt_params)
-            if refusal is not None:
-                done[i] = refusal
+            rejection = batch.add(i, prompt, prompt_params)
+            if rejection is not None:
+                done[i] = rejection
         while batch.waiting:
             outputs = engine.step()
             done |= batch.take(outputs)

@@ -1,4 +1,4 @@
-"""README and docs as their readers use them: code, commands, paths and links."""
+"""Code, commands, paths and links in README and docs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(path: Path) -> str:
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    """Return the code blocks of a language; "" are those of commands."""
+    """Return the code blocks of a language; "" means commands."""
     return [body for name, body in _FENCE.findall(read(path)) if name == language]
 
 

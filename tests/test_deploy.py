@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from cbatch.cli.main import make_parser
-from cbatch.cli.ray_serve import IN_A_FILE, build, require_fit
-from cbatch.cli.serve import LOST, ServeSettings
+from cbatch.cli.ray_serve import REFUSED_IN_FILE, build, require_fit
+from cbatch.cli.serve import ENGINE_LOST, ServeSettings
 from cbatch.cli.settings import read_settings, settings_of, unknown_variables
 from cbatch.server.http.middleware import OPEN_PATHS
 
@@ -51,7 +51,7 @@ def test_the_units_command_is_one_that_is_understood() -> None:
     settings = read_settings(ServeSettings, args).values
     assert settings.log_format == "json"
     assert settings.grace < int(unit("TimeoutStopSec")), "systemd would cut the grace time short"
-    assert unit("Restart") == "on-failure" and LOST != 0, "a lost engine would be the end of it"
+    assert unit("Restart") == "on-failure" and ENGINE_LOST != 0, "a lost engine ends the server"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
@@ -130,7 +130,7 @@ def test_the_config_file_of_ray_serve_has_options_of_ours() -> None:
     module, _, function = application["import_path"].partition(":")
     assert (module, function) == (build.__module__, build.__name__)
     settings = settings_of(ServeSettings, application["args"], "args")
-    require_fit(settings, IN_A_FILE)
+    require_fit(settings, REFUSED_IN_FILE)
     assert settings.values.max_replicas == 4 and settings.values.model == "/model"
 
 

@@ -24,7 +24,7 @@ PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 def write_model(
     folder: Path, *, layers: int = 2, hidden: int = 32, tokenizer: Tokenizer | None = None
 ) -> Path:
-    """Write a directory with a tokenizer and a configuration; weights are drawn when it is
+    """Write a directory with a tokenizer and a configuration. The weights are drawn when it is
     loaded."""
     folder.mkdir()
     tokenizer = tokenizer or printable()
@@ -66,7 +66,7 @@ def llm(pair: tuple[Path, Path]) -> LLM:
     return make(pair)
 
 
-def test_many_prompts_with_params_of_their_own(llm: LLM) -> None:
+def test_many_prompts_with_different_params(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=4 + i, temperature=0, ignore_eos=True) for i in range(4)]
     completions = llm.generate(PROMPTS, params)
     assert [len(c.token_ids) for c in completions] == [4, 5, 6, 7]
@@ -93,7 +93,7 @@ def test_a_lone_surrogate_names_its_field(llm: LLM) -> None:
             SamplingParams(**given)
 
 
-def test_a_lone_prompt_and_token_ids(llm: LLM) -> None:
+def test_a_single_prompt_and_token_ids(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, temperature=0)
     (text,) = llm.generate(PROMPTS[0], params)
     (ids,) = llm.generate(list(text.prompt_token_ids), params)
@@ -114,8 +114,8 @@ def test_n_choices_and_the_drawn_seed(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("extreme", [1e-320, 1e-50, 1e50, 7e307])
-def test_temperatures_beyond_float32_are_served(llm: LLM, extreme: float) -> None:
-    """They act like the nearest ones in float32. The smallest is as good as greedy. With the
+def test_temperatures_beyond_float32_work(llm: LLM, extreme: float) -> None:
+    """They act like the nearest values in float32. The smallest is as good as greedy. With the
     largest the model has no influence, so that two seeds differ."""
     params = [
         SamplingParams(temperature=t, seed=seed, max_tokens=12, ignore_eos=True)
@@ -148,7 +148,7 @@ def test_one_bad_request_never_loses_the_others(llm: LLM) -> None:
         (["abc", "abc"], [SamplingParams(), {}], "params"),
     ],
 )
-def test_arguments_of_another_type_are_named(
+def test_errors_name_arguments_of_a_wrong_type(
     llm: LLM, prompts: Any, params: Any, field: str
 ) -> None:
     with pytest.raises(FieldError) as caught:
@@ -156,7 +156,7 @@ def test_arguments_of_another_type_are_named(
     assert caught.value.field == field
 
 
-def test_a_prompt_of_another_type_is_answered_with_an_error(llm: LLM) -> None:
+def test_a_prompt_of_a_wrong_type_ends_with_an_error(llm: LLM) -> None:
     wrong: list[Any] = [None, b"abc", {"prompt": "abc"}, 1.5, [1.5], [True]]
     *refused, served = llm.generate([*wrong, "abc"])
     assert [each.error is not None and "prompt: " in each.error for each in refused] == [True] * 6
@@ -181,10 +181,10 @@ def test_greedy_tokens_do_not_depend_on_how_the_engine_runs(pair: tuple[Path, Pa
         speculated = llm.engine.stats.speculation.drafted_tokens > 0
         assert speculated == options.get("draft", True)
         if "num_blocks" in options:
-            assert llm.engine.scheduler.stats.preemptions > 0, "the pool must have run short"
+            assert llm.engine.scheduler.stats.preemptions > 0, "nothing was preempted"
 
 
-def test_what_was_put_together_is_logged(
+def test_the_engines_description_is_logged(
     pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="cbatch"):
@@ -215,7 +215,7 @@ def test_a_share_of_the_memory_is_for_weights_and_kv(
         make(pair, gpu_memory_utilization=0.0001)
 
 
-def test_vllms_words_make_the_same_engine(pair: tuple[Path, Path]) -> None:
+def test_vllms_option_names_make_the_same_engine(pair: tuple[Path, Path]) -> None:
     words: dict[str, Any] = {"model": str(pair[1]), "num_speculative_tokens": 3}
     settings: dict[str, Any] = {"random_weights_seed": 0, "max_num_seqs": 4, "max_model_len": 64}
     llm = LLM(pair[0], speculative_config=words, enforce_eager=False, **settings)
@@ -256,7 +256,7 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
 
 @pytest.fixture
 def with_generation_config(pair: tuple[Path, Path], tmp_path: Path) -> Callable[..., LLM]:
-    """Return a function that loads the target alone, with such a file next to it."""
+    """Return a function that loads the target with a given generation config."""
 
     def load(values: dict[str, Any], **options: Any) -> LLM:
         for file in pair[0].iterdir():
@@ -300,7 +300,7 @@ def test_the_models_defaults_apply_without_parameters(
     assert not any("generation_config" in line for line in plain.info.lines())
 
 
-def test_a_generation_config_that_cannot_be_followed_is_refused(
+def test_an_unsupported_generation_config_is_rejected(
     with_generation_config: Callable[..., LLM],
 ) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json: top_p: 1\.5 is not allowed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.engine.core import EngineCore, LateCode
+from cbatch.engine.core import BackgroundKernels, EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.text import TextTokenizer
 from tests.checking.clock import VirtualClock
@@ -26,7 +26,7 @@ def make_engine(
     faults: Any = None,
     seed: int | None = None,
     clock: VirtualClock | None = None,
-    late: LateCode | None = None,
+    background_kernels: BackgroundKernels | None = None,
     **overrides: Any,
 ) -> Engine:
     if lookahead != "off":
@@ -44,7 +44,7 @@ def make_engine(
         clock=clock,
         faults=faults,
     )
-    if late is not None:
-        vars(executor)["late"] = late
+    if background_kernels is not None:
+        vars(executor)["background_kernels"] = background_kernels
     core = EngineCore(Scheduler(config), executor, clock=clock, depth=depth)
     return Engine(core, tokenizer=tokenizer, seed=seed)

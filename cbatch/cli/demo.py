@@ -32,9 +32,9 @@ STEPS_PER_S = 12.0  # slow enough to watch; throughput figures exclude the pause
 STOPS = ("\ndef ", "\nclass ", "\n@", "\nif __name__", "\n# ")  # a function ends before these
 _ENGINE = {"max_num_seqs": 12, "dtype": "float32", "numerics": "invariant", "seed": 0}
 _SAMPLING = {"max_tokens": 120, "temperature": 0.0}
-FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself.
+FREQUENCY_PENALTY = 0.4  # without a penalty this small model repeats itself
 RACE_PROMPTS = 6  # number of prompts in the measurement with one sequence at a time
-LEAST_GAIN = 1.02  # minimum speed-up by speculation, below which `NO_GAIN` is printed
+MIN_GAIN = 1.02  # minimum speed-up by speculation, below which `NO_GAIN` is printed
 NO_GAIN = (
     "with {} at once speculation gains nothing here: verifying a draft costs as much as it saves"
 )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         elapsed_s=elapsed_s,
     )
     with console.status("measuring what speculation gains"):
-        runs = [watched, *_race(engine, info, console, prompts, params)]
+        runs = [watched, *_compare_speculation(engine, info, console, prompts, params)]
     print_summary(watched, console)
     print_results(runs + chat(options, sampling, console, pace_s), args.json)
     return 0
@@ -110,7 +110,7 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
         console.print(Text("│ ", style="green") + line, soft_wrap=True)
 
 
-def _race(
+def _compare_speculation(
     engine: Engine, info: EngineInfo, console: Console, prompts: list[str], params: SamplingParams
 ) -> list[BatchRun]:
     """Measure and print the speed-up by speculation, for a full batch and for single sequences.
@@ -134,7 +134,7 @@ def _race(
         same = "yes" if texts_off == texts_on else "no"
         table.add_row(str(at_once), *(f"{r:,.0f}" for r in rates), f"{gains[-1]:.2f}x", same)
     console.print(table)
-    if info.lookahead != "off" and gains[0] < LEAST_GAIN:
+    if info.lookahead != "off" and gains[0] < MIN_GAIN:
         console.print(NO_GAIN.format(slots), soft_wrap=True)
     return runs
 

@@ -69,17 +69,18 @@ def run(args: argparse.Namespace) -> int:
     # Messages go to standard error if results go to standard output.
     console = Console(stderr=args.output is None, highlight=False)
     with open_results(args.output, jobs, resume=args.resume) as results:
-        todo = [job for job in jobs if job.index not in results.done]
+        remaining = [job for job in jobs if job.index not in results.done]
         if args.resume:
-            again = f", {results.num_failed} failed and run again" if results.num_failed else ""
-            console.print(f"{len(results.done)} of {len(jobs)} prompts are answered already{again}")
-        if not todo:
+            failed = f", {results.num_failed} failed and run again" if results.num_failed else ""
+            num_done = len(results.done)
+            console.print(f"{num_done} of {len(jobs)} prompts are answered already{failed}")
+        if not remaining:
             return 0
         with settings.naming():
             engine, info = load_engine(*model_paths(args.model, settings.values.draft), options)
         for line in info.lines():
             console.print(line, soft_wrap=True)
-        return _complete(args, options, engine, info, todo, results, console)
+        return _complete(args, options, engine, info, remaining, results, console)
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
@@ -104,14 +105,14 @@ def _complete(
     total, num_done, num_errors = sum(job.params.n for job in jobs), 0, 0
     try:
         with ProgressBar(total, shown=not args.no_progress) as bar:
-            refusals = ((job, _queue(batch, job, options.seed)) for job in jobs)
-            answers = [(job, refusal) for job, refusal in refusals if refusal is not None]
-            while answers or batch.waiting:
-                for job, completion in answers:
+            rejections = ((job, _queue(batch, job, options.seed)) for job in jobs)
+            done = [(job, rejection) for job, rejection in rejections if rejection is not None]
+            while done or batch.waiting:
+                for job, completion in done:
                     results.write(result_line(job, completion))
                     num_done, num_errors = num_done + 1, num_errors + (completion.error is not None)
                 outputs = engine.step() if batch.waiting else []
-                answers = batch.take(outputs)
+                done = batch.take(outputs)
                 bar.update(outputs)
     except KeyboardInterrupt:
         console.print(f"interrupted: {num_done} of {len(jobs)} prompts are done", style="red")

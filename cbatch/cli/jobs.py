@@ -51,19 +51,19 @@ def read_jobs(path: Path, defaults: SamplingParams) -> list[Job]:
         content = path.read_bytes()
     except OSError as error:
         raise FieldError("--input", f"{path} cannot be read ({error})", "name a file") from error
-    make = _json_job if path.suffix in (".jsonl", ".ndjson") else _text_job
+    job_of = _json_job if path.suffix in (".jsonl", ".ndjson") else _text_job
     lines = [(i, line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
     jobs = []
     for index, (number, line) in enumerate(lines):
         try:
-            job = make(index, line.decode("utf-8-sig"), defaults)
-        except UnicodeDecodeError as wrong:
-            problem = f"line: is not UTF-8 ({wrong.reason} at byte {wrong.start})"
+            job = job_of(index, line.decode("utf-8-sig"), defaults)
+        except UnicodeDecodeError as error:
+            problem = f"line: is not UTF-8 ({error.reason} at byte {error.start})"
             job = Job(index, "", defaults, error=problem)
         except RecursionError:
             job = Job(index, "", defaults, error="line: is nested too deeply")
-        except FieldError as wrong:
-            job = Job(index, "", defaults, error=str(wrong)[:MAX_ERROR_CHARS])
+        except FieldError as error:
+            job = Job(index, "", defaults, error=str(error)[:MAX_ERROR_CHARS])
         jobs.append(msgspec.structs.replace(job, line=number))
     return jobs
 

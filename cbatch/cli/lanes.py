@@ -66,10 +66,10 @@ class Lanes:
         table.add_column("k", width=8, no_wrap=True)
         table.add_column("accepted", width=8, justify="right")
         table.add_column("text", ratio=1, no_wrap=True)
-        room = max(width - 48, 20)
+        text_width = max(width - 48, 20)
         for number, lane in enumerate(self._lanes):
             if lane is not None:
-                table.add_row(str(number), *_cells(lane, room))
+                table.add_row(str(number), *_cells(lane, text_width))
         stats = engine.stats
         mean = stats.speculation.mean_accepted_tokens
         words = [
@@ -116,12 +116,12 @@ def watch(
     return done, elapsed_s
 
 
-def _cells(lane: _Lane, room: int) -> tuple[Text, Text, Text, Text]:
+def _cells(lane: _Lane, text_width: int) -> tuple[Text, Text, Text, Text]:
     share = lane.speculation.acceptance
     # One dot per draft token of the last step, filled if it was accepted.
     dots = "●" * lane.accepted + "○" * (lane.k - lane.accepted)
     k = Text(f"{lane.k} {dots}", style=K_COLOURS[min(lane.k, len(K_COLOURS) - 1)])
-    tail = lane.text.replace("\n", "⏎").replace("    ", "⇥")[-room:]
+    tail = lane.text.replace("\n", "⏎").replace("    ", "⇥")[-text_width:]
     style = "dim" if lane.done else ""
     return (
         Text(lane.title, style=style or "yellow"),

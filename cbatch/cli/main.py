@@ -31,15 +31,15 @@ COMMANDS = {
 # Group of entry points: functions `add_parser`, named by their command with `-` for a space.
 GROUP = "cbatch.commands"
 # Removed commands, each with the remedy that its error message names.
-MOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
+REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 # Commands of two words, not subparsers of `sim`: its first argument may be a trace file.
 TWO_WORDS = ("sim capacity",)
 
-# Errors of the operating system that are printed without a traceback, such as a full disk.
-REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
-# Exit status after a broken pipe, as shells report SIGPIPE. Python ignores the signal itself, as a
-# server must: a client that closes its socket may not end the process.
-UNREAD = 141
+# Errors of the operating system, such as a full disk, that are printed without a traceback.
+EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
+# Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
+# signal itself, as a server must: a client that closes its socket may not end the process.
+BROKEN_PIPE = 141
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -110,9 +110,9 @@ def main(
         return INTERRUPTED
     except BrokenPipeError:
         _abandon_output()
-        return UNREAD
+        return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in REFUSALS:
+        if error.errno not in EXPECTED_ERRNOS:
             raise
         print(f"cbatch: {error}", file=sys.stderr)
         _abandon_output()
@@ -120,7 +120,7 @@ def main(
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # rich exits on a broken pipe
             _abandon_output()
-            return UNREAD
+            return BROKEN_PIPE
         raise
 
 
@@ -129,8 +129,8 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
     if " ".join(words[:2]) in TWO_WORDS:
         words[:2] = [" ".join(words[:2])]
     try:
-        if words[:1] and words[0] in MOVED:
-            raise FieldError(words[0], "is no longer a command of cbatch", MOVED[words[0]])
+        if words[:1] and words[0] in REMOVED:
+            raise FieldError(words[0], "is no longer a command of cbatch", REMOVED[words[0]])
         args = parser_of(words[0] if words else "").parse_args(words)
         require_place("--json", getattr(args, "json", None))
         status: int = args.run(args)

@@ -11,7 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.demo import demo_paths
 from cbatch.engine.options import EngineSettings
-from cbatch.engine.unsupported import OPTIONS, require_neutral_option
+from cbatch.engine.unsupported import UNSUPPORTED_OPTIONS, require_neutral_option
 from cbatch.text.tool_parsers import ReasoningParser
 
 ChatTemplateFile = Annotated[
@@ -35,18 +35,18 @@ class _RefuseOption(argparse.Action):
     """An option of other engines: raises `FieldError` unless its value is neutral."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, name: str | None = None) -> None:
-        given = str(name).removeprefix("--").replace("-", "_")
-        require_neutral_option(given, self.nargs == 0 or values, str(name), ())
+        option = str(name).removeprefix("--").replace("-", "_")
+        require_neutral_option(option, self.nargs == 0 or values, str(name), ())
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, kind: type[EngineSettings]) -> None:
     """Add the flags of `kind`, and hidden flags of other engines' options."""
     add_flags(parser, kind)
-    for name, option in OPTIONS.items():
+    for name, option in UNSUPPORTED_OPTIONS.items():
         is_switch = any(isinstance(value, bool) for value in option.neutral)
         flags = [flag_of(name), *([flag_of(f"no_{name}")] if is_switch else [])]
-        more: dict[str, Any] = {"nargs": 0} if is_switch else {}
-        parser.add_argument(*flags, action=_RefuseOption, help=argparse.SUPPRESS, **more)
+        nargs = 0 if is_switch else None
+        parser.add_argument(*flags, action=_RefuseOption, help=argparse.SUPPRESS, nargs=nargs)
 
 
 def model_paths(model: str | None, draft: str | None) -> tuple[str | Path, str | Path | None]:

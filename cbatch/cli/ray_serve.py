@@ -27,11 +27,11 @@ from cbatch.server.serving.metrics import Metrics
 from cbatch.system.heap import freeze_heap, lower_mmap_threshold
 from cbatch.system.logs import configure
 
-NAME = "cbatch"  # name of the Serve application and of its only deployment.
-FLUSH_S = 10  # time after the grace time to send the last errors and stop the engine.
-_POLL_S = 0.5  # interval of the check that Serve is shutting this replica down.
-_SCRAPE_S = 5  # timeout for the metrics of the other replicas.
-_STARTS = 3  # failed starts of a replica before Serve gives the deployment up
+NAME = "cbatch"  # name of the Serve application and of its only deployment
+FLUSH_S = 10  # time after the grace time to send the last errors and stop the engine
+_POLL_S = 0.5  # interval at which a replica checks whether Serve is shutting it down
+_SCRAPE_S = 5  # timeout for the metrics of the other replicas
+_MAX_FAILED_STARTS = 3  # of a replica, after which Serve gives the deployment up
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _BALANCE = "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"
 _CONNECTIONS = "clients connect to Ray Serve"
@@ -46,7 +46,7 @@ _REFUSED = {  # setting: why replicas do not support it, and the remedy
     "max_connections": (_CONNECTIONS, "leave it out"),
     "request_timeout": (_CONNECTIONS, "leave it out"),
 }
-IN_A_FILE = {  # settings that are refused in the `args` of a Serve config file too
+REFUSED_IN_FILE = {  # settings that are refused in the `args` of a Serve config file too
     "ray": ("Ray Serve reads this file", "leave it out"),
     "host": (_CONNECTIONS, "set it under http_options"),
     "port": (_CONNECTIONS, "set it under http_options"),
@@ -71,9 +71,9 @@ _logger = logging.getLogger("cbatch")
 
 
 def require_fit(settings: Settings[ServeSettings], more: Collection[str] = ()) -> None:
-    """Check that replicas support the `settings`. `more` names refused settings in `IN_A_FILE`.
-    Raises `FieldError`."""
-    refused = _REFUSED | {name: IN_A_FILE[name] for name in more}
+    """Check that replicas support the `settings`. `more` names the settings in `REFUSED_IN_FILE`
+    to refuse as well. Raises `FieldError`."""
+    refused = _REFUSED | {name: REFUSED_IN_FILE[name] for name in more}
     for name, (why, remedy) in refused.items():
         if name in settings.given:
             raise FieldError(
@@ -88,7 +88,7 @@ def require_fit(settings: Settings[ServeSettings], more: Collection[str] = ()) -
 def build(args: Mapping[str, Any]) -> Any:
     """Return the Serve application for the `args` of a Serve config file. Raises `FieldError`."""
     settings = settings_of(ServeSettings, args, "args")
-    require_fit(settings, IN_A_FILE)
+    require_fit(settings, REFUSED_IN_FILE)
     for warning in settings.warnings:
         _logger.warning(warning)
     return application(settings.values)
@@ -182,7 +182,7 @@ def application(settings: ServeSettings) -> Any:
         max_ongoing_requests=engine.max_num_seqs + settings.limits.max_queued_requests,
         max_queued_requests=settings.limits.max_queued_requests,
         graceful_shutdown_timeout_s=settings.grace + FLUSH_S,
-        max_constructor_retry_count=_STARTS,
+        max_constructor_retry_count=_MAX_FAILED_STARTS,
         logging_config={"enable_access_log": False},  # the server's middleware logs requests
         ray_actor_options={
             "num_cpus": engine.tensor_parallel_size

@@ -123,9 +123,9 @@ class ResultFile:
             index, error = line["index"], line["error"]
             job = jobs[range(len(jobs)).index(index)]
             same = (line["prompt"], line["params"]) == (job.prompt, job.params_json())
-        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
+        except (ValueError, KeyError, TypeError, RecursionError) as invalid:
             problem = f"{place} is not a result of this input"
-            raise FieldError("--resume", problem, "repair or move it") from wrong
+            raise FieldError("--resume", problem, "repair or move it") from invalid
         if not same:
             problem = f"{place} is the result of another prompt or of other sampling parameters"
             remedy = "resume with the same input and options, or write to another file"

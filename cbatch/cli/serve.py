@@ -22,7 +22,8 @@ from cbatch.server.protocol.errors import EngineLostError
 from cbatch.system.logs import configure
 
 _logger = logging.getLogger("cbatch")
-LOST = 1  # exit status if the engine died and cannot be restarted
+ENGINE_LOST = 1  # exit status if the engine died and cannot be restarted
+_LOST_MESSAGE = "%s; the server exits with status %d and must be restarted"
 
 EPILOG = """\
 Every option is also a variable of the environment (--max-num-seqs is CBATCH_MAX_NUM_SEQS) and a key
@@ -55,27 +56,27 @@ def run(args: argparse.Namespace) -> int:
     try:
         with settings.naming():
             if settings.values.ray:
-                _serve_by_ray(settings)
+                _serve_on_ray(settings)
                 return 0
-            require_alone(settings)
+            refuse_replica_settings(settings)
             limits = settings.values.connections
             max_connections = connections_for(limits.max_connections)  # before uvloop opens files
             limits = msgspec.structs.replace(limits, max_connections=max_connections)
             uvloop.run(serve_engine(settings.values, limits))
     except EngineLostError as error:
-        _logger.critical("%s; the server exits with status %d and must be restarted", error, LOST)
-        return LOST
+        _logger.critical(_LOST_MESSAGE, error, ENGINE_LOST)
+        return ENGINE_LOST
     return 0
 
 
-def _serve_by_ray(settings: Settings[ServeSettings]) -> None:
+def _serve_on_ray(settings: Settings[ServeSettings]) -> None:
     from cbatch.cli.ray_serve import require_fit, run_replicas
 
     require_fit(settings)
     run_replicas(settings.values)
 
 
-def require_alone(settings: Settings[ServeSettings]) -> None:
+def refuse_replica_settings(settings: Settings[ServeSettings]) -> None:
     """Check that no setting for replicas was given. Raises `FieldError`."""
     for name in ("min_replicas", "max_replicas", "session_header"):
         if name in settings.given:
@@ -95,7 +96,7 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
             from cbatch.server.http.connections import ServerConfig
             from cbatch.server.http.run import DrainingServer
 
-            _logger.info(f"connections: {limits.most_connections} at most")
+            _logger.info(f"connections: {limits.connection_limit} at most")
             app = create_app(
                 service,
                 served,

@@ -21,7 +21,7 @@ from msgspec import NODEFAULT, Meta
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import OLD_NAMES, mark_of, names_of, types_of
-from cbatch.engine.unsupported import OPTIONS, require_neutral_option
+from cbatch.engine.unsupported import UNSUPPORTED_OPTIONS, require_neutral_option
 
 PREFIX = "CBATCH_"
 # Numbers as in vLLM: 32k is 32,000 and 32K is 32,768.
@@ -32,27 +32,27 @@ _FACTORS = {
     for i, suffix in enumerate(suffixes)
 }
 T = TypeVar("T", bound=msgspec.Struct)
-# By setting: its value, its origin (name in errors), and the name that the user gave.
+# By setting: its value, its origin (its name in errors), and the name under which it was given.
 Layer = dict[str, tuple[Any, str, str]]
 
 
 class Setting:
     """A struct's field that is marked with `knob`: its names, help, and conversion of values."""
 
-    def __init__(self, info: msgspec.structs.FieldInfo, mark: Meta) -> None:
-        more = mark.extra or {}
+    def __init__(self, info: msgspec.structs.FieldInfo, meta: Meta) -> None:
+        extra = meta.extra or {}
         self.field, self.names = info.name, names_of(info)
         self.name = self.names[0]
-        self.type = more.get("type", info.type)
-        self.help, self.group, self.metavar = mark.description or "", more["group"], more["metavar"]
-        self.required = info.required
-        self._units: dict[str, int] = more.get("units", {})
+        self.type = extra.get("type", info.type)
+        self.help, self.group = meta.description or "", extra["group"]
+        self.metavar, self.required = extra["metavar"], info.required
+        self._units: dict[str, int] = extra.get("units", {})
         self.default: Any = None if info.default is NODEFAULT else info.default  # as help shows it
         if self.default is None:
-            self.default = more.get("default")
+            self.default = extra.get("default")
         elif self.name in self._units:
             self.default /= self._units[self.name]
-        self.plain = types_of(types_of(self.type)[0])[0]
+        self.plain = types_of(types_of(self.type)[0])[0]  # without `Annotated` and None
 
     @property
     def flag(self) -> str:
@@ -87,11 +87,12 @@ class Setting:
         if self.group:
             group.add_argument(*flags, **options)
         else:
-            place = options | {"default": argparse.SUPPRESS, "nargs": "?" if optional else None}
-            group.add_argument(place.pop("dest"), **place)
-        others = self.names if optional else self.names[1:]
-        hidden = [flag_of(name) for name in others]
-        hidden += [f"-{name}" for name in others if len(name) == 2]
+            positional = options | {"nargs": "?" if optional else None}
+            positional |= {"default": argparse.SUPPRESS}
+            group.add_argument(positional.pop("dest"), **positional)
+        hidden_names = self.names if optional else self.names[1:]
+        hidden = [flag_of(name) for name in hidden_names]
+        hidden += [f"-{name}" for name in hidden_names if len(name) == 2]
         hidden = [flag for flag in hidden if flag not in (*flags, *group._option_string_actions)]
         if hidden:
             group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
@@ -145,11 +146,11 @@ class _StoreSetting(argparse.Action):
         elif self._setting.repeats:
             values = [*(earlier[0] if earlier else ()), values]
         flag = name or self._setting.flag
-        given = name.lstrip("-").replace("-", "_") if name else self._setting.name
-        if given.removeprefix("no_") in OLD_NAMES:
-            new = flag_of(("no_" if given.startswith("no_") else "") + self._setting.name)
+        typed_name = name.lstrip("-").replace("-", "_") if name else self._setting.name
+        if typed_name.removeprefix("no_") in OLD_NAMES:
+            new = flag_of(("no_" if typed_name.startswith("no_") else "") + self._setting.name)
             print(f"{parser.prog}: warning: {flag} is deprecated; use {new}", file=sys.stderr)
-        setattr(namespace, self.dest, (values, flag, given))
+        setattr(namespace, self.dest, (values, flag, typed_name))
 
 
 def flag_of(name: str) -> str:
@@ -179,20 +180,20 @@ def _part_or_settings(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] |
     if _is_struct(info.type):
         part: type[msgspec.Struct] = info.type
         return part
-    mark = mark_of(info)
-    return [Setting(info, mark)] if mark.extra else []
+    meta = mark_of(info)
+    return [Setting(info, meta)] if meta.extra else []
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         member = _part_or_settings(info)
         if isinstance(member, type):
-            given[info.name] = _build(member, values)
+            fields[info.name] = _build(member, values)
         else:
-            given |= {s.field: values[s.name] for s in member if s.name in values}
-    return kind(**given)
+            fields |= {s.field: values[s.name] for s in member if s.name in values}
+    return kind(**fields)
 
 
 def add_flags(
@@ -229,8 +230,8 @@ class Settings(Generic[T]):
         self._origins |= {name: origin for name, (_, origin, _) in merged.items()}
         self.warnings = [
             f"{origin} is deprecated; use {name}"
-            for name, (_, origin, given) in merged.items()
-            if given.removeprefix("no_") in OLD_NAMES and not origin.startswith("-")
+            for name, (_, origin, given_name) in merged.items()
+            if given_name.removeprefix("no_") in OLD_NAMES and not origin.startswith("-")
         ]
         self._names = {known: each.name for each in fields for known in (each.field, each.name)}
         with self.naming():
@@ -268,8 +269,9 @@ def read_settings(
     """Read flags, the `environment` and a TOML `file`, which override the `defaults` by field.
     Raises `FieldError` naming the flag, the variable, or the file and its key."""
     fields = fields_of(kind)
-    own = defaults or {}
-    layers = [{s.name: (own[s.field], s.flag, s.name) for s in fields.values() if s.field in own}]
+    values = defaults or {}
+    with_default = [setting for setting in fields.values() if setting.field in values]
+    layers = [{s.name: (values[s.field], s.flag, s.name) for s in with_default}]
     layers += [] if file is None else [_of_file(file, fields)]
     layers += [_of_environment(environment or {}, fields), _of_flags(args, fields)]
     return Settings(kind, layers)
@@ -283,7 +285,9 @@ def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Setting
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Return environment variables with `PREFIX` that name no setting: probably misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
-    known = {PREFIX + name.upper() for name in (*names, *OPTIONS, "config", *_READ_ELSEWHERE)}
+    known = {
+        PREFIX + name.upper() for name in (*names, *UNSUPPORTED_OPTIONS, "config", *_READ_ELSEWHERE)
+    }
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in unknown if not name.startswith(_LINKS)]
 
@@ -298,26 +302,28 @@ def _of_flags(args: argparse.Namespace, fields: Mapping[str, Setting]) -> Layer:
     layer = {}
     for name, field in fields.items():
         if (stored := getattr(args, name, None)) is not None:
-            text, flag, given = stored
-            layer[name] = (field.convert(text, flag, given, strict=False), flag, given)
+            text, flag, typed_name = stored
+            value = field.convert(text, flag, typed_name, strict=False)
+            layer[name] = (value, flag, typed_name)
     return layer
 
 
 def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting]) -> Layer:
     layer: Layer = {}
-    for name in OPTIONS:
+    for name in UNSUPPORTED_OPTIONS:
         if variable := environment.get(PREFIX + name.upper()):
             require_neutral_option(name, variable, PREFIX + name.upper(), fields)
     for name, field in fields.items():
-        given = next((n for n in field.names if PREFIX + n.upper() in environment), name)
-        variable = PREFIX + given.upper()
+        given_name = next((n for n in field.names if PREFIX + n.upper() in environment), name)
+        variable = PREFIX + given_name.upper()
         text = environment.get(variable)
         if text is None or text.startswith(_LINK_ADDRESS):
             continue
         value: Any = text
         if field.repeats:
             value = [part.strip() for part in text.split(",") if part.strip()]
-        layer[name] = (field.convert(value, variable, given, strict=False), variable, given)
+        value = field.convert(value, variable, given_name, strict=False)
+        layer[name] = (value, variable, given_name)
     return layer
 
 
@@ -332,14 +338,16 @@ def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
 
 def _of_mapping(values: Mapping[str, Any], fields: Mapping[str, Setting], where: str) -> Layer:
     layer: Layer = {}
-    own_names = {alias: name for name, field in fields.items() for alias in field.names}
+    settings = {alias: field for field in fields.values() for alias in field.names}
     for key, value in values.items():
-        origin, given = f"{where}: {key}", key.replace("-", "_")
-        name = own_names.get(given)
-        if name is None:
-            require_neutral_option(given, value, origin, fields)
-        elif name in layer:
-            raise FieldError(origin, f"is given twice, with {layer[name][2]}", "leave one out")
+        origin, given_name = f"{where}: {key}", key.replace("-", "_")
+        setting = settings.get(given_name)
+        if setting is None:
+            require_neutral_option(given_name, value, origin, fields)
+        elif setting.name in layer:
+            problem = f"is given twice, with {layer[setting.name][2]}"
+            raise FieldError(origin, problem, "leave one out")
         else:
-            layer[name] = (fields[name].convert(value, origin, given, strict=True), origin, given)
+            result = setting.convert(value, origin, given_name, strict=True)
+            layer[setting.name] = (result, origin, given_name)
     return layer

@@ -49,8 +49,8 @@ def load_engine(
     """Load a model and its draft into an `Engine`; see `load_core` for parameters and errors."""
     options = options or EngineOptions()
     core, info, tokenizer = load_core(model, draft, options, log=log, kv_events=kv_events)
-    usual: dict[str, Any] = {**info.sampling_defaults}
-    params = SamplingParams(**usual)
+    defaults: dict[str, Any] = {**info.sampling_defaults}
+    params = SamplingParams(**defaults)
     return Engine(core, tokenizer=tokenizer, seed=options.seed, default_params=params), info
 
 
@@ -69,7 +69,6 @@ def load_core(
     `log` gets every input of the scheduler, see `cbatch.steplog.step_log`. With `kv_events` the
     caller must call `scheduler.take_cache_changes` after every step. Raises `FieldError`, or the
     runtime's or tokenizer's error naming file and field."""
-
     if draft is None and MODEL in (options.drafter or ()):
         remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
@@ -103,6 +102,6 @@ def load_core(
             drafters=allowed_drafters(config),
             grammars=grammars,
             info=msgspec.to_builtins(info),
-            closing=opened.pop_all(),
+            resources=opened.pop_all(),
         )
     return core, info, tokenizer

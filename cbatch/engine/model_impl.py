@@ -41,15 +41,15 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
             if requested == "own":
                 raise
             refuse_unsupported(path)
-            missing = _problem_of_transformers()
-            if missing is not None:
-                problem = f"{error} by our own pass, and {missing}: {_REMEDY}"
+            unusable = _transformers_problem()
+            if unusable is not None:
+                problem = f"{error} by our own pass, and {unusable}: {_REMEDY}"
                 raise UnsupportedModelError(problem) from None
             return "transformers"
     refuse_unsupported(path)
-    missing = _problem_of_transformers()
-    if missing is not None:
-        raise FieldError("model_impl", missing, _REMEDY)
+    unusable = _transformers_problem()
+    if unusable is not None:
+        raise FieldError("model_impl", unusable, _REMEDY)
     return "transformers"
 
 
@@ -80,7 +80,7 @@ def check_files(
 ) -> tuple[ModelFiles, ModelFiles | None]:
     """Check that the configurations of a model and its draft can be served, before weights
     load. Raises the errors of `choose_impl`."""
-    target = _check(model, "model", options)
+    target = _check_files_of(model, "model", options)
     if draft is None:
         return target, None
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
@@ -89,7 +89,7 @@ def check_files(
     path = resolve_directory(draft, weights=True)
     if not is_head(path):
         _require_method(options.draft_method, "draft_model")
-        return target, _check(draft, "draft", options)
+        return target, _check_files_of(draft, "draft", options)
     if target.impl == "own":
         kind = read_head(path, read_config(target.path))[0].kind
         _require_method(options.draft_method, kind)
@@ -102,7 +102,7 @@ def _require_method(method: str | None, kind: str) -> None:
         raise FieldError("speculative_config", problem, "correct the method, or leave it out")
 
 
-def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
+def _check_files_of(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
     local, is_draft = Path(model).expanduser(), field == "draft"
     refuse_model_files(local, field)
     if (local / "config.json").is_file():
@@ -117,14 +117,14 @@ def _check(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
     return ModelFiles(path, impl, gguf)
 
 
-def refuse_together(impl: Impl, *, head: Path | None) -> None:
+def require_head_support(impl: Impl, *, head: Path | None) -> None:
     """Raise `FieldError` if there is a `head` and the target's code does not support heads."""
     if head is not None and impl != "own":
         problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
 
 
-def _problem_of_transformers() -> str | None:
+def _transformers_problem() -> str | None:
     """Return why transformers cannot be used, or None if it can."""
     try:
         installed = version("transformers")

@@ -162,7 +162,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 # The only supported values: ranks do not split the draft, and `ngram` looks up 2 to 4 tokens.
-_FIXED = {"draft_tensor_parallel_size": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+_REQUIRED = {"draft_tensor_parallel_size": 1, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,10 +203,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             remedy = f"use {', '.join(SpeculativeConfig.__struct_fields__)}"
             raise FieldError("speculative_config", str(error), remedy) from error
-        for name, only in _FIXED.items():
-            if (value := getattr(config, name)) not in (None, only):
+        for name, required in _REQUIRED.items():
+            if (value := getattr(config, name)) not in (None, required):
                 problem = f"{name} {value} is not supported"
-                raise FieldError("speculative_config", problem, f"use {only}, or leave it out")
+                raise FieldError("speculative_config", problem, f"use {required}, or leave it out")
         lookup, k = config.method in LOOKUPS, config.num_speculative_tokens
         if lookup == (config.model is not None):
             problem = f"method {config.method!r} with model {config.model!r}"
@@ -216,9 +216,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             problem = "and draft or drafter exclude each other"
             raise FieldError("speculative_config", problem, "leave one out")
         method = {"drafter": (config.method,)} if lookup else {"draft_method": config.method}
-        more = method if k is None else method | {"num_speculative_tokens": k}
+        changes = method if k is None else method | {"num_speculative_tokens": k}
         set_field(self, "draft", config.model)
-        set_field(self, "engine", msgspec.structs.replace(self.engine, **more))
+        set_field(self, "engine", msgspec.structs.replace(self.engine, **changes))
         set_field(self, "speculative_config", None)
 
 
@@ -228,16 +228,16 @@ def settings_of_keywords(options: Mapping[str, Any]) -> EngineSettings:
     infos = [*msgspec.structs.fields(EngineSettings)[:-1], *msgspec.structs.fields(EngineOptions)]
     known = {name: info.name for info in infos for name in (info.name, *names_of(info))}
     del known["kv_memory"]  # in GiB, for commands only
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in options.items():
         field = known.get(name)
         if field is None:
             require_neutral_option(name, value, name, set(known.values()))
-        elif field in given:
+        elif field in fields:
             raise FieldError(name, f"{field} is given twice", "leave one out")
         else:
-            given[field] = not value if name.startswith("no_") else value
+            fields[field] = not value if name.startswith("no_") else value
         if name in OLD_NAMES:
             _logger.warning(f"{name} is deprecated; use {field}")
-    own = {name: given.pop(name) for name in ("draft", "speculative_config") if name in given}
-    return EngineSettings(**own, engine=EngineOptions(**given))
+    draft = {name: fields.pop(name) for name in ("draft", "speculative_config") if name in fields}
+    return EngineSettings(**draft, engine=EngineOptions(**fields))

@@ -32,13 +32,13 @@ class ProgressBar:
             transient=True,
         )
         self._task = self._progress.add_task("", total=total, rate="")
-        self._started_s = self._line_s = time.perf_counter()
+        self._started_s = self._last_line_s = time.perf_counter()
         self._num_tokens = 0
         self._num_done = 0
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
-        self._started_s = self._line_s = time.perf_counter()
+        self._started_s = self._last_line_s = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +57,7 @@ class ProgressBar:
         now_s = time.perf_counter()
         if self._live:
             self._progress.update(self._task, completed=self._num_done, rate=rate)
-        elif self._shown and now_s - self._line_s >= LINE_EVERY_S:
-            self._line_s = now_s
+        elif self._shown and now_s - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = now_s
             words = f"{self._num_done} of {self._total} {self._unit}"
             self._console.print(f"{words}, {rate}" if rate else words)

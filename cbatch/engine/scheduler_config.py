@@ -11,7 +11,7 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.info import total_weight_bytes, weight_bytes
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.startup import MOST_DRAFTS
+from cbatch.engine.prices.startup import MAX_PROFILED_DRAFTS
 from cbatch.runtime.backend import LargestStep, LoadedModels
 from cbatch.runtime.model.config import eos_ids_of
 from cbatch.system.machine import mib
@@ -28,8 +28,8 @@ def scheduler_config(
     if max_tokens > context:
         problem = f"{max_tokens} is more than the model's context"
         raise FieldError("max_model_len", problem, f"use <= {context}")
-    drafts = draft is not None or options.drafter is not None
-    lookahead = parse_lookahead(options.lookahead) if drafts else LookaheadConfig()
+    can_draft = draft is not None or options.drafter is not None
+    lookahead = parse_lookahead(options.lookahead) if can_draft else LookaheadConfig()
     eos_ids = target.config.eos_token_ids
     if options.tokenizer is not None and Path(options.tokenizer).is_dir():
         eos_ids = tuple(dict.fromkeys((*eos_ids, *eos_ids_of(Path(options.tokenizer)))))
@@ -38,19 +38,20 @@ def scheduler_config(
         max_sequence_tokens=max_tokens,
         max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
         block_size=options.block_size or default_block_size,
-        max_drafts=0 if lookahead.policy == "off" else max(lookahead.k, MOST_DRAFTS),
+        max_drafts=0 if lookahead.policy == "off" else max(lookahead.k, MAX_PROFILED_DRAFTS),
     )
-    size = models.kv_block_bytes(largest.block_size)
-    blocks = _num_blocks(models, options, largest, size)
-    least = -(-max_tokens // largest.block_size)
-    if options.max_model_len and blocks < least:
+    block_bytes = models.kv_block_bytes(largest.block_size)
+    num_blocks = _num_blocks(models, options, largest, block_bytes)
+    needed = -(-max_tokens // largest.block_size)
+    if options.max_model_len and num_blocks < needed:
+        memory = mib(needed * block_bytes)
         raise FieldError(
             "num_blocks" if options.num_blocks is not None else "kv_cache_memory_bytes",
-            f"{blocks} blocks cannot hold a sequence of {max_tokens} tokens",
-            f"give {least} blocks ({mib(least * size)}) or more, or a smaller max_model_len",
+            f"{num_blocks} blocks cannot hold a sequence of {max_tokens} tokens",
+            f"give {needed} blocks ({memory}) or more, or a smaller max_model_len",
         )
     return SchedulerConfig(
-        num_blocks=blocks,
+        num_blocks=num_blocks,
         block_size=largest.block_size,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_tokens,

@@ -33,7 +33,7 @@ _LORA, _OFFLOAD, _MULTIMODAL = (
 _REVISION = Missing("choosing a revision", "main", remedy="name a directory with that revision")
 _TLS = Missing("TLS", remedy="put a proxy in front")
 # An option with a neutral True or False is a switch.
-OPTIONS = {
+UNSUPPORTED_OPTIONS = {
     "adapter": _LORA,
     "allowed_origins": Missing("a list of origins", remedy="give cors_origin for each of them"),
     "async_scheduling": Missing("this name", remedy="use overlap 1 or 0"),
@@ -75,7 +75,7 @@ OPTIONS = {
 
 _MAX_TOKENS = Missing("another server's name", remedy="use max_tokens")
 _SAMPLER = Missing("this sampler", 0)
-FIELDS = {
+UNSUPPORTED_FIELDS = {
     "bad_words": Missing("banning words", [], remedy="use banned_token_ids"),
     "best_of": Missing("best_of", 1),  # the value of `n` is accepted, too
     "chat_template": Missing("a client's own template"),
@@ -110,10 +110,10 @@ FIELDS = {
 
 def require_neutral_option(name: str, value: Any, origin: str, known: Collection[str]) -> None:
     """Raise `FieldError`, which names `origin`, if an option is unknown or its feature unsupported.
-    An option in `OPTIONS` is accepted if its value is neutral, also as text. The message for an
+    An unsupported option is accepted if its value is neutral, also as text. The message for an
     unknown option lists the `known` options."""
     positive = name.removeprefix("no_")
-    option = OPTIONS.get(positive)
+    option = UNSUPPORTED_OPTIONS.get(positive)
     if option is None:
         problem = f"is not known{did_you_mean(name, known)}"
         raise FieldError(origin, problem, f"use {', '.join(sorted(known))}")
@@ -123,9 +123,9 @@ def require_neutral_option(name: str, value: Any, origin: str, known: Collection
 
 
 def without_neutral_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not in `FIELDS`. Raise `FieldError` if a field in `FIELDS` has a
-    value that uses its feature."""
-    for name in fields.keys() & FIELDS.keys():
+    """Return the fields that are not in `UNSUPPORTED_FIELDS`. Raise `FieldError` if one of the
+    others has a value that uses its feature."""
+    for name in fields.keys() & UNSUPPORTED_FIELDS.keys():
         if name != "best_of" or fields[name] != fields.get("n"):
-            FIELDS[name].check(name, fields[name])
-    return {name: value for name, value in fields.items() if name not in FIELDS}
+            UNSUPPORTED_FIELDS[name].check(name, fields[name])
+    return {name: value for name, value in fields.items() if name not in UNSUPPORTED_FIELDS}

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 65_536  # most characters of a grammar without its annotations
-MAX_GIVEN_CHARS = 2**20  # most characters with titles, descriptions and other annotations
+MAX_GRAMMAR_CHARS = 65_536  # of a grammar without its annotations
+MAX_GIVEN_CHARS = 2**20  # of a grammar with titles, descriptions and other annotations
 # Stack of the compiling thread. The library needs about 7 KiB for each level of nesting, and a text
 # of MAX_GRAMMAR_CHARS cannot nest deeper than this stack allows. Untouched pages cost no memory.
 STACK_BYTES = 256 * 2**20
-# Most total compile time of unused grammars in the cache, in seconds. It bounds their memory:
-# compiling allocates up to 60 MiB a second.
+# Limit on the total compile time of unused grammars in the cache, in seconds. It bounds their
+# memory: compiling allocates up to 60 MiB a second.
 _KEPT_S = 0.2
 # Allowed blanks between the parts of JSON: a space, or a line break and an indentation. The
 # library's default has no limit, and small models may emit blanks for ever.
@@ -54,12 +54,12 @@ T = TypeVar("T")
 class Compiled:
     """A compiled grammar in its initial state. `Grammars` caches it while it is in use."""
 
-    __slots__ = ("__weakref__", "forbid_repeats", "matcher", "took_s")
+    __slots__ = ("__weakref__", "compile_s", "forbid_repeats", "matcher")
 
     def __init__(
-        self, matcher: LLMatcher, took_s: float, forbid_repeats: ForbidRepeats | None
+        self, matcher: LLMatcher, compile_s: float, forbid_repeats: ForbidRepeats | None
     ) -> None:
-        self.matcher, self.took_s, self.forbid_repeats = matcher, took_s, forbid_repeats
+        self.matcher, self.compile_s, self.forbid_repeats = matcher, compile_s, forbid_repeats
 
 
 class Grammars:
@@ -112,13 +112,13 @@ class Grammars:
             grammar = self._cache.get(spec)
         if grammar is None:
             grammar = with_stack(STACK_BYTES, partial(self.compile_spec, spec))
-            _try(grammar.matcher.deep_copy())
+            _test_first_token(grammar.matcher.deep_copy())
         with self._lock:
             self._cache[spec] = grammar
             with suppress(ValueError):
                 self._latest.remove(grammar)
             self._latest.append(grammar)
-            while sum(recent.took_s for recent in self._latest) > self._kept_s:
+            while sum(recent.compile_s for recent in self._latest) > self._kept_s:
                 self._latest.popleft()
         return grammar
 
@@ -127,17 +127,17 @@ class Grammars:
 
         spec, vocabulary = read(spec), self._vocabulary
         text = grammar_text(spec)
-        begin_s = time.thread_time()
+        start_s = time.thread_time()
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
-        _require_right(matcher)
+        _require_valid(matcher)
         matches = re.finditer(f'"{UNIQUE}": ', f"{spec.json} {spec.grammar} {spec.around}")
         decode, words = json.JSONDecoder().raw_decode, range(vocabulary.vocab_size)
         names = [name for m in matches for name in decode(m.string, m.end())[0]]
         unique = (
             UniqueItems(names, [vocabulary.decode_bytes([i]) for i in words]) if names else None
         )
-        took_s = time.thread_time() - begin_s
-        return Compiled(matcher, took_s, None if unique is None else unique.forbid)
+        compile_s = time.thread_time() - start_s
+        return Compiled(matcher, compile_s, None if unique is None else unique.forbid)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -184,18 +184,18 @@ def with_stack(size_bytes: int, work: Callable[[], T]) -> T:
 _stack_lock = threading.Lock()  # `threading.stack_size` is set for the whole process
 
 
-def _require_right(matcher: LLMatcher) -> None:
+def _require_valid(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise FieldError(FIELD, f"does not compile ({_short(matcher.get_error())})", _REMEDY)
 
 
-def _try(matcher: LLMatcher) -> None:
+def _test_first_token(matcher: LLMatcher) -> None:
     """Consume a token and compute the next mask: some grammars fail only then."""
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
     if bits and not matcher.is_error():
         matcher.try_consume_tokens([(bits & -bits).bit_length() - 1])
         matcher.compute_bitmask()
-    _require_right(matcher)
+    _require_valid(matcher)
 
 
 def _limits() -> LLParserLimits:

@@ -13,8 +13,8 @@ Schema = Any  # a JSON object, true or false
 _NUMBER = frozenset(("fraction", "integer"))
 TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
 _NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
-_DEPTH = 4  # most levels of references and nested schemas that are followed
-MAX_PARTS = 50_000  # most parts that all calls on one schema visit: a bound on time
+_MAX_DEPTH = 4  # levels of references and nested schemas that are followed
+MAX_PARTS = 50_000  # parts that all calls on one schema may visit: a bound on time
 
 
 class SchemaSets:
@@ -32,7 +32,7 @@ class SchemaSets:
             yield schema
         elif not schema:
             yield {"enum": []}
-        if isinstance(schema, dict) and depth < _DEPTH and self._budget > 0:
+        if isinstance(schema, dict) and depth < _MAX_DEPTH and self._budget > 0:
             for inner in schema.get("allOf", ()):
                 yield from self.parts(inner, depth + 1)
             if "$ref" in schema:
@@ -45,7 +45,7 @@ class SchemaSets:
         values = [each for each in map(_values, parts) if each is not None]
         if not types or (values and not any(all(v in each for each in values) for v in values[0])):
             return True
-        if depth >= _DEPTH or self._budget <= 0:
+        if depth >= _MAX_DEPTH or self._budget <= 0:
             return False
         for part in parts:
             others = [other for other in parts if other is not part]
@@ -57,26 +57,26 @@ class SchemaSets:
             self.empty(*_property(parts, name), depth=depth + 1) for name in names
         )
 
-    def outside(self, schema: Schema, depth: int = 0) -> list[Schema]:
+    def complements(self, schema: Schema, depth: int = 0) -> list[Schema]:
         """Return schemas whose values are all invalid by `schema`; [] if none is known."""
-        ways: list[Schema] = []
-        for part in self.parts(schema, depth) if depth < _DEPTH else ():
-            ways += (
+        schemas: list[Schema] = []
+        for part in self.parts(schema, depth) if depth < _MAX_DEPTH else ():
+            schemas += (
                 {"type": "object", "properties": {name: False}} for name in part.get("required", ())
             )
-            ways += (
-                {"type": "object", "required": [name], "properties": {name: way}}
+            schemas += (
+                {"type": "object", "required": [name], "properties": {name: complement}}
                 for name, inner in part.get("properties", {}).items()
-                for way in self.outside(inner, depth + 1)
+                for complement in self.complements(inner, depth + 1)
             )
-            ways += [*_of_types(TYPES - _types(part)), *_other_values(_values(part) or [])]
+            schemas += [*_of_types(TYPES - _types(part)), *_other_values(_values(part) or [])]
             for choices in _choices(part):
-                sides = [self.outside(each, depth + 1) for each in choices]
+                sides = [self.complements(each, depth + 1) for each in choices]
                 if all(sides):
-                    ways.append({"allOf": [{"anyOf": side} for side in sides]})
+                    schemas.append({"allOf": [{"anyOf": side} for side in sides]})
             if "not" in part:
-                ways.append(part["not"])
-        return ways
+                schemas.append(part["not"])
+        return schemas
 
 
 def _choices(part: dict[str, Any]) -> list[list[Schema]]:
@@ -111,8 +111,10 @@ def _other_values(values: list[Any]) -> list[Schema]:
     """Return schemas of the strings and booleans that are not among `values`."""
     texts = [value for value in values if isinstance(value, str)]
     truths = {value for value in values if isinstance(value, bool)}
-    ways: list[Schema] = [{"const": not truth} for truth in truths if len(truths) == 1]
-    return [*ways, {"type": "string", "pattern": f"^{_other_than(texts)}$"}] if texts else ways
+    schemas: list[Schema] = [{"const": not truth} for truth in truths if len(truths) == 1]
+    if texts:
+        schemas.append({"type": "string", "pattern": f"^{_other_than(texts)}$"})
+    return schemas
 
 
 def _other_than(texts: list[str]) -> str:
@@ -120,9 +122,9 @@ def _other_than(texts: list[str]) -> str:
     rests: dict[str, list[str]] = {}
     for text in filter(None, texts):
         rests.setdefault(f"\\u{{{ord(text[0]):x}}}", []).append(text[1:])
-    ways = [f"[^{''.join(rests)}][\\s\\S]*"] if rests else ["[\\s\\S]+"]
-    ways += [first + _other_than(rest) for first, rest in rests.items()]
-    return f"({'|'.join(ways)}){'' if '' in texts else '?'}"
+    patterns = [f"[^{''.join(rests)}][\\s\\S]*"] if rests else ["[\\s\\S]+"]
+    patterns += [first + _other_than(rest) for first, rest in rests.items()]
+    return f"({'|'.join(patterns)}){'' if '' in texts else '?'}"
 
 
 def _property(parts: list[dict[str, Any]], name: str) -> Iterator[Schema]:

@@ -18,22 +18,22 @@ from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
 
 FIELD = "structured_outputs"
 UNIQUE = "x-cbatch-unique"  # key of the properties whose lists must have unique strings
-# Keywords by the kind of their value: schemas by name, a list of schemas, one schema, and values
-# that are kept.
+# Keywords by the kind of their value: schemas by name, a list of schemas, one schema, and other
+# values, which are not rewritten.
 _MAPS = frozenset(["patternProperties", "properties"])
 _LISTS = frozenset(["allOf", "anyOf", "items", "oneOf", "prefixItems"])
 _SCHEMAS = frozenset(["additionalItems", "additionalProperties", "items"])
-_KEPT = frozenset(["maxItems", "maxLength", "maxProperties", "minItems", "minLength", "pattern"])
-_KEPT |= {"minProperties", "multipleOf", "required", "type"}
+_VALUES = frozenset(["maxItems", "maxLength", "maxProperties", "minItems", "minLength", "pattern"])
+_VALUES |= {"minProperties", "multipleOf", "required", "type"}
 _REFUSED = {"$dynamicRef", "$recursiveRef", "contains", "unevaluatedItems", "unevaluatedProperties"}
 _FORMATS = frozenset(["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"])
 _FORMATS |= {"uri", "uuid"}
-_SIGNS = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
-_LISTED = re.compile(r"/properties/([^/]*)(?:/(?:allOf|anyOf|oneOf)/[0-9]+)*$")
+_BOUND_SIGNS = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
+_LIST_PROPERTY = re.compile(r"/properties/([^/]*)(?:/(?:allOf|anyOf|oneOf)/[0-9]+)*$")
 _LOOKAROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 # llguidance parses numbers as doubles, and supports integers of 64 bits.
-_EXACT = 2**53
-_OUTERMOST = 2**63 - 2**10  # the largest double within 64 bits
+_MAX_EXACT = 2**53  # doubles represent all integers up to this number
+_MAX_INT64_DOUBLE = 2**63 - 2**10  # the largest double within 64 bits
 
 
 def rewritten(schema: Schema, name: str = "json") -> dict[str, Any]:
@@ -110,8 +110,8 @@ class _Rewriter:
                 inner = self.rewrite(value, place)
                 if inner not in (True, {}):
                     result[keyword] = inner
-            elif keyword in _SIGNS:
-                result[keyword] = self._within_reach(value, place, _SIGNS[keyword])
+            elif keyword in _BOUND_SIGNS:
+                result[keyword] = self._representable(value, place, _BOUND_SIGNS[keyword])
             elif keyword == "$ref":
                 self.references[value] = None
                 name = str(value).removeprefix("#").replace("~", "~0").replace("/", "~1")
@@ -122,7 +122,7 @@ class _Rewriter:
                 raise self._refusal(
                     place, "has lookaround", "write it without (?=, (?!, (?<=, (?<!"
                 )
-            elif keyword in _KEPT or (keyword == "format" and value in _FORMATS):
+            elif keyword in _VALUES or (keyword == "format" and value in _FORMATS):
                 result[keyword] = value
             elif keyword in _REFUSED:
                 raise self._refusal(place, "is not supported", "leave it out")
@@ -140,10 +140,10 @@ class _Rewriter:
         if "oneOf" in node:
             node["oneOf"] = self._exclusive(node["oneOf"], f"{at}/oneOf", *context)
         if "not" in node:
-            clauses.append(self._outside(node["not"], f"{at}/not", *context))
+            clauses.append(self._complement(node["not"], f"{at}/not", *context))
         if "if" in node and node.keys() & {"then", "else"}:
             then = {"allOf": [node["if"], node.get("then", True)]}
-            otherwise = [self._outside(node["if"], f"{at}/if", *context), node.get("else", True)]
+            otherwise = [self._complement(node["if"], f"{at}/if", *context), node.get("else", True)]
             clauses.append({"anyOf": [then, {"allOf": otherwise}]})
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, needed in node.get(keyword, {}).items():
@@ -153,7 +153,7 @@ class _Rewriter:
         if "propertyNames" in node:
             self._limit_names(node, f"{at}/propertyNames")
         if node.get("uniqueItems") is True and node.get("maxItems", 2) > 1:
-            name, items = _LISTED.search(at), node.get("items", True)
+            name, items = _LIST_PROPERTY.search(at), node.get("items", True)
             if name is None or not self._sets.empty(items, {"type": sorted(TYPES - {"string"})}):
                 problem = "is only supported for lists of strings that are properties"
                 raise self._refusal(f"{at}/uniqueItems", problem, "leave it out")
@@ -168,24 +168,24 @@ class _Rewriter:
             if self._sets.empty(*(branches[number] for number in pair), *context):
                 continue
             for index, other in (pair, pair[::-1]):
-                ways = self._ways_out(branches[other], branches[index], *context)
-                if not ways:
+                complements = self._possible_complements(branches[other], branches[index], *context)
+                if not complements:
                     problem = f"values may be valid by both {index} and {other}"
                     remedy = "give each a required const of its own, or use anyOf"
                     raise self._refusal(at, problem, remedy)
-                results[index].append({"anyOf": ways[: 3 if len(branches) < 5 else 1]})
+                results[index].append({"anyOf": complements[: 3 if len(branches) < 5 else 1]})
         return [{"allOf": parts} if parts[1:] else parts[0] for parts in results]
 
-    def _ways_out(self, schema: Schema, *context: Schema) -> list[Schema]:
+    def _possible_complements(self, schema: Schema, *context: Schema) -> list[Schema]:
         """Return schemas of values that are invalid by `schema` and may be valid by `context`."""
-        outside = self._sets.outside(schema)
-        return [way for way in outside if not self._sets.empty(way, *context)]
+        schemas = self._sets.complements(schema)
+        return [each for each in schemas if not self._sets.empty(each, *context)]
 
-    def _outside(self, schema: Schema, at: str, *context: Schema) -> Schema:
+    def _complement(self, schema: Schema, at: str, *context: Schema) -> Schema:
         """Return the complement of `schema`. Raises `FieldError` if it is not known."""
-        ways = self._ways_out(schema, *context)
-        if ways or self.rewrite(schema, at) in (True, {}):
-            return {"anyOf": ways} if ways else False
+        complements = self._possible_complements(schema, *context)
+        if complements or self.rewrite(schema, at) in (True, {}):
+            return {"anyOf": complements} if complements else False
         raise self._refusal(at, "its negation is not supported", "say what is valid instead")
 
     def _limit_names(self, node: dict[str, Any], at: str) -> None:
@@ -209,27 +209,27 @@ class _Rewriter:
 
     # ---- numbers ----------------------------------------------------------------------------
 
-    def _within_reach(self, bound: Any, place: str, sign: int) -> Any:
+    def _representable(self, bound: Any, place: str, sign: int) -> Any:
         """Return `bound`, moved inwards if llguidance cannot represent it. The excluded numbers are
         too large to matter."""
         if isinstance(bound, bool) or not isinstance(bound, int | float):
             return bound  # a boolean, as in old drafts of JSON Schema, or invalid
-        if -sign * bound > _EXACT:
-            raise self._out_of_reach(bound, place)
-        if sign * bound <= _EXACT:
+        if -sign * bound > _MAX_EXACT:
+            raise self._range_error(bound, place)
+        if sign * bound <= _MAX_EXACT:
             return bound
-        inner = min(sign * bound, _OUTERMOST)
+        inner = min(sign * bound, _MAX_INT64_DOUBLE)
         double = float(inner)
         return sign * int(double if double <= inner else math.nextafter(double, 0))
 
     def _exact(self, value: Any, place: str) -> Any:
-        if isinstance(value, int) and abs(value) > _EXACT:
-            raise self._out_of_reach(value, place)
+        if isinstance(value, int) and abs(value) > _MAX_EXACT:
+            raise self._range_error(value, place)
         inner = value.values() if isinstance(value, dict) else value
         for part in inner if isinstance(value, dict | list) else ():
             self._exact(part, place)
         return value
 
-    def _out_of_reach(self, value: float, place: str) -> FieldError:
-        remedy = f"use one within {_EXACT}, or a pattern of digits in a string"
+    def _range_error(self, value: float, place: str) -> FieldError:
+        remedy = f"use one within {_MAX_EXACT}, or a pattern of digits in a string"
         return self._refusal(place, f"{str(value)[:80]} is outside the supported range", remedy)

@@ -14,26 +14,28 @@ from cbatch.grammars.compiling import STACK_BYTES, Grammars, read, with_stack
 from cbatch.workers import TaskLimits
 
 MEMORY_BYTES = 128 * 2**20  # for one grammar, on top of the stacks of the compiling threads
-# Half of the engine's stack for grammars, as a margin: the need grows with the text's length.
+# Half of the 8 MiB of an engine's threads, which run compiled grammars: a margin, since the stack
+# that a grammar needs grows with its text.
 _TRIAL_STACK_BYTES = 4 * 2**20
 LIMITS = TaskLimits(2.0, MEMORY_BYTES + STACK_BYTES + _TRIAL_STACK_BYTES, aside=True)
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a trial. `problem` and `remedy` are set for an invalid grammar. `quick` is the
-    result of `read`, if it differs from the grammar. `compile_s` is the processor time to compile
-    `quick`. `begin_s` is the time that an engine's step takes to start the grammar for a choice."""
+    """The result of a trial. `problem` and `remedy` are set for an invalid grammar. `converted` is
+    the result of `read`, None if it equals the grammar. `compile_s` is the processor time to
+    compile it. `start_s` is the time that an engine's step takes to start it for one choice."""
 
     problem: str | None = None
     remedy: str = ""
-    quick: StructuredOutputs | None = None
+    converted: StructuredOutputs | None = None
     compile_s: float = 0.0
-    begin_s: float = 0.0
+    start_s: float = 0.0
 
     @property
     def num_chars(self) -> int:
-        """Length of `quick`."""
-        return 0 if self.quick is None else len(self.quick.json or self.quick.grammar or "")
+        """Length of `converted`."""
+        spec = self.converted
+        return 0 if spec is None else len(spec.json or spec.grammar or "")
 
 
 class TrialState(Protocol):
@@ -49,14 +51,14 @@ def try_out(spec: StructuredOutputs, state: TrialState) -> GrammarVerdict:
 
 def _try_out(spec: StructuredOutputs, grammars: Grammars) -> GrammarVerdict:
     try:
-        quick = read(spec)
+        converted = read(spec)
         compile_s = -time.process_time()  # compiling runs in its own thread
-        compiled = grammars.compiled(quick)
+        compiled = grammars.compiled(converted)
         compile_s += time.process_time()  # rounded to the kernel's ticks while a CPU limit is set
-        begin_s = -time.thread_time()
+        start_s = -time.thread_time()
         compiled.matcher.deep_copy().compute_bitmask()
-        begin_s += time.thread_time()
+        start_s += time.thread_time()
     except FieldError as error:
         return GrammarVerdict(error.problem, error.remedy)
-    changed = None if quick is spec else quick
-    return GrammarVerdict(quick=changed, compile_s=compile_s, begin_s=begin_s)
+    changed = None if converted is spec else converted
+    return GrammarVerdict(converted=changed, compile_s=compile_s, start_s=start_s)

@@ -13,8 +13,8 @@ ForbidRepeats = Callable[[NDArray[np.bool_], list[int], Callable[[int], bool]], 
 _STRING = rb'"(?:[^"\\]|\\.)*"'
 _SEPARATORS = b", \t\r\n"
 _WHOLE_ITEM = re.compile(rb',\s*"[^"]*"')
-_FEW = 64  # most allowed tokens that are tried one by one
-_MAX_TRIED = 1000  # number of cached results of trials
+_MAX_TRIED_TOKENS = 64  # if more tokens are allowed, they are not tried one by one
+_MAX_CACHED_TRIALS = 1000
 
 
 class UniqueItems:
@@ -29,11 +29,12 @@ class UniqueItems:
         self._tried: dict[bytes, bool] = {}  # whether any token may follow, by text
 
     def forbid(
-        self, allowed: NDArray[np.bool_], taken: list[int], leads_on: Callable[[int], bool]
+        self, allowed: NDArray[np.bool_], taken: list[int], can_continue: Callable[[int], bool]
     ) -> None:
-        """Remove the tokens from `allowed` that would repeat an item of the list at the end of
-        `taken`. If at most `_FEW` tokens are allowed, also remove tokens after which only repeats
-        are possible. `leads_on` returns whether any token may follow the given one."""
+        """Remove the tokens from `allowed` that would repeat an item of the list at the end of the
+        text of the tokens `taken`. If at most `_MAX_TRIED_TOKENS` are allowed, also remove tokens
+        after which only repeats are possible: `can_continue` returns whether any token may follow
+        a token."""
         text = b"".join(self._words[token] for token in taken)
         match = self._open_list.search(text)
         if match is None:
@@ -42,20 +43,20 @@ class UniqueItems:
         if re.fullmatch(_STRING, partial):
             items, partial = [*items, partial], b""
         rests = tuple(item[len(partial) :] for item in items if item.startswith(partial))
-        few = np.count_nonzero(allowed) <= _FEW
-        tokens = np.flatnonzero(allowed) if few else self._closing[allowed[self._closing]]
+        tries_all = np.count_nonzero(allowed) <= _MAX_TRIED_TOKENS
+        tokens = np.flatnonzero(allowed) if tries_all else self._closing[allowed[self._closing]]
         blanks = [token for token in tokens.tolist() if not self._words[token].strip()]
         others = [token for token in tokens.tolist() if self._words[token].strip()]
         for token in others:
             word = self._words[token] if partial else self._words[token].lstrip(_SEPARATORS)
             if word.startswith(rests) or _WHOLE_ITEM.search(self._words[token]):
                 allowed[token] = False
-            elif few and (b'"' in word or any(rest.startswith(word) for rest in rests)):
+            elif tries_all and (b'"' in word or any(rest.startswith(word) for rest in rests)):
                 longer = text + self._words[token]
                 if longer not in self._tried:
-                    if len(self._tried) > _MAX_TRIED:
+                    if len(self._tried) > _MAX_CACHED_TRIALS:
                         self._tried.clear()
-                    self._tried[longer] = leads_on(token)
+                    self._tried[longer] = can_continue(token)
                 allowed[token] = self._tried[longer]
         if others and not allowed[others].any():
             allowed[blanks] = False

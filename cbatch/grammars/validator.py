@@ -22,9 +22,9 @@ from cbatch.grammars.trial import LIMITS, MEMORY_BYTES, GrammarVerdict, try_out
 from cbatch.workers import WorkerDiedError, WorkerPool
 
 MAX_WORKERS = 2
-MAX_BEGIN_S = 0.2  # most time that starting a grammar for all choices may add to the engine's step
-_REMEMBERED = 512  # number of cached verdicts
-REMEMBERED_CHARS = 2**21  # most characters of all converted grammars in the cached verdicts
+MAX_START_S = 0.2  # time that starting a grammar for all choices may add to the engine's step
+_MAX_VERDICTS = 512  # cached verdicts
+MAX_CACHED_CHARS = 2**21  # of all converted grammars in the cached verdicts
 _REMEDY = "use a simpler grammar"
 
 
@@ -66,10 +66,10 @@ class GrammarValidator:
         verdict = await self._verdict(spec, owner)
         if verdict.problem is not None:
             raise FieldError(field, verdict.problem, verdict.remedy)
-        if verdict.begin_s * num_choices > MAX_BEGIN_S:
-            problem = f"takes {verdict.begin_s:.2f} s to start, for each choice"
+        if verdict.start_s * num_choices > MAX_START_S:
+            problem = f"takes {verdict.start_s:.2f} s to start, for each choice"
             raise FieldError(field, problem, f"{_REMEDY}, or ask for fewer choices")
-        return ValidatedGrammar(verdict.quick or spec, verdict.compile_s)
+        return ValidatedGrammar(verdict.converted or spec, verdict.compile_s)
 
     async def close(self) -> None:
         """Cancel all checks. `check` must not be called afterwards."""
@@ -95,7 +95,7 @@ class GrammarValidator:
         if not done.cancelled() and done.exception() is None:
             self._verdicts[key] = done.result()
             self._cached_chars += done.result().num_chars
-            while len(self._verdicts) > _REMEMBERED or self._cached_chars > REMEMBERED_CHARS:
+            while len(self._verdicts) > _MAX_VERDICTS or self._cached_chars > MAX_CACHED_CHARS:
                 _, forgotten = self._verdicts.popitem(last=False)
                 self._cached_chars -= forgotten.num_chars
 

@@ -14,7 +14,7 @@ _FIELDS = (
     "enable_kv_cache_events (true, false), publisher (zmq, null), endpoint, replay_endpoint, topic "
     "(text), buffer_steps, hwm, max_queue_size (numbers)"
 )
-_SWITCHED_ON = '{"enable_kv_cache_events": true}'
+_EXAMPLE = '{"enable_kv_cache_events": true}'
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,9 +52,7 @@ def read_config(text: str) -> KVEventsConfig:
     except msgspec.ValidationError as error:
         raise FieldError(SETTING, str(error), f"use {_FIELDS}") from error
     except msgspec.DecodeError as error:
-        raise FieldError(
-            SETTING, f"is not JSON ({error})", f"write it as '{_SWITCHED_ON}'"
-        ) from error
+        raise FieldError(SETTING, f"is not JSON ({error})", f"write it as '{_EXAMPLE}'") from error
     _check(config)
     return config
 
@@ -64,10 +62,10 @@ def field_error(name: str, value: Any, remedy: str, problem: str = "is not allow
 
 
 def _check(config: KVEventsConfig) -> None:
-    for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
+    for name, minimum in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
         value = getattr(config, name)
-        if value is not None and not least <= value <= _MAX_INT:
-            raise field_error(name, value, f"give {least} to {_MAX_INT}")
+        if value is not None and not minimum <= value <= _MAX_INT:
+            raise field_error(name, value, f"give {minimum} to {_MAX_INT}")
     if config.buffer_steps is not None and config.replay_endpoint is None:
         remedy = "give a replay_endpoint, or leave buffer_steps out"
         raise field_error(

@@ -18,8 +18,8 @@ import zmq
 from cbatch.kv_events.config import KVEventsConfig, binds, field_error
 
 END = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1000  # longest time that `close` sends queued batches
-PATIENCE_MS = 5000  # send timeout for a replay to a client that does not read it
+_LINGER_MS = 1000  # time in which `close` may still send queued batches
+REPLAY_TIMEOUT_MS = 5000  # send timeout for a replay to a client that does not read it
 _logger = logging.getLogger("cbatch")
 
 
@@ -31,8 +31,8 @@ class KVEventPublisher:
         """Open the sockets. Raises `FieldError` for an endpoint that cannot be used."""
         self.num_published = self.num_dropped = 0
         self._topic = config.topic.encode()
-        self._kept = deque[tuple[int, bytes]](maxlen=config.buffer_batches)
-        self._lock = threading.Lock()  # guards `_kept`
+        self._buffer = deque[tuple[int, bytes]](maxlen=config.buffer_batches)
+        self._lock = threading.Lock()  # guards `_buffer`
         self._queue = queue.Queue[tuple[int, bytes] | None](config.max_queue_size)
         self._context = zmq.Context()
         self.replay_endpoint: str | None = None
@@ -44,7 +44,7 @@ class KVEventPublisher:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 # Sending to a client that has left, or does not read, raises `ZMQError`.
-                router.router_mandatory, router.sndtimeo = True, PATIENCE_MS
+                router.router_mandatory, router.sndtimeo = True, REPLAY_TIMEOUT_MS
                 where = _open(router, "replay_endpoint", config.replay_endpoint, True)
                 self.replay_endpoint = where
                 replay = threading.Thread(target=self._replay, args=(router,), daemon=True)
@@ -59,7 +59,7 @@ class KVEventPublisher:
         seq = self.num_published
         self.num_published += 1
         with self._lock:
-            self._kept.append((seq, batch))
+            self._buffer.append((seq, batch))
         try:
             self._queue.put_nowait((seq, batch))
         except queue.Full:
@@ -92,8 +92,8 @@ class KVEventPublisher:
 
     def _answer(self, router: zmq.Socket[bytes], client: bytes, start: int) -> None:
         with self._lock:
-            kept = list(self._kept)
-        for seq, batch in kept:
+            buffered = list(self._buffer)
+        for seq, batch in buffered:
             if seq >= start:
                 router.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), batch))
         router.send_multipart((client, b"", b"", END, b""))

@@ -36,14 +36,14 @@ from cbatch.process.messages import (
 )
 from cbatch.process.open_sequence import OpenSequence
 
-# Number of deaths in a row without a committed token, after which the client runs a test request of
-# its own. If the engine dies again, or no request was in flight at any death, it is given up.
-# Deaths by outside signals do not count: after them the engine is always restarted.
-MAX_BARREN_DEATHS = 8
+# Consecutive deaths of the engine without a committed token, after which the client runs a test
+# request of its own. If the engine dies again, or no request was in flight at any death, it is
+# given up. A death by an outside signal does not count: after it the engine is always restarted.
+MAX_DEATHS_WITHOUT_TOKEN = 8
 _CANARY = Request(
     request_id="", prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0), seed=0
 )
-_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pauses before restarts; doubled each time
+_FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # pauses before restarts; doubled each time
 _STOP_S = 5.0  # time for the engine to stop by itself
 _logger = logging.getLogger("cbatch")
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -69,7 +69,8 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self._started: asyncio.Future[Ready]
         self._stopping = asyncio.Event()
-        self._barren_deaths, self._unexplained_deaths, self._pause_s = 0, 0, 0.0
+        self._deaths_without_token = self._deaths_without_request = 0
+        self._pause_s = 0.0  # before the next restart
         self.engine: Ready | None = None  # message of the latest engine
         self.stats: EngineMetrics | None = None  # the latest metrics
         self.num_starts = 0
@@ -245,7 +246,7 @@ class EngineClient:
                     self._started.set_result(event)
                 if self._on_snapshot is not None:
                     link.send(Watch(True))
-                if self._barren_deaths >= MAX_BARREN_DEATHS:
+                if self._deaths_without_token >= MAX_DEATHS_WITHOUT_TOKEN:
                     self._canary = next(self._wire_ids)
                     link.send(Add(_CANARY, {self._canary: (0, ())}))
                 self._dispatch_open()
@@ -301,7 +302,7 @@ class EngineClient:
         rows = step.output.rows
         canary = self._canary
         if canary is not None and any(row.tokens and row.request_id == canary for row in rows):
-            self._canary, self._barren_deaths = None, 0
+            self._canary, self._deaths_without_token = None, 0
             self._dispatch_open()
 
     # ---- starts and deaths --------------------------------------------------------------------
@@ -349,22 +350,23 @@ class EngineClient:
         }
         message = "the engine %s; %d open requests are resumed"
         _logger.warning(message, death.cause, self.num_open, extra={"fields": fields})
-        self._blame(in_flight, death.cause)
+        self._find_culprit(in_flight, death.cause)
         if link.committed:
-            self._barren_deaths, self._unexplained_deaths, self._pause_s = 0, 0, 0.0
+            self._deaths_without_token = self._deaths_without_request = 0
+            self._pause_s = 0.0
             return
         if not death.from_outside:
-            self._barren_deaths += 1
-            self._unexplained_deaths += not in_flight
-        if max(self._barren_deaths - 1, self._unexplained_deaths) >= MAX_BARREN_DEATHS:
-            count = self._barren_deaths
+            self._deaths_without_token += 1
+            self._deaths_without_request += not in_flight
+        count = self._deaths_without_token
+        if max(count - 1, self._deaths_without_request) >= MAX_DEATHS_WITHOUT_TOKEN:
             self._give_up(f"the engine died {count} times without a token; it {death.cause}")
             return
-        self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, MAX_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), self._pause_s)
 
-    def _blame(self, in_flight: list[str], cause: str) -> None:
+    def _find_culprit(self, in_flight: list[str], cause: str) -> None:
         """Reset the state of requests after a death, and end the group that caused it, if known."""
         suspects = [s for s in map(self._by_wire_id.get, in_flight) if s is not None]
         for sequence in self._by_wire_id.values():

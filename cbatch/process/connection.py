@@ -14,7 +14,7 @@ from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
 
-TICK_S = 0.25  # interval of the checks for a hanging engine.
+TICK_S = 0.25  # interval of the checks for a hanging engine
 _DRAIN_MS = 20  # maximum wait for each remaining message of a dead engine
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from cbatch.process.open_sequence import OpenSequence
 
 SUSPECT_STRIKES = 2  # strikes of a sequence, after which its group runs alone
-_CULPRIT_ALONE = 2  # deaths with only one group in flight that prove it guilty
+_GUILTY_LONE_DEATHS = 2  # a group is guilty after this many deaths while it was in flight alone
 
 
 class CrashSuspects:
@@ -40,7 +40,7 @@ class CrashSuspects:
         for sequence in in_flight:
             strikes = self.strikes[sequence] = self.strikes.get(sequence, 0) + 1
             lone_deaths = self._lone_deaths.get(sequence.group, 0)
-            if strikes > SUSPECT_STRIKES and lone_deaths >= _CULPRIT_ALONE:
+            if strikes > SUSPECT_STRIKES and lone_deaths >= _GUILTY_LONE_DEATHS:
                 return sequence.group
         return None
 

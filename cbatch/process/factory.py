@@ -41,7 +41,7 @@ class EngineFactory(msgspec.Struct, frozen=True):
             kv_events=self.kv_events,
         )
         if recorder is not None:
-            core.closing.callback(recorder.close)
+            core.resources.callback(recorder.close)
         if core.grammars is not None:
             core.grammars.prepare()
         if isinstance(core.executor, RankedExecutor):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Compiled, Grammars, grammars_unsupported
 
-MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB.
-QUICK_S = 0.05  # processor time below which a grammar is quick; an ordinary schema takes 1 ms.
+MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB
+QUICK_CPU_S = 0.05  # processor time below which a grammar is quick; an ordinary schema takes 1 ms
 _NICE = 10  # niceness of the thread for slow grammars, so that steps take precedence
 
 
@@ -28,14 +28,16 @@ class GrammarQueue:
     each grammar until its last request has left. Slow grammars have their own thread with a lower
     priority, so that quick grammars do not wait for them."""
 
-    def __init__(self, grammars: Grammars | None, note: Callable[[Collection[str]], None]) -> None:
-        """`note` receives the ids of the requests whose grammars are being compiled."""
-        self._grammars, self._note = grammars, note
+    def __init__(
+        self, grammars: Grammars | None, report_compiling: Callable[[Collection[str]], None]
+    ) -> None:
+        """`report_compiling` receives the ids of the requests whose grammars are being compiled."""
+        self._grammars, self._report_compiling = grammars, report_compiling
         self._compiling: dict[str, None] = {}  # request ids
         self._lock = threading.Lock()  # guards `_compiling`
         self._waiting: dict[str, Waiting] = {}  # by request id
         self._specs: dict[str, StructuredOutputs] = {}  # of waiting and running requests, by id
-        self._users: Counter[StructuredOutputs] = Counter()
+        self._num_users: Counter[StructuredOutputs] = Counter()
         self._compiled: dict[StructuredOutputs, Future[Compiled]] = {}
         self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
         self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _lower_priority)
@@ -51,7 +53,7 @@ class GrammarQueue:
         assert spec is not None
         self._waiting[request.request_id] = Waiting(request, output)
         self._specs[request.request_id] = spec
-        self._users[spec] += 1
+        self._num_users[spec] += 1
         self._compile_next()
 
     def leave(self, request_id: str) -> None:
@@ -60,9 +62,9 @@ class GrammarQueue:
         if spec is None:
             return
         self._waiting.pop(request_id, None)
-        self._users[spec] -= 1
-        if not self._users[spec]:
-            del self._users[spec]
+        self._num_users[spec] -= 1
+        if not self._num_users[spec]:
+            del self._num_users[spec]
             if spec in self._compiled:
                 self._compiled.pop(spec).cancel()
             self._compile_next()
@@ -79,7 +81,7 @@ class GrammarQueue:
         for request_id, (request, _) in self._waiting.items():
             spec = self._specs[request_id]
             if spec not in self._compiled and len(self._compiled) < MAX_GRAMMARS:
-                thread = self._quick if request.compile_s < QUICK_S else self._slow
+                thread = self._quick if request.compile_s < QUICK_CPU_S else self._slow
                 self._compiled[spec] = thread.submit(self._compile, spec, request_id)
 
     def _compile(self, spec: StructuredOutputs, request_id: str) -> Compiled:
@@ -87,13 +89,13 @@ class GrammarQueue:
             raise grammars_unsupported()
         with self._lock:
             self._compiling[request_id] = None
-            self._note(self._compiling)
+            self._report_compiling(self._compiling)
         try:
             return self._grammars.compiled(spec)
         finally:
             with self._lock:
                 del self._compiling[request_id]
-                self._note(self._compiling)
+                self._report_compiling(self._compiling)
 
 
 def _lower_priority() -> None:

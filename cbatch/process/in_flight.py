@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 _SIZE_BYTES = 2**20  # size of the file, for about ten thousand ids; unused pages cost nothing
 _READING_BYTES = 2**16  # size of the list of requests that are being read
 _COMPILING_BYTES = 2**12  # size of the list of requests whose grammars are being compiled
-_HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty.
+_HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty
 _COUNTER = np.dtype("<i8")
 _FIRST_BYTE = 64  # offset of the first list, after the progress counters
 
 
-class _Names:
+class _NameList:
     """A list of names in a part of the file. A half-written list reads as empty."""
 
     def __init__(self, file: mmap.mmap, start: int, end: int) -> None:
@@ -68,9 +68,9 @@ class InFlightJournal:
             self._file = mmap.mmap(file.fileno(), _SIZE_BYTES)
         compiling = _SIZE_BYTES - _COMPILING_BYTES
         reading = compiling - _READING_BYTES
-        self._in_flight = _Names(self._file, _FIRST_BYTE, reading)
-        self._reading = _Names(self._file, reading, compiling)
-        self._compiling = _Names(self._file, compiling, _SIZE_BYTES)
+        self._in_flight = _NameList(self._file, _FIRST_BYTE, reading)
+        self._reading = _NameList(self._file, reading, compiling)
+        self._compiling = _NameList(self._file, compiling, _SIZE_BYTES)
         self.progress: NDArray[np.int64] = np.frombuffer(self._file, _COUNTER, 2)
         self._written: set[str] = set()
         self._length_bytes = 0

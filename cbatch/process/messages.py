@@ -35,7 +35,7 @@ class Add(Message, frozen=True):
         for wire_id, (choice, output) in self.choices.items():
             yield structs.replace(self.request, request_id=wire_id, choice=choice), output
 
-    def names(self) -> bytes:
+    def encoded_ids(self) -> bytes:
         """Return the wire ids as a list encoded by msgpack."""
         return msgspec.msgpack.encode(list(self.choices))
 
@@ -162,7 +162,7 @@ def encode(message: Message) -> bytes:
 def frames_of(command: Command) -> list[bytes]:
     """Return the frames of a command. An `Add` begins with a frame of its request ids:
     if decoding the next frame kills the engine, the journal has the ids of these requests."""
-    encoded_ids = [command.names()] if isinstance(command, Add) else []
+    encoded_ids = [command.encoded_ids()] if isinstance(command, Add) else []
     return [*encoded_ids, encode(command)]
 
 

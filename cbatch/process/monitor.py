@@ -13,7 +13,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.process.messages import BlockMap, SlotSnapshot, StepSnapshot
 
-PERIOD_S, LONGEST_PERIOD_S = 0.1, 1.0  # shortest and longest interval of snapshots
+MIN_PERIOD_S, MAX_PERIOD_S = 0.1, 1.0  # shortest and longest interval of snapshots
 # Largest share of the engine's time for snapshots. If they are slow, the interval grows.
 MAX_SHARE = 0.005
 MAX_STEPS = 4  # maximum number of steps in a snapshot, the latest
@@ -48,10 +48,10 @@ class Monitor:
         """Return whether it is time for a snapshot."""
         return now_s >= self._due_s
 
-    def on_sent(self, now_s: float, took_s: float) -> None:
-        """Schedule the next snapshot. `took_s` is the processor time of the last snapshot: wall
+    def on_sent(self, now_s: float, cpu_s: float) -> None:
+        """Schedule the next snapshot. `cpu_s` is the processor time of the last snapshot: wall
         time includes waiting for other processes."""
-        self._due_s = now_s + min(max(PERIOD_S, took_s / MAX_SHARE), LONGEST_PERIOD_S)
+        self._due_s = now_s + min(max(MIN_PERIOD_S, cpu_s / MAX_SHARE), MAX_PERIOD_S)
 
     def take_steps(self) -> tuple[tuple[StepSnapshot, ...], int]:
         """Return the latest steps since the last call (at most `MAX_STEPS`, oldest first), and the

@@ -39,9 +39,9 @@ from cbatch.process.messages import (
 from cbatch.process.monitor import Monitor
 from cbatch.system.heap import freeze_heap, trim_heap
 
-HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine.
-MAX_COMMANDS = 64  # limit of commands between two steps, since reading them delays the next step.
-GRAMMAR_TICK_S = 0.005  # how often an idle engine checks for compiled grammars.
+HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine
+MAX_COMMANDS = 64  # between two steps, since reading commands delays the next step
+GRAMMAR_TICK_S = 0.005  # interval at which an idle engine checks for compiled grammars
 _LINGER_MS = 2000  # time to send the last messages at exit
 _logger = logging.getLogger("cbatch")
 Factory = Callable[[], EngineCore]  # picklable, since it is called in the new process
@@ -82,7 +82,7 @@ class EngineServer:
     def _handle_commands(self) -> bool:
         """Handle pending commands; if idle, wait for one. Return False after a stop command."""
         if not self._core.busy:
-            timeout_s = COMPILING_TICK_S if self._core.late_kernels.pending else HEARTBEAT_S
+            timeout_s = COMPILING_TICK_S if self._core.background_kernels.pending else HEARTBEAT_S
             timeout_s = GRAMMAR_TICK_S if self._grammars.waiting else timeout_s
             if not self._socket.poll(int(timeout_s * 1000)) and not self._grammars.waiting:
                 self._send(Stepped(StepOutput(), self._core.metrics()))
@@ -190,7 +190,7 @@ def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
         core = _build(factory, socket)
         if core is not None:
             freeze_heap()
-            with core.closing:
+            with core.resources:
                 EngineServer(core, socket, InFlightJournal(journal_path)).run()
     finally:
         socket.close()

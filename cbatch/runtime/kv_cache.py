@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.model.config import KVShape, ModelConfig
-from cbatch.system.pages import zeros_in_time
+from cbatch.system.pages import zeros_populated_in_background
 
 _ALIGNMENT_BYTES = 64
 
@@ -106,6 +106,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    pages = zeros_in_time(num_bytes + _ALIGNMENT_BYTES)
+    pages = zeros_populated_in_background(num_bytes + _ALIGNMENT_BYTES)
     start = -pages.ctypes.data % _ALIGNMENT_BYTES
     return torch.from_numpy(pages[start : start + num_bytes]).view(dtype).view(shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def given_cpus(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int:
+def usable_cpus(cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> int:
     """Return the number of processors in the affinity mask, or the container's quota if lower. The
     quota is cgroup `cpu.max`, or `cpu.cfs_quota_us` of version 1. The kernel pauses all threads of
     a process that exceeds its quota, so more threads than the quota would only stall each other."""

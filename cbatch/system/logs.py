@@ -21,10 +21,10 @@ def fields(**values: Any) -> dict[str, Any]:
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
-def configure(form: LogFormat, level: int = logging.INFO) -> None:
+def configure(log_format: LogFormat, level: int = logging.INFO) -> None:
     """Set up logging of this process: cbatch logs at `level`, libraries only warnings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
+    handler.setFormatter(JsonLines() if log_format == "json" else PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("cbatch").setLevel(level)
 

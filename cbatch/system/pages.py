@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 25  # memory that one call of `madvise` allocates
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: allocates pages, keeps their contents
 
 
-def zeros_in_time(num_bytes: int) -> NDArray[np.uint8]:
+def zeros_populated_in_background(num_bytes: int) -> NDArray[np.uint8]:
     """Return zeroed memory that can be used at once. A low-priority thread faults its pages in,
     because clearing gigabytes here would dominate the start-up time. Later steps then wait for no
     page faults, and the process soon reaches its final memory use."""

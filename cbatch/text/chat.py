@@ -30,7 +30,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 CONFIG_FILE = "tokenizer_config.json"
 # Special tokens in a tokenizer's configuration that templates refer to, by name.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-RESERVED = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOKENS)
 
 _MAX_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
@@ -120,11 +120,11 @@ class ChatTemplate:
         DeepSeek's templates accept only text arguments, Mistral's only ids of nine letters and
         digits. Some templates recognise a tool call by null content."""
         no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
-        ways = itertools.product((False, True), (False, True), no_content)
+        forms = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
-        for short_ids, as_text, null in ways:
+        for short_ids, as_text, null_content in forms:
             try:
-                adapted = [self._adapted(m, short_ids, as_text, null) for m in messages]
+                adapted = [self._adapted(m, short_ids, as_text, null_content) for m in messages]
                 text = self._template.render(values, messages=adapted)
             except MemoryError:
                 raise
@@ -135,9 +135,9 @@ class ChatTemplate:
                 break  # without tool calls all forms are the same
             for role in dict.fromkeys(message["role"] for message in messages):
                 both = zip(messages, adapted, strict=True)
-                rest = [after for before, after in both if before["role"] != role]
-                lost = not self._knows(role) and self._renders(rest, values, text)
-                if lost and not self._renders([], values, text):  # the text depends on messages
+                others = [after for before, after in both if before["role"] != role]
+                drops = not self._knows(role) and self._renders_as(others, values, text)
+                if drops and not self._renders_as([], values, text):  # the text has messages
                     problem = f"it drops messages of the role {role!r}"
                     raise ChatTemplateError(problem, refused=True)
             return text
@@ -148,7 +148,9 @@ class ChatTemplate:
         problem = str(first) or type(first).__name__
         raise ChatTemplateError(problem, refused=bool(refusals)) from first
 
-    def _renders(self, messages: Sequence[Message], values: Mapping[str, Any], text: str) -> bool:
+    def _renders_as(
+        self, messages: Sequence[Message], values: Mapping[str, Any], text: str
+    ) -> bool:
         with suppress(Exception):
             return self._template.render(values, messages=messages) == text
         return False
@@ -161,14 +163,14 @@ class ChatTemplate:
         )
 
     def _adapted(
-        self, message: Message, short_ids: bool, as_text: bool, null: bool
+        self, message: Message, short_ids: bool, as_text: bool, null_content: bool
     ) -> dict[str, Any]:
         """Return a copy of the message with role, ids, arguments and content in the chosen form."""
         adapted, role = dict(message), message["role"]
         if role in _OTHER_ROLE and not self._knows(role):
             adapted["role"] = _OTHER_ROLE[role]
         if role == "assistant" and not message.get("content"):
-            adapted["content"] = None if null and message.get("tool_calls") else ""
+            adapted["content"] = None if null_content and message.get("tool_calls") else ""
         if short_ids and "tool_call_id" in message:
             adapted["tool_call_id"] = _short_id(message["tool_call_id"])
         if calls := [dict(call) for call in message.get("tool_calls") or ()]:

@@ -14,7 +14,7 @@ from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.forced_tools import Tool
 from cbatch.text.messages import conversation, template_variables
 from cbatch.text.output_processor import require_length
-from cbatch.text.thought_grammar import around_answer
+from cbatch.text.thought_grammar import surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS, ReasoningParser, find_reasoning_parser
 
 _PROMPT_END_TOKENS = 32  # last tokens of a prompt that are searched for marks
@@ -78,7 +78,7 @@ class ChatFormat:
         output = params.structured_outputs
         if output is None or output.around is not None or self.thoughts is None:
             return params
-        around = around_answer(self.thoughts, self.tokenizer, self.prompt_end(ids))
+        around = surrounding_grammar(self.thoughts, self.tokenizer, self.prompt_end(ids))
         return structs.replace(params, structured_outputs=structs.replace(output, around=around))
 
     def require_length(self, field: str, text: str) -> None:

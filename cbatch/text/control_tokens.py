@@ -18,8 +18,8 @@ from cbatch.core.request.errors import FieldError
 from cbatch.text.chat import CallArguments
 
 _FENCE = "\ufdd0"  # a Unicode noncharacter, around placeholders of control tokens
-# First of the private-use code points that replace first characters of control tokens.
-_STAND_INS = 0x10F000
+# First of the private-use code points that replace the first characters of control tokens.
+_FIRST_STAND_IN = 0x10F000
 
 
 @contextmanager
@@ -50,26 +50,29 @@ class ControlTokens:
         self._special = {token.content: i for i, token in added.items() if token.special}
         self._pattern = re.compile(_any_of(sorted(self._special)) or "(?!)")
         firsts = sorted({content[0] for content in self._special})
-        self._stand_ins = {first: chr(_STAND_INS + i) for i, first in enumerate(firsts)}
-        self._names = {content: f"{_FENCE}{i}{_FENCE}" for content, i in self._special.items()}
+        self._stand_ins = {first: chr(_FIRST_STAND_IN + i) for i, first in enumerate(firsts)}
+        names = {content: f"{_FENCE}{i}{_FENCE}" for content, i in self._special.items()}
+        self._placeholders = names  # by control token
         self._unknown = getattr(raw.model, "unk_token", None)
-        self._renamed = Tokenizer(raw.model)  # shares the model's tables
-        self._renamed.normalizer = raw.normalizer
-        self._renamed.pre_tokenizer = raw.pre_tokenizer
-        self._renamed.post_processor = raw.post_processor
-        ids = {self._names.get(token.content, token.content): i for i, token in added.items()}
+        renamed = Tokenizer(raw.model)  # shares the model's tables
+        renamed.normalizer = raw.normalizer
+        renamed.pre_tokenizer = raw.pre_tokenizer
+        renamed.post_processor = raw.post_processor
+        ids = {names.get(token.content, token.content): i for i, token in added.items()}
         tokens = []
         for name, token in zip(ids, added.values(), strict=True):
-            kept = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
             normalized = token.normalized and not token.special
-            tokens.append(AddedToken(name, normalized=normalized, **kept))
-        self._renamed.add_tokens(tokens)
-        renamed = self._renamed.get_added_tokens_decoder().items()
-        self._ids = {i: (token.content, ids[token.content]) for i, token in renamed}
+            tokens.append(AddedToken(name, normalized=normalized, **flags))
+        renamed.add_tokens(tokens)
+        self._placeholder_tokenizer = renamed
+        renamed_tokens = renamed.get_added_tokens_decoder().items()
+        # Text and original id of each added token, by its id in the placeholder tokenizer.
+        self._originals = {i: (token.content, ids[token.content]) for i, token in renamed_tokens}
 
     def escape(self, value: Any) -> Any:
         """Return the JSON value with every control token escaped. Raises `RecursionError`."""
-        return _with_texts(value, self._escaped)
+        return _map_texts(value, self._escaped)
 
     def _escaped(self, text: str) -> str:
         while self._pattern.search(text):  # repeated, since matches may overlap
@@ -84,31 +87,32 @@ class ControlTokens:
                 text = text.replace(written[1:-1], stand_in)
         if not any(stand_in in text for stand_in in self._stand_ins.values()):
             ids = self._encode(text, add_special_tokens=add_special_tokens)
-            own = [self._special[content] for content in self._pattern.findall(text)]
-            around = self._encode("", add_special_tokens=add_special_tokens)
+            from_template = [self._special[content] for content in self._pattern.findall(text)]
+            from_tokenizer = self._encode("", add_special_tokens=add_special_tokens)
             special = filter(set(self._special.values()).__contains__, ids)
-            if Counter(special) <= Counter(own + around):
+            if Counter(special) <= Counter(from_template + from_tokenizer):
                 return ids  # otherwise a message became a control token after all
         text = text.replace(_FENCE, "\ufffd")
-        text = self._pattern.sub(lambda m: self._names[m[0]], text)
+        text = self._pattern.sub(lambda m: self._placeholders[m[0]], text)
         for first, stand_in in self._stand_ins.items():
             text = text.replace(stand_in, first)
         # The library releases the interpreter lock for a batch, but not for a single text.
         with no_panics():
-            (encoding,) = self._renamed.encode_batch([text], add_special_tokens=add_special_tokens)
+            encode_batch = self._placeholder_tokenizer.encode_batch
+            (encoding,) = encode_batch([text], add_special_tokens=add_special_tokens)
         columns = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
         ids = []
-        for token_id, token, is_around in columns:
-            if not is_around and token in self._special and token != self._unknown:
-                ids += self._spelled(token)
+        for token_id, token, is_added in columns:
+            if not is_added and token in self._special and token != self._unknown:
+                ids += self._spell_out(token)
             else:  # the model may have this id, too; `token` includes blanks around `name`
-                name, own_id = self._ids.get(token_id, (token, token_id))
-                ids.append(token_id if is_around or name not in token else own_id)
+                name, original_id = self._originals.get(token_id, (token, token_id))
+                ids.append(token_id if is_added or name not in token else original_id)
         return ids
 
-    def _spelled(self, token: str) -> list[int]:
-        """Return the ids of a control token's characters, for models (Unigram, for example) that
-        find control tokens in plain text."""
+    def _spell_out(self, token: str) -> list[int]:
+        """Return ids that encode a control token's text character by character. Some models, such
+        as Unigram, would encode the whole text as the control token."""
         pieces = [piece for c in token for piece in self._raw.model.tokenize(c)]
         if any(piece.value in self._special and piece.value != self._unknown for piece in pieces):
             problem = f"holds {token!r}, which this tokenizer knows only as a control token"
@@ -129,14 +133,14 @@ def _any_of(texts: list[str]) -> str:
     return "|".join(parts)
 
 
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return the JSON value with `change` applied to every text in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, CallArguments):
-        return CallArguments(_with_texts(dict(value), change), change(str(value)))
+        return CallArguments(_map_texts(dict(value), change), change(str(value)))
     if isinstance(value, Mapping):
-        return {change(key): _with_texts(inner, change) for key, inner in value.items()}
+        return {change(key): _map_texts(inner, change) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_texts(inner, change) for inner in value]
+        return [_map_texts(inner, change) for inner in value]
     return value

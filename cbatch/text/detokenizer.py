@@ -24,9 +24,9 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 # which no decoded text contains.
 _MARKS = range(0xD800, 0xE000)
 _UNMARKED = dict.fromkeys(_MARKS)
-# Maximum of pending tokens, which have yielded no text and are decoded again with each new token.
+# Tokens that have yielded no text are decoded again with each new token, up to this many tokens.
 # A character has fewer tokens.
-MAX_HELD_TOKENS = 32
+MAX_PENDING_TOKENS = 32
 
 
 class TextDelta(NamedTuple):
@@ -61,8 +61,8 @@ class TextStream:
         self.pieces: list[str] = []
         self.tail = ""
         self._tokenizer = tokenizer
-        self._in_pieces = mark_ids is not None
-        self._skips = params.skip_special_tokens and not mark_ids
+        self._wants_pieces = mark_ids is not None
+        self._skips_special = params.skip_special_tokens and not mark_ids
         self._spaces = params.skip_special_tokens or params.spaces_between_special_tokens
         self._hidden: frozenset[int] = frozenset()
         if params.skip_special_tokens:
@@ -76,7 +76,7 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that have yielded no text yet
-        self._open = ""  # text of the prompt's pending tokens; cut if the output begins with it
+        self._prompt_tail = ""  # text of the prompt's pending tokens, to cut from the output
         self._after_added = False
         self._prime(prompt)
         self._ended = False
@@ -93,7 +93,7 @@ class TextStream:
         texts = [self._step(token_id) for token_id in ids]
         self.texts = [self._unmarked(text) for text in texts] if self._marks else texts
         whole = "".join(texts)
-        if not self._in_pieces and not self._matcher.completes(whole):
+        if not self._wants_pieces and not self._matcher.completes(whole):
             self._num_tokens += len(texts)
             return TextDelta(self._unmarked(self._matcher.push(whole)[0]), None)
         self.pieces = []
@@ -112,7 +112,7 @@ class TextStream:
         if self._ended:
             return ""
         self._ended = True
-        self.tail = self._without_open(self._whole_characters())
+        self.tail = self._without_prompt_tail(self._whole_characters())
         shown, _ = self._matcher.push(self.tail, may_stop=False)
         return self._unmarked(shown + self._matcher.flush())
 
@@ -129,10 +129,10 @@ class TextStream:
         return text.translate(_UNMARKED) if self._marks else text
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _new_stream(self) -> DecodeStream:
-        return DecodeStream(skip_special_tokens=self._skips)
+        return DecodeStream(skip_special_tokens=self._skips_special)
 
     def _prime(self, prompt: Sequence[int]) -> None:
         """Decode the end of the prompt, without special tokens."""
@@ -141,7 +141,7 @@ class TextStream:
         start = self._character_start(near, len(near) - PRIMING_TOKENS)
         for token_id in near[start:]:
             self._step(token_id)
-        self._open = self._decoded(self._pending)
+        self._prompt_tail = self._decoded(self._pending)
 
     def _character_start(self, ids: Sequence[int], at: int) -> int:
         """Return `at`, or the index of the token that begins the character at `at`. Decoding from
@@ -162,28 +162,28 @@ class TextStream:
             text = self._decoded(self._pending)
             self._stream = self._new_stream()
             self._stream.step(self._tokenizer.raw, token_id)
-        if not text and len(self._pending) > MAX_HELD_TOKENS:
-            return self._give_up_held()
+        if not text and len(self._pending) > MAX_PENDING_TOKENS:
+            return self._flush_pending()
         if text:
             self._pending = []
         if not self._spaces:
             added, followed = self._tokenizer.added.get(token_id), self._after_added
             self._after_added = added is not None
             text = added if added is not None and followed else text
-        return self._without_open(text) if self._open else text
+        return self._without_prompt_tail(text) if self._prompt_tail else text
 
-    def _give_up_held(self) -> str:
+    def _flush_pending(self) -> str:
         """Return the pending tokens as text, except a last character that may be incomplete."""
         at = self._character_start(self._pending, len(self._pending) - 1)
         text, rest = self._decoded(self._pending[:at]), self._pending[at:]
         self._stream, self._pending = self._new_stream(), []
-        return self._without_open(text) + "".join(map(self._step, rest))
+        return self._without_prompt_tail(text) + "".join(map(self._step, rest))
 
-    def _without_open(self, text: str) -> str:
+    def _without_prompt_tail(self, text: str) -> str:
         if not text:
             return ""
-        opened, self._open = self._open, ""
-        return text.removeprefix(opened)
+        tail, self._prompt_tail = self._prompt_tail, ""
+        return text.removeprefix(tail)
 
 
 class StopMatcher:

@@ -22,7 +22,7 @@ from cbatch.core.request.request import StructuredOutputs
 MAX_CALLS = 16  # tool calls in one reply
 MAX_TOOLS = 128
 # Characters where `JsonEnd` stops: in a string; outside strings, numbers, literals, commas, colons.
-_IN_STRING, _BETWEEN = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")
+_IN_STRING, _OUTSIDE_STRING = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d,:+.eEtrufalsn-]")
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -141,7 +141,7 @@ class JsonEnd:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            match = (_IN_STRING if self.quoted else _BETWEEN).search(text, at)
+            match = (_IN_STRING if self.quoted else _OUTSIDE_STRING).search(text, at)
             if match is None:
                 break
             character, at = match[0], match.end()

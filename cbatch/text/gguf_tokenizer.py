@@ -24,10 +24,10 @@ _SPACE = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types of llama.cpp
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Limit on the sum of squared token lengths: trying all splits of a token costs its length squared.
-_MAX_CUTTING = 200_000_000
+_MAX_SPLIT_COST = 200_000_000
 _MAX_TOKEN_CHARS = 1 << 12
 # Limit on the characters of all added tokens: the library searches for them with one automaton.
-_MAX_FOUND_CHARS = 1 << 18
+_MAX_ADDED_CHARS = 1 << 18
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -45,7 +45,7 @@ _QWEN35 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Patterns that split a text, applied in order, by the names in `tokenizer.ggml.pre`.
-_CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+_SPLIT_PATTERNS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"): (
         _WORDS % "{1,3}",
     ),
@@ -60,10 +60,12 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion"): (_GPT2,),
     ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }
-_CUTS_OF = {name: cuts for names, cuts in _CUTS.items() for name in names}
+_PATTERNS_BY_NAME = {
+    name: patterns for names, patterns in _SPLIT_PATTERNS.items() for name in names
+}
 # Names in `tokenizer.ggml.pre` whose merges do not apply to a word that is itself a token.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_BEGINS = _WHOLE_WORDS  # names in `tokenizer.ggml.pre` that add BOS unless the file says otherwise
+_ADDS_BOS = _WHOLE_WORDS  # names that add BOS unless `add_bos_token` is false
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
@@ -77,7 +79,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
         raw = _MODELS[kind](keys)
         for types, special in (((_UNKNOWN, _CONTROL), True), ((_USER_DEFINED,), False)):
             texts = [text for text, i in keys.vocab.items() if keys.types[i] in types]
-            if sum(map(len, texts)) > _MAX_FOUND_CHARS:
+            if sum(map(len, texts)) > _MAX_ADDED_CHARS:
                 raise keys.error("token_type", f"{len(texts)} of {types} are too many or too long")
             raw.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
     except TokenizerError:
@@ -85,7 +87,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
     except Exception as error:  # the library raises bare Exception for what it cannot build
         raise TokenizerError(f"tokenizer: {source} cannot be rebuilt ({error})") from error
     ends = {
-        "bos": keys.flag("add_bos_token", kind == "llama" or pre in _BEGINS),
+        "bos": keys.flag("add_bos_token", kind == "llama" or pre in _ADDS_BOS),
         "eos": keys.flag("add_eos_token", False),
     }
     around = {name: keys.special(name) for name, is_added in ends.items() if is_added}
@@ -190,9 +192,9 @@ class _Keys:
 def _byte_level(keys: _Keys) -> Tokenizer:
     """Return GPT-2's BPE over bytes. Families differ in how a text is first split into words."""
     vocab, pre = keys.vocab, keys.get("pre")
-    cuts = _CUTS_OF.get(pre) if isinstance(pre, str) else None
+    cuts = _PATTERNS_BY_NAME.get(pre) if isinstance(pre, str) else None
     if cuts is None:
-        raise keys.error("pre", f"{pre!r:.40} is not known; known: {', '.join(_CUTS_OF)}")
+        raise keys.error("pre", f"{pre!r:.40} is not known; known: {', '.join(_PATTERNS_BY_NAME)}")
     merges = []
     for i, merge in enumerate(keys.strings("merges")):
         left, _, right = merge.partition(" ")
@@ -216,7 +218,7 @@ def _sentence_piece(keys: _Keys) -> Tokenizer:
     vocab, scores = keys.vocab, keys.numbers("scores")
     if scores is None:
         raise keys.error("scores", "missing")
-    if sum(len(text) ** 2 for text in vocab) > _MAX_CUTTING:
+    if sum(len(text) ** 2 for text in vocab) > _MAX_SPLIT_COST:
         raise keys.error("tokens", "too long to be words")
     merges = []
     for text, token in vocab.items():

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from cbatch.core.request.errors import FieldError, short
-from cbatch.text.chat import RESERVED, CallArguments
+from cbatch.text.chat import RESERVED_VARIABLES, CallArguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def no_list(value: Any) -> str:
+def list_problem(value: Any) -> str:
     """Return what is wrong with a value that must be a non-empty list."""
     if value is None:
         return "is missing"
@@ -26,7 +26,7 @@ def conversation(value: Any) -> list[dict[str, Any]]:
     `[]` count as absent, and an assistant's message may lack content. Raises `FieldError`."""
     remedy = 'send [{"role": "user", "content": "..."}]'
     if not isinstance(value, list) or not value:
-        raise FieldError("messages", no_list(value), remedy)
+        raise FieldError("messages", list_problem(value), remedy)
     messages = []
     for at, message in enumerate(value):
         field = f"messages[{at}]"
@@ -36,21 +36,21 @@ def conversation(value: Any) -> list[dict[str, Any]]:
         if content is None and message["role"] != "assistant":
             raise FieldError(f"{field}.content", "is missing", "send a text")
         text = None if content is None else _content(content, f"{field}.content")
-        messages.append({**_given(message), "content": text})
+        messages.append({**_without_absent(message), "content": text})
         if "function_call" in messages[-1]:
             raise FieldError(f"{field}.function_call", "is not supported", "send `tool_calls`")
         if "tool_calls" in messages[-1]:
-            calls = _earlier_calls(message["tool_calls"], f"{field}.tool_calls")
+            calls = _parsed_calls(message["tool_calls"], f"{field}.tool_calls")
             messages[-1]["tool_calls"] = calls
-        _name_thought(messages[-1], field)
+        _copy_thought(messages[-1], field)
     return messages
 
 
-def _given(record: dict[str, Any]) -> dict[str, Any]:
+def _without_absent(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if value is not None and value != []}
 
 
-def _name_thought(message: dict[str, Any], field: str) -> None:
+def _copy_thought(message: dict[str, Any], field: str) -> None:
     """Store the thought of an earlier reply under all names that templates read. The template of
     gpt-oss reads `thinking`, and rejects it together with both content and calls."""
     thought = message.get("reasoning", message.get("reasoning_content", ""))
@@ -62,15 +62,18 @@ def _name_thought(message: dict[str, Any], field: str) -> None:
         message.setdefault("thinking", thought)
 
 
-def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
+def _parsed_calls(value: Any, field: str) -> list[dict[str, Any]]:
     """Return tool calls with parsed arguments: clients send JSON text, templates expect objects."""
     try:
-        calls = msgspec.convert(value, list[_EarlierCall])
+        calls = msgspec.convert(value, list[_ToolCall])
         return [
             {
                 "type": "function",
-                **_given(raw),
-                "function": {**_given(raw["function"]), "arguments": call.function.decoded()},
+                **_without_absent(raw),
+                "function": {
+                    **_without_absent(raw["function"]),
+                    "arguments": call.function.decoded(),
+                },
             }
             for raw, call in zip(value, calls, strict=True)
         ]
@@ -79,7 +82,7 @@ def _earlier_calls(value: Any, field: str) -> list[dict[str, Any]]:
         raise FieldError(field, f"cannot be read ({error})", remedy) from error
 
 
-class _EarlierFunction(msgspec.Struct):
+class _CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
 
@@ -90,8 +93,8 @@ class _EarlierFunction(msgspec.Struct):
         return CallArguments(msgspec.json.decode(text, type=dict[str, Any] | None) or {}, text)
 
 
-class _EarlierCall(msgspec.Struct):
-    function: _EarlierFunction
+class _ToolCall(msgspec.Struct):
+    function: _CalledFunction
 
 
 def _content(value: Any, field: str) -> str:
@@ -114,7 +117,7 @@ def _content(value: Any, field: str) -> str:
 def template_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the variables. Raises `FieldError` for names that the server sets itself."""
     for name in variables or {}:
-        if name in RESERVED:
+        if name in RESERVED_VARIABLES:
             raise FieldError(
                 "chat_template_kwargs", f"{name!r} is set by the server", "leave it out"
             )

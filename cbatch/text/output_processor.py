@@ -18,7 +18,7 @@ from cbatch.text import TextStream, TextTokenizer
 from cbatch.text.outputs import Choice, Output, Speculation, TokenLogprob, token_logprobs
 
 Prompt = str | Sequence[int]
-_LOST_CHARS = 32  # most characters to skip when a token's text is searched
+_MAX_SKIPPED_CHARS = 32  # of a text, to find the next token's text
 _SEED_BITS = 53  # drawn seeds are exact in JSON readers that parse numbers as doubles
 
 
@@ -84,21 +84,21 @@ def token_texts(
         return [None] * len(ids)
     stream = TextStream(tokenizer, params)
     stream.push(ids)
-    return [*stream.texts] if text is None else _cut(text, ids, stream.texts, tokenizer)
+    return [*stream.texts] if text is None else _split_by_token(text, ids, stream.texts, tokenizer)
 
 
-def _cut(
+def _split_by_token(
     text: str, ids: Sequence[int], decoded: Sequence[str], tokenizer: TextTokenizer
 ) -> list[str | None]:
     """Return the part of `text` that belongs to each token, by searching for its decoded text. A
     token that is not found gets the text up to the next token that is found."""
     starts, at = [], 0
-    for token_id, own in zip(ids, decoded, strict=True):
+    for token_id, token_text in zip(ids, decoded, strict=True):
         special = token_id in tokenizer.special_ids
-        forms = (tokenizer.added[token_id],) if special else (own, own.strip(" "))
-        slack = 0 if special else _LOST_CHARS
-        places = ((text.find(form, at, at + len(form) + slack), form) for form in forms)
-        start, form = next((place for place in places if place[0] >= 0), (at, ""))
+        forms = (tokenizer.added[token_id],) if special else (token_text, token_text.strip(" "))
+        skipped = 0 if special else _MAX_SKIPPED_CHARS
+        matches = ((text.find(form, at, at + len(form) + skipped), form) for form in forms)
+        start, form = next((match for match in matches if match[0] >= 0), (at, ""))
         starts.append(start)
         at = start + len(form)
     cuts = [0, *starts[1:], len(text)]
@@ -120,8 +120,8 @@ def require_supported(request: Request, *, drafters: Sequence[str], has_text: bo
 
 class LiveChoice:
     """One choice of a running request: turns the engine's tokens into outputs with text. `request`
-    is the scheduler's request, `group_id` the caller's id. With `whole=False` text, tokens and log
-    probabilities are dropped after each output, and the final `Choice` lacks them. The special
+    is the scheduler's request, `group_id` the caller's id. With `accumulate=False` text, tokens and
+    log probabilities are dropped after each output, and the final `Choice` lacks them. The special
     tokens `mark_ids` are decoded as text; if they are given, outputs have `pieces`."""
 
     def __init__(
@@ -131,12 +131,12 @@ class LiveChoice:
         tokenizer: TextTokenizer | None,
         *,
         mark_ids: frozenset[int] | None = None,
-        whole: bool = True,
+        accumulate: bool = True,
     ) -> None:
         params = request.params
         self.request, self.group_id = request, group_id
         self.num_tokens = 0
-        self._whole = whole
+        self._accumulate = accumulate
         self._tokens: list[int] = []
         self._stream: TextStream | None = None
         if tokenizer is not None:
@@ -187,7 +187,7 @@ class LiveChoice:
         if self._prompt_logprobs is not None and not self.num_tokens:
             prompt_logprobs = tuple(self._prompt_logprobs)
         self.num_tokens += len(tokens)
-        if self._whole:
+        if self._accumulate:
             self._tokens += tokens
             self._text.append(text)
             self._logprobs += logprobs or ()
@@ -230,10 +230,11 @@ class LiveChoice:
         return self._stream.finish() if self._stream else ""
 
     def _choice(self, rest: str, reason: FinishReason, error: str | None = None) -> Choice:
-        has_logprobs, prompt_logprobs = self._whole and self._wants_logprobs, self._prompt_logprobs
+        has_logprobs = self._accumulate and self._wants_logprobs
+        prompt_logprobs = self._prompt_logprobs
         return Choice(
             index=self.request.choice,
-            text="".join([*self._text, rest]) if self._whole else "",
+            text="".join([*self._text, rest]) if self._accumulate else "",
             token_ids=tuple(self._tokens),
             finish_reason=reason,
             error=error,

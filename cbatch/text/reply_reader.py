@@ -35,20 +35,22 @@ Part = str | Thought | ToolCallPart
 
 
 class ThoughtFormat(NamedTuple):
-    """The marks around a thought, which begins the reply, or with `anywhere` may come later."""
+    """The marks around a thought. It begins the reply, or with `anywhere` may also come later."""
 
-    opens: str
-    closes: str
-    begun: bool = False  # replies begin inside a thought, unless the prompt closes the thought
+    open_mark: str
+    close_mark: str
+    starts_inside: bool = False  # replies begin inside a thought unless the prompt closes it
     anywhere: bool = False
-    dropped: tuple[str, ...] = ()  # other marks, which are removed from the reply
-    prompt_end: str = ""  # end of the prompt, where the reply's first mark begins
-    answer: str = ""  # mark that begins the answer, after a thought and `prompt_end`
+    dropped_marks: tuple[str, ...] = ()  # other marks, which are removed from the reply
+    prompt_end: str = ""  # end of the prompt; it is also the beginning of the reply's first mark
+    answer_mark: str = ""  # mark that begins the answer, after a thought and `prompt_end`
 
-    def begins(self, prompt: str) -> bool:
+    def reply_starts_inside(self, prompt: str) -> bool:
         """Return whether the reply to a prompt begins inside a thought."""
         text = prompt.rstrip()
-        return text.endswith(self.opens) or (self.begun and not text.endswith(self.closes))
+        if self.starts_inside:
+            return not text.endswith(self.close_mark)
+        return text.endswith(self.open_mark)
 
 
 class ToolCallFormat(NamedTuple):
@@ -58,9 +60,9 @@ class ToolCallFormat(NamedTuple):
 
     tags: tuple[str, ...]
     thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
-    head: str = r"\s*"  # a regular expression.
-    begun_head: str = r"\s*"  # a regular expression for every beginning of a head.
-    again: str | None = None  # `head` of a further call without a tag of its own
+    head: str = r"\s*"  # a regular expression
+    partial_head: str = r"\s*"  # a regular expression for an incomplete head
+    next_head: str | None = None  # head of a further call that has no tag of its own
     end: str = ""  # a tag that may follow a call
     head_tokens: tuple[str, ...] = ()  # control tokens that occur in heads
 
@@ -87,7 +89,9 @@ class ReplyFormat(NamedTuple):
         """Every text that marks a part of a reply."""
         calls, thoughts = self.calls, self.thoughts
         marks = [] if calls is None else [*calls.tags, calls.end, *calls.head_tokens]
-        return marks + ([thoughts.opens, thoughts.closes, *thoughts.dropped] if thoughts else [])
+        if thoughts is not None:
+            marks += [thoughts.open_mark, thoughts.close_mark, *thoughts.dropped_marks]
+        return marks
 
 
 class ReplyReader:
@@ -97,17 +101,18 @@ class ReplyReader:
         self._calls, self._thoughts, self._separate = form.calls, form.thoughts, form.separate
         self._forced = None if form.forced is None else ForcedCallReader(form.forced.name)
         self._max_calls, self._num_calls = None if form.parallel else 1, 0
-        self.in_thought = self._thoughts is not None and self._thoughts.begins(prompt_end)
+        thoughts = form.thoughts
+        self.in_thought = thoughts is not None and thoughts.reply_starts_inside(prompt_end)
         self._pending = ""  # text that is not classified yet
         self._parts: list[Part] = []
         self._state: Callable[[bool], bool] = self._read_start
         self._marks: tuple[str, ...] = () if self._calls is None else self._calls.tags
-        if self._thoughts is not None and self._thoughts.anywhere:
-            self._state, self._pending = self._read_text, self._thoughts.prompt_end
-            self._marks += (self._thoughts.opens, *self._thoughts.dropped)
+        if thoughts is not None and thoughts.anywhere:
+            self._state, self._pending = self._read_text, thoughts.prompt_end
+            self._marks += (thoughts.open_mark, *thoughts.dropped_marks)
         self._thought_is_empty = True
         # The call being read: text before it, patterns of its head, its object up to `_read_to`.
-        self._before = self._head = self._begun_head = ""
+        self._before = self._head = self._partial_head = ""
         self._object: JsonEnd | None = None
         self._read_to = 0
 
@@ -134,11 +139,11 @@ class ReplyReader:
         thoughts, text = self._thoughts, self._pending.lstrip()
         if thoughts is None:
             return self._begin_answer()
-        opens = text.startswith(thoughts.opens)
-        if not opens and not final and thoughts.opens.startswith(text):
+        has_mark = text.startswith(thoughts.open_mark)
+        if not has_mark and not final and thoughts.open_mark.startswith(text):
             return False
-        if opens:
-            return self._begin_thought(len(self._pending) - len(text) + len(thoughts.opens))
+        if has_mark:
+            return self._begin_thought(len(self._pending) - len(text) + len(thoughts.open_mark))
         return self._begin_thought(0) if self.in_thought else self._begin_answer()
 
     def _begin_thought(self, at: int) -> bool:
@@ -152,7 +157,7 @@ class ReplyReader:
     def _read_thought(self, final: bool) -> bool:
         assert self._thoughts is not None
         pending = self._pending
-        stop, end = _find(pending, (self._thoughts.closes,), final)
+        stop, end = _find(pending, (self._thoughts.close_mark,), final)
         text = pending if final and end is None else pending[:stop]
         if self._separate and self._thought_is_empty:
             text = text.lstrip()
@@ -164,10 +169,10 @@ class ReplyReader:
             return False
         self._emit_thought("", mark=pending[stop:end])
         self._pending, self.in_thought = pending[end:], False
-        self._state = self._read_gap if self._separate else self._begin_answer
+        self._state = self._skip_space if self._separate else self._begin_answer
         return True
 
-    def _read_gap(self, final: bool) -> bool:
+    def _skip_space(self, final: bool) -> bool:
         """Drop white space between a thought and the text after it."""
         self._pending = self._pending.lstrip()
         return bool(self._pending) and self._begin_answer()
@@ -175,15 +180,16 @@ class ReplyReader:
     def _begin_answer(self, _: bool = False) -> bool:
         self._state = self._read_text
         if self._calls is not None and not self._calls.tags:
-            self._begin_call("", self._calls.head, self._calls.begun_head)
+            self._begin_call("", self._calls.head, self._calls.partial_head)
         return True
 
     def _read_text(self, final: bool) -> bool:
         pending, thoughts = self._pending, self._thoughts
         start, end = _find(pending, self._marks, final)
         if end is None:
-            whole = final and not (thoughts is not None and thoughts.anywhere)
-            shown = pending if whole else pending[:start]  # part of a control token is not text
+            # With `anywhere`, marks are control tokens, and part of a control token is not text.
+            shows_all = final and not (thoughts is not None and thoughts.anywhere)
+            shown = pending if shows_all else pending[:start]
             if self._marks and not final:  # white space before a mark is dropped
                 shown = shown.rstrip()
             self._pending = pending[len(shown) :]
@@ -193,17 +199,17 @@ class ReplyReader:
         self._emit(shown)
         if self._calls is not None and mark in self._calls.tags:
             self._pending = pending[end:]
-            self._begin_call(pending[len(shown) : end], self._calls.head, self._calls.begun_head)
-        elif thoughts is not None and mark == thoughts.opens:
+            self._begin_call(pending[len(shown) : end], self._calls.head, self._calls.partial_head)
+        elif thoughts is not None and mark == thoughts.open_mark:
             self._pending = pending[start:]
             self._begin_thought(len(mark))
         else:
             self._pending = pending[end:]
         return True
 
-    def _begin_call(self, before: str, head: str, begun_head: str) -> None:
+    def _begin_call(self, before: str, head: str, partial_head: str) -> None:
         """Start a possible call. If it turns out not to be one, `before` becomes text."""
-        self._before, self._head, self._begun_head = before, head, begun_head
+        self._before, self._head, self._partial_head = before, head, partial_head
         self._object = None
         self._state = self._read_call
 
@@ -211,21 +217,22 @@ class ReplyReader:
         pending = self._pending
         at = pending.find("{")
         if at < 0:
-            begun = len(pending) <= _MAX_HEAD_CHARS and re.fullmatch(self._begun_head, pending)
-            return self._end_no_call() if final or not begun else False
+            if final or len(pending) > _MAX_HEAD_CHARS:
+                return self._reject_call()
+            return False if re.fullmatch(self._partial_head, pending) else self._reject_call()
         head = re.fullmatch(self._head, pending[:at])
         if head is None:
-            return self._end_no_call()
+            return self._reject_call()
         if self._object is None:
             self._object, self._read_to = JsonEnd(), at
         end = self._object.push(pending[self._read_to :])
         if end is None:
             self._read_to = len(pending)
-            return self._end_no_call() if final or self._object.broken else False
+            return self._reject_call() if final or self._object.broken else False
         end += self._read_to
         call = _call(pending[at:end], head.groupdict().get("name"))
         if call is None:
-            return self._end_no_call()
+            return self._reject_call()
         if self._num_calls != self._max_calls:  # further calls are dropped
             name, arguments = call
             self._parts.append(ToolCallPart(self._num_calls, arguments, call_id(), name))
@@ -233,14 +240,14 @@ class ReplyReader:
         self._pending, self._state = pending[end:], self._read_after_call
         return True
 
-    def _end_no_call(self) -> bool:
+    def _reject_call(self) -> bool:
         self._emit(self._before)
         self._state = self._read_text
         return True
 
     def _read_after_call(self, final: bool) -> bool:
         assert self._calls is not None
-        text, end, again = self._pending.lstrip(), self._calls.end, self._calls.again
+        text, end, next_head = self._pending.lstrip(), self._calls.end, self._calls.next_head
         self._state = self._read_text
         if end and text.startswith(end):
             self._pending = text[len(end) :]
@@ -248,8 +255,8 @@ class ReplyReader:
             self._pending = "" if final else self._pending
             self._state = self._read_after_call
             return False
-        elif again is not None:
-            self._begin_call("", again, again)
+        elif next_head is not None:
+            self._begin_call("", next_head, next_head)
         return True
 
     def _emit_thought(self, text: str, mark: str = "") -> None:

@@ -12,27 +12,30 @@ from cbatch.text.reply_reader import ThoughtFormat
 _TOKENS_IN_MARKS = re.compile(r"(<[^<>]+>|\[[^][]+\])")
 
 
-def around_answer(thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end: str) -> str | None:
+def surrounding_grammar(
+    thoughts: ThoughtFormat, tokenizer: TextTokenizer, prompt_end: str
+) -> str | None:
     """Return the Lark grammar of the whole reply, in which `@answer` is the structured part. Return
     None if the prompt already closes the thought, so that the whole reply is the answer.
 
     A thought is any text up to its closing mark. It must not contain control tokens such as EOS,
     since an answer has to follow.
     """
-    if prompt_end.rstrip().endswith(thoughts.closes):
+    if prompt_end.rstrip().endswith(thoughts.close_mark):
         return None
     added = {text: token_id for token_id, text in tokenizer.added.items()}
-    closed_ids = tokenizer.special_ids | {added.get(thoughts.closes)}
-    free_ids = sorted(i for i in added.values() if i not in closed_ids)
-    others = f"(text? <[{_ranges(free_ids)}]>)* " if free_ids else ""
-    token = f"text? <[{added[thoughts.closes]}]> | " if thoughts.closes in added else ""
-    closing = re.escape(thoughts.closes).replace("/", r"\/")
+    excluded_ids = tokenizer.special_ids | {added.get(thoughts.close_mark)}
+    allowed_ids = sorted(i for i in added.values() if i not in excluded_ids)
+    others = f"(text? <[{_ranges(allowed_ids)}]>)* " if allowed_ids else ""
+    token = f"text? <[{added[thoughts.close_mark]}]> | " if thoughts.close_mark in added else ""
+    closing = re.escape(thoughts.close_mark).replace("/", r"\/")
     gap = _mark(thoughts.prompt_end, added) if thoughts.anywhere else r"/\n{0,2}/"
-    begun = thoughts.begins(prompt_end)
-    thought = f"thought {gap}" if begun else f"({_mark(thoughts.opens, added)} thought {gap})?"
+    thought = f"thought {gap}"
+    if not thoughts.reply_starts_inside(prompt_end):
+        thought = f"({_mark(thoughts.open_mark, added)} {thought})?"
     return "\n".join(
         (
-            f"start: {thought} {_mark(thoughts.answer, added)} @answer",
+            f"start: {thought} {_mark(thoughts.answer_mark, added)} @answer",
             f"thought: {others}({token}last)",
             "text: /(?s:.+)/",
             f"last[lazy]: /(?s:.*){closing}/",

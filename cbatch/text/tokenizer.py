@@ -16,7 +16,7 @@ FILE_NAME = "tokenizer.json"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte tokens
 # Token ids. A longer list is decoded as a batch of one list, since the library releases the
 # interpreter lock only for batches.
-_LONG = 4096
+_MAX_SINGLE_TOKENS = 4096
 
 
 def _byte_characters() -> dict[str, int]:
@@ -87,7 +87,7 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text, by default without special tokens. Invalid UTF-8 becomes U+FFFD."""
-        if len(ids) <= _LONG:
+        if len(ids) <= _MAX_SINGLE_TOKENS:
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 

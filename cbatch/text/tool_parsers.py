@@ -20,35 +20,35 @@ ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "harmony", 
 
 _CHANNEL, _MESSAGE, _ASSISTANT = "<|channel|>", "<|message|>", "<|start|>assistant"
 THOUGHTS: dict[str, ThoughtFormat] = {
-    "deepseek_r1": ThoughtFormat("<think>", "</think>", begun=True),
+    "deepseek_r1": ThoughtFormat("<think>", "</think>", starts_inside=True),
     "qwen3": ThoughtFormat("<think>", "</think>"),
     "mistral": ThoughtFormat("[THINK]", "[/THINK]"),
     "harmony": ThoughtFormat(
         f"{_CHANNEL}analysis{_MESSAGE}",
         "<|end|>",
         anywhere=True,
-        dropped=(
+        dropped_marks=(
             _ASSISTANT,
             *("<|end|>", "<|return|>", "<|call|>"),
             f"{_CHANNEL}commentary{_MESSAGE}",
             *(f"{_CHANNEL}final{kind}{_MESSAGE}" for kind in ("", " json", " <|constrain|>json")),
         ),
         prompt_end=_ASSISTANT,
-        answer=f"{_CHANNEL}final{_MESSAGE}",
+        answer_mark=f"{_CHANNEL}final{_MESSAGE}",
     ),
 }
 CALLS: dict[ToolParser, ToolCallFormat] = {
     # Hermes, Qwen: <tool_call>{"name": "f", "arguments": {}}</tool_call>, any number of them
     "hermes": ToolCallFormat(("<tool_call>",), THOUGHTS["qwen3"], end="</tool_call>"),
     # Llama 3: {"name": "f", "parameters": {}}; {...}
-    "llama3_json": ToolCallFormat((), THOUGHTS["qwen3"], again=r"[\s;]*"),
+    "llama3_json": ToolCallFormat((), THOUGHTS["qwen3"], next_head=r"[\s;]*"),
     # [TOOL_CALLS][{"name": "f", "arguments": {}}, {...}], in newer models [TOOL_CALLS]f[ARGS]{}
     "mistral": ToolCallFormat(
         ("[TOOL_CALLS]",),
         THOUGHTS["mistral"],
         r"\s*\[?\s*|\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*",
         r"\s*\[?\s*|\s*[\w.-]+[][\w]*\s*",
-        again=r"\s*,\s*",
+        next_head=r"\s*,\s*",
         end="]",
         head_tokens=("[CALL_ID]", "[ARGS]"),
     ),
@@ -67,7 +67,7 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
 }
 
 
-def TaggedReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
+def tagged_reader(*, parallel: bool) -> ReplyReader:
     """Return a reader for Hermes and Qwen models that leaves thoughts in the text."""
     return ReplyReader(ReplyFormat(CALLS["hermes"], THOUGHTS["qwen3"], parallel=parallel))
 

@@ -1,4 +1,4 @@
-"""`cbatch` in this process, over an engine without a model."""
+"""The command `cbatch` in this process, with an engine without a model."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 def cbatch(
     engines: list[Engine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Run]:
-    """Return a function that runs a command line. Log lines of the command go where those of the
-    tests go."""
+    """Return a function that runs a command line. The command's log lines go to the log of the
+    tests."""
     monkeypatch.setattr("cbatch.cli.serve.configure", lambda form: None)
 
     def run(*argv: Any) -> Run:

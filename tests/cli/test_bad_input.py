@@ -49,7 +49,7 @@ BAD: dict[str, tuple[str | bytes | None, str]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_traces_are_refused_with_their_place(
+def test_errors_about_bad_traces_name_the_place(
     cbatch: Command, tmp_path: Path, name: str, reader: str
 ) -> None:
     text, words = BAD[name]
@@ -63,7 +63,7 @@ def test_bad_traces_are_refused_with_their_place(
 
 
 @pytest.mark.parametrize("reader", ["sim", "fleet", "sweep", "capacity"])
-def test_what_is_larger_than_the_pool_is_reported(
+def test_requests_larger_than_the_pool_are_reported(
     cbatch: Command, tmp_path: Path, reader: str
 ) -> None:
     path = tmp_path / "trace.csv"

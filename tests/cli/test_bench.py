@@ -1,4 +1,4 @@
-"""`cbatch bench` and `cbatch report` from the command line, against servers over a toy engine."""
+"""`cbatch bench` and `cbatch report` from the command line, against servers with a toy engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def toy() -> Iterator[Client]:
 def bench(
     cbatch: Callable[..., Run], toy: Client, tmp_path: Path
 ) -> Callable[..., tuple[Run, Any, list[Any]]]:
-    """Return a function that gives a run, its JSON document and its records."""
+    """Return a function that runs a load and returns the run, its JSON document and its records."""
     document, records = tmp_path / "report.json", tmp_path / "records.jsonl"
 
     def run(*argv: Any) -> tuple[Run, Any, list[Any]]:
@@ -108,7 +108,7 @@ def test_a_sweep_with_repeats_and_a_comparison(
     assert {each["difference"] for r in results for each in r["measures"]} <= {0, None}
 
 
-def test_the_server_is_looked_at_while_it_runs(
+def test_the_servers_metrics_are_read_during_the_run(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("bench.load.run.scrape.SCRAPE_EVERY_S", 0.01)
@@ -131,7 +131,8 @@ def test_the_server_is_looked_at_while_it_runs(
 
 
 def test_a_search_for_the_highest_rate(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """No rate meets so short a time: the search goes down to the end of its range, and says so."""
+    """No rate meets such a short time: the search ends at the lower end of its range, and reports
+    it."""
     options = ("--find-rate", "--rate", "6400", "--slo", "ttft=1e-6", "--goodput-share", "0.5")
     run, document, _ = bench(*options, *SHORT, "--requests", "4")
     assert run.status == 1 and "even 100 requests/s miss" in run.out
@@ -233,7 +234,7 @@ def test_conversations_over_two_processes(bench: Callable[..., Any], tmp_path: P
     assert document["prefix_hit_tokens"] > 0
 
 
-def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_of_prompts_and_calls_that_fail(bench: Callable[..., Any], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "abc", "max_tokens": 4}, {"prompt": "x" * 700}, {"prompt": "d", "n": 1}]
     prompts.write_text("\n".join(map(json.dumps, lines)))
@@ -248,10 +249,10 @@ def test_prompts_of_ones_own_and_calls_that_fail(bench: Callable[..., Any], tmp_
     assert bench(*options, "--max-errors", "0.5")[0].status == 0
 
 
-def test_prompts_of_ones_own_at_the_times_of_a_trace(
+def test_a_file_of_prompts_at_the_times_of_a_trace(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Only arrivals and output lengths of the trace count; its prompts are ignored."""
+    """Only the arrivals and output lengths of the trace are used, not its prompts."""
     trace, prompts = tmp_path / "trace.jsonl", tmp_path / "prompts.txt"
     requests = [
         TraceRequest(arrival_s=i / 50, prompt_tokens=99, output_tokens=3 + i) for i in range(6)
@@ -291,7 +292,7 @@ def test_bad_options_are_named(
     assert run.status == 2 and words in run.err and document is None
 
 
-def test_no_server_there(cbatch: Callable[..., Run]) -> None:
+def test_an_unreachable_server(cbatch: Callable[..., Run]) -> None:
     run = cbatch("bench", "http://127.0.0.1:9")
     assert run.status == 2 and "URL: not connected" in run.err
     run = cbatch("bench")
@@ -310,7 +311,7 @@ def prompts(tmp_path: Path) -> tuple[str, str]:
     return "--prompts", str(path)
 
 
-def test_what_the_server_refuses_is_left_out_and_said_once(
+def test_fields_that_the_server_rejects_are_dropped_with_one_warning(
     cbatch: Callable[..., Run], prompts: tuple[str, str], tmp_path: Path
 ) -> None:
     async def strict(exchange: Exchange) -> None:
@@ -330,7 +331,7 @@ def test_what_the_server_refuses_is_left_out_and_said_once(
     assert report["settings"]["left_out"] == ["continuous_usage_stats"]
 
 
-def test_a_run_that_fails_says_why_first_and_what_helps(
+def test_a_failed_run_prints_the_reason_first_and_the_remedy(
     cbatch: Callable[..., Run], prompts: tuple[str, str]
 ) -> None:
     async def busy(exchange: Exchange) -> None:
@@ -345,7 +346,7 @@ def test_a_run_that_fails_says_why_first_and_what_helps(
     assert not any("time to first token" in line for line in rest), "nothing was measured"
 
 
-def test_a_server_that_counts_nothing_is_measured_by_its_chunks(
+def test_a_server_without_usage_is_measured_by_its_chunks(
     cbatch: Callable[..., Run], prompts: tuple[str, str], tmp_path: Path
 ) -> None:
     async def uncounted(exchange: Exchange) -> None:
@@ -364,7 +365,7 @@ def test_a_server_that_counts_nothing_is_measured_by_its_chunks(
     assert any("each chunk" in warning for warning in report["warnings"])
 
 
-def test_what_cannot_be_written_has_been_shown(
+def test_results_are_shown_before_files_are_written(
     cbatch: Callable[..., Run], prompts: tuple[str, str]
 ) -> None:
     with scripted(answer_well) as server:
@@ -398,7 +399,7 @@ def answered(toy: Client) -> float:
     return sample(toy, "vllm:request_success_total", finished_reason="length")
 
 
-def test_the_self_test_reads_everything() -> None:
+def test_the_self_test() -> None:
     with stub_server() as endpoint:
         row = asyncio.run(measure_client(endpoint, 32, rounds=3))
         assert row["chunks"] == 32 * 3 * 200 and row["failed"] == 0
@@ -417,7 +418,7 @@ def test_the_self_test_reads_everything() -> None:
 
 @pytest.mark.slow
 def test_the_demo_server(tmp_path: Path) -> None:
-    """It reports its own counters, and its text is real enough to speculate on."""
+    """The report has the server's own counters, and some drafts are accepted."""
     engine = LLM(*demo_paths(), lookahead="ema:4", max_num_seqs=8).engine
     path = tmp_path / "report.json"
     with serving(engine) as client:

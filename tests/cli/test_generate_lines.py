@@ -1,5 +1,4 @@
-"""`cbatch generate --input`: a bad line ends with an error that names it, and no other line
-does."""
+"""`cbatch generate --input`: only the bad line ends with an error, which names the line."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 
 
 def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[dict[str, Any]]:
-    """Return a function that gives the results by index."""
+    """Run the command, and return the results by index."""
     (folder / "in.jsonl").write_bytes(content)
     output = folder / "out.jsonl"
     run = cbatch("generate", "--input", folder / "in.jsonl", "--output", output, *more)
@@ -90,7 +89,7 @@ def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_alone_ends_with_an_error(cbatch: Command, tmp_path: Path, name: str) -> None:
+def test_only_the_bad_line_ends_with_an_error(cbatch: Command, tmp_path: Path, name: str) -> None:
     line, words = BAD_LINES[name]
     before, bad, after = generate(cbatch, tmp_path, b"\n".join((GOOD, line, GOOD, b"")))
     assert bad["choices"] == [] and bad["error"].startswith("line 2: "), bad["error"]
@@ -99,8 +98,8 @@ def test_a_bad_line_alone_ends_with_an_error(cbatch: Command, tmp_path: Path, na
         assert row["error"] is None and len(row["choices"][0]["token_ids"]) == 4
 
 
-def test_all_bad_lines_at_once_and_again(cbatch: Command, tmp_path: Path) -> None:
-    """A line without an error of its own must not fail in company, or when the run is continued."""
+def test_all_bad_lines_together_and_resumed(cbatch: Command, tmp_path: Path) -> None:
+    """A valid line must not fail because of other lines, or when the run is resumed."""
     lines = [GOOD, *(line for line, _ in BAD_LINES.values()), GOOD]
     content = b"\r\n".join(lines)
     rows = generate(cbatch, tmp_path, content)
@@ -111,10 +110,10 @@ def test_all_bad_lines_at_once_and_again(cbatch: Command, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_marks_and_ends_of_lines_are_no_part_of_them(
+def test_byte_order_marks_and_line_ends_are_removed(
     cbatch: Command, tmp_path: Path, end: bytes
 ) -> None:
-    """A byte order mark is removed, also where files were joined."""
+    """A byte order mark is removed, also in the middle of concatenated files."""
     mark = b"\xef\xbb\xbf"
     rows = generate(cbatch, tmp_path, end.join((mark + GOOD, b" \t", mark + GOOD)))
     assert [len(row["choices"][0]["token_ids"]) for row in rows] == [4, 4]
@@ -126,8 +125,8 @@ def test_marks_and_ends_of_lines_are_no_part_of_them(
     assert results[1] == ("", "line 3: line: is not UTF-8 (invalid start byte at byte 1)")
 
 
-def test_an_argument_that_is_no_text_ends_alone(cbatch: Command) -> None:
-    """Python passes text of a shell that is not UTF-8 on as half surrogate pairs."""
+def test_an_argument_that_is_not_utf_8_ends_only_its_own_prompt(cbatch: Command) -> None:
+    """Python represents bytes from the shell that are not UTF-8 as lone surrogates."""
     run = cbatch("generate", "def f():", "\udcff", "--max-tokens", 3)
     *lines, _ = run.lines
     good, bad = sorted(lines, key=lambda row: row["index"])

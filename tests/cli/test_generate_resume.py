@@ -1,4 +1,4 @@
-"""`cbatch generate --resume`: an interrupted run ends like an uninterrupted one."""
+"""`cbatch generate --resume`: a resumed run has the same results as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def tokens_of(path: Path) -> dict[int, Any]:
-    """Return tokens by index; check that every line is there once."""
+    """Return the tokens by index. Check that every line occurs once."""
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     assert sorted(row["index"] for row in rows) == list(range(NUM_LINES))
     return {row["index"]: (row["seed"], row["choices"] and tokens_by_choice(row)) for row in rows}
@@ -50,7 +50,7 @@ def reordered(lines: list[bytes]) -> list[bytes]:
 
 
 def failed(lines: list[bytes]) -> list[bytes]:
-    """Answer as an engine does that cannot be kept running."""
+    """Return the results of an engine that cannot be kept running."""
     row = json.loads(lines[4]) | {"choices": [], "error": "the executor failed 3 times in a row"}
     return [*lines[:4], json.dumps(row).encode() + b"\n", *lines[5:9]]
 
@@ -65,7 +65,7 @@ def saved_by_an_editor(lines: list[bytes]) -> list[bytes]:
 
 @pytest.mark.parametrize("left", [interrupted, reordered, failed, cut, saved_by_an_editor])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_continued_run_is_as_one_without_interruption(
+def test_a_resumed_run_equals_an_uninterrupted_run(
     cbatch: Command,
     tmp_path: Path,
     source: Path,
@@ -87,12 +87,12 @@ def test_a_continued_run_is_as_one_without_interruption(
     assert tokens_of(part) == tokens_of(whole)
     seeds = [seed for seed, _ in tokens_of(whole).values() if seed is not None]
     assert len(set(seeds)) == NUM_LINES - 1, "and no two lines have the same seed"
-    assert part.read_bytes().splitlines()[: len(kept)] == kept, "what was answered stays as it is"
+    assert part.read_bytes().splitlines()[: len(kept)] == kept, "earlier results were changed"
     assert ("1 failed and run again" in done.out) == (left in (failed, cut))
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_seeds_depend_on_the_engines_seed_and_the_place_alone(
+def test_seeds_depend_only_on_the_engines_seed_and_the_line(
     cbatch: Command, tmp_path: Path, source: Path
 ) -> None:
     seeds = {}
@@ -106,8 +106,8 @@ def test_seeds_depend_on_the_engines_seed_and_the_place_alone(
     assert all(0 <= drawn < 2**53 for drawn in seeds[7].values() if drawn is not None)
 
 
-def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path) -> None:
-    """Measured prices decide which drafts are offered: they must not change a token."""
+def test_sampled_text_is_the_same_however_the_run_is_interrupted(tmp_path: Path) -> None:
+    """Measured prices decide the number of drafts, which must not change a token."""
     source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(3)]
     line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
     source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
@@ -124,7 +124,7 @@ def test_sampled_text_of_a_model_is_the_same_however_the_run_goes(tmp_path: Path
     assert len({str(tokens) for _, tokens in texts.values()}) > NUM_LINES / 2
 
 
-def test_failures_of_the_input_are_not_tried_again(
+def test_errors_of_the_input_are_not_retried(
     cbatch: Command, engines: list[Engine], tmp_path: Path, source: Path
 ) -> None:
     output = tmp_path / "out.jsonl"

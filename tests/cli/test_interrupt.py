@@ -1,4 +1,4 @@
-"""A process of its own is stopped by real signals in the middle of its work, then resumed."""
+"""A separate process is stopped by real signals during its work, then resumed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.cli.conftest import Run
 ROOT = Path(__file__).parent.parent.parent
 NUM_PROMPTS = 30
 
-# `cbatch` over an engine without a model. Its steps are slow, and later ones are so long that a
-# test that waits for the first lines can stop it in time.
+# `cbatch` with an engine without a model. Its steps are slow, and later steps are so long that a
+# test that waits for the first lines can stop the process in time.
 SLOW_CBATCH = """
 import signal, sys, time
 from cbatch.cli import generate
@@ -72,7 +72,7 @@ def test_a_stopped_run_is_resumed(
     if stop_with is signal.SIGINT:
         assert process.returncode == 130 and "--resume" in errors
     before = lines_of(output)
-    assert 4 <= len(before) < NUM_PROMPTS, "it must have been stopped in the middle"
+    assert 4 <= len(before) < NUM_PROMPTS, "it was not stopped during its work"
     assert cbatch(*command, "--resume").status == 0
     after = lines_of(output)
     assert after[: len(before)] == before

@@ -26,7 +26,7 @@ CONSTANT = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
 
 
 @pytest.mark.parametrize("words", [("--version",), ("--help",), ("serve", "--help")])
-def test_help_loads_nothing_that_computes(words: tuple[str, ...]) -> None:
+def test_help_does_not_import_torch(words: tuple[str, ...]) -> None:
     code = (
         "import sys; from cbatch.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
@@ -37,8 +37,8 @@ def test_help_loads_nothing_that_computes(words: tuple[str, ...]) -> None:
     assert done.stdout.endswith("[]\n"), done.stdout
 
 
-def test_the_process_that_listens_never_imports_what_computes() -> None:
-    """An import would double the start-up time: the engine's process imports the same."""
+def test_the_server_process_never_imports_torch() -> None:
+    """An import of torch in both processes would double the start-up time."""
     code = (
         "import sys; from cbatch.cli.model_service import ModelParts\n"
         "from cbatch.cli.serve_settings import ServeSettings\n"
@@ -79,7 +79,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("generate", "x", "--verification", "blok"), "cbatch generate", "block"),
     ],
 )
-def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
+def test_errors_suggest_the_option_and_show_the_commands_usage(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], usage: str, meant: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -88,22 +88,22 @@ def test_what_was_meant_is_guessed_with_the_usage_of_the_command(
     assert ended.value.code == 2
     assert said.startswith(f"usage: {usage} ") and f"\n{usage}: error: " in said, said
     assert said.rstrip().endswith(f"did you mean {meant}?"), said
-    assert len(said.splitlines()) < 10, "the usage is short enough to see the error"
+    assert len(said.splitlines()) < 10, "the usage is too long"
 
 
-def test_a_command_that_moved_names_its_new_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_command_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train-head", "smollm2", "--out", "head"]) == 2
     assert "train-head: is no longer a command" in (said := capsys.readouterr().err)
     assert "python -m tools.heads" in said
 
 
-def test_what_resembles_nothing_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_suggested_without_a_similar_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--zzzzzz"])
     assert capsys.readouterr().err.rstrip().endswith("unrecognized arguments: --zzzzzz")
 
 
-def test_a_model_s_name_is_guessed(cbatch: Command) -> None:
+def test_a_models_name_is_suggested(cbatch: Command) -> None:
     for command in (("serve",), ("calibrate", "--out", "c.json")):
         run = cbatch(*command, "smolm2")
         assert run.status == 2
@@ -128,7 +128,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_terminal_shows_a_table_and_json_only_where_it_is_asked_for(
+def test_a_terminal_shows_a_table_and_json_only_on_request(
     cbatch: Command,
     engines: list[Engine],
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +164,7 @@ def test_a_terminal_shows_a_table_and_json_only_where_it_is_asked_for(
 
 
 def test_the_commands_of_other_packages_are_entry_points() -> None:
-    """A failure of the last line means: install the checkout again (pip install -e .)."""
+    """If the last line fails, install the checkout again (pip install -e .)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = project["entry-points"][GROUP]
     assert {name.replace("-", " ") for name in declared} < COMMANDS.keys()
@@ -174,7 +174,7 @@ def test_the_commands_of_other_packages_are_entry_points() -> None:
 
 @pytest.mark.parametrize("command", ["sim", "sim capacity", "trace", "bench", "report"])
 @pytest.mark.parametrize("points", [(), ("sim.moved:add_parser",), ("moved.cli:add_parser",)])
-def test_a_stale_installation_is_named(
+def test_a_stale_installation_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     command: str,
@@ -192,7 +192,7 @@ def test_a_stale_installation_is_named(
     assert ended.value.code == 0
 
 
-def test_a_dependency_that_is_missing_is_no_stale_installation(
+def test_a_missing_dependency_is_not_reported_as_a_stale_installation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sim.cli.simulation", None)

@@ -1,4 +1,5 @@
-"""Options by all of their names: vLLM's, which help shows, aliases, and old ones, which warn."""
+"""Options by all of their names: vLLM's names, which help shows, aliases, and old names, which
+warn."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import Settings, flag_of, read_settings, unknown_variables
 from cbatch.core.request.typed import OLD_NAMES
 from cbatch.engine.options import EngineOptions, EngineSettings, settings_of_keywords
-from cbatch.engine.unsupported import OPTIONS
+from cbatch.engine.unsupported import UNSUPPORTED_OPTIONS
 from sim.cli.scenario import Scenario
 
 Reader = Callable[..., Settings[ServeSettings]]
-# By vLLM's name: a value as text, the value, and our field if it has another name.
+# By vLLM's name: a value as text, the parsed value, and cbatch's field if its name differs.
 VLLM: dict[str, tuple[str, Any, str]] = {
     "max_model_len": ("300", 300, ""),
     "max_num_seqs": ("3", 3, ""),
@@ -50,18 +51,18 @@ SERVER = {
     "tool_call_parser",
     "reasoning_parser",
     "otlp_traces_endpoint",
-}  # not of an engine
-# Names that help does not show, since it shows ours.
+}  # not options of an engine
+# Names that help does not show, since it shows another name.
 HIDDEN = {"num_gpu_blocks_override", "otlp_traces_endpoint", "spec_tokens", "spec_model", "seed"}
 OLD = {old: new for old, new in OLD_NAMES.items() if new in VLLM} | {"kv_memory": ""}
-# Old names that are names of a Python field alone, or of the simulator alone.
+# Old names that are only names of a Python field, or only the simulator's.
 KEYWORDS_ONLY = {"block_size_tokens", "kv_memory_bytes", "step_budget_tokens"}
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Reader:
     def read(way: str, name: str, text: str, value: Any) -> Settings[ServeSettings]:
-        """Give one option by a flag, a variable, or a key of TOML."""
+        """Read one option from a flag, an environment variable, or a TOML key."""
         words, variables, file = ["serve"], {}, tmp_path / "serve.toml"
         if way == "flag" and isinstance(value, bool):
             words += [flag_of(name if value else f"no_{name}")]
@@ -86,7 +87,8 @@ def field_of(settings: Any, field: str) -> Any:
 
 
 def expected(field: str, value: Any) -> tuple[str, Any]:
-    """Where an option is kept, and how: the number of drafts is the lookahead's k."""
+    """Return the field and the value in which an option is stored: the number of drafts is the
+    lookahead's k."""
     return (
         ("lookahead", f"adaptive:{value}") if field == "num_speculative_tokens" else (field, value)
     )
@@ -119,7 +121,7 @@ def test_old_names_of_settings_work_and_warn(
 ) -> None:
     new = OLD_NAMES[old]
     text, value, field = VLLM[new]
-    if old == "kv_memory":  # its unit was another
+    if old == "kv_memory":  # it had another unit
         text, value = "0.5", 0.5
     settings = read(way, old, text, value)
     kept = 2**29 if old == "kv_memory" else value
@@ -187,10 +189,11 @@ def test_unknown_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-num-seq-s" in error and "did you mean --max-num-seqs" in error
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
 def test_options_that_are_not_supported(name: str, read: Reader) -> None:
-    """In every way: a neutral value is accepted, another is refused by the name as it was given."""
-    option = OPTIONS[name]
+    """From every source, a neutral value is accepted, and another value is rejected by the name
+    that was given."""
+    option = UNSUPPORTED_OPTIONS[name]
     switch = any(isinstance(value, bool) for value in option.neutral)
     (wrong,) = {True, False} - set(option.neutral) if switch else ("x",)
     for way, origin in (
@@ -318,5 +321,5 @@ def test_help_shows_each_option_by_one_name() -> None:
     help_text = commands.choices["serve"].format_help()
     for name in VLLM.keys() - HIDDEN:
         assert f"{flag_of(name)} " in help_text or f"{flag_of(name)}," in help_text, name
-    for hidden in (*OLD_NAMES, *OPTIONS, "num_gpu_blocks_override", "spec_tokens"):
+    for hidden in (*OLD_NAMES, *UNSUPPORTED_OPTIONS, "num_gpu_blocks_override", "spec_tokens"):
         assert f"{flag_of(hidden)} " not in help_text, hidden

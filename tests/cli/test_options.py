@@ -1,5 +1,4 @@
-"""One table of options: an option of several commands has one name, one help text and one
-grammar."""
+"""An option of several commands has one name, one help text and one syntax."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tests.cli.conftest import Run
 Command = Callable[..., Run]
 COMMANDS = ("serve", "generate", "sim", "bench")
 SMALL = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
-# Flags of one name that are different options: a server's model is not a simulated one's.
+# Flags with the same name but different meaning: a server's model is not a simulated model.
 OTHERS = {
     "--model": "weights, the name of a shape, or the name that a server gives its model",
     "--seed": "of what the command itself draws",
@@ -50,13 +49,13 @@ OTHERS = {
     "--sweep": "over values, or over loads",
     "--trace": "the other name of a positional argument",
 }
-# A simulated engine is an H100's, and values of a cost model or a log come first: None in the
-# struct.
+# The default engine of a simulation is on an H100, and values of a cost model or log come first:
+# the struct has None.
 OWN_DEFAULTS = {*ENGINE_DEFAULTS, "lookahead"}
 
 
 def actions(command: str) -> dict[str, argparse.Action]:
-    """Return the actions by option string, hidden ones too."""
+    """Return the actions by option string, hidden options included."""
     (commands,) = (
         action
         for action in make_parser(command)._actions
@@ -67,11 +66,11 @@ def actions(command: str) -> dict[str, argparse.Action]:
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(COMMANDS, 2)))
-def test_the_same_option_has_one_name_and_one_help(one: str, other: str) -> None:
+def test_the_same_option_has_one_name_and_one_help_text(one: str, other: str) -> None:
     first, second = actions(one), actions(other)
     for flag in (first.keys() & second.keys()) - OTHERS.keys() - {"-h", "--help"}:
         a, b = first[flag], second[flag]
-        if argparse.SUPPRESS in (a.help, b.help):  # the side of a switch that help need not show
+        if argparse.SUPPRESS in (a.help, b.help):  # the form of a switch that help does not show
             assert a.dest == b.dest
             continue
         assert (a.help or "").partition(" (default")[0] == (b.help or "").partition(" (default")[0]
@@ -132,7 +131,7 @@ def test_names_that_help_does_not_show_make_no_abbreviation_ambiguous() -> None:
         make_parser("serve").parse_args(["serve", "--max", "2"])
 
 
-def test_help_says_no_default_where_there_is_none() -> None:
+def test_help_shows_no_default_where_there_is_none() -> None:
     for command in ("serve", "generate", "sim", "bench"):
         for flag, action in actions(command).items():
             assert "NODEFAULT" not in (action.help or ""), flag
@@ -230,7 +229,7 @@ def test_arrivals_have_one_grammar_with_a_rate_and_without(
     assert times_s == [request.arrival_s for request in made]
 
 
-def test_a_rate_that_is_nowhere_or_twice_is_refused(cbatch: Command, tmp_path: Path) -> None:
+def test_a_rate_that_is_missing_or_given_twice_is_rejected(cbatch: Command, tmp_path: Path) -> None:
     fixed = (tmp_path / "out.jsonl", "--prompt", 9, "--output", 2, "--requests", 20)
     for more, words in (
         ((), "--rate: is missing"),
@@ -255,7 +254,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def arrivals(cbatch: Command, trace: Path, *more: Any) -> tuple[float, Run]:
-    """Return the seconds to the last arrival, and the run."""
+    """Return the time of the last arrival in seconds, and the run."""
     records = trace.parent / "records.jsonl"
     run = cbatch("sim", trace, *SMALL, "--records", records, *more)
     assert run.status == 0, run.err
@@ -288,9 +287,7 @@ def test_a_trace_is_scaled_to_a_rate(cbatch: Command, trace: Path) -> None:
     assert both.status == 2 and "rate_scale: would be ignored" in both.err.replace("-", "_")
 
 
-def test_a_capacity_is_looked_for_in_multiples_of_the_traces_rate(
-    cbatch: Command, trace: Path
-) -> None:
+def test_capacity_is_searched_in_multiples_of_the_traces_rate(cbatch: Command, trace: Path) -> None:
     lines = [
         cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "1:4").lines
         for flag in ("--rate-scales", "--rates")
@@ -312,14 +309,14 @@ def test_a_capacity_is_looked_for_in_multiples_of_the_traces_rate(
         (("--rate", 3, "--requests", 1), "--rate: the trace has no rate of its own"),
     ],
 )
-def test_bad_rates_are_refused(
+def test_bad_rates_are_rejected(
     cbatch: Command, trace: Path, more: tuple[Any, ...], words: str
 ) -> None:
     run = cbatch("sim", trace, *SMALL, *more)
     assert run.status == 2 and words in run.err, run.err
 
 
-def test_a_scenario_of_python_has_the_same_rates(trace: Path) -> None:
+def test_a_scenario_in_python_has_the_same_rates(trace: Path) -> None:
     sizes: dict[str, Any] = {"num_blocks": 200, "max_model_len": 500, "step_seconds": 0.01}
     one = build(Scenario(trace=str(trace), rate=8.0, **sizes))
     other = build(Scenario(trace=str(trace), rate_scale=2.0, **sizes))

@@ -1,4 +1,4 @@
-"""Settings of replicas on Ray Serve, and settings that they refuse. No test needs Ray."""
+"""Settings of replicas on Ray Serve, and unsupported settings. No test needs Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_without_ray_the_extra_is_named(cbatch: Cbatch) -> None:
         ("--request-timeout", "30"),
     ],
 )
-def test_what_replicas_cannot_obey_is_refused_by_name(
+def test_settings_that_replicas_do_not_support_are_rejected_by_name(
     cbatch: Cbatch, flags: tuple[str, str]
 ) -> None:
     run = cbatch("serve", "--ray", *flags)
@@ -52,7 +52,7 @@ def test_what_replicas_cannot_obey_is_refused_by_name(
     assert run.err.startswith(f"cbatch: {flags[0]}: is not available with replicas: ")
 
 
-def test_a_config_file_of_serve_has_no_options_that_serve_has() -> None:
+def test_a_serve_config_file_may_not_set_serves_own_options() -> None:
     for name, value in {"host": "0.0.0.0", "port": 1, "ray": True, "session_header": "x"}.items():
         with pytest.raises(FieldError, match=f"args: {name}: is not available with replicas"):
             build({name: value})
@@ -63,12 +63,12 @@ def test_a_config_file_of_serve_has_no_options_that_serve_has() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--min-replicas", "--max-replicas", "--session-header"])
-def test_a_server_that_is_alone_refuses_what_is_for_replicas(cbatch: Cbatch, flag: str) -> None:
+def test_a_single_server_rejects_settings_for_replicas(cbatch: Cbatch, flag: str) -> None:
     run = cbatch("serve", flag, "2")
     assert run.status == 2 and f"{flag}: is for replicas only" in run.err and "--ray" in run.err
 
 
-def test_a_ray_that_runs_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_ray_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(FieldError, match="RAY_ADDRESS"):
@@ -85,7 +85,7 @@ def test_haproxy_does_not_find_replicas_on_loopback(monkeypatch: pytest.MonkeyPa
     require_reachable("127.0.0.1", "10.0.0.7")
 
 
-def test_numbers_of_replicas_and_of_calls_are_serves() -> None:
+def test_numbers_of_replicas_and_calls_are_passed_to_serve() -> None:
     pytest.importorskip("ray", reason="needs Ray Serve: pip install 'cbatch[ray]'")
 
     def config(**args: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The output of `cbatch generate` with other runs, other programs and a full disk: no answer is
-lost or written twice."""
+"""The output file of `cbatch generate` with concurrent runs, other programs and a full disk: no
+result is lost or written twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def line_of(job: Job, text: str = "x" * 200, error: str | None = None) -> dict[s
 
 
 def indices(path: Path) -> list[int]:
-    """Return the indices of the lines; each must be whole."""
+    """Return the indices of the lines. Each line must be complete."""
     content = path.read_bytes()
     assert content == b"" or content.endswith(b"\n")
     return [json.loads(line)["index"] for line in content.splitlines()]
@@ -42,7 +42,7 @@ def indices(path: Path) -> list[int]:
 
 @contextlib.contextmanager
 def disk_of(size_bytes: int) -> Iterator[None]:
-    """Limit the size of any file, as a full disk would."""
+    """Limit the size of files, like a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
     try:
@@ -51,7 +51,7 @@ def disk_of(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_complete_lines_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path: Path
     assert indices(path) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_disk_that_is_full_when_failures_are_dropped_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_while_failures_are_removed_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
@@ -96,7 +96,7 @@ def test_a_full_device_is_reported_in_a_line(
         assert main(["generate", "def f():"]) == 2
 
 
-def test_results_go_to_pipes_and_devices_as_they_come(tmp_path: Path) -> None:
+def test_results_are_written_to_pipes_and_devices_at_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read: list[bytes] = []
@@ -125,13 +125,14 @@ def test_two_runs_do_not_write_to_one_file(cbatch: Command, tmp_path: Path) -> N
             run = cbatch("generate", "def f():", "--output", path, *more)
             assert run.status == 2 and f"--output: another run writes to {path}" in run.err
             assert path.read_bytes() == before
-    assert "exists" in cbatch("generate", "def f():", "--output", path).err, "it is free again"
+    assert "exists" in cbatch("generate", "def f():", "--output", path).err, "still locked"
 
 
-def test_a_file_that_another_run_replaced_meanwhile_is_not_written(
+def test_a_file_that_another_run_has_replaced_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It happens between opening and locking: the opened file is in no folder any more."""
+    """It is replaced between opening and locking, so that the opened file is no longer in the
+    folder."""
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
@@ -163,14 +164,14 @@ def removed(path: Path) -> None:
 
 
 def replaced(path: Path) -> None:
-    """Replace a file by another of the same size, as an editor saves."""
+    """Replace a file by a file of the same size, like an editor."""
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
     other.replace(path)
 
 
 @pytest.mark.parametrize("change", [truncated, appended, removed, replaced])
-def test_a_file_that_another_program_changes_during_a_run_is_left_to_it(
+def test_a_file_that_another_program_changes_is_not_written_further(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -209,7 +210,7 @@ def test_a_file_that_another_program_changes_during_a_run_is_left_to_it(
         ),
     ],
 )
-def test_a_file_that_was_changed_between_runs_is_refused_as_it_is(
+def test_a_file_that_was_changed_between_runs_is_rejected_unchanged(
     tmp_path: Path, text: str, words: str
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -224,7 +225,7 @@ def test_a_file_that_was_changed_between_runs_is_refused_as_it_is(
     assert path.read_bytes() == before
 
 
-def test_a_file_that_cannot_be_there_is_reported_before_a_model_loads(
+def test_an_impossible_file_is_reported_before_a_model_loads(
     cbatch: Command, tmp_path: Path
 ) -> None:
     for path in (tmp_path, tmp_path / "no" / "such.jsonl"):
@@ -232,7 +233,7 @@ def test_a_file_that_cannot_be_there_is_reported_before_a_model_loads(
         assert run.status == 2 and f"--output: {path} cannot be written" in run.err
 
 
-def test_half_a_pair_is_written_as_json_writes_it(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_escaped_as_in_json(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0], text="\ud800 ü"))

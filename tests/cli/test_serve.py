@@ -1,4 +1,4 @@
-"""`cbatch serve` as an operator runs it: the demo pair, a request, a stop signal."""
+"""`cbatch serve` in a process: the demo pair, a request, a stop signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from cbatch.cli.serve import LOST
+from cbatch.cli.serve import ENGINE_LOST
 from cbatch.demo import demo_paths
 from cbatch.server.protocol.errors import EngineLostError
 from tests.cli.conftest import Run
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent.parent
 def serve(
     *options: Any, environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Start `cbatch serve`; yield the process, its address, and its output until then."""
+    """Start `cbatch serve`. Yield the process, its address, and its output so far."""
     command = [sys.executable, "-m", "cbatch.cli.main", "serve", *map(str, options)]
     with subprocess.Popen(
         command, env=os.environ | environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -50,7 +50,7 @@ def serve(
                 process.kill()
 
 
-def test_it_serves_the_demo_pair_until_it_is_stopped(tmp_path: Path) -> None:
+def test_serve_runs_the_demo_pair_until_it_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# of the web shop\nthird\n")
     (tmp_path / "serve.toml").write_text(
         f'num_blocks = 64\napi_key = ["none"]\napi_key_file = "{tmp_path / "keys"}"\n'
@@ -90,14 +90,14 @@ def test_it_serves_the_demo_pair_until_it_is_stopped(tmp_path: Path) -> None:
         with socket.create_connection(address) as one, socket.create_connection(address) as two:
             with pytest.raises(HTTPError, match="503"):
                 post(f"{where}/v1/completions", body, "first")
-            assert one.recv(1) == two.recv(1) == b"", "they have had their time"
+            assert one.recv(1) == two.recv(1) == b"", "the request had its grace time"
         with urlopen(f"{where}/ready", timeout=60) as ready:
             assert ready.status == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
 
 
-def test_the_models_own_defaults_hold_for_calls_that_leave_a_field_out(tmp_path: Path) -> None:
+def test_the_models_defaults_apply_to_fields_that_calls_omit(tmp_path: Path) -> None:
     model = shutil.copytree(demo_paths()[0], tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 9}')
     with serve(model, "--port", "0", environment={"CBATCH_LOOKAHEAD": "off"}) as (_, where, log):
@@ -117,14 +117,14 @@ def post(url: str, body: dict[str, Any], key: str) -> Any:
         return json.loads(response.read())
 
 
-def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
+def test_a_lost_engine_is_the_last_log_line_and_sets_the_exit_status(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def lost(*_: Any) -> None:
         raise EngineLostError("the engine died 8 times without a token")
 
     monkeypatch.setattr("cbatch.cli.serve.serve_engine", lost)
-    assert cbatch("serve").status == LOST == 1
+    assert cbatch("serve").status == ENGINE_LOST == 1
     last = caplog.records[-1]
     assert last.levelname == "CRITICAL"
     assert last.getMessage().startswith("the engine died 8 times without a token; the server exits")
@@ -132,14 +132,14 @@ def test_an_engine_that_is_lost_is_the_last_line_and_a_status(
 
 @pytest.mark.parametrize("files", [8, 64, 256])
 def test_too_few_open_files_are_reported_in_a_line(files: int) -> None:
-    """The process starts with too few: an event loop takes some before anything is checked."""
+    """The event loop needs some files before the check."""
     command = f"ulimit -n {files}; exec {sys.executable} -m cbatch.cli.main serve --port 0"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"open files: this process may have {files}" in done.stderr
 
 
-def test_an_origin_without_a_scheme_is_refused(cbatch: Callable[..., Run]) -> None:
+def test_an_origin_without_a_scheme_is_rejected(cbatch: Callable[..., Run]) -> None:
     done = cbatch("serve", "--cors-origin", "localhost:3000")
     assert done.status == 2
     assert "--cors-origin: 'localhost:3000' is not an origin; give a scheme" in done.err

@@ -1,4 +1,4 @@
-"""Sources of settings, their order, and errors about wrong ones."""
+"""Sources of settings, their order, and errors about invalid settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(
     return read_settings(ServeSettings, arguments(*flags), variables, file)
 
 
-def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Path) -> None:
+def test_flags_override_variables_and_variables_override_the_file(tmp_path: Path) -> None:
     variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram", "CBATCH_OVERLAP": "1"}
     settings = read(tmp_path, FILE, variables, "--drafter", "suffix", "DIR", "--ageing", "0.5")
     values = settings.values
@@ -57,11 +57,10 @@ def test_a_flag_counts_more_than_a_variable_that_more_than_the_file(tmp_path: Pa
     assert read(tmp_path, "", variables).values.engine.drafter == ("suffix", "ngram")
 
 
-def test_how_calls_sample_is_the_servers_setting_alone(
+def test_only_the_server_has_the_setting_generation_config(
     cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other commands have flags of their own for it, so the model's defaults do not apply to
-    them."""
+    """Other commands have sampling flags, so the model's defaults do not apply."""
     given: list[EngineOptions] = []
 
     def load(model: Any, draft: Any, options: EngineOptions) -> Any:
@@ -87,7 +86,7 @@ def test_how_calls_sample_is_the_servers_setting_alone(
         read(tmp_path, "", variables)
 
 
-def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
+def test_nested_settings_have_defaults_and_can_be_set() -> None:
     values = ServeSettings()
     assert read_settings(ServeSettings, arguments()).values == values
     assert (values.engine, values.limits) == (EngineOptions(), Limits())
@@ -117,7 +116,7 @@ def test_every_part_has_its_own_defaults_and_can_be_set() -> None:
         ("", {}, ("--grace", "-1"), "--grace", "-1"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_place(
+def test_errors_about_settings_name_their_source(
     tmp_path: Path,
     text: str,
     variables: dict[str, str],
@@ -130,7 +129,7 @@ def test_a_wrong_setting_is_named_with_its_place(
     assert caught.value.field.endswith(origin) and problem in str(caught.value)
 
 
-def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> None:
+def test_errors_of_the_engine_use_the_name_that_the_user_gave(tmp_path: Path) -> None:
     for text, variables, flags, origin in (
         ("kv_memory = 1e-9", {}, (), "serve.toml: kv_memory"),
         ("", {"CBATCH_KV_MEMORY": "1e-9"}, (), "CBATCH_KV_MEMORY"),
@@ -145,7 +144,7 @@ def test_what_the_engine_finds_wrong_has_the_operators_name(tmp_path: Path) -> N
     assert settings.named(FieldError("lookahead.k", "x", "y")).field == "--lookahead"
 
 
-def test_unknown_variables_are_named_except_those_of_kubernetes(tmp_path: Path) -> None:
+def test_unknown_variables_are_reported_except_those_of_kubernetes(tmp_path: Path) -> None:
     cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
     cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
     variables = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
@@ -153,7 +152,7 @@ def test_unknown_variables_are_named_except_those_of_kubernetes(tmp_path: Path) 
     assert read(tmp_path, "", cluster).values.port == 8000
 
 
-def test_errors_at_start_say_what_to_do(
+def test_errors_at_start_name_the_remedy(
     cbatch: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No case starts an engine."""

@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", 0.5)
 
 
-def test_capacity_is_found_and_every_rate_reported(cbatch: Command, trace: Path) -> None:
+def test_the_capacity_and_all_rates_are_reported(cbatch: Command, trace: Path) -> None:
     """Service takes 50 ms every 0.5 s: the capacity is 10 times the rate."""
     out = trace.parent / "capacity.json"
     run = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=0.05", "--json", out)
@@ -58,11 +58,11 @@ SESSIONS = ("--turns", "fixed:3", "--think", 0.3)
 @pytest.mark.parametrize(
     ("counts", "more"), [((25, 600), ("--requests",)), ((10, 100), (*SESSIONS, "--sessions"))]
 )
-def test_the_same_load_has_the_same_capacity_however_long_its_trace(
+def test_capacity_does_not_depend_on_the_length_of_the_trace(
     cbatch: Command, tmp_path: Path, counts: tuple[int, ...], more: tuple[Any, ...]
 ) -> None:
-    """16 slots, 10 ms a step, 40 tokens on average: about 40 requests a second. The objective is on
-    the time between tokens alone, which no queue lengthens."""
+    """16 slots, 10 ms per step and 40 tokens on average: about 40 requests per second. The
+    objective is only on the time between tokens, which a queue does not change."""
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
     engine += ("--rates", "8:48")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
@@ -79,9 +79,8 @@ def test_the_same_load_has_the_same_capacity_however_long_its_trace(
     assert all(32 < per_s < 44 for per_s in rates) and max(rates) < 1.15 * min(rates), rates
 
 
-def test_a_trace_that_is_much_too_short_is_called_so(cbatch: Command, tmp_path: Path) -> None:
-    """The engine has unlimited slots: behaviour beyond the time that 10,000 requests last is
-    unknown."""
+def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: Path) -> None:
+    """The engine has unlimited slots, and the trace is too short to show a growing queue."""
     path = tmp_path / "long.jsonl"
     requests = [
         TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)
@@ -112,7 +111,7 @@ def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
     above = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "3:5")
     tried = above.lines[-1]["scenarios"][0]["tried"]
-    assert [one["rate"] for one in tried] == [3, 5], "it begins where the range does"
+    assert [one["rate"] for one in tried] == [3, 5], "not the lower end of the range"
 
 
 @pytest.mark.parametrize(
@@ -133,14 +132,14 @@ def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
         (("--slo", "ttft=1", "--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
-def test_bad_options_say_what_is_wrong(
+def test_errors_about_bad_options(
     cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
 ) -> None:
     run = cbatch("sim", "capacity", trace, *CONSTANT, *argv)
     assert run.status == 2 and words in run.err, run.err
 
 
-def test_traces_without_a_capacity_say_why(cbatch: Command, tmp_path: Path) -> None:
+def test_traces_without_a_capacity_report_the_reason(cbatch: Command, tmp_path: Path) -> None:
     at_once = write(tmp_path / "at_once.jsonl", 0.0)
     run = cbatch("sim", "capacity", at_once, *CONSTANT, "--slo", "ttft=1")
     assert run.status == 2 and "all arrive at once" in run.err

@@ -1,4 +1,4 @@
-"""`cbatch sim --sweep`: every row equals the run of its values alone."""
+"""`cbatch sim --sweep`: every row equals a separate run with its values."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_are_the_runs_that_their_values_make(cbatch: Command, trace: Path) -> None:
-    """Sweep numbers, a policy that needs a draft and one that does not, and a switch. Run in
-    several processes, in one, and each row alone."""
+def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path) -> None:
+    """Sweep numbers, policies with and without a draft, and a switch, in several processes and in
+    one. Each row also runs alone."""
     drafts = ("--draft-model", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
     sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-num-seqs=2,8")
     files = [trace.parent / f"{i}.json" for i in range(2)]
@@ -116,7 +116,7 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         (("--processes", 2), "--processes: would be ignored without --sweep"),
     ],
 )
-def test_bad_sweeps_are_refused_before_anything_runs(
+def test_bad_sweeps_are_rejected_before_anything_runs(
     cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: Any, **more: Any) -> None:
@@ -129,7 +129,7 @@ def test_bad_sweeps_are_refused_before_anything_runs(
     assert not out.exists()
 
 
-def test_an_error_in_another_process_is_reported_as_it_was(cbatch: Command, tmp_path: Path) -> None:
+def test_an_error_in_another_process_is_reported_unchanged(cbatch: Command, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1,2,3\n2,2,2\n3,x,3\n")
     run = cbatch("sim", path, *CONSTANT, "--sweep", "max-num-seqs=2,3", "--processes", 2)
@@ -144,6 +144,6 @@ def test_an_error_in_another_process_is_reported_as_it_was(cbatch: Command, tmp_
         TraceError("file.csv", 7, "prompt", "has 0 tokens", "fix the row"),
     ],
 )
-def test_errors_cross_processes_whole(error: FieldError) -> None:
+def test_errors_are_pickled_completely(error: FieldError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

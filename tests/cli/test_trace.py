@@ -50,7 +50,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl.gz"
     refused = cbatch("trace", "convert", source, out)
     assert refused.status == 2 and "line 3: arrival" in refused.err and not out.exists()
-    assert list(tmp_path.iterdir()) == [source], "nothing half written is left"
+    assert list(tmp_path.iterdir()) == [source], "a partial file is left"
     assert cbatch("trace", "convert", source, out, "--sort").lines[-1]["requests"] == 3
     assert [(r.arrival_s, r.prompt_tokens) for r in Trace(out)] == [(0, 20), (2, 10), (6, 30)]
     half = tmp_path / "half.jsonl"
@@ -76,7 +76,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
         (("convert", "{trace}", "{out}/in/nowhere"), "OUT: "),
     ],
 )
-def test_bad_commands_say_what_is_wrong(
+def test_errors_about_bad_commands(
     cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
 ) -> None:
     before = trace.read_bytes()
@@ -86,7 +86,7 @@ def test_bad_commands_say_what_is_wrong(
     assert trace.read_bytes() == before and not places["out"].exists()
 
 
-def test_sim_prints_a_table_and_writes_what_it_is_asked_for(cbatch: Command, trace: Path) -> None:
+def test_sim_prints_a_table_and_writes_the_requested_files(cbatch: Command, trace: Path) -> None:
     names = ("records.jsonl", "page.html", "steps.json", "a.json", "b.json")
     records, page, steps, *reports = (trace.parent / name for name in names)
     files = ("--records", records, "--page", page, "--perfetto", steps)
@@ -134,7 +134,7 @@ def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
     assert [row["replicas"] for row in swept.lines[-1]["scenarios"]] == ["1", "2"]
 
 
-def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
+def test_requests_that_cannot_run_are_reported(cbatch: Command, trace: Path) -> None:
     small = ("--num-blocks", 2, "--max-model-len", 500, "--step-seconds", 0.01)
     run = cbatch("sim", trace, *small)
     assert run.status == 0 and "refused" in run.out and "whole KV pool" in run.out
@@ -183,22 +183,22 @@ def test_what_cannot_run_is_reported(cbatch: Command, trace: Path) -> None:
         (("--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
-def test_bad_options_say_what_is_wrong(
+def test_errors_about_bad_options(
     cbatch: Command, trace: Path, argv: tuple[Any, ...], words: str
 ) -> None:
     run = cbatch("sim", trace, *argv)
     assert run.status == 2 and words in run.err, run.err
 
 
-def test_the_pool_is_a_devices_or_a_recorded_runs(
+def test_the_pool_of_a_device_or_of_a_recorded_run(
     cbatch: Command, trace: Path, tmp_path: Path
 ) -> None:
     card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
     settings = cbatch("sim", trace, *card).lines[-1]["settings"]
-    assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as vLLM 0.19 had on one"
+    assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as in vLLM 0.19 on this GPU"
     assert (settings["pool"], settings["gpu_memory_utilization"]) == ("vllm-0.19", 0.9)
     longer = cbatch("sim", trace, *card, "--step-budget", 32768).lines[-1]["settings"]
-    assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "its largest step takes more"
+    assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "the largest step needs more memory"
     log = tmp_path / "vllm.log"
     log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
     for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-len", 9000)):
@@ -207,7 +207,7 @@ def test_the_pool_is_a_devices_or_a_recorded_runs(
 
 
 def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
-    """An engine's log gives back arrivals, lengths, outputs, and shared prefixes."""
+    """An engine's log has the arrivals, lengths, outputs and shared prefixes."""
     path = tmp_path / "steps.jsonl"
     with StepRecorder(path) as log:
         world = World(make_config(eos_ids=(3,)), log=log)
@@ -233,7 +233,7 @@ def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
 
 
 def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
-    """Return the rules that no option names, as the simulated engine has them."""
+    """Return the settings of the simulated engine that no option sets."""
     parser = argparse.ArgumentParser()
     add_flags(parser, Scenario)
     args = parser.parse_args([str(path), "--step-seconds", "0.01", *argv])
@@ -241,9 +241,9 @@ def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
     return config.decode_reserve_tokens, config.ageing_per_s
 
 
-def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path) -> None:
-    """Without a size on the command line the log's applies; with one, the command line's. The pool
-    of a device is its own."""
+def test_a_step_log_supplies_its_engines_settings(cbatch: Command, tmp_path: Path) -> None:
+    """Without a size on the command line, the log's size applies. With `--gpu` the pool is the
+    device's."""
     path = tmp_path / "steps.jsonl"
     rules = {"queue_policy": "shortest", "ageing_per_s": 7.0, "decode_reserve_tokens": 3}
     config = make_config(max_num_seqs=3, enable_prefix_caching=False, **rules)
@@ -282,7 +282,9 @@ def test_a_step_log_brings_its_engines_settings(cbatch: Command, tmp_path: Path)
     assert run_as_recorded(path, "--queue-policy", "fcfs") == (3, None)
 
 
-def test_the_header_says_what_is_simulated(cbatch: Command, trace: Path, calibration: Path) -> None:
+def test_the_header_describes_the_simulated_engine(
+    cbatch: Command, trace: Path, calibration: Path
+) -> None:
     roofline = "simulated: cost roofline, gpu H100, model llama-3.1-8b, tensor parallel size 1"
     assert roofline in cbatch("sim", trace).out
     one = ("--gpu", "L4", "--model", "llama-3.2-1b")
@@ -324,12 +326,12 @@ def test_blocks_and_stamps_of_other_writers(cbatch: Command, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file that `cbatch calibrate` writes of a few steps of the demo pair."""
+    """Return the file that `cbatch calibrate` writes for a few steps of the demo pair."""
     from cbatch.cli.main import main
 
     path = tmp_path_factory.mktemp("calibration") / "cost.json"
     sizes = ["--max-num-seqs", "2", "--num-blocks", "80", "--max-model-len", "160"]
-    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # goodput would measure prices
+    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # `adaptive` needs prices
     assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
     return path
 

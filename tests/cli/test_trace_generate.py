@@ -1,4 +1,4 @@
-"""`cbatch trace generate` writes what `sim.workload.generate` makes, in a form that readers
+"""`cbatch trace generate` writes the requests of `sim.workload.generate` in a format that readers
 accept."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_sessions_share_what_they_should(cbatch: Command, tmp_path: Path) -> Non
         ((*CERTAIN, "--requests", 5, "--output", "zipf:1"), "--output: 'zipf:1' is not known"),
     ],
 )
-def test_bad_options_say_what_is_wrong(
+def test_errors_about_bad_options(
     cbatch: Command, tmp_path: Path, argv: tuple[Any, ...], words: str
 ) -> None:
     run = cbatch("trace", "generate", tmp_path / "out.jsonl", *argv)

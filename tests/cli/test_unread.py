@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.cli.main import UNREAD
+from cbatch.cli.main import BROKEN_PIPE
 
 ROOT = Path(__file__).parent.parent.parent
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "0.5,8,4\n" * 40
@@ -37,9 +37,11 @@ def run_unread(code: str, *command: str) -> tuple[int, str]:
         ("trace", "convert", "TRACE", "OUT"),  # a single line, at the very end
     ],
 )
-def test_commands_end_quietly(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_commands_print_no_traceback_after_a_broken_pipe(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE, encoding="utf-8")
     paths = {"TRACE": str(trace), "OUT": str(tmp_path / "out.jsonl")}
     words = [paths.get(word, word) for word in command]
-    assert run_unread(CBATCH, *words) == (UNREAD, "")
+    assert run_unread(CBATCH, *words) == (BROKEN_PIPE, "")

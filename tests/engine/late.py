@@ -1,4 +1,4 @@
-"""Late kernels of an engine without a device; their compiling processes end when a test says so."""
+"""Background kernels of an engine without a device. A test decides when their compilers end."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_every_request_has_one_ending(depth: int) -> None:
     assert sent == steps[-1]
 
 
-def test_without_work_a_step_brings_nothing() -> None:
+def test_without_work_a_step_returns_nothing() -> None:
     core = make_engine().core
     assert not core.busy and core.step() == StepOutput()
     core.add(make_request("a", [5, 6, 7]))
@@ -79,11 +79,11 @@ def test_requests_that_can_neither_run_nor_end_are_an_error(
         core.step()
 
 
-def test_of_choices_that_wait_for_kernels_none_stays_where_one_is_refused(
+def test_a_rejected_choice_removes_the_other_choices_that_wait_for_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = held_kernels(tmp_path, monkeypatch)
-    engine = make_engine(late=late.kernels)
+    engine = make_engine(background_kernels=late.kernels)
     add = engine.core.add
 
     def refusing(request: object, output: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The drafter, chosen when an engine is loaded and by each request."""
+"""Drafters chosen when an engine is loaded, and by each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.core.prices.cost_profile import CostProfile
 from tests.test_llm import PROMPTS, make, write_model
 
 REPEATING = [prompt * 4 for prompt in PROMPTS]
-# So small a model repeats one token for ever without a slight penalty.
+# Without a slight penalty such a small model repeats one token for ever.
 FREE = {"max_tokens": 48, "ignore_eos": True}
 GREEDY = SamplingParams(temperature=0, frequency_penalty=0.05, **FREE)
 COUPLED = SamplingParams(temperature=0.1, top_k=4, seed=5, **FREE)
@@ -48,7 +48,7 @@ def tokens(llm: LLM, params: Any) -> list[tuple[int, ...]]:
         (("ngram",), True, {"lookahead": "fixed:2"}),
     ],
 )
-def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options):
+def test_tokens_do_not_depend_on_the_drafter(pair, plain, drafter, draft, options):
     llm = make(pair, draft=draft, drafter=drafter, **options)
     assert [tokens(llm, params) for params in (GREEDY, COUPLED)] == plain
     speculation = llm.engine.stats.speculation
@@ -58,11 +58,11 @@ def test_tokens_do_not_depend_on_who_drafts(pair, plain, drafter, draft, options
 
 
 def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
-    """Its prices are measured too, and are those of the lookup itself. A lookup has no sequential
-    passes, so a deeper draft costs it hardly more."""
+    """The price of the lookup is measured, too. A lookup has no sequential passes, so a longer
+    draft costs hardly more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     llm = make(pair, draft=False, drafter=("ngram",), lookahead="adaptive:4")
-    # Whether drafts pay depends on the machine: where a step is short none does.
+    # Drafts pay only on some machines: where steps are short, no draft pays.
     assert tokens(llm, GREEDY) == plain[0]
     model = make(pair, lookahead="adaptive:4")
     profiles: list[CostProfile] = []
@@ -70,7 +70,7 @@ def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
         profile = loaded.engine.scheduler.config.cost_profile
         assert profile is not None
         profiles.append(profile)
-    # Cost of drafting in a step in which a row drafts one token, and eight.
+    # Cost of drafting one token, and eight, in a step of one row.
     (one, eight), (model_one, model_eight) = (
         [p.draft_setup_s + k * (p.draft_pass_s + p.draft_token_s) for k in (1, 8)] for p in profiles
     )
@@ -78,7 +78,7 @@ def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
     assert eight - one < model_eight - model_one
 
 
-def test_each_request_may_choose(pair, plain):
+def test_each_request_may_choose_its_drafter(pair, plain):
     llm = make(pair, drafter=("suffix", "model"), lookahead="fixed:3")
     assert llm.engine.core.drafters == ("model", "ngram", "suffix")
     chains = [("ngram",), ("model", "suffix"), ("suffix",), None]
@@ -97,7 +97,7 @@ def test_lookups_are_loaded_with_a_draft_model_without_an_option(pair, plain):
     assert llm.engine.stats.speculation.accepted_tokens > 20
 
 
-def test_without_drafters_a_request_for_one_is_refused(pair):
+def test_without_drafters_a_request_with_a_drafter_is_rejected(pair):
     llm = make(pair, draft=False)
     assert llm.engine.core.drafters == llm.info.drafter == ()
     (done,) = llm.generate("abc", SamplingParams(drafter=("ngram",)))

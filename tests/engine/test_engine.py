@@ -12,8 +12,7 @@ PROMPT = "def add(a, b):"
 
 
 def run(engine: Engine) -> tuple[dict[tuple[str, int], Choice], list[Output]]:
-    """Return every choice by (request, index), and all outputs; check that each choice ends exactly
-    once."""
+    """Return the choices by (request, index), and all outputs. Check that each choice ends once."""
     outputs: list[Output] = []
     for _ in range(2000):
         if not engine.has_work:
@@ -30,7 +29,7 @@ def run(engine: Engine) -> tuple[dict[tuple[str, int], Choice], list[Output]]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_streamed_pieces_add_up_to_the_choice(depth: int) -> None:
+def test_streamed_pieces_join_to_the_choice(depth: int) -> None:
     engine = make_engine(depth=depth)
     for at in range(5):
         engine.add(PROMPT, SamplingParams(max_tokens=20 + at, seed=at))
@@ -97,7 +96,7 @@ def test_cancel_ends_every_choice_once_and_frees_the_blocks(depth: int) -> None:
     assert len(ended["gone", 0].token_ids) > 0
 
 
-def test_bad_requests_name_the_field_and_leave_nothing() -> None:
+def test_bad_requests_name_the_field_and_leave_no_resources() -> None:
     engine = make_engine()
     for prompt, params, field in (
         ([], None, "prompt"),

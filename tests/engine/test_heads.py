@@ -1,5 +1,5 @@
-"""Heads in an engine: the shipped one drafts; a head that guesses at random or does not fit is
-refused."""
+"""Heads in an engine: the shipped head drafts. A head that guesses at random, or does not fit, is
+rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_shipped_head_drafts_and_changes_no_text(caplog):
 
 
 @needs_compiler
-def test_a_head_that_only_guesses_is_refused(tmp_path):
+def test_a_head_with_random_guesses_is_rejected(tmp_path):
     head = shutil.copytree(demo_head(), tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
     tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
@@ -68,8 +68,8 @@ def test_a_head_that_only_guesses_is_refused(tmp_path):
 
 
 def medusa(folder: Path, scale: float) -> Path:
-    """Write a folder of two Medusa heads. With a `scale` of 0 each predicts what the model predicts
-    from the token before."""
+    """Write a folder of two Medusa heads. With a `scale` of 0, each predicts the model's own next
+    token."""
     g = torch.Generator().manual_seed(0)
     blocks = [torch.randn(256, 256, generator=g) * scale for _ in range(2)]
     folder.mkdir()
@@ -82,18 +82,18 @@ def medusa(folder: Path, scale: float) -> Path:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3])
-def test_medusa_heads_that_only_guess_are_refused(scale, tmp_path):
+def test_medusa_heads_with_random_guesses_are_rejected(scale, tmp_path):
     with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
         load_engine(TARGET, medusa(tmp_path / "heads", scale))
 
 
-def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeypatch):
-    """The heads are untrained: hardly a draft of theirs is accepted, and their self-test would
-    refuse them."""
+def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
+    """The heads are untrained, so that hardly any draft is accepted, and their self-test would
+    reject them."""
     monkeypatch.setattr(self_test.Tested, "guesses", False)
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
     llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
-    for _ in range(2):  # cold, then on prefix hits
+    for _ in range(2):  # without, then with prefix hits
         completions = llm.generate(PROMPTS, GREEDY)
         assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     stats = llm.engine.stats.speculation
@@ -102,8 +102,8 @@ def test_medusa_heads_draft_by_their_folder_and_change_no_text(tmp_path, monkeyp
 
 
 @needs_compiler
-def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
-    """The file does not say whether the residual is normed, and the first guess is wrong."""
+def test_the_reading_of_a_head_that_agrees_significantly_more_is_used():
+    """The file does not state whether the residual is normed, and the first reading is wrong."""
     target = load_model(TARGET)
     right = read_head(demo_head(), target.config)[0]
     wrong = structs.replace(right, norm_before_residual=True)
@@ -119,8 +119,8 @@ def test_a_reading_that_agrees_more_beyond_doubt_is_taken():
 
 @needs_compiler
 @torch.inference_mode()
-def test_a_head_of_a_model_in_blocks_is_rounded_to_blocks(tmp_path):
-    """Its drafts stay nearly the same, from half the bytes."""
+def test_a_head_of_a_quantised_model_is_quantised(tmp_path):
+    """Its drafts stay nearly the same, with half the bytes."""
     values, tensors = convert(TARGET, Q8_0)
     path = tmp_path / "target.gguf"
     path.write_bytes(gguf_bytes(values, tensors))
@@ -145,7 +145,7 @@ def test_a_head_of_a_model_in_blocks_is_rounded_to_blocks(tmp_path):
     assert (heads[0].argmax(-1) == heads[1].argmax(-1)).float().mean() > 0.9
 
 
-def test_a_head_of_another_model_is_refused_before_anything_loads(tmp_path):
+def test_a_head_of_another_model_is_rejected_before_anything_loads(tmp_path):
     head = shutil.copytree(demo_head(), tmp_path / "head")
     config = json.loads((head / "config.json").read_text())
     config["transformer_layer_config"]["vocab_size"] = 32000

@@ -1,4 +1,4 @@
-"""Requests wait for kernels that are still being compiled only if they need them."""
+"""Requests wait for pending kernels only if they need these kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(engine: Engine, *kinds: str, **more: Any) -> None:
 
 
 def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
-    """Step until only the requests `left` have not ended; return the output of the others."""
+    """Step until all requests except `left` have ended. Return the output of the ended requests."""
     ended: dict[str, Choice] = {}
     while len(engine._groups) > len(left):
         for output in engine.step():
@@ -54,14 +54,14 @@ def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_waits_for_its_kernels_and_no_other_does(
+def test_only_requests_that_need_pending_kernels_wait(
     late: HeldKernels, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm = make_engine(depth=depth)
     add(calm, *PARAMS)
     undisturbed = steps(calm, set())
-    engine = make_engine(depth=depth, late=late.kernels)
-    assert engine.core.late_kernels.pending == GROUPS
+    engine = make_engine(depth=depth, background_kernels=late.kernels)
+    assert engine.core.background_kernels.pending == GROUPS
     add(engine, *PARAMS)
     outputs = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
     assert set(outputs) == {"plain", "filtered"}
@@ -69,20 +69,20 @@ def test_a_request_waits_for_its_kernels_and_no_other_does(
         assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
     late.end(BLOCKS)
     outputs |= steps(engine, WAITS[SHAPED])
-    assert engine.core.late_kernels.pending == (SHAPED,)
+    assert engine.core.background_kernels.pending == (SHAPED,)
     late.end(SHAPED)
     outputs |= steps(engine, set())
-    assert engine.core.late_kernels.pending == ()
+    assert engine.core.background_kernels.pending == ()
     texts = {kind: choice.text for kind, choice in outputs.items()}
     assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
     assert all(choice.finish_reason is FinishReason.LENGTH for choice in outputs.values())
     assert held_kernels(late.folder, monkeypatch).kernels.pending == (), "the next start finds them"
 
 
-def test_kernels_that_do_not_compile_hold_nothing_up(
+def test_kernels_that_do_not_compile_block_no_request(
     late: HeldKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine(late=late.kernels)
+    engine = make_engine(background_kernels=late.kernels)
     add(engine, *PARAMS)
     late.end(SHAPED, status=1)
     late.end(BLOCKS, status=-9)
@@ -92,7 +92,7 @@ def test_kernels_that_do_not_compile_hold_nothing_up(
 
 
 def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: HeldKernels) -> None:
-    engine = make_engine(late=late.kernels)
+    engine = make_engine(background_kernels=late.kernels)
     add(engine, "shaped", n=3)
     with pytest.raises(FieldError, match="prompt"):
         engine.add("x" * 5000, SamplingParams(logit_bias={5: 1.0}))
@@ -104,14 +104,14 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     assert reasons == [FinishReason.CANCELLED] * 3
     assert not engine.has_work
     late.end(SHAPED)
-    while SHAPED in engine.core.late_kernels.pending:
+    while SHAPED in engine.core.background_kernels.pending:
         pass
     assert engine.step() == [] and not engine.scheduler.has_work
 
 
-def test_what_is_compiled_is_logged(late: HeldKernels, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_kernels_are_logged(late: HeldKernels, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cbatch"):
-        engine = make_engine(late=late.kernels)
+        engine = make_engine(background_kernels=late.kernels)
         for group in GROUPS:
             assert f"compiling while serving: {group}\n" in caplog.text
             late.end(group)

@@ -19,7 +19,7 @@ def crowd(count=6, **params):
 
 
 @DEPTHS
-def test_idle_is_none(depth):
+def test_an_idle_loop_returns_none(depth):
     world = World(depth=depth)
     assert world.step() is None
     world.add(make_request("a", max_tokens=2))
@@ -70,7 +70,7 @@ def test_a_fault_costs_time_and_no_tokens(depth):
 
 
 @DEPTHS
-def test_a_request_that_always_fails_ends_and_the_others_go_on(depth):
+def test_a_request_that_always_fails_ends_and_others_continue(depth):
     world = World(depth=depth, faults=Faults(raise_with_requests=frozenset({"bad"})))
     world.add(*crowd(3))
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_only_requests_common_to_all_failing_steps_are_suspects():
 
 
 @DEPTHS
-def test_nothing_hangs_on_an_executor_that_always_fails(depth):
+def test_all_requests_end_if_the_executor_always_fails(depth):
     world = World(depth=depth, faults=Faults(raise_at_runs=frozenset(range(10_000))))
     world.add(*crowd(12))
     world.run(max_steps=100)
@@ -107,7 +107,7 @@ def test_nothing_hangs_on_an_executor_that_always_fails(depth):
 
 
 @DEPTHS
-def test_faults_with_tokens_in_between_never_add_up(depth):
+def test_faults_with_tokens_in_between_are_not_added_up(depth):
     config = make_config(max_num_seqs=1, max_num_batched_tokens=32)
     every_other = Faults(raise_at_runs=frozenset(range(0, 200, 4)))
     world = World(config, depth=depth, faults=every_other)
@@ -118,7 +118,7 @@ def test_faults_with_tokens_in_between_never_add_up(depth):
 
 
 @DEPTHS
-def test_non_finite_row_ends_alone(depth):
+def test_a_non_finite_row_ends_only_its_own_request(depth):
     config = make_config(lookahead="fixed:3", num_blocks=24, max_num_seqs=3)
     world = World(config, depth=depth, faults=Faults(non_finite_at={"r1": 5}))
     world.add(*crowd(8))
@@ -148,17 +148,17 @@ def test_non_finite_draft_never_is_an_error(depth):
 
 
 @DEPTHS
-def test_a_bug_of_the_scheduler_is_not_taken_for_a_fault(depth):
+def test_a_bug_of_the_scheduler_is_not_handled_as_a_fault(depth):
     world = World(depth=depth)
     world.add(make_request("a"))
     world.step()
-    world.executor._target_kv.clear()  # as if its blocks had been given to another row
+    world.executor._target_kv.clear()  # as if the blocks belonged to another row
     with pytest.raises(ContractBreachError):
         world.step()
 
 
 @pytest.mark.parametrize("depth", [2, -1])
-def test_other_depths_are_refused(depth):
+def test_other_depths_are_rejected(depth):
     world = World()
     with pytest.raises(ValueError, match="depth"):
         StepLoop(world.scheduler, world.executor, clock=VirtualClock(), depth=depth)

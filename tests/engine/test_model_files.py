@@ -1,4 +1,4 @@
-"""GGUF files in place of a model's directory, and models by their names."""
+"""GGUF files instead of model directories, and models by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of random weights with all files that a chat needs."""
+    """Write a model with random weights and all files that a chat needs."""
     folder = tmp_path_factory.mktemp("tiny")
     build(folder, "llama", vocab_size=352)
     values, tensors = convert(folder, Q8_0)
@@ -44,9 +44,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_target_and_a_draft_of_another_type(tmp_path: Path) -> None:
-    """A second file with the weights of the demo pair gives the same tokens, and so does a draft of
-    eight bits."""
+def test_a_gguf_target_with_a_draft_of_another_type(tmp_path: Path) -> None:
+    """A GGUF file with the demo pair's weights gives the same tokens, also with a draft of eight
+    bits."""
     paths = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
     for model, path, kind in zip(demo_paths(), paths, (BF16, Q8_0), strict=True):
         path.write_bytes(gguf_bytes(*convert(model, kind)))
@@ -72,8 +72,8 @@ def test_text_in_and_out(tiny: Path) -> None:
 
 
 def test_a_file_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Config, weights, tokenizer and template share one read, as long as a reference remains and
-    the file is the same."""
+    """Config, weights, tokenizer and template share one read, while a reference remains and the
+    file is unchanged."""
     read: list[Path] = []
     whole = gguf_file.read_parts
     monkeypatch.setattr(gguf_file, "read_parts", lambda path: read.append(path) or whole(path))
@@ -102,7 +102,7 @@ def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_a_file(tiny: Path) -> None:
+def test_a_server_with_a_gguf_file(tiny: Path) -> None:
     options = ("--port", "0", "--lookahead", "off", "--max-num-seqs", "2")
     with serve(tiny, *options, environment={}) as (_, where, log):
         assert f"serving tiny.gguf on {where}" in log
@@ -218,9 +218,7 @@ def test_smollm2_encodes_as_llama_cpp() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_of_a_packaged_model_the_hub_is_not_asked(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packaged_model_needs_no_hub(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads: list[tuple[str, ...]] = []
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: downloads.append(names))
     monkeypatch.setattr(model_files, "find_model", lambda name: tiny)
@@ -229,7 +227,7 @@ def test_of_a_packaged_model_the_hub_is_not_asked(
 
 @SMOLLM2
 @pytest.mark.slow
-def test_smollm2_writes_as_llama_cpp() -> None:
+def test_smollm2_generates_the_same_text_as_llama_cpp() -> None:
     template = chat_template_of("smollm2")
     assert template is not None
     prompts = [template.render([{"role": "user", "content": text}]) for text in WRITTEN]

@@ -1,4 +1,4 @@
-"""Progress of long work: occasional lines without a terminal, a bar on one."""
+"""Progress of long work: a bar on a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_lines_without_a_terminal(
     assert capsys.readouterr().err.splitlines() == [f"2 of 5 {unit}", f"5 of 5 {unit}, 9 tokens/s"]
 
 
-def test_nothing_is_shown_where_nothing_is_asked_for(
+def test_nothing_is_shown_without_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)

@@ -1,5 +1,5 @@
-"""Tensor parallelism with real processes: text is the same at any batch, k and chunk, and after a
-restart. Ranks end together."""
+"""Tensor parallelism with real processes: the text is the same for any batch, k and chunk, and
+after a restart. All ranks end together."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def threads_as_before() -> Any:
 
 
 def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
-    """Requests run alone and 32 at once, with k = 0 and 4, whole prompts and chunks. They run with
-    and without preemptions, on ranks that are restarted."""
+    """Requests run alone and in batches of 32, with k = 0 and 4, with whole prompts and chunks,
+    with and without preemption, and on restarted ranks."""
     drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
     pair = tiny / "tiny", tiny / "draft"
     plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)
@@ -113,7 +113,7 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
 
 @needs_compiler
 def test_a_head_drafts_and_changes_no_text() -> None:
-    """Both ranks run its self-test, and both refuse it if it only guesses."""
+    """Both ranks run the self-test, and both reject a head that guesses at random."""
     prompts = demo_prompts()[:6]
     params = [
         SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
@@ -132,7 +132,7 @@ def test_a_head_drafts_and_changes_no_text() -> None:
 
 
 @needs_compiler
-def test_a_head_that_only_guesses_is_refused_by_all_ranks(tmp_path: Path) -> None:
+def test_a_head_with_random_guesses_is_rejected_by_all_ranks(tmp_path: Path) -> None:
     head = shutil.copytree(demo_head(), tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
     tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
@@ -141,7 +141,7 @@ def test_a_head_that_only_guesses_is_refused_by_all_ranks(tmp_path: Path) -> Non
         make(draft=head)
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
+def test_a_killed_rank_ends_the_others_and_is_named() -> None:
     llm = make(lookahead="off", tokenizer="none")
     ranks = ranks_of(llm)
     os.kill(ranks.pids[0], signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named() -> None:
         llm.generate([1, 2], PARAMS[1])
 
 
-def test_a_rank_that_comes_to_something_else_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_another_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make(lookahead="off", tokenizer="none")
     verify = executor_module.verify
 
@@ -168,8 +168,8 @@ def test_a_rank_that_comes_to_something_else_is_found_out(monkeypatch: pytest.Mo
 
 @pytest.mark.statistics
 @pytest.mark.slow
-def test_a_fault_of_rank_0_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank waits for it in the middle of a step, and is ended too."""
+def test_a_fault_of_rank_0_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits for rank 0 in the middle of a step, and is ended, too."""
     llm = make(lookahead="off", tokenizer="none")
 
     def full(*args: Any) -> Any:
@@ -199,7 +199,7 @@ def test_ranks_do_not_outlive_rank_0() -> None:
     assert gone(pid)
 
 
-def test_generate_tells_its_ranks_and_their_threads() -> None:
+def test_generate_prints_its_ranks_and_their_threads() -> None:
     command = [sys.executable, "-m", "cbatch.cli.main", "generate", "x = ", "--max-tokens", "4"]
     command += ["--tensor-parallel-size", "2", "--lookahead", "off", "--threads", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -222,14 +222,15 @@ def test_generate_tells_its_ranks_and_their_threads() -> None:
         ),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], problem: str) -> None:
+def test_models_that_cannot_be_split_are_rejected(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(FieldError, match=problem):
         LLM(TARGET, **({"tensor_parallel_size": 2} | options))
 
 
 def test_threads_and_kv_memory_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given threads and memory are divided among the ranks; each rank holds part of a block."""
-    monkeypatch.setattr("cbatch.runtime.cpu.backend.given_cpus", lambda: 2)
+    """Configured threads and memory are divided among the ranks. Each rank has a part of each
+    block."""
+    monkeypatch.setattr("cbatch.runtime.cpu.backend.usable_cpus", lambda: 2)
     torch.set_num_threads(2)
     two = LLM(
         TARGET,

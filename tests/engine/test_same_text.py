@@ -1,9 +1,8 @@
-"""Text and log probabilities of greedy and seeded requests are the same to the bit, however the
-engine runs them.
+"""Text and log probabilities of greedy and seeded requests are bit-identical, however the engine
+runs them.
 
-Cases: alone or with others, any drafts, any chunks, after preemptions, and on cached prefixes. One
-thread or two, and after a restart on an idle machine or a busy one. Each case asserts that its
-condition did occur.
+Cases: any batch, drafts and chunks, after preemptions, and on cached prefixes. One or two threads,
+and after a restart on an idle or busy machine. Each case asserts that its condition occurred.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ OFTEN_BY_MODEL = {"bf16": (*CASES,), "q8_0": OFTEN, SMOLLM2: ("k = 8", *OFTEN[1:
 
 
 def grid() -> dict[str, dict[str, Any]]:
-    """Return settings with every k for every batch size; the other settings vary by turns."""
+    """Return settings with every k for every batch size. The other settings alternate."""
     cases = {}
     for at, (k, batch) in enumerate(itertools.product(range(9), (1, 2, 8, 32, 64))):
         settings: dict[str, Any] = {"batch": batch, "threads": 1 + at % 2, "chain": at // 2 % 2}
@@ -103,7 +102,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
 @pytest.fixture(scope="module")
 def plain(pair_of: PairOf) -> Plain:
     """Return the output of each request alone, with one thread, no drafts, whole prompts and no
-    cache. Requests past the first 32 are written only for a case that has more."""
+    cache. Requests beyond the first 32 run only if a case has more."""
 
     @functools.cache
     def written(model: str, count: int) -> list[Any]:
@@ -185,7 +184,8 @@ def test_same_text(pair_of: PairOf, plain: Plain, model: str, settings: dict[str
 
 
 class Start(NamedTuple):
-    """How a process starts: its number of threads, and whether all of them have one processor."""
+    """A way to start a process: its number of threads, and whether all threads share one
+    processor."""
 
     threads: int
     one_cpu: bool = False
@@ -195,7 +195,7 @@ STARTS = (Start(2), Start(1, one_cpu=True), Start(1), Start(2, one_cpu=True), St
 
 
 def output_of_process(models: Sequence[str], start: Start, environment: dict[str, str]) -> str:
-    """Return what a fresh process prints (see `written`), with more environment variables."""
+    """Return the output of a new process (see `written`) with additional environment variables."""
     cpus = os.sched_getaffinity(0)
     command = [sys.executable, "-m", "tests.engine.written", *models]
     where = ["taskset", "-c", str(min(cpus))] if start.one_cpu else []
@@ -220,7 +220,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def assert_starts_agree(
     models: Sequence[str], environment: dict[str, str], starts: Sequence[Start]
 ) -> None:
-    """Run each start twice: on the machine as it is, and with two busy loops."""
+    """Run each start twice: without and with two busy loops on the machine."""
     outputs: Counter[str] = Counter()
     for loops in (0, 2):
         with busy_processes(loops):
@@ -233,8 +233,8 @@ def assert_starts_agree(
     "starts", [STARTS[:1], pytest.param(STARTS, marks=pytest.mark.statistics)], ids=["2", "10"]
 )
 def test_a_restart_changes_no_bit(tmp_path: Path, starts: Sequence[Start]) -> None:
-    """It prints digests of logits of a tiny model and the demo's, and of output of the demo's pair
-    in fp32 and in blocks."""
+    """The process prints digests of the logits of a tiny model and of the demo model, and of the
+    output of the demo pair in fp32 and quantised."""
     build(tmp_path, "llama")
     version()  # the kernels are compiled once
     assert_starts_agree([str(tmp_path), *map(str, gguf_files(tmp_path))], {}, starts)

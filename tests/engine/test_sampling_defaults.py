@@ -18,12 +18,12 @@ def write(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_a_model_may_say_nothing(tmp_path: Path) -> None:
+def test_a_model_without_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     assert sampling_defaults(write(tmp_path)) == {}
 
 
-def test_what_vllm_heeds_counts_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_fields_that_vllm_reads_count(tmp_path: Path) -> None:
     sampling = {"temperature": 1, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
     ignored = {"do_sample": False, "eos_token_id": [1, 2], "num_beams": 4, "from_the_future": "x"}
     model = write(tmp_path, repetition_penalty=1.05, max_new_tokens=2048, **sampling, **ignored)
@@ -37,7 +37,7 @@ def gguf(folder: Path, **values: Any) -> Path:
     return path
 
 
-def test_a_gguf_file_says_it_among_its_metadata(tmp_path: Path) -> None:
+def test_defaults_in_the_metadata_of_a_gguf_file(tmp_path: Path) -> None:
     write(tmp_path, temperature=0.1)  # the value in the folder's file does not count
     assert sampling_defaults(gguf(tmp_path)) == {}
     sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}

@@ -1,4 +1,4 @@
-"""Step costs measured at start-up: the fit, the measured steps, and the file that keeps them."""
+"""Step costs measured at start-up: the fit, the measured steps, and the cache file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Machine(ModelledExecutor):
 
 
 @pytest.mark.parametrize("slots", [8, 64])
-def test_the_prices_of_a_known_machine_come_out(slots):
+def test_the_fit_finds_the_prices_of_a_known_machine(slots):
     config = msgspec.structs.replace(CONFIG, max_num_seqs=slots)
     profile = profile_costs(Machine(), config, budget_s=0.5)
     assert profile.row_s == pytest.approx(5e-5)
@@ -68,12 +68,12 @@ def test_shapes_fit_slots_pool_and_context():
         num_blocks=12, max_num_seqs=4, max_model_len=90, max_num_batched_tokens=9
     )
     shapes = shapes_for(small)
-    assert shapes and all(s.num_drafts == 0 for s in shapes), "there is no draft"
+    assert shapes and all(s.num_drafts == 0 for s in shapes), "without a draft"
     assert max(s.rows for s in shapes) == 2, "two sequences of 66 tokens fill 12 blocks"
     assert max(s.tokens for s in shapes) == 8
 
 
-def test_a_profile_is_measured_and_leaves_no_trace():
+def test_a_profile_is_measured_and_leaves_no_state():
     target, draft = tiny_model(), tiny_model(noise=0.3)
     config = SchedulerConfig(
         num_blocks=256,
@@ -94,7 +94,7 @@ def test_a_profile_is_measured_and_leaves_no_trace():
     assert run.outputs == run_engine(requests, target).outputs
 
 
-def test_a_profile_is_kept_by_what_it_depends_on(tmp_path, caplog):
+def test_a_profile_is_cached_by_its_conditions(tmp_path, caplog):
     made: list[CostProfile] = []
 
     def measure() -> CostProfile:
@@ -116,8 +116,8 @@ def test_a_profile_is_kept_by_what_it_depends_on(tmp_path, caplog):
     assert len(made) == 4 and "could not be cached" in caplog.text
 
 
-def test_a_context_too_short_for_any_profile_is_served():
-    """Prices are then learnt while serving."""
+def test_an_engine_with_a_context_too_short_for_profiling_works():
+    """Prices are then learned while serving."""
     model, draft = demo_paths()
     texts = []
     for lookahead in ("adaptive", "off"):

@@ -1,4 +1,4 @@
-"""Features that are not supported are refused by name, and the README lists them."""
+"""Unsupported features are rejected by name, and the README lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 
 from cbatch import LLM, FieldError
 from cbatch.engine.model_files import refuse_model_files
-from cbatch.engine.unsupported import FIELDS, OPTIONS, without_neutral_fields
+from cbatch.engine.unsupported import (
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_OPTIONS,
+    without_neutral_fields,
+)
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.config_json import parse_config
 
@@ -26,7 +30,7 @@ LLAMA = {
 }
 
 
-def test_the_table_names_what_is_missing() -> None:
+def test_the_readme_lists_unsupported_features() -> None:
     table = README.split("## What it does not do")[1].split("\n## ")[0].lower()
     missing = "tool calls, quantised weights, gguf, lora, state-space, tensor parallelism"
     missing += ", eagle, mtp, kv offload, embeddings, multimodal"
@@ -34,17 +38,17 @@ def test_the_table_names_what_is_missing() -> None:
         assert name in table, name
 
 
-@pytest.mark.parametrize("option", sorted(OPTIONS))
+@pytest.mark.parametrize("option", sorted(UNSUPPORTED_OPTIONS))
 def test_options_of_other_engines(option: str) -> None:
     with pytest.raises(FieldError, match=f"^{option}: .* is not supported"):
         LLM("/nowhere", **{option: 2})
 
 
-@pytest.mark.parametrize("field", sorted(FIELDS))
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED_FIELDS))
 def test_fields_of_requests(field: str) -> None:
     with pytest.raises(FieldError, match=f"^{field}: .* is not supported"):
         without_neutral_fields({field: {"anything": 2}})
-    for neutral in (None, *FIELDS[field].neutral):
+    for neutral in (None, *UNSUPPORTED_FIELDS[field].neutral):
         assert without_neutral_fields({field: neutral, "n": 2}) == {"n": 2}
 
 
@@ -78,6 +82,6 @@ def test_model_files(tmp_path: Path) -> None:
         refuse_model_files(tmp_path, "model")
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_a_missing_model() -> None:
     with pytest.raises(FieldError, match="model: /nowhere/at/all: no such model"):
         LLM("/nowhere/at/all")

@@ -1,5 +1,5 @@
-"""`device="auto"` on a machine whose GPU torch sees: the GPU serves, or the CPU with a stated
-reason."""
+"""`device="auto"` on a machine with a GPU that torch sees: the GPU is used, or the CPU with a
+stated reason."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_without_a_gpu_the_cpu_serves() -> None:
-    assert not torch.cuda.is_available(), "the suite hides GPUs from itself"
+    assert not torch.cuda.is_available(), "the test suite hides GPUs"
     assert default_device(DEFAULT) == "cpu"
 
 
-def test_a_gpu_serves_what_it_can(seen_gpu: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_used_for_options_that_it_supports(seen_gpu: pytest.MonkeyPatch) -> None:
     assert default_device(DEFAULT) == "cuda"
     assert default_device(DEFAULT._replace(kv_cache_dtype="fp8")) == "cuda"
     assert default_device(DEFAULT._replace(numerics="invariant")) == "cpu"
@@ -62,7 +62,7 @@ def test_a_missing_device_is_refused_by_name(
 
 
 @pytest.mark.parametrize("field, value", [("block_size", 48), ("block_size", 4)])
-def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
+def test_the_cpu_is_used_for_options_that_a_gpu_does_not_support(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
     with caplog.at_level(logging.WARNING, "cbatch"):
@@ -72,7 +72,7 @@ def test_what_a_gpu_does_not_serve_is_served_by_the_cpu(
         load_engine(demo_paths()[0], None, EngineOptions(device="cuda", **{field: value}))
 
 
-def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
+def test_a_gpu_that_cannot_run_the_kernels_is_not_used(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost() -> tuple[int, int]:
@@ -91,7 +91,7 @@ def test_a_gpu_that_kernels_do_not_run_on_is_left_alone(
         assert reason in caplog.text
 
 
-def test_the_demo_runs_where_a_gpu_is_seen(
+def test_the_demo_runs_on_a_machine_with_a_gpu(
     seen_gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded: list[EngineInfo] = []

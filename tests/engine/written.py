@@ -22,7 +22,7 @@ from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
-from cbatch.engine.prices.startup import most_drafts
+from cbatch.engine.prices.startup import max_drafts
 from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu.decoder import Model, load_model
@@ -33,8 +33,8 @@ from tests.runtime.engines import made_up_durations
 from tests.runtime.logit_bits import digests
 
 SMOLLM2 = "smollm2"
-# Used in turn by the requests of a run: greedy ones, and seeded ones whose tokens do not depend on
-# drafts. The wide nucleus goes beyond the tokens that a cut looks at first.
+# Used in turn by the requests of a run: greedy, and seeded with coupled verification, whose tokens
+# do not depend on drafts. The wide nucleus needs more tokens than the filter looks at first.
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.95},
@@ -46,7 +46,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 4}
 LENGTHS = (24, 8, 16, 8)  # of outputs, used in turn
 SCARCE_BLOCKS = 96  # of 4 tokens: the longest request fits, but 8 others do not fit together
-# Prompts for smollm2: text that repeats itself, which lookups guess.
+# Prompts for smollm2: repetitive text, which lookups can guess.
 PROMPTS = (
     "Repeat this list three times: apple, pear, plum, grape, cherry, apricot, melon, fig.",
     "Write down the numbers from 1 to 40, with commas between them.",
@@ -125,8 +125,8 @@ def write(
 ) -> Written:
     """Run `count` requests; by default one at a time, without drafts, chunks or a cache.
 
-    `batch`: most requests at a time. `chunk`: most tokens a step. `scarce`: few and small blocks.
-    With a prefix cache all requests run twice.
+    `batch` is the maximum of concurrent requests, `chunk` of tokens in a step. `scarce`: few and
+    small blocks. With a prefix cache all requests run twice.
     """
     target = pair.target.config
     draft = pair.draft if MODEL in drafter else None
@@ -145,10 +145,10 @@ def write(
         drafter=tuple(drafter) or None,
         lookahead=parse_lookahead(lookahead),
     )
-    # Prices of a made-up machine: on this one drafts may never pay.
+    # Prices of an invented machine, since drafts may never pay on this machine.
     priced = config.lookahead.policy == "adaptive"
     steps = Watched(
-        CpuModels(pair.target, draft).executor(config, most_drafts(config)), priced=priced
+        CpuModels(pair.target, draft).executor(config, max_drafts(config)), priced=priced
     )
     runner = ThreadedExecutor(steps) if depth else steps
     core = EngineCore(Scheduler(config), runner, depth=depth)
@@ -161,7 +161,7 @@ def write(
     done = [each for _ in range(turns) for each in complete_all(engine, prompts, params)]
     if isinstance(runner, ThreadedExecutor):
         runner.close()
-    # The loop recovers from any exception, including a bug's.
+    # The loop recovers from any exception, even from a bug.
     assert engine.scheduler.stats.executor_resets == 0 and not any(c.error for c in done)
     return Written([(c.text, c.token_ids, c.logprobs) for c in done], engine, steps)
 

@@ -99,9 +99,9 @@ def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> 
         patch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
         run = Run(size, "sm_90", Launches())
         run.capture(frozenset())
-        late = run.executor.late
+        late = run.executor.background_kernels
         was_late = list(late.pending)
-        late.begin()
+        late.start()
         while late.pending:
             time.sleep(0.05)
         with run.queued, torch.inference_mode():

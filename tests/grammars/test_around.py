@@ -1,4 +1,4 @@
-"""Text before and after a structured output, and the place where its grammar begins."""
+"""Text before and after a structured output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def follows(outputs: StructuredOutputs, text: str) -> bool:
 
 
 @pytest.mark.parametrize("way, right, wrong", WAYS, ids=lambda way: str(way)[:30])
-def test_the_grammar_holds_after_what_is_free(way: Any, right: str, wrong: str) -> None:
+def test_the_grammar_applies_after_free_text(way: Any, right: str, wrong: str) -> None:
     outputs = StructuredOutputs(**way, around=AROUND)
     assert follows(StructuredOutputs(**way), right) and not follows(outputs, right)
     for before in ("::", "hm {[:] ::", f"{wrong}, or {right}? ::"):
@@ -42,7 +42,7 @@ def test_the_grammar_holds_after_what_is_free(way: Any, right: str, wrong: str) 
     assert read(outputs).around == AROUND
 
 
-def test_it_holds_under_drafts_and_is_compiled_once_for_each_way_around() -> None:
+def test_surrounding_text_works_with_drafts_and_is_compiled_once() -> None:
     llm = LLM(*demo_paths(), numerics="invariant", lookahead="fixed:4", num_blocks=128)
     outputs = StructuredOutputs(regex="[0-9]{3}", around='start: "def " /[a-z_]{1,9}/ "(" @answer')
     params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=outputs)
@@ -52,7 +52,7 @@ def test_it_holds_under_drafts_and_is_compiled_once_for_each_way_around() -> Non
     assert name and digits.isdigit() and len(digits) == 3
 
 
-def test_a_bad_grammar_around_it_is_refused() -> None:
+def test_a_bad_surrounding_grammar_is_rejected() -> None:
     with pytest.raises(FieldError, match="give one of json, json_object, regex, choice, grammar"):
         StructuredOutputs(around=AROUND)
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,))

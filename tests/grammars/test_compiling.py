@@ -1,4 +1,4 @@
-"""The cache of grammars keeps the latest, and all with a reference."""
+"""The cache of grammars keeps recent grammars, and grammars with a reference."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return compiled
 
 
-def test_the_latest_are_kept_and_those_with_a_reference(
+def test_recent_grammars_and_grammars_in_use_are_cached(
     compiled_texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling.time, "thread_time", count(0, 0.1).__next__)  # each takes 0.1
+    monkeypatch.setattr(compiling.time, "thread_time", count(0, 0.1).__next__)  # 0.1 s each
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,), kept_s=0.25)
     grammar = grammars.compiled(outputs_of("a"))
     for text in ("b", "c", "d", "c", "b"):
@@ -45,15 +45,15 @@ def test_the_latest_are_kept_and_those_with_a_reference(
     assert grammars.compiled(outputs_of("a")) is grammar
 
 
-def test_what_took_long_is_not_kept(compiled_texts: list[str]) -> None:
+def test_grammars_that_compiled_slowly_are_not_kept(compiled_texts: list[str]) -> None:
     grammars = Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,), kept_s=0)
     grammars.compiled(outputs_of("a"))
     grammar = grammars.compiled(outputs_of("a"))
     assert grammars.compiled(outputs_of("a")) is grammar and compiled_texts == ["a", "a"]
 
 
-def test_of_what_is_refused_nothing_is_left() -> None:
-    """It may be gigabytes, which must not wait for the collector."""
+def test_a_rejected_grammar_is_freed_at_once() -> None:
+    """It may need gigabytes, which must not wait for garbage collection."""
     seen: list[weakref.ref[set[int]]] = []
 
     def work() -> None:

@@ -1,5 +1,4 @@
-"""A text that follows a schema's numbers obeys them; numbers that cannot be followed are
-refused."""
+"""Accepted texts obey the bounds of a schema; bounds that cannot be obeyed are rejected."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ def follows(schema: Any, text: str) -> bool:
         {"exclusiveMinimum": -(2**60) - 199, "maximum": 0},
     ],
 )
-def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]) -> None:
+def test_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]) -> None:
     schema = {"type": kind} | bounds
     accepted = [number for number in NUMBERS if follows(schema, str(number))]
-    assert len(accepted) >= 4, "there is room inside"
+    assert len(accepted) >= 4, "a value within the bounds is rejected"
     for number in accepted:
         jsonschema_rs.validate(schema, number)
 
@@ -61,12 +60,12 @@ def test_outer_bounds_of_any_size_are_obeyed(kind: str, bounds: dict[str, float]
         {"properties": {"a": {"enum": ["x", {"deep": [-(2**64)]}]}}},
     ],
 )
-def test_what_would_not_be_obeyed_is_refused(schema: Any) -> None:
+def test_bounds_that_cannot_be_obeyed_are_rejected(schema: Any) -> None:
     with pytest.raises(FieldError, match="json: #.*/[a-zA-Z]+: -?[0-9]+ is outside the supp"):
         GRAMMARS.matcher(StructuredOutputs(json=schema))
 
 
-def test_a_divisor_that_is_too_large_is_refused() -> None:
+def test_a_divisor_that_is_too_large_is_rejected() -> None:
     for divisor in (2**33, 2**53 + 1, 10**30):
         with pytest.raises(FieldError, match="multipleOf.*too many digits"):
             GRAMMARS.matcher(StructuredOutputs(json={"type": "integer", "multipleOf": divisor}))
@@ -78,8 +77,8 @@ def test_bounds_of_an_old_draft_are_obeyed() -> None:
     assert follows(schema, "6") and not follows(schema, "7") and not follows(schema, "0")
 
 
-def test_other_numbers_are_left_alone() -> None:
-    """A property of that name, a default, and a length remain unchanged."""
+def test_other_numbers_are_not_changed() -> None:
+    """A property with the name of a keyword, a default, and a length stay unchanged."""
     properties = {"maximum": {"type": "boolean"}, "x": {"default": 2**80, "const": 1}}
     schema = {"type": "object", "properties": properties, "required": ["maximum", "x"]}
     assert follows(schema, '{"maximum": true, "x": 1}')

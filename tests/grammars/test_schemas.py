@@ -1,7 +1,6 @@
-"""Keywords of JSON schemas that llguidance does not follow: they are followed nevertheless, or
-refused.
+"""Keywords of JSON schemas that llguidance does not support: they are rewritten or rejected.
 
-The judge is `jsonschema_rs`: texts that a grammar accepts must be valid by the schema as given.
+The judge is `jsonschema_rs`: accepted texts must be valid by the original schema.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def accepted(schema: Any) -> list[Any]:
 
 
 def written(schema: Any, rng: random.Random) -> str | None:
-    """Return a random text that follows a schema, with a preference for ends; None if it has no end
-    yet."""
+    """Return a random text that the grammar accepts, with a preference for ending; None if it does
+    not end."""
     matcher, text = GRAMMARS.matcher(StructuredOutputs(json=schema)), b""
     for length in range(600):
         if matcher.is_accepting() and rng.random() < 0.7:
@@ -184,16 +183,16 @@ def test_accepted_values_are_valid(name: str) -> None:
     assert whole > 5
 
 
-def test_a_wrong_rewriting_is_caught_by_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a wrong idea of the values outside a schema, invalid texts are accepted."""
+def test_the_judge_detects_a_wrong_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With wrong complements, invalid texts are accepted."""
     schema, _ = FOLLOWED["oneOf of open objects"]
-    monkeypatch.setattr(SchemaSets, "outside", lambda *_: [True])
+    monkeypatch.setattr(SchemaSets, "complements", lambda *_: [True])
     values = accepted({**schema, "title": "another grammar"})
     assert not all(jsonschema_rs.is_valid(schema, each) for each in values)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_an_unknown_format_asks_for_nothing(format_: str) -> None:
+def test_an_unknown_format_is_ignored(format_: str) -> None:
     outputs = StructuredOutputs(json={"type": "string", "format": format_})
     assert follows(outputs, '"any thing"')
 
@@ -211,7 +210,7 @@ def test_many_optional_properties() -> None:
 
 
 def test_a_property_has_one_name() -> None:
-    """Escapes cannot write another name of the property."""
+    """Escapes cannot spell the property's name differently."""
     outputs = StructuredOutputs(json={"properties": {"a": {"type": "integer"}}})
     assert follows(outputs, '{"a": 1}') and follows(outputs, '{"b": "x"}')
     assert not follows(outputs, '{"\\u0061": "x"}')
@@ -247,7 +246,7 @@ def place(keyword: str, value: Any) -> dict[str, Any]:
         ([], "#: is not a JSON schema"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_its_place(schema: Any, words: str | None) -> None:
+def test_unsupported_keywords_are_rejected_with_their_place(schema: Any, words: str | None) -> None:
     outputs = StructuredOutputs(json=json.dumps(schema))
     if words is None:
         GRAMMARS.check(outputs)  # it requires nothing
@@ -293,9 +292,9 @@ def test_a_schema_may_refer_to_itself() -> None:
 # ---- schemas within other grammars ------------------------------------------------------------
 
 
-def test_a_schema_within_a_grammar_is_followed_as_well() -> None:
-    """Its spaces have a bound, and its keywords and numbers count. Text that only looks like a
-    schema stays."""
+def test_a_schema_in_a_lark_grammar_is_rewritten_too() -> None:
+    """Its white space is limited, and its keywords and numbers apply. Text that only looks like a
+    schema stays unchanged."""
     schema = json.dumps(FOLLOWED["oneOf of required"][0])
     lark = (
         '// %json { in a comment\nstart: "%json {" /%json \\{/ <[5]>? a # %json {\n'
@@ -349,7 +348,7 @@ def check_sets(a: Any, b: Any) -> None:
 
     sets = SchemaSets(lambda reference: target)
     inside = valid(a)
-    for way in sets.outside(a):
+    for way in sets.complements(a):
         assert not [each for each in valid(way) if any(each is other for other in inside)]
     if sets.empty(a, b):
         assert valid({"allOf": [a, b]}) == []
@@ -357,13 +356,13 @@ def check_sets(a: Any, b: Any) -> None:
 
 @given(schemas, schemas)
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_statements_about_sets_are_true(a: Any, b: Any) -> None:
+def test_emptiness_and_complements_are_correct(a: Any, b: Any) -> None:
     check_sets(a, b)
 
 
 @given(schemas, schemas)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_statements_about_sets_are_true_beyond_the_limit(a: Any, b: Any) -> None:
+def test_emptiness_and_complements_are_correct_beyond_the_limit(a: Any, b: Any) -> None:
     limit, schema_sets.MAX_PARTS = schema_sets.MAX_PARTS, 3
     try:
         check_sets(a, b)
@@ -372,7 +371,7 @@ def test_statements_about_sets_are_true_beyond_the_limit(a: Any, b: Any) -> None
 
 
 def test_branches_are_compared_within_bounds() -> None:
-    """Unions of unions refer to one another: comparing them takes no more than the limit."""
+    """The time to compare unions that refer to each other is limited."""
     definitions = {
         f"d{i}": {
             "type": "object",

@@ -1,4 +1,5 @@
-"""Grammars that kill the process that compiles them, take unlimited time or memory, or are many."""
+"""Grammars that kill their compiler, or take unlimited time or memory, and many grammars at
+once."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def references(count: int, link: str) -> str:
     return f'{{"$defs":{{{links},"{count:x}":{{}}}},"$ref":"#/$defs/0"}}'
 
 
-# Each of these killed a process that compiled it with a stack of 8 MiB, or blocked it for seconds.
+# Grammars that killed a compiling process with a stack of 8 MiB, or blocked it for seconds.
 HOSTILE = {
     "rules": {"grammar": "start: r0\n" + chain(3000, "r{}: r{}\n", 'r{}: "a"')},
     "terminals": {"grammar": "start: T0\n" + chain(3400, "T{}: ~T{}\n", 'T{}: "a"')},
@@ -74,8 +75,8 @@ def run(scene: Awaitable[None]) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_followed_or_refused(name: str) -> None:
-    """It is refused with a reason, and the next call is served."""
+def test_a_hostile_grammar_is_accepted_or_rejected(name: str) -> None:
+    """A rejection has a reason, and the next grammar is validated."""
 
     async def scene() -> None:
         async with validating() as validator:
@@ -100,7 +101,7 @@ def test_each_failure_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> Non
                     await validator.check(StructuredOutputs(**HOSTILE[name]))
             with pytest.raises(FieldError, match="has 70000 characters; use <= 65536"):
                 await validator.check(StructuredOutputs(regex="a" * 70_000))
-            monkeypatch.setattr(validator_module, "MAX_BEGIN_S", 0.0)
+            monkeypatch.setattr(validator_module, "MAX_START_S", 0.0)
             with pytest.raises(FieldError, match="to start, for each choice"):
                 await validator.check(StructuredOutputs(regex="[a-z]+x"))
 
@@ -108,7 +109,7 @@ def test_each_failure_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_processor_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system ends the worker, whatever it computes."""
+    """The operating system ends the worker, whatever it computes."""
 
     async def scene() -> None:
         async with validating() as validator:
@@ -144,8 +145,8 @@ def test_a_grammar_is_checked_once_for_all_callers(monkeypatch: pytest.MonkeyPat
     run(scene())
 
 
-def test_gbnf_is_converted_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long grammar takes a second of Python, for which the engine's steps would wait."""
+def test_gbnf_is_converted_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting a long grammar takes a second of Python, which would delay the engine's steps."""
 
     def refuse(text: str) -> str:
         raise AssertionError("not here")
@@ -166,7 +167,7 @@ def test_gbnf_is_converted_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) 
             Grammars(lambda: TOKENIZER, TOKENIZER.vocab_size, (0,)).check(tried.spec)
             assert (await validator.check(lark)).spec is lark
             assert validator._cached_chars == len(tried.spec.grammar or "")
-            monkeypatch.setattr(validator_module, "REMEMBERED_CHARS", 100)
+            monkeypatch.setattr(validator_module, "MAX_CACHED_CHARS", 100)
             for letter in "abcdefgh":
                 await validator.check(StructuredOutputs(grammar=f'root ::= "{letter}"'))
             assert 2 <= len(validator._verdicts) <= 6 and 0 < validator._cached_chars <= 100
@@ -175,7 +176,7 @@ def test_gbnf_is_converted_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_schema_is_rewritten_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine gets the result."""
+    """The engine gets the rewritten schema."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("not here")
@@ -196,7 +197,9 @@ def test_a_schema_is_rewritten_in_the_worker(monkeypatch: pytest.MonkeyPatch) ->
     run(scene())
 
 
-def test_an_owner_keeps_one_worker_busy_and_few_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_uses_one_worker_and_has_few_grammars_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Other owners do not wait for it."""
     running: list[int] = []
     release = asyncio.Event()

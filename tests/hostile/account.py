@@ -11,7 +11,7 @@ from tests.hostile.honest import Pause
 from tests.hostile.server import MIB, Kill, Memory
 
 NONE = Memory(0, 0, 0)
-GRACE_S = 1.5  # after another engine is ready, until every stream has gone on
+GRACE_S = 1.5  # after the next engine is ready, until all streams continue
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Account:
     pauses: list[Pause] = field(default_factory=list)
     completed: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    files_before: float = 0.0  # open in the process that serves
+    files_before: float = 0.0  # open files of the serving process
     before: Memory = NONE
     peak: Memory = NONE
     after: Memory = NONE

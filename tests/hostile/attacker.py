@@ -1,4 +1,4 @@
-"""A process of attacks, a few at once: their tools, and a line about each.
+"""A process that runs a few attacks at once: their tools, and a line about each attack.
 
 `python -m tests.hostile.attacker SETTINGS` runs the attacks in rounds in a random order, so that
 each has its turn. It prints when one begins and how it ended.
@@ -24,12 +24,12 @@ import msgspec
 from tests.hostile.server import HOST, HOSTILE_KEY
 
 WORKERS = 3
-NICENESS = 10  # the machine's few cores are for the server and the honest clients first
-ANSWER_S = 45.0  # an engine may be killed and started meanwhile
+NICENESS = 10  # the server and the honest clients take precedence on the machine's few cores
+ANSWER_S = 45.0  # an engine may be killed and restarted during this time
 LONGEST_PAUSE_S = 0.25  # between two attacks of a worker
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": f"Bearer {HOSTILE_KEY}"}
-# Possible for any attack: another one has the key's calls or the queue's places.
+# Possible for any attack: another attack uses the key's calls or the queue's places.
 BUSY = {"429", "503"}
 
 
@@ -41,8 +41,8 @@ class Settings(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """A report of one run of an attack; `end_s` is missing when it begins. Outcomes are statuses,
-    or the fates of connections."""
+    """A report of one run of an attack. `end_s` is missing in the report of its start. Outcomes are
+    statuses, or how connections ended."""
 
     attack: str
     begin_s: float
@@ -53,9 +53,8 @@ class Report(msgspec.Struct):
 
 
 class Attack(NamedTuple):
-    """An attack. `allowed` are its outcomes, in addition to those of a busy server. One that is
-    `large` never runs together with another large one: they would fill the queue, and honest
-    clients would be refused."""
+    """An attack. `allowed` are its outcomes, in addition to those of a busy server. `large` attacks
+    never run at the same time: they would fill the queue, and honest clients would be rejected."""
 
     name: str
     run: Callable[[Target], None]
@@ -89,7 +88,7 @@ class Target:
         headers: dict[str, str] | None = None,
         method: str = "POST",
     ) -> bytes:
-        """Make a call on a connection of its own, to its end, and note its outcome."""
+        """Make a complete call on a new connection, and record its outcome."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         began_s, outcome, content = time.monotonic(), "unanswered", b""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
@@ -114,8 +113,8 @@ class Target:
 
     @contextmanager
     def open(self, raw: bytes) -> Iterator[socket.socket]:
-        """Open a connection and send bytes. The attack notes its outcome, except when it is closed
-        while in use."""
+        """Open a connection and send bytes. The attack records the outcome, unless the server
+        closes the connection."""
         began_s = time.monotonic()
         try:
             with socket.create_connection((HOST, self.port), timeout=ANSWER_S) as connection:
@@ -127,7 +126,7 @@ class Target:
             self.note("closed", began_s, repr(error))
 
     def answered(self, connection: socket.socket, began_s: float, wait_s: float = ANSWER_S) -> None:
-        """Note the first answer's status, or that there was none in time."""
+        """Record the status of the first response, or that none came in time."""
         connection.settimeout(wait_s)
         try:
             line = connection.recv(4096).partition(b"\r\n")[0]
@@ -141,7 +140,7 @@ class Target:
 def head(
     length: int | None = None, path: str = "/v1/completions", key: str | None = HOSTILE_KEY
 ) -> bytes:
-    """Return the head of a posted JSON body that is to be sent by hand."""
+    """Return the head of a POST request, whose JSON body the attack sends itself."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     lines += [] if key is None else [f"Authorization: Bearer {key}"]
     lines += [] if length is None else [f"Content-Length: {length}"]
@@ -162,7 +161,7 @@ class _Attacker:
         self._lock, self._large = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
-        """Attack until the time is over and every attack has had its turn."""
+        """Run attacks until the time is over and each attack has run."""
         threads = [threading.Thread(target=self._work) for _ in range(WORKERS)]
         for thread in threads:
             thread.start()

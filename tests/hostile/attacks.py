@@ -1,5 +1,4 @@
-"""Attacks of a hostile client: calls that cost much, malformed bodies, and the table of all
-attacks."""
+"""Attacks of a hostile client: expensive calls, malformed bodies, and the table of all attacks."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ WORD = "def f(x):\n    return x\n"
 
 
 def grammar(kind: Any, target: Target) -> None:
-    """Send a grammar in each of the fields that a grammar may come in."""
+    """Send a grammar in each field that accepts a grammar."""
     outputs: Outputs = kind(target.rng)
     body = {"prompt": "x", "max_tokens": 4, "structured_outputs": outputs}
     schema = outputs.get("json")
@@ -43,8 +42,8 @@ def grammar(kind: Any, target: Target) -> None:
 
 
 def great_number_of_choices(target: Target) -> None:
-    """Request many choices. Places of calls that cannot be sent to the engine would close the queue
-    for good."""
+    """Request many choices. If calls that cannot be sent to the engine kept their places, the queue
+    would stay full."""
     schema = {"type": "integer", "maximum": 10**30}
     fields = {"structured_outputs": {"json": schema}, "n": 100, "max_tokens": 1}
     target.post({"prompt": "x"} | fields)
@@ -71,7 +70,7 @@ def stops(target: Target) -> None:
 
 
 def many_choices(target: Target) -> None:
-    """Request more choices than the queue has places for, with all details about each token."""
+    """Request more choices than the queue has places, with all details about each token."""
     call = {"prompt": WORD, "n": 100, "max_tokens": 1, "logprobs": 20, "seed": 1}
     target.at_once([partial(target.post, call)] * 3)
     prompts = [f"{WORD}{i}" for i in range(MANY)]
@@ -79,7 +78,7 @@ def many_choices(target: Target) -> None:
 
 
 def crowd(target: Target) -> None:
-    """Make more calls at once than the key may have open."""
+    """Make more concurrent calls than the key's limit."""
     call = {"prompt": WORD, "max_tokens": 12, "ignore_eos": True, "stream": True}
     target.at_once([partial(target.post, call)] * 24)
 
@@ -103,7 +102,7 @@ def large_prompts(target: Target) -> None:
 
 
 def long_texts(target: Target) -> None:
-    """Request the tokens of long texts, which no context bounds."""
+    """Tokenize long texts, which the context does not limit."""
     text = (WORD * (LARGE_BYTES // len(WORD) + 1))[:LARGE_BYTES]
     bodies: list[dict[str, Any]] = [
         {"prompt": text[:2_000_000], "return_token_strs": True},
@@ -208,7 +207,7 @@ def wrong_keys(target: Target) -> None:
 
 
 def short_times(target: Target) -> None:
-    """Make calls whose time is over before the first token, or in the middle."""
+    """Make calls with a timeout before the first token, or in the middle of the output."""
     call = {"prompt": WORD, "max_tokens": 400, "ignore_eos": True, "n": 4}
     for limit_s in (0.001, 0.001, 0.02, 0.2):
         stream = target.rng.random() < 0.5

@@ -19,7 +19,7 @@ HELD = "held closed 400 408 413 431"
 
 
 def half_heads(target: Target) -> None:
-    """Open a hundred heads, each a byte longer from time to time."""
+    """Send a hundred request heads slowly, byte by byte."""
     with held(target, NUM_HELD) as connections:
         for connection in connections:
             connection.sendall(head()[: target.rng.randrange(60)])
@@ -27,12 +27,12 @@ def half_heads(target: Target) -> None:
 
 
 def half_bodies(target: Target) -> None:
-    """Send much of a body, and then a byte from time to time; with a key and without."""
+    """Send most of a body, and the rest slowly, byte by byte; with and without a key."""
     for key in (HOSTILE_KEY, None):
         with held(target, 8) as connections:
             begun = head(4 * HALF_BYTES, key=key) + b'{"prompt":"' + b"a" * HALF_BYTES
             for connection in connections:
-                with suppress(OSError):  # it need not read what it refuses
+                with suppress(OSError):  # the server need not read a rejected body
                     connection.sendall(begun)
             trickle(target, connections)
 
@@ -47,7 +47,7 @@ def cut_bodies(target: Target) -> None:
 
 
 def leave(target: Target) -> None:
-    """Leave at once, at the first bytes, or in the middle of a stream."""
+    """Disconnect at once, at the first bytes, or in the middle of a stream."""
     for number in range(24):
         began_s = time.monotonic()
         call = STREAM | {"max_tokens": 300, "stream": number % 3 > 0, "n": 1 + number % 2}
@@ -59,7 +59,7 @@ def leave(target: Target) -> None:
 
 
 def never_read(target: Target) -> None:
-    """Request streams with all details, into a window that closes."""
+    """Request streams with all details, and do not read them."""
     call = STREAM | {"max_tokens": 900, "n": 4, "logprobs": 20, "return_token_ids": True}
     with ExitStack() as stack:
         for _ in range(2):
@@ -71,7 +71,7 @@ def never_read(target: Target) -> None:
 
 
 def pipelined(target: Target) -> None:
-    """Send twenty calls at once; wait for the answers, or do not."""
+    """Send twenty calls at once, and wait for the responses or disconnect."""
     raw = whole({"prompt": "x", "max_tokens": 2}) * 20
     for wait_s in (30.0, 0.0):
         began_s = time.monotonic()
@@ -116,7 +116,7 @@ def held(target: Target, count: int) -> Iterator[list[socket.socket]]:
 
 
 def trickle(target: Target, connections: list[socket.socket]) -> None:
-    """Send a byte to each connection, again and again; then note the outcomes."""
+    """Send bytes to the connections one by one, then record the outcomes."""
     began_s = time.monotonic()
     while time.monotonic() < began_s + HOLD_S:
         for connection in connections:

@@ -37,7 +37,7 @@ def reference_chain(rng: random.Random) -> Outputs:
 
 
 def doubling_references(rng: random.Random) -> Outputs:
-    """Return references, each of which is two of the next."""
+    """Return a chain of definitions, each of which refers to the next definition twice."""
     n, word = rng.randrange(20, 200), rng.choice(["allOf", "anyOf", "oneOf"])
     link = {i: {"$ref": f"#/$defs/{i + 1}"} for i in range(n)}
     defs: dict[str, Any] = {str(i): {word: [link[i], link[i]]} for i in range(n)}
@@ -115,7 +115,7 @@ def repetitions(rng: random.Random) -> Outputs:
 
 
 def great_numbers(rng: random.Random) -> Outputs:
-    """Return numbers that are ordinary in 256 bits."""
+    """Return numbers that fit in 256 bits."""
     n = rng.choice([2**63, 2**64, 10**30, 2**256 - 1, 10**300, -(10**30)])
     return rng.choice(
         [

@@ -1,4 +1,4 @@
-"""Honest clients: eight calls, made again and again, and the answer to each."""
+"""Honest clients: eight calls that repeat, and the expected answer to each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def _chat(text: str, max_tokens: int, **more: Any) -> Ask:
     return Ask(CHAT, {"messages": [message], "max_tokens": max_tokens} | more)
 
 
-# Calls that are greedy, or coupled by a seed: their texts depend on the call alone.
+# Calls that are greedy, or have a seed and coupled verification: their texts depend only on the
+# call.
 ASKS = {
     "greedy": _completion(_CODE, 240, temperature=0, ignore_eos=True),
     "seeded with logprobs": _completion("class Stack:\n", 160, seed=1, logprobs=5, ignore_eos=True),
@@ -75,7 +76,7 @@ class Pause(NamedTuple):
 
 
 class BrokenError(RuntimeError):
-    """A stream was refused, ended too early, or ended with an error."""
+    """A stream was rejected, ended too early, or ended with an error."""
 
 
 def answer_to(port: int, ask: Ask, on_event: Callable[[float], None] = lambda at_s: None) -> Any:
@@ -122,8 +123,8 @@ def _joined(known: Any, more: Any) -> Any:
 
 
 class Crowd:
-    """Clients in one thread for each call, which make it again as soon as it was answered. Pauses
-    of `notable_s` or more are kept."""
+    """Clients, one thread for each call, that repeat the call after its answer. Pauses of at least
+    `notable_s` are recorded."""
 
     def __init__(self, port: int, expected: dict[str, Any], notable_s: float) -> None:
         self._port, self._expected, self._notable_s = port, expected, notable_s
@@ -139,7 +140,7 @@ class Crowd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait until each call is answered to its end."""
+        """Wait until all calls have ended."""
         self.give_up()
         for thread in self._threads:
             thread.join()

@@ -19,18 +19,18 @@ from tests.hostile.attacker import ANSWER_S, Report, Settings, Target
 from tests.hostile.honest import ASKS, COMPLETIONS, Ask, Crowd, answer_to, difference
 from tests.hostile.server import CALLS_PER_KEY, ROOT, Memory, Server, wait_until
 
-REST_S = 6.0  # without a call: server and engine return memory that they do not need
+REST_S = 6.0  # time without a call, in which server and engine return unused memory
 NOTABLE_S = 0.2  # shorter pauses are not kept
 LOOK_S, TELL_S = 2.0, 10.0
 DRAIN_S = 15.0
-# Message of uvloop about an answer to a client that has left meanwhile.
+# Message of uvloop about a response to a client that has disconnected.
 LEFT = "the handler is closed"
-MORE_FILES = 8  # more files that may be open at the end
+MORE_FILES = 8  # additional files that may be open at the end
 _VOCABULARY = range(3, 400)
 
 
 def references(server: Server) -> dict[str, Any]:
-    """Return the answer to each call by an idle server."""
+    """Return the answers of an idle server to the calls."""
     return {name: answer_to(server.port, ask) for name, ask in ASKS.items()}
 
 
@@ -42,8 +42,8 @@ def ask_alone(server: Server, expected: dict[str, Any], account: Account) -> Non
 
 
 def warm_up(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> Memory:
-    """Use all slots, all blocks and every kind of call, so that memory which is kept is counted
-    after `rest_s` seconds without a call."""
+    """Use all slots, all blocks and every kind of call, so that memory that is kept for good is
+    counted before the run."""
     rng = random.Random(0)
     for _ in range(5):
         prompts = [rng.choices(_VOCABULARY, k=1000) for _ in range(8)]
@@ -66,7 +66,7 @@ def disturb(
     names: list[str],
     kill_every_s: float,
 ) -> None:
-    """Disturb the server until the time is over, or the server is."""
+    """Disturb the server until the time is over or the server has ended."""
     account.files_before = server.metrics()["process_open_fds"]
     account.begin_s = time.monotonic()
     settings = Settings(server.port, seed, seconds, names)
@@ -91,7 +91,7 @@ def disturb(
 
 
 def look_after(server: Server, expected: dict[str, Any], account: Account, rest_s: float) -> None:
-    """Check what the server still keeps after the last call."""
+    """Check the resources that the server uses after the last call."""
     wrong = account.wrong
     try:
         wait_until(lambda: not server.held(), DRAIN_S, "")

@@ -1,4 +1,4 @@
-"""Random calls generated from the OpenAPI document, right ones and wrong ones."""
+"""Random valid and invalid calls, generated from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.hostile.server import HOST
 from tests.server.contract import CHECKS, OPERATIONS
 
 NUM_CALLS = 6
-# Larger values would block slots, for which others wait. Other attacks use larger ones.
+# Larger values would block slots that other calls need. Other attacks use larger values.
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MOST = dict.fromkeys((*LENGTHS, "min_tokens"), 16) | {"n": 4}
 _one_at_a_time = threading.Lock()  # generating them takes more time than answering them

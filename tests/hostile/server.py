@@ -1,4 +1,4 @@
-"""`cbatch serve` with the demo pair, and what is visible of it from outside."""
+"""`cbatch serve` with the demo pair, and its state as seen from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 HOST = "127.0.0.1"
 HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
 CALLS_PER_KEY = 16
-# Texts are guaranteed to be the same only if a row's bits depend on the row alone.
+# Texts are guaranteed to be the same only if a row's bits do not depend on the batch.
 COMMAND = [
     *(sys.executable, "-m", "cbatch.cli.main", "serve", "--port", "0"),
     *("--numerics", "invariant", "--log-format", "json"),
@@ -30,7 +30,7 @@ COMMAND = [
     *("--api-key", HONEST_KEY, "--api-key", HOSTILE_KEY),
 ]
 MIB = 2**20
-STOP_S = 20.0  # less than the grace time, which passes in full if a call is never released
+STOP_S = 20.0  # less than the grace time, for which the server waits if a call is never released
 
 
 class Memory(NamedTuple):
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A kill of an engine, and the time when the next one was ready, by `time.monotonic`."""
+    """A kill of an engine, and the time when the next engine was ready, by `time.monotonic`."""
 
     killed_s: float
     ready_s: float
@@ -140,12 +140,12 @@ class Server:
             return None
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the log lines that are JSON: others are from a dying process."""
+        """Return the log lines that are JSON; other lines are from a dying process."""
         lines = self._log.read_bytes().splitlines()
         return [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
 
     def last_words(self) -> str:
-        """Return the log lines that the server did not write: an interpreter's or a library's."""
+        """Return the log lines that the server did not write, but the interpreter or a library."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if not line.startswith("{"))[-2000:]
 

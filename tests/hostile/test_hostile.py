@@ -1,5 +1,5 @@
-"""With any calls of clients and any deaths of the engine the server lives. Honest streams are right
-to the byte, and all resources are released at the end."""
+"""The server survives any calls and any deaths of the engine. Honest streams are correct to the
+byte, and all resources are released at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile.server import MIB, served
 
 LONGEST_PAUSE_S = 1.0
 MOST_GROWTH_BYTES = 64 * MIB
-# Attacks must have been answered with each of these.
+# Statuses that must all have occurred in responses to attacks.
 SEEN = {"200", "400", "401", "404", "405", "408", "413", "415", "429", "503"}
 CHEAP = [
     *("crowd", "short times", "wrong keys", "random bodies", "odd values", "paths and methods"),
@@ -60,8 +60,8 @@ def require(wrong: list[str], account: Account, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_ten_hostile_seconds(tmp_path: Path) -> None:
-    """The cheap attacks run. Times and memory, which depend on the machine's load, are not
-    checked."""
+    """Only cheap attacks run. Times and memory are not checked, since they depend on the machine's
+    load."""
     account = besiege(tmp_path, CHEAP, seconds=10, seed=0, kills=1, rest_s=0.0)
     require(account.wrong, account, CHEAP)
 

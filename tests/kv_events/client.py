@@ -1,4 +1,4 @@
-"""A gateway's client of KV events: it subscribes, finds gaps by the sequence numbers, and requests
+"""A gateway's client of KV events. It subscribes, detects gaps by sequence numbers, and requests
 replays."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WAIT_MS = 10_000
 
 
 class Subscriber:
-    """A subscriber. `loses(number)` returns True for messages that must be treated as lost."""
+    """A subscriber. `loses(number)` returns True for messages to treat as lost."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def hear(self, wait_ms: int = 0) -> bool:
-        """Receive one message, if there is one. A gap before it is filled first."""
+        """Receive a message, if there is one, after filling a gap before it."""
         if not self._sub.poll(wait_ms):
             return False
         topic, seq_bytes, batch = self._sub.recv_multipart()
@@ -53,14 +53,14 @@ class Subscriber:
         if seq > self.next_seq:
             self.num_gaps += 1
             self.catch_up()
-        if seq == self.next_seq:  # it may have been among the replayed ones
+        if seq == self.next_seq:  # it may have been replayed already
             self._take(batch)
         return True
 
     def catch_up(self) -> None:
-        """Replay all that it has missed."""
+        """Replay all missed messages."""
         for seq, batch in self.replay(self.next_seq):
-            assert seq == self.next_seq, "what it has missed is kept no longer"
+            assert seq == self.next_seq, "missed messages are no longer buffered"
             self._take(batch)
             self.num_replayed += 1
 

@@ -26,7 +26,7 @@ def test_defaults_are_those_of_vllm() -> None:
     assert read(replay_endpoint="tcp://*:5558", buffer_steps=7).buffer_batches == 7
 
 
-def test_off_is_off() -> None:
+def test_events_are_off_by_default() -> None:
     assert not KVEventsConfig().publishes
     assert not read(publisher="null").publishes
     assert not read(enable_kv_cache_events=False, publisher="zmq").publishes
@@ -45,7 +45,7 @@ def test_off_is_off() -> None:
         )
     ],
 )
-def test_what_vllm_takes_is_taken(text: str) -> None:
+def test_configurations_of_vllm_are_accepted(text: str) -> None:
     assert read_config(text).publishes
 
 
@@ -66,7 +66,7 @@ def test_what_vllm_takes_is_taken(text: str) -> None:
         ({"topic": None}, "topic", "str"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], named: str, remedy: str) -> None:
+def test_errors_name_the_field(fields: dict[str, Any], named: str, remedy: str) -> None:
     with pytest.raises(FieldError) as raised:
         read(**fields)
     assert raised.value.field == "kv_events_config"
@@ -80,12 +80,12 @@ def test_an_error_about_an_unknown_field_lists_the_known_ones() -> None:
     assert all(field in raised.value.remedy for field in KVEventsConfig.__struct_fields__)
 
 
-def test_an_error_says_that_it_is_no_json() -> None:
+def test_invalid_json_is_reported() -> None:
     for text in ("", "on", "[1]", '{"enable_kv_cache_events": tru'):
         with pytest.raises(FieldError, match="kv_events_config"):
             read_config(text)
 
 
-def test_where_vllm_listens() -> None:
+def test_endpoints_are_bound_or_connected_as_in_vllm() -> None:
     assert all(map(binds, ("tcp://*:5557", "tcp://[::]:5557", "ipc://kv")))
     assert not any(map(binds, ("tcp://gateway:5557", "tcp://10.0.0.1:5557")))

@@ -1,5 +1,5 @@
-"""KV events over real sockets: numbers, replays, bounds, and that the publisher waits for no
-client."""
+"""KV events over real sockets: sequence numbers, replays, limits, and a publisher that never waits
+for clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def publishing(**fields: Any) -> Iterator[KVEventPublisher]:
 
 @contextmanager
 def followed(**fields: Any) -> Iterator[tuple[KVEventPublisher, Subscriber]]:
-    """Wait until the subscriber is connected: earlier messages reach no client."""
+    """Wait until the subscriber is connected, since it receives no earlier messages."""
     with publishing(**fields) as publisher:
         where = publisher.endpoint, publisher.replay_endpoint
         with subscribed(*where, fields.get("topic", "")) as subscriber:
@@ -54,7 +54,7 @@ def publish_until_heard(publisher: KVEventPublisher, subscriber: Subscriber) -> 
 
 
 def stored(first: int, count: int = 1) -> bytes:
-    """Return an event of a chain of blocks."""
+    """Return the event of a stored chain of blocks."""
     hashes = [*range(first, first + count)]
     return encode_changes([BlocksStored(hashes, None, hashes * 4, None)], 1.5, 4)
 
@@ -67,8 +67,8 @@ def test_a_message_is_topic_number_batch() -> None:
         assert subscriber.num_gaps <= 1  # published before it was connected
 
 
-def test_what_did_not_fit_the_queue_is_counted_and_replayed() -> None:
-    """Bursts go through a queue of three: the caller waits for none of them."""
+def test_dropped_batches_are_counted_and_can_be_replayed() -> None:
+    """Bursts are published through a queue of three batches, without waiting."""
     with followed(max_queue_size=3) as (publisher, subscriber):
         begin_s, gaps = time.thread_time(), subscriber.num_gaps
         for first in range(3000):
@@ -77,7 +77,7 @@ def test_what_did_not_fit_the_queue_is_counted_and_replayed() -> None:
         assert publisher.num_dropped > 100
         subscriber.catch_up()
         assert len(subscriber.follower.blocks) == 3000
-        for _ in range(50):  # earlier messages are outdated by now
+        for _ in range(50):  # earlier messages are no longer needed
             subscriber.hear()
         dropped = publisher.num_dropped
         for first in range(3000, 4000):
@@ -93,7 +93,7 @@ def test_what_did_not_fit_the_queue_is_counted_and_replayed() -> None:
         assert subscriber.num_gaps > gaps and publisher.num_dropped > dropped
 
 
-def test_the_last_batches_are_kept_and_no_more() -> None:
+def test_only_the_last_batches_are_buffered() -> None:
     with followed(buffer_steps=5) as (publisher, subscriber):
         for first in range(20):
             publisher.publish(stored(first))
@@ -104,13 +104,13 @@ def test_the_last_batches_are_kept_and_no_more() -> None:
         assert [batch for _, batch in subscriber.replay(last - 1)] == [stored(19)]
 
 
-def test_without_replays_nothing_is_kept() -> None:
+def test_without_replays_nothing_is_buffered() -> None:
     with publishing(replay_endpoint=None) as publisher:
         publisher.publish(stored(1))
-        assert publisher.replay_endpoint is None and not publisher._kept
+        assert publisher.replay_endpoint is None and not publisher._buffer
 
 
-def test_it_connects_to_a_gateway_that_listens(tmp_path: Path) -> None:
+def test_the_publisher_connects_to_a_listening_gateway(tmp_path: Path) -> None:
     context = zmq.Context()
     gateway = context.socket(zmq.SUB)
     gateway.subscribe(b"")
@@ -127,8 +127,10 @@ def test_it_connects_to_a_gateway_that_listens(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
-def test_a_client_that_does_not_read_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "PATIENCE_MS", 200)
+def test_a_client_that_does_not_read_delays_no_other_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "REPLAY_TIMEOUT_MS", 200)
     context = zmq.Context()
     with followed() as (publisher, subscriber):
         for _ in range(4000):
@@ -147,7 +149,7 @@ def test_a_client_that_does_not_read_delays_no_other(monkeypatch: pytest.MonkeyP
         context.destroy(linger=0)
 
 
-def test_what_was_published_last_is_sent_before_it_closes() -> None:
+def test_the_last_batches_are_sent_before_closing() -> None:
     with followed() as (publisher, subscriber):
         for first in range(500):
             publisher.publish(stored(first))
@@ -158,7 +160,7 @@ def test_what_was_published_last_is_sent_before_it_closes() -> None:
 
 
 @pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
-def test_an_endpoint_that_is_taken_is_named(field: str) -> None:
+def test_an_endpoint_in_use_is_reported(field: str) -> None:
     with publishing() as other:
         taken = other.endpoint.replace("0.0.0.0", "*")
         with (

@@ -1,5 +1,5 @@
-"""vLLM as the client and as the reference: it reads our events with its own types, its publisher
-makes the same bytes of them, and clients request them in the same way."""
+"""vLLM as client and reference: it decodes cbatch's events with its own types, and its publisher
+sends the same bytes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def running_vllm(source: str, endpoint: str, replay_endpoint: str) -> Iterator[d
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         first = next((line for line in process.stdout if line.startswith("{")), None)
-        assert first is not None, "it has said nothing"
+        assert first is not None, "vLLM's program printed nothing"
         yield json.loads(first)
         process.stdin.close()
 
 
 @pytest.mark.skipif(PYTHON is None, reason="no vLLM here: VLLM_PYTHON names a Python that has it")
-def test_vllm_reads_and_writes_the_same(tmp_path: Path) -> None:
+def test_vllm_reads_and_writes_the_same_bytes(tmp_path: Path) -> None:
     batches = [encode_changes(each, 12.25, 4) for each in CHANGES]
     source, live, replays = (f"ipc://{tmp_path}/{name}" for name in ("ours", "live", "replays"))
     config = KVEventsConfig(True, None, f"ipc://{tmp_path}/pub", source)

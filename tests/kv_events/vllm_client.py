@@ -1,5 +1,6 @@
-"""A program for a Python with vLLM: it reads a replay with vLLM's types, and publishes it with
-vLLM's publisher. Arguments: the endpoint of the replay, and endpoints to publish and replay."""
+"""A program for an environment with vLLM. It reads a replay with vLLM's types, and publishes it
+with vLLM's
+publisher. Arguments: the endpoint of the replay, and endpoints to publish and replay."""
 
 from __future__ import annotations
 

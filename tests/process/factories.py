@@ -1,5 +1,5 @@
-"""Engines for processes of their own: the real scheduler over the simulator's executor, which can
-be slow and can die. Factories are importable by name, so that a process can load them."""
+"""Engines to run in other processes: the real scheduler on the simulator's executor, which can be
+slow and can die. Factories are importable by name, so that a process can load them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES = {"num_blocks": 2048, "max_model_len": 512, "block_size": 4, "max_num_seq
 class MortalExecutor:
     """An executor whose step takes `step_s`, in `parts`.
 
-    It dies in every step with a request whose prompt begins with `poison` and that has `at` output
-    tokens or more. After 60 steps it waits as long as the file `pause_file` exists.
+    It dies in a step with a request whose prompt begins with `poison` and that has at least `at`
+    output tokens. After 60 steps it pauses while the file `pause_file` exists.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MortalExecutor:
 
 
 class MortalScheduler(Scheduler):
-    """A scheduler that dies of adding a request whose prompt begins with `dies_of`."""
+    """A scheduler that dies when a request is added whose prompt begins with `dies_of`."""
 
     dies_of: int | None = None
 
@@ -106,9 +106,9 @@ class DeadlyGrammars:
 class SimFactory(msgspec.Struct, frozen=True):
     """Parameters of an engine.
 
-    `step_s` is in real seconds. `poison` is the first prompt token of requests that kill in a step,
-    `unreadable` of those that kill as they are read. `once` is a file that the engine creates as it
-    starts; it fails if the file exists.
+    `step_s` is in real seconds. A request whose prompt begins with `poison` kills the engine in a
+    step, with `unreadable` when it is added. `once` is a file that the engine creates when it
+    starts; the start fails if the file exists.
     """
 
     lookahead: str = "fixed:3"
@@ -169,13 +169,13 @@ class SimFactory(msgspec.Struct, frozen=True):
             grammars=cast(Any, DeadlyGrammars()),
         )
         if recorder is not None:
-            core.closing.callback(recorder.close)
+            core.resources.callback(recorder.close)
         return core
 
 
 class FrozenFactory(msgspec.Struct, frozen=True):
-    """A factory whose engine writes to `path`, as it ends, how many objects its garbage collector
-    has frozen."""
+    """A factory whose engine, when it ends, writes the number of objects that its garbage collector
+    has frozen to `path`."""
 
     path: str
 
@@ -184,12 +184,12 @@ class FrozenFactory(msgspec.Struct, frozen=True):
             Path(self.path).write_text(str(gc.get_freeze_count()))
 
         core = SimFactory()()
-        core.closing.callback(close)
+        core.resources.callback(close)
         return core
 
 
 class BrokenFactory(msgspec.Struct, frozen=True):
-    """A factory that fails, in one of two ways."""
+    """A factory that fails, with or without the name of a field."""
 
     names_field: bool
 

@@ -1,5 +1,6 @@
-"""Real engine processes, killed, hung and poisoned. The model is the simulator's: its tokens are a
-hash of the request and of everything before, so that any error changes all that follows."""
+"""Real engine processes that are killed, hang, or get poison requests. The model is the
+simulator's: a token is a hash of the request and all earlier tokens, so that any error changes all
+later tokens."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ def test_streams_survive_twenty_kills() -> None:
     asyncio.run(kill_rounds(20, max_tokens=400, seed=2))
 
 
-def test_kills_before_any_token_convict_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_before_any_token_blame_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kills hit all requests in flight, then one request on trial, then another."""
-    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "MAX_PAUSE_S", 0.1)
     factory = SimFactory(step_s=0.03)
 
     async def scene() -> None:
@@ -86,13 +87,12 @@ def test_kills_before_any_token_convict_no_request(monkeypatch: pytest.MonkeyPat
 
 
 def in_flight(client: EngineClient) -> int:
-    """Return the requests in the step that runs, as a reader learns them after the engine's
-    death."""
+    """Return the number of requests in the running step, as the journal lists them."""
     link = client._link
     return len(link.journal.read()) if client.up and link else 0
 
 
-def test_a_poison_request_ends_alone() -> None:
+def test_a_poison_request_ends_only_itself() -> None:
     factory = SimFactory(step_s=0.01, poison=7, poison_at=9, death="kill")
 
     async def scene() -> None:
@@ -101,12 +101,12 @@ def test_a_poison_request_ends_alone() -> None:
             poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
             await all_over([*watched, poison])
             assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
-            # A step with 8 tokens before it may have brought four more.
-            assert 4 <= len(poison.tokens) <= 12, "it was served up to there"
-            # Steps whose results were lost with the engine are run again: a token clears the
-            # request each time.
+            # A step that began at 8 tokens may have yielded four more.
+            assert 4 <= len(poison.tokens) <= 12, "it was not served until it died"
+            # Steps whose results were lost with the engine run again, and a new token clears the
+            # request.
             deaths = client.num_starts - poison.last_start
-            assert deaths <= 4, "two strikes, two deaths alone"
+            assert deaths <= 4, "more than two strikes and two deaths alone"
             after = Watched(client, make_request("after", max_tokens=10))
             await all_over([after])
         assert_undisturbed([*watched, after], factory)
@@ -114,7 +114,7 @@ def test_a_poison_request_ends_alone() -> None:
     asyncio.run(scene())
 
 
-def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
+def test_a_hung_engine_is_killed_and_its_requests_continue() -> None:
     async def scene() -> None:
         async with running(SLOW, hang_timeout_s=2.0) as client:
             watched = watch(client, 40, count=4)
@@ -133,8 +133,8 @@ def test_a_hung_step_is_killed_and_its_requests_go_on() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 10])
-def test_a_long_step_is_no_hung_one_as_long_as_it_goes_on(parts: int) -> None:
-    """A chunk of a large model's prompt on a slow processor takes minutes, in many parts."""
+def test_a_long_step_with_progress_does_not_count_as_hung(parts: int) -> None:
+    """A prefill chunk of a large model on a slow processor takes minutes, in many parts."""
     factory = SimFactory(step_s=5.0, parts=parts, lookahead="off")
 
     async def scene() -> None:
@@ -150,7 +150,7 @@ def test_a_long_step_is_no_hung_one_as_long_as_it_goes_on(parts: int) -> None:
     asyncio.run(scene())
 
 
-def test_cancel_and_finish_free_everything() -> None:
+def test_cancel_and_finish_free_all_resources() -> None:
     async def scene() -> None:
         async with running(SLOW) as client:
             watched = watch(client, 100, count=10)
@@ -163,14 +163,14 @@ def test_cancel_and_finish_free_everything() -> None:
             counts = [len(each.tokens) for each in watched]
             while client.stats is None or client.stats.num_running:
                 await asyncio.sleep(0.001)
-            assert [len(each.tokens) for each in watched] == counts, "it was called after its end"
+            assert [len(each.tokens) for each in watched] == counts, "called after the end"
             assert client.num_open == 0
             assert client.stats.free_blocks + client.stats.cached_blocks == client.stats.num_blocks
 
     asyncio.run(scene())
 
 
-def test_what_cannot_start_says_why() -> None:
+def test_a_failed_start_reports_its_reason() -> None:
     async def scene(field: bool) -> None:
         async with running(BrokenFactory(field)):
             pass
@@ -209,7 +209,7 @@ def test_an_engine_does_not_outlive_its_owner(tmp_path: Path) -> None:
         owner.kill()
     deadline_s = time.monotonic() + 120
     while lives(pid):
-        assert time.monotonic() < deadline_s, "it lives on"
+        assert time.monotonic() < deadline_s, "the engine still runs"
         time.sleep(0.02)
 
 
@@ -220,11 +220,11 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine dies more often in a row than a broken engine may, and is not treated as broken. A
-    call of many choices is tried as one."""
-    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 3)
+def test_many_poison_calls_at_once_end_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies more often in a row than the limit for a broken engine, but is not given up.
+    The choices of a call run on trial together."""
+    monkeypatch.setattr(client_module, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "MAX_DEATHS_WITHOUT_TOKEN", 3)
     factory = SimFactory(poison=7, death="exit")
 
     async def scene() -> None:
@@ -235,8 +235,8 @@ def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch)
             await all_over(poisons)
             for request in poisons:
                 assert_ended_by(request, FinishReason.ERROR, "dies whenever it runs this request")
-            assert client.num_starts - 1 > 3 + 1, "a broken engine has no more lives"
-            assert client.num_starts - 1 <= 4 * 4, "two strikes a call, and two deaths alone"
+            assert client.num_starts - 1 > 3 + 1, "fewer deaths than the limit"
+            assert client.num_starts - 1 <= 4 * 4, "too many deaths per call"
             after = Watched(client, make_request("after", max_tokens=10))
             await all_over([after])
         assert_undisturbed([after], factory)
@@ -244,10 +244,10 @@ def test_many_poisonous_calls_at_once_end_alone(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(scene())
 
 
-def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given up even if a request of the test's own is involved."""
-    monkeypatch.setattr(client_module, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(client_module, "MAX_BARREN_DEATHS", 2)
+def test_an_engine_that_dies_at_every_request_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own test request kills it, too."""
+    monkeypatch.setattr(client_module, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(client_module, "MAX_DEATHS_WITHOUT_TOKEN", 2)
 
     async def scene() -> None:
         async with running(SimFactory(poison=0, death="exit")) as client:
@@ -260,8 +260,8 @@ def test_an_engine_that_dies_of_anything_is_given_up(monkeypatch: pytest.MonkeyP
     asyncio.run(scene())
 
 
-def test_who_is_being_read_is_a_suspect() -> None:
-    """The engine dies of reading a call, which is in no step yet."""
+def test_a_request_that_is_being_decoded_is_a_suspect() -> None:
+    """The engine dies while it adds a request that is in no step yet."""
     factory = SimFactory(step_s=0.004, unreadable=999)
 
     async def scene() -> None:
@@ -277,8 +277,8 @@ def test_who_is_being_read_is_a_suspect() -> None:
     asyncio.run(scene())
 
 
-def test_whose_grammar_is_being_compiled_is_a_suspect() -> None:
-    """The request has been read, and is in no step yet."""
+def test_a_request_whose_grammar_is_being_compiled_is_a_suspect() -> None:
+    """The request has been decoded, and is in no step yet."""
     deadly = StructuredOutputs(regex="deadly")
 
     async def scene() -> None:
@@ -295,7 +295,7 @@ def test_whose_grammar_is_being_compiled_is_a_suspect() -> None:
 
 
 class Unlucky(Watched):
-    """A listener whose `hooks` raise."""
+    """A sequence whose handlers `hooks` raise."""
 
     def __init__(self, client: EngineClient, request: Request, hooks: tuple[str, ...]) -> None:
         self.raised: list[str] = []
@@ -317,10 +317,10 @@ class Unlucky(Watched):
         (("on_step", "on_failed"), False),
     ],
 )
-def test_what_a_listener_raises_ends_its_request_alone(
+def test_an_exception_of_a_handler_ends_only_its_own_request(
     hooks: tuple[str, ...], refused: bool
 ) -> None:
-    """A request that is refused ends without tokens."""
+    """A rejected request ends without tokens."""
 
     async def scene() -> None:
         async with running(SLOW) as client:
@@ -338,7 +338,7 @@ def test_what_a_listener_raises_ends_its_request_alone(
     asyncio.run(scene())
 
 
-def test_watchers_that_fail_stop_nothing() -> None:
+def test_exceptions_of_observers_stop_nothing() -> None:
     def fail(_: object) -> None:
         raise OverflowError("on purpose")
 
@@ -354,8 +354,8 @@ def test_watchers_that_fail_stop_nothing() -> None:
     asyncio.run(scene())
 
 
-def test_what_the_wire_does_not_take_ends_alone() -> None:
-    """This holds as it is added, and where a new engine is to get it."""
+def test_a_request_that_cannot_be_encoded_ends_only_itself() -> None:
+    """The encoding fails when it is added, or when it is sent to a new engine."""
     unsendable = make_request("unsendable", [2**70, 1], max_tokens=9)
 
     async def scene() -> None:

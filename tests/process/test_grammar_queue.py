@@ -1,4 +1,4 @@
-"""Grammars are compiled next to the steps, and no step waits for one."""
+"""Grammars are compiled while steps run, and no step waits for a grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.process.test_messages import OneCommand
 
 
 class SlowGrammars:
-    """Each grammar but "quick" takes until `release`; those that begin with "bad" do not
+    """Compiling ends at `release`, for "quick" at once. Grammars that begin with "bad" do not
     compile."""
 
     def __init__(self) -> None:
@@ -64,28 +64,28 @@ def test_choices_share_a_grammar_and_a_bad_one_is_reported() -> None:
     problems = ready(grammar_queue, 3)
     assert problems["a"] is problems["b"] is None and "does not compile" in str(problems["c"])
     assert not grammar_queue.waiting and grammars.compiled_texts == ["x", "bad"], (
-        "nobody wanted the last"
+        "the request of the last grammar had left"
     )
 
 
-def test_a_quick_one_does_not_wait_for_slow_ones() -> None:
+def test_a_quick_grammar_does_not_wait_for_slow_ones() -> None:
     grammars: Any = SlowGrammars()
     noted: list[set[str]] = []
     grammar_queue = GrammarQueue(grammars, lambda names: noted.append(set(names)))
     for name in "abc":
         grammar_queue.enter(
-            structs.replace(asking(name, name), compile_s=2 * queue_module.QUICK_S), ()
+            structs.replace(asking(name, name), compile_s=2 * queue_module.QUICK_CPU_S), ()
         )
     while not noted:
         time.sleep(0.001)
     grammar_queue.enter(asking("d", "quick"), ())
     assert set(ready(grammar_queue, 1)) == {"d"} and not grammars.release.is_set()
-    assert {"a", "d"} in noted, "whoever outlives the engine is to know of both"
+    assert {"a", "d"} in noted, "the journal must list both"
     grammars.release.set()
     assert set(ready(grammar_queue, 3)) == set("abc")
 
 
-def test_no_more_grammars_are_kept_than_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kept_grammars_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "MAX_GRAMMARS", 2)
     grammars: Any = SlowGrammars()
     grammars.release.set()
@@ -93,27 +93,27 @@ def test_no_more_grammars_are_kept_than_fit_into_memory(monkeypatch: pytest.Monk
     for name in "abc":
         grammar_queue.enter(asking(name, name), ())
     assert set(ready(grammar_queue, 2)) == {"a", "b"} and grammar_queue.waiting
-    assert not list(grammar_queue.take_ready()), "there is no room until one has left"
+    assert not list(grammar_queue.take_ready()), "all places are used until a request leaves"
     grammar_queue.leave("a")
     assert set(ready(grammar_queue, 1)) == {"c"}
     grammar_queue.enter(asking("d", "b"), ())
-    assert set(ready(grammar_queue, 1)) == {"d"}, "one that is held needs none"
+    assert set(ready(grammar_queue, 1)) == {"d"}, "a compiled grammar is shared"
 
 
-def test_without_grammars_each_is_refused_by_name() -> None:
+def test_without_grammars_each_request_is_rejected_by_name() -> None:
     grammar_queue = GrammarQueue(None, lambda _: None)
     grammar_queue.enter(asking("a", "x"), ())
     assert "is not supported here" in str(ready(grammar_queue, 1)["a"])
 
 
 def ends(socket: OneCommand) -> dict[str, FinishReason]:
-    """Why each request ended, by id, in order."""
+    """Return the reason why each request ended, by id, in order."""
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
     rows = [row for step in steps for row in step.output.rows]
     return {row.request_id: row.finish_reason for row in rows if row.finish_reason is not None}
 
 
-def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
+def test_steps_continue_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     grammars: Any = SlowGrammars()
     core = SimFactory(lookahead="off")()
     core.grammars = grammars
@@ -125,7 +125,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     server = EngineServer(core, socket, recorder)
     while server.iterate() and core.busy:
         pass
-    assert recorder.read() == ["slow"], "whoever outlives the engine is to know"
+    assert recorder.read() == ["slow"], "the journal must list it"
     assert list(ends(socket)) == ["plain"], "the others wait"
     grammars.release.set()
     endings: dict[str, FinishReason] = {}

@@ -1,4 +1,4 @@
-"""Messages arrive unchanged, and what was in flight is known after any failure."""
+"""Messages arrive unchanged, and requests in flight are known after any failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers import make_request
 from tests.process.factories import SimFactory
 
 
-def test_what_is_in_flight_is_read_by_another(tmp_path: Path) -> None:
+def test_requests_in_flight_can_be_read_by_another_process(tmp_path: Path) -> None:
     reader = InFlightJournal.create(tmp_path / "journal")
     writer = InFlightJournal(tmp_path / "journal")
     assert reader.read() == []
@@ -34,7 +34,7 @@ def test_what_is_in_flight_is_read_by_another(tmp_path: Path) -> None:
         assert reader.read() == []
 
 
-def test_what_is_being_read_is_known_and_reading_is_a_sign_of_life(tmp_path: Path) -> None:
+def test_requests_being_decoded_are_recorded_and_count_as_progress(tmp_path: Path) -> None:
     reader = InFlightJournal.create(tmp_path / "journal")
     writer = InFlightJournal(tmp_path / "journal")
     writer.write({"a"})
@@ -46,7 +46,7 @@ def test_what_is_being_read_is_known_and_reading_is_a_sign_of_life(tmp_path: Pat
         assert reader.read() == ["a"] and reader.progress.tolist() == [count, 0]
 
 
-def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:
+def test_a_list_that_does_not_fit_reads_as_empty(tmp_path: Path) -> None:
     recorder = InFlightJournal.create(tmp_path / "journal")
     many = {f"{i:0200}" for i in range(6000)}
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_more_names_than_there_is_room_for_are_none(tmp_path: Path) -> None:
 
 
 def test_choices_of_a_call_are_sent_together() -> None:
-    """Their parameters may be long, and are sent once."""
+    """Their parameters may be long, so they are sent only once."""
     request = make_request("", 5, banned_token_ids=tuple(range(5000)))
     choices = {str(i): (i, (7,) * i) for i in range(128)}
     alone = len(encode(Add(request, {"0": (0, ())})))
@@ -70,7 +70,9 @@ def test_choices_of_a_call_are_sent_together() -> None:
         assert choice.params is command.request.params
 
 
-def test_a_half_written_list_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_written_list_reads_as_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = InFlightJournal.create(tmp_path / "journal")
     writer = InFlightJournal(tmp_path / "journal")
     writer.write({"a" * 40})
@@ -102,9 +104,7 @@ class OneCommand:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
-    depth: int, tmp_path: Path
-) -> None:
+def test_requests_are_in_the_journal_only_while_their_step_runs(depth: int, tmp_path: Path) -> None:
     core = SimFactory(lookahead="off", depth=depth)()
     recorder = InFlightJournal.create(tmp_path / "journal")
     inner = core.executor
@@ -123,7 +123,7 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     server = EngineServer(core, socket, recorder)
     while server.iterate() and core.busy:
         pass
-    assert seen[0] == ["a", "b"] and all(seen), "a step ran unannounced"
+    assert seen[0] == ["a", "b"] and all(seen), "a step ran without its requests in the journal"
     assert recorder.read() == []
     steps = [event for event in socket.sent if isinstance(event, Stepped)]
     ends = [row.finish_reason for s in steps for row in s.output.rows if row.finish_reason]
@@ -131,7 +131,7 @@ def test_rows_are_announced_before_their_step_and_withdrawn_after_it(
     assert list(steps[0].output.admitted) == ["a", "b"] and steps[0].output.times is not None
 
 
-def test_what_the_scheduler_refuses_ends_with_its_reason(tmp_path: Path) -> None:
+def test_a_request_that_the_scheduler_rejects_ends_with_the_reason(tmp_path: Path) -> None:
     core = SimFactory()()
     socket: Any = OneCommand(Add(make_request("", [10**6]), {"a": (0, ())}))
     server = EngineServer(core, socket, InFlightJournal.create(tmp_path / "journal"))

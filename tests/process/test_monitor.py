@@ -1,4 +1,4 @@
-"""Watchers are shown true, bounded data at a limited rate, and cost nothing else."""
+"""Snapshots have correct, bounded data at a limited rate."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cbatch import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.process import monitor as monitor_module
 from cbatch.process.messages import StepSnapshot
-from cbatch.process.monitor import LONGEST_PERIOD_S, MAX_SHARE, MAX_STEPS, PERIOD_S, Monitor
+from cbatch.process.monitor import MAX_PERIOD_S, MAX_SHARE, MAX_STEPS, MIN_PERIOD_S, Monitor
 from tests.toy_engine import make_engine
 
 
 def step(engine: Engine, monitor: Monitor) -> Any:
-    """Run one step and note it; return the commit."""
+    """Run one step, pass it to the monitor, and return the commit."""
     commit = engine.core.loop.step()
     assert commit is not None
     assert engine.core.loop.last is not None
@@ -33,7 +33,7 @@ def busy(**options: Any) -> tuple[Engine, Monitor]:
     return engine, Monitor(engine.scheduler)
 
 
-def test_steps_are_shown_as_they_were() -> None:
+def test_snapshots_have_the_steps_unchanged() -> None:
     engine, monitor = busy()
     totals = engine.scheduler.stats
     shown: list[StepSnapshot] = []
@@ -51,7 +51,7 @@ def test_steps_are_shown_as_they_were() -> None:
     assert all(set(each.chunk) == {1} for each in others)
 
 
-def test_rows_are_who_runs() -> None:
+def test_snapshots_have_the_running_requests() -> None:
     engine, monitor = busy()
     for _ in range(6):
         step(engine, monitor)
@@ -79,7 +79,7 @@ def test_no_acceptance_is_shown_without_an_estimate(lookahead: str) -> None:
     assert [row.estimated_acceptance for row in monitor.rows()] == [None] * 4
 
 
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_module, "MAX_ROWS", 3)
     monkeypatch.setattr(monitor_module, "MAX_CELLS", 5)
     engine, monitor = busy()
@@ -104,9 +104,9 @@ def test_an_executor_may_use_its_arrays_again() -> None:
     assert monitor.take_steps()[0][-1].accepted == accepted
 
 
-def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
-    """With overlap, a request that ends while the next step runs has a row in it that must not
-    count."""
+def test_rows_that_ended_before_the_commit_are_not_shown() -> None:
+    """With overlap, a request that ends while the next step runs has a row in that step, which must
+    not count."""
     engine, monitor = busy()
     result_rows = step(engine, monitor)
     monitor.take_steps()
@@ -117,13 +117,13 @@ def test_rows_that_had_ended_are_not_shown_as_refused() -> None:
     assert monitor.take_steps() == ((), 1)
 
 
-def test_it_is_due_ten_times_a_second_or_as_seldom_as_it_must() -> None:
+def test_snapshots_are_due_ten_times_a_second_or_less_often_if_slow() -> None:
     monitor = Monitor(make_engine().scheduler)
     times_s = np.arange(0.0, 5.0, 0.003)
     for took_s, period_s in (
-        (0.0, PERIOD_S),
+        (0.0, MIN_PERIOD_S),
         (0.002, 0.002 / MAX_SHARE),
-        (0.02, LONGEST_PERIOD_S),
+        (0.02, MAX_PERIOD_S),
     ):
         due = []
         for now_s in times_s:

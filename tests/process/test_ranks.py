@@ -25,7 +25,7 @@ FACTORY = EngineFactory(
 
 
 def rank_1_of(client: EngineClient) -> int:
-    """Return the pid of rank 1; the engine's other children are no ranks."""
+    """Return the process id of rank 1; the engine's other children are not ranks."""
     children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
     (rank,) = [
         int(pid)
@@ -54,7 +54,7 @@ def watch(client: EngineClient, name: str) -> list[Watched]:
 
 
 async def strike(client: EngineClient, name: str, number: signal.Signals) -> list[list[int]]:
-    """Send rank 1 a signal while streams run; return the tokens of the streams."""
+    """Send a signal to rank 1 while streams run, and return the tokens of the streams."""
     watched, start = watch(client, name), client.num_starts
     while not all(len(each.tokens) > 4 for each in watched):
         await asyncio.sleep(0.001)
@@ -69,7 +69,7 @@ async def strike(client: EngineClient, name: str, number: signal.Signals) -> lis
 
 
 def served(*strikes: signal.Signals) -> None:
-    """Check that the tokens are those of an undisturbed engine, whatever happens to a rank."""
+    """Check that the tokens equal those of an undisturbed engine, whatever happens to a rank."""
 
     async def scene() -> None:
         async with running(FACTORY, hang_timeout_s=10.0) as client:
@@ -86,13 +86,13 @@ def served(*strikes: signal.Signals) -> None:
     asyncio.run(scene())
 
 
-def test_requests_outlive_a_rank_that_is_killed() -> None:
+def test_requests_survive_a_killed_rank() -> None:
     served(signal.SIGKILL)
 
 
 @pytest.mark.statistics
 @pytest.mark.slow
-def test_requests_outlive_a_rank_that_hangs() -> None:
+def test_requests_survive_a_hanging_rank() -> None:
     served(signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP)
 
 

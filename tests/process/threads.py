@@ -1,4 +1,4 @@
-"""An engine with its socket in a thread of the test, which can look into it."""
+"""An engine with its socket in a thread, so that a test can inspect it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.process.server import EngineServer, connect
 
 
 class EngineThread:
-    """A `Handle` of a thread. It cannot be killed; it dies of an exception in its loop."""
+    """A `Handle` of a thread. It cannot be killed, but dies of an exception in its loop."""
 
     pid = None
 

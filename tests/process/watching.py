@@ -1,4 +1,4 @@
-"""Requests on a client, their results, and the results that they should have."""
+"""Requests of a client that record their results, and checks of the results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Watched(OpenSequence):
 
 @asynccontextmanager
 async def running(factory: Factory, **timeouts: float) -> AsyncIterator[EngineClient]:
-    """Run a client whose engine is a process of its own."""
+    """Run a client with an engine process."""
     client = EngineClient(partial(EngineProcess, factory), **timeouts)
     await client.start()
     try:
@@ -87,7 +87,7 @@ async def all_over(watched: Iterable[Watched], limit_s: float = 300) -> None:
 
 
 def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
-    """Check that each ended by itself, with exactly what it gets when served alone."""
+    """Check that each sequence ended by itself, with the tokens that it gets when it runs alone."""
     config = factory.config()
     for request in watched:
         expected, reason = reference_output(
@@ -103,12 +103,12 @@ def assert_undisturbed(watched: Iterable[Watched], factory: SimFactory) -> None:
 
 
 async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: random.Random) -> int:
-    """Kill the engine after some more tokens, while most requests stream; return how many do."""
+    """Kill the engine after some more tokens, while most requests stream. Return how many do."""
     before = sum(len(each.tokens) for each in watched)
     more = rng.randrange(1, 8 * len(watched))
     cut = 0
     while sum(len(each.tokens) for each in watched) < before + more or 2 * cut <= len(watched):
-        assert not any(each.over.is_set() for each in watched), "they were too short for the test"
+        assert not any(each.over.is_set() for each in watched), "the streams were too short"
         await asyncio.sleep(0.001)
         cut = sum(each.streaming for each in watched)
     assert client.pid is not None

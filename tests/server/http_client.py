@@ -105,7 +105,7 @@ class Client:
         path: str = COMPLETIONS,
         headers: dict[str, Any] | None = None,
     ) -> Iterator[http.client.HTTPConnection]:
-        """Send a call without waiting: an answer begins with its first token."""
+        """Send a call without waiting for the response, which begins with the first token."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         method = "GET" if raw is None else "POST"
@@ -213,7 +213,7 @@ def toy_model(template: str = "{{ messages[0].content }}", **options: Any) -> Se
 
 
 def open_request(prompt: tuple[int, ...] = (1,), *, n: int = 1, seed: int = 1) -> OpenRequest:
-    """A request that no engine has. What a test puts in comes out."""
+    """Return a request without an engine. It yields the outputs that a test puts in."""
     opened = OpenRequest(AdmissionQueue(Limits(), time.monotonic), n)
     opened.request = Request(
         request_id="r", prompt=prompt, params=SamplingParams(n=n, max_tokens=9), seed=seed

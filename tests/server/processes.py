@@ -43,7 +43,8 @@ def serving_process(
     tokenizer: TextTokenizer = TOKENIZER,
     kv_events: KVEventPublisher | None = None,
 ) -> Iterator[Served]:
-    """Serve HTTP in a thread of the test, which can look into it, with the engine in a process."""
+    """Serve HTTP in a thread, so that the test can inspect the server, with the engine in a
+    process."""
     engine = EngineClient(partial(EngineProcess, factory))
     service = EngineService(engine, tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, tokenizer) as client:
@@ -85,7 +86,7 @@ class Answer(NamedTuple):
 
 
 async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None = None) -> Answer:
-    """Make one call on a connection of its own; it may leave in the middle of the answer."""
+    """Make one call on a new connection; it may disconnect in the middle of the response."""
     begin_s = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()

@@ -31,8 +31,8 @@ def post(
 
 
 async def trickle(port: int, begin: bytes, rest: bytes = b"a") -> bytes:
-    """Send a byte of the rest now and then until the server answers; return all that it sends until
-    it closes."""
+    """Send the rest slowly, byte by byte, until the server answers. Return all bytes from the
+    server."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(begin)
     answer = asyncio.ensure_future(reader.read(2**16))

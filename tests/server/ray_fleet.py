@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 128, "threads": 1, "grace": 60}
 
 
 class Stream(NamedTuple):
-    """A stream as received so far. `whole`: with its end."""
+    """A stream as received so far. `whole` is true after its end."""
 
     status: int
     token_ids: list[int]
@@ -160,8 +160,7 @@ async def until_both_answer() -> None:
 
 
 async def kill_one(expected: Sequence[Stream]) -> dict[str, Any]:
-    """Kill one replica in the middle of as many streams as `expected`; more calls come before Serve
-    knows."""
+    """Kill one replica during `expected` streams; more calls arrive before Serve has noticed."""
     import ray
 
     running = asyncio.create_task(streams([PORT], NUM_STREAMS, NUM_TOKENS))

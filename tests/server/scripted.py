@@ -1,4 +1,5 @@
-"""A service whose every choice is a given text, as tokens that take the same way as an engine's."""
+"""A service that returns a given text for each choice. Its tokens take the same path as an
+engine's."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ def tokenizer_with(plain: Sequence[str] = (), special: Sequence[str] = ()) -> Te
 
 
 class ScriptedService:
-    """A service that gives the tokens of `text` in every choice, `step_tokens` a step.
+    """A service whose choices are the tokens of `text`, `step_tokens` of them per step.
 
-    A choice ends for `reason` with the last of them (EOS, for a stop) or, if `late`, after it.
-    `params` are those of the last call, as an engine would get them.
+    A choice ends for `reason` with the last token (EOS, for a stop) or, if `late`, in a later step.
+    `params` are the parameters of the last call, as an engine would get them.
     """
 
     running = ready = True
@@ -64,7 +65,7 @@ class ScriptedService:
         assert prompt.constrain is not None
         self.params = prompt.constrain(params, ids)
         opened = open_request(ids, n=params.n)
-        options = {"mark_ids": api_request.mark_ids, "whole": not api_request.fields.stream}
+        options = {"mark_ids": api_request.mark_ids, "accumulate": not api_request.fields.stream}
         for index in range(params.n):
             request = Request(request_id="r", prompt=ids, params=params, seed=1, choice=index)
             choice = LiveChoice(request, "r", self.tokenizer, **cast(Any, options))

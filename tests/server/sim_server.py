@@ -28,12 +28,12 @@ class Settings(msgspec.Struct, frozen=True):
 
     factory: SimFactory
     grace_s: float
-    max_deaths: int = client_module.MAX_BARREN_DEATHS
+    max_deaths: int = client_module.MAX_DEATHS_WITHOUT_TOKEN
     connections: ConnectionLimits = ConnectionLimits()
 
 
 async def serve(settings: Settings) -> None:
-    client_module.MAX_BARREN_DEATHS = settings.max_deaths
+    client_module.MAX_DEATHS_WITHOUT_TOKEN = settings.max_deaths
     service = EngineService(EngineClient(partial(EngineProcess, settings.factory)), TOKENIZER)
     model = served_model(await service.start(), TOKENIZER)
     limits = settings.connections

@@ -1,4 +1,4 @@
-"""The log has one line for every finished call, without secrets or text of its client."""
+"""The log has one line per finished call, without secrets or the client's text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def post(client: Client, body: Any, path: str = "/v1/completions", **headers: st
         response.read()
 
 
-def test_a_line_for_every_call_and_none_for_probes(lines: Lines) -> None:
+def test_each_call_is_logged_and_probes_are_not(lines: Lines) -> None:
     with serving(make_engine(lookahead="fixed:3"), keys=KeyRing(["first"])) as client:
         for path in ("/health", "/ready", "/metrics"):
             post(client, None, path)
@@ -85,7 +85,9 @@ def test_a_line_for_every_call_and_none_for_probes(lines: Lines) -> None:
     assert not any("secret" in line or "first" in line for line in lines.raw)
 
 
-def test_how_a_call_was_cut_off_is_logged(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_of_an_aborted_call_is_logged(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = BODY | {"max_tokens": 8000, "stream": True}
     with serving(SlowEngine(monkeypatch).engine, Limits(timeout_s=1.2)) as client:
         with client.open(long) as response:
@@ -101,7 +103,7 @@ def test_how_a_call_was_cut_off_is_logged(lines: Lines, monkeypatch: pytest.Monk
         assert line["output_tokens"] > 0
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_call_is_no_failure(lines: Lines) -> None:
+def test_a_client_that_disconnects_is_not_logged_as_a_failure(lines: Lines) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with serving(make_engine()) as client:
         with socket.create_connection(("127.0.0.1", client.port)) as left:
@@ -110,7 +112,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_call_is_no_failure(lines: Lin
         assert (line["status"], line["error"]) == (499, "ClientGoneError")
 
 
-def test_lines_hold_together_whatever_is_in_them() -> None:
+def test_no_value_breaks_a_log_line() -> None:
     record = logging.makeLogRecord(
         {"name": "cbatch", "levelname": "INFO", "msg": "a\nb %s", "args": ('"',)}
         | fields(cause="x\ny", tokens=3, none=None)

@@ -23,7 +23,7 @@ def reserved(queue: AdmissionQueue, num_choices: int, prompt_tokens: int) -> Ope
     return opened
 
 
-def test_both_bounds_hold_and_come_free_again() -> None:
+def test_both_bounds_hold_and_places_are_freed() -> None:
     queue, _ = make(max_queued_requests=3, max_queued_prompt_tokens=100)
     first = reserved(queue, 2, 60)
     with pytest.raises(OverloadedError, match="2 of 3 requests"):
@@ -34,16 +34,16 @@ def test_both_bounds_hold_and_come_free_again() -> None:
     second = reserved(queue, 1, 40)
     assert (queue.num_requests, queue.num_prompt_tokens) == (3, 100)
     first.on_admitted(0.0, 0)
-    assert (queue.num_requests, queue.num_prompt_tokens) == (2, 40), "the prompt is one for all"
+    assert (queue.num_requests, queue.num_prompt_tokens) == (2, 40), "the choices share one prompt"
     first.on_admitted(0.0, 0)
-    first.holds.close()
-    second.holds.close()
-    second.holds.close()
+    first.resources.close()
+    second.resources.close()
+    second.resources.close()
     assert (queue.num_requests, queue.num_prompt_tokens) == (0, 0)
 
 
-def test_the_place_is_taken_before_the_prompt_is_tokenised() -> None:
-    """A burst does not overshoot, however late the true lengths are known."""
+def test_a_place_is_reserved_before_the_prompt_is_tokenized() -> None:
+    """A burst does not exceed the bounds, although the true lengths are known later."""
     queue, _ = make(max_queued_prompt_tokens=100)
     places = []
     with pytest.raises(OverloadedError):
@@ -51,12 +51,12 @@ def test_the_place_is_taken_before_the_prompt_is_tokenised() -> None:
             places.append(reserved(queue, 1, 40))
     assert len(places) == 2
     for place in places:
-        place.settle(10)
+        place.set_prompt_tokens(10)
     assert queue.num_prompt_tokens == 20
     queue.reserve(1, 40)
 
 
-def test_an_empty_queue_takes_any_one_call() -> None:
+def test_an_empty_queue_accepts_a_call_of_any_size() -> None:
     queue, _ = make(max_queued_requests=2, max_queued_prompt_tokens=10)
     queue.require_room()
     queue.reserve(5, 1000)
@@ -66,9 +66,9 @@ def test_an_empty_queue_takes_any_one_call() -> None:
         queue.require_room()
 
 
-def test_the_time_to_come_back_follows_the_pace_of_the_queue() -> None:
+def test_retry_after_follows_the_rate_of_departures() -> None:
     queue, clock = make(max_queued_requests=20)
-    assert queue.overloaded("full", "no room").retry_after_s == 1, "nothing is known yet"
+    assert queue.overloaded("full", "no room").retry_after_s == 1, "no departures yet"
     place = reserved(queue, 20, 1)
     for _ in range(5):
         clock.advance(2.0)
@@ -85,12 +85,13 @@ def test_bad_limits_are_named(field: str, value: float) -> None:
         Limits(**{field: value})
 
 
-def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
-    """At 10 ms a token, prompts of 40 tokens have a slot, 30 wait, and the call adds its own."""
+def test_a_prompt_that_cannot_be_computed_in_time_is_rejected() -> None:
+    """At 10 ms per token, prompts of 40 tokens are in slots and 30 are queued when the call
+    comes."""
     stats = SimpleNamespace(remaining_prompt_tokens=40, prompt_token_s=0.01)
     queue, _ = make(stats, ttft_target_s=1.0)
     queue.reserve(1, 30)
-    reserved(queue, 1, 30).holds.close()
+    reserved(queue, 1, 30).resources.close()
     queue.require_in_time()
     last = reserved(queue, 1, 250)
     assert queue.estimated_prefill_s() == pytest.approx(3.2)
@@ -98,20 +99,20 @@ def test_a_prompt_that_cannot_be_read_in_time_is_refused() -> None:
         queue.require_in_time()
     assert refused.value.retry_after_s == 3
     assert queue.rejections == {"ttft_target": 1}
-    last.holds.close()
+    last.resources.close()
     queue.require_in_time()
 
 
 @pytest.mark.parametrize(
     "stats", [None, SimpleNamespace(remaining_prompt_tokens=9**9, prompt_token_s=0.0)]
 )
-def test_without_a_price_no_prompt_is_refused(stats: Any) -> None:
+def test_without_a_known_prompt_speed_no_prompt_is_rejected(stats: Any) -> None:
     queue, _ = make(stats, ttft_target_s=1e-3)
     queue.reserve(1, 10**6)
     queue.require_in_time()
 
 
-def test_without_a_target_no_prompt_is_refused() -> None:
+def test_without_a_target_no_prompt_is_rejected() -> None:
     queue, _ = make(SimpleNamespace(remaining_prompt_tokens=10**6, prompt_token_s=1.0))
     queue.reserve(1, 10**6)
     queue.require_in_time()

@@ -1,4 +1,4 @@
-"""The app through real sockets: scheduler and text side are real, the model is the simulator's."""
+"""The app through real sockets. Scheduler and text are real, the model is the simulator's."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_a_drawn_seed_is_reported_and_gives_the_same_text_again(client: Client) 
         ({"banned_token_ids": [10**6]}, "banned_token_ids"),
     ],
 )
-def test_bad_values_are_refused_by_name(client: Client, change: dict[str, Any], field: str) -> None:
+def test_errors_about_values_name_the_field(
+    client: Client, change: dict[str, Any], field: str
+) -> None:
     for stream in ({}, {"stream": True}):
         status, answer, _ = client.post({"prompt": PROMPT, **stream, **change})
         assert status == 400
@@ -110,14 +112,14 @@ def test_unknown_fields_are_ignored_and_listed(client: Client) -> None:
     assert answer["choices"][0]["text"] == expected(max_tokens=4, seed=1)[0]
 
 
-def test_embeddings_are_refused_by_name(client: Client) -> None:
+def test_embeddings_are_rejected_by_name(client: Client) -> None:
     with client.open({"input": "x"}, "/v1/embeddings") as response:
         assert response.status == 501
         assert "embeddings are not supported yet" in response.read().decode()
 
 
-def test_a_request_that_fails_says_so_and_the_others_go_on() -> None:
-    # Set once the others have emitted; otherwise the failure could be the whole answer.
+def test_a_failed_request_reports_its_error_and_others_continue() -> None:
+    # Set once the other requests have tokens; otherwise the failure could be the whole answer.
     emitted = threading.Event()
     emitted.set()
 

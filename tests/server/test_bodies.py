@@ -56,7 +56,7 @@ def test_a_byte_order_mark_is_skipped(client: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", "compress"])
-def test_another_encoding_is_refused_by_name(client: Client, coding: str) -> None:
+def test_other_encodings_are_rejected_by_name(client: Client, coding: str) -> None:
     assert answer(client, zlib.compress(b"{}"), coding) == (415, "content-encoding")
 
 
@@ -65,12 +65,12 @@ def test_another_encoding_is_refused_by_name(client: Client, coding: str) -> Non
     [b"{}", gzip.compress(b"{}" * 99)[:-9], gzip.compress(b"{}") + b"{}", b"\x1f\x8b" * 9],
     ids=["plain", "cut", "more", "noise"],
 )
-def test_what_is_no_gzip_is_refused(client: Client, content: bytes) -> None:
+def test_invalid_gzip_is_rejected(client: Client, content: bytes) -> None:
     assert answer(client, content, "gzip") == (400, "body")
 
 
-def test_the_limit_counts_what_is_read_of_it(client: Client) -> None:
-    """A small body that becomes gigabytes is decompressed no further than the limit."""
+def test_decompression_stops_at_the_limit(client: Client) -> None:
+    """A small body that expands to gigabytes is decompressed only up to the limit."""
     longest = b'{"prompt": "a", "max_tokens": 1}'.ljust(LIMITS.max_body_bytes)
     assert answer(client, gzip.compress(longest), "gzip") == (200, "")
     assert answer(client, gzip.compress(longest + b" "), "gzip") == (413, "body")

@@ -1,5 +1,4 @@
-"""Clients that share an engine cannot learn about each other through the prefix cache, given
-salts."""
+"""With salts, clients of one engine cannot learn about each other through the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ BODY: dict[str, Any] = {"prompt": SECRET, "max_tokens": 4, "temperature": 0}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_salt_hides_who_sent_what(path: str) -> None:
-    """Hits tell a tenant nothing about another tenant's prompts, unless both have the same salt or
-    none."""
+def test_a_salt_hides_prompts_from_other_tenants(path: str) -> None:
+    """A tenant's hits reveal another tenant's prompts only if both have the same salt or none."""
     engine = make_engine(lookahead="off")
     body: dict[str, Any] = BODY
     if path == CHAT:
@@ -43,10 +41,12 @@ def test_a_salt_hides_who_sent_what(path: str) -> None:
         assert [hit_tokens(salt) for salt in ("alice", "bob", None)] == [0, 0, 0]
         (alone,) = {hit_tokens(salt) for salt in ("alice", "bob", None)}
         assert alone > 0
-        assert hit_tokens("carol", n=3, seed=1) == 2 * alone, "its choices share their call's"
+        assert hit_tokens("carol", n=3, seed=1) == 2 * alone, (
+            "the choices share the salt of their call"
+        )
 
 
-def test_what_is_no_salt_is_refused() -> None:
+def test_an_invalid_salt_is_rejected() -> None:
     chat = {"messages": [{"role": "user", "content": SECRET}]}
     salts: tuple[Any, ...] = ("", "s" * 257, 3, ["a"], {})
     with serving(make_engine(), chat_template=TEMPLATE) as client:
@@ -55,7 +55,7 @@ def test_what_is_no_salt_is_refused() -> None:
             assert (status, answer["error"]["param"]) == (400, "cache_salt")
 
 
-def test_a_salt_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
+def test_a_salt_survives_a_restart_of_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     pause_file = tmp_path / "held"
     pause_file.touch()

@@ -44,7 +44,7 @@ def whole(client: Client, **change: Any) -> dict[str, Any]:
     return answer
 
 
-def test_a_stream_adds_up_and_begins_with_its_role(client: Client) -> None:
+def test_chunks_join_to_the_reply_and_the_first_has_the_role(client: Client) -> None:
     options = {"stream_options": {"include_usage": True}, "n": 2}
     events = client.stream(BODY | options, CHAT)
     usage = events.pop()
@@ -65,7 +65,7 @@ def test_a_stream_adds_up_and_begins_with_its_role(client: Client) -> None:
     assert len(events) > 6, "it did not stream"
 
 
-def test_lengths_have_two_names_and_a_reply_no_limit(client: Client) -> None:
+def test_both_names_of_max_tokens_work_and_a_chat_has_no_default_limit(client: Client) -> None:
     both = whole(client, max_tokens=20, max_completion_tokens=7)
     assert both["usage"]["completion_tokens"] == 7
     free = whole(client, max_tokens=None, seed=6)
@@ -138,7 +138,7 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client) -> None:
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_fields_are_rejected_by_name(
     client: Client, change: dict[str, Any], field: str
 ) -> None:
     status, answer, _ = client.post(BODY | change, CHAT)
@@ -146,8 +146,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert answer["error"]["message"].startswith(field)
 
 
-def test_what_clients_write_is_no_control_token(client: Client) -> None:
-    """In a completion, whose text is all the caller's, it is one."""
+def test_text_of_messages_cannot_be_a_control_token(client: Client) -> None:
+    """In a completion, the same text is a control token, because the client wrote the whole
+    prompt."""
     control = "a<|endoftext|>b"
     assert 0 in TOKENIZER.encode(control) and TOKENIZER.special_ids == {0}
     assert client.post({"prompt": control, "max_tokens": 2})[0] == 200
@@ -163,14 +164,14 @@ def test_what_clients_write_is_no_control_token(client: Client) -> None:
     assert text == f"[user]{control}[assistant]" and 0 not in tokenized["tokens"]
 
 
-def test_neutral_fields_and_nulls_ask_for_nothing(client: Client) -> None:
+def test_neutral_fields_and_nulls_change_nothing(client: Client) -> None:
     neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
     nulls = {"temperature": None, "stop": None, "tools": None, "stream": None, "logprobs": None}
     assert whole(client, **neutral)["choices"][0]["message"]["content"] == expected()[0]
     assert whole(client, **nulls)["choices"][0]["message"]["content"] == expected()[0]
 
 
-def test_a_model_without_a_template_says_what_to_do() -> None:
+def test_a_model_without_a_template_reports_the_remedy() -> None:
     with serving(make_engine()) as client:
         status, answer, _ = client.post(BODY, CHAT)
     assert (status, answer["error"]["param"]) == (400, "messages")

@@ -1,5 +1,5 @@
-"""Slow clients, many clients, and bytes that are no request: none delays the others, and nothing
-remains."""
+"""Slow clients, many clients, and malformed requests: they delay no other client and leave no
+resources."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def test_a_slow_request_is_ended_with_a_status(client: Client, begin: bytes) -> 
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["new", "kept alive"]
 )
-def test_line_ends_are_no_sign_of_life(client: Client, sent: bytes) -> None:
-    """No bytes at all are no sign of life either. There is no request that could be answered."""
+def test_line_ends_alone_do_not_keep_a_connection_open(client: Client, sent: bytes) -> None:
+    """Neither do no bytes. The connection is closed without a response, since there is no
+    request."""
 
     async def scene() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
@@ -86,11 +87,11 @@ def test_line_ends_are_no_sign_of_life(client: Client, sent: bytes) -> None:
     assert run(during_honest_calls(client.port, scene())) == b""
 
 
-def test_a_connection_that_says_nothing_is_closed(client: Client) -> None:
+def test_a_silent_connection_is_closed(client: Client) -> None:
     assert run(during_honest_calls(client.port, exchange(client.port, b""))) == b""
 
 
-def test_the_rest_of_a_refused_call_is_waited_for_no_longer() -> None:
+def test_the_server_does_not_wait_for_the_rest_of_a_rejected_call() -> None:
     with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as client:
 
         async def scene() -> None:
@@ -105,15 +106,16 @@ def test_the_rest_of_a_refused_call_is_waited_for_no_longer() -> None:
         run(scene())
 
 
-def test_an_answer_takes_its_time_whatever_comes_meanwhile(client: Client) -> None:
-    """The time limit of half a pipelined request begins when the one before has been answered."""
+def test_a_partial_pipelined_request_does_not_end_the_answer_before_it(client: Client) -> None:
+    """The time limit of a partial pipelined request begins after the response to the one before
+    it."""
     stream = post(LONG | {"seed": 1})
     answers = run(during_honest_calls(client.port, exchange(client.port, stream + GET[:9])))
     assert statuses(answers) == [200, 408]
     assert b"data: [DONE]\n\n" in answers and answers.count(b"data: ") > 1000
 
 
-def test_a_key_gets_its_place_back_from_a_slow_body() -> None:
+def test_a_slow_body_frees_its_keys_place() -> None:
     keys = KeyRing(["a"], max_requests_per_key=1)
     key = {"Authorization": "Bearer a"}
     begin = post(BODY, b"authorization: Bearer a", num_bytes=10**6)
@@ -140,8 +142,8 @@ LONG_CONTEXT = {"max_model_len": 2**19, "num_blocks": 8192}
 
 
 @pytest.mark.parametrize("what", DEAF)
-def test_who_does_not_read_loses_the_connection(what: str) -> None:
-    """Its request has ended before, as a slow reader's or because it was done."""
+def test_a_client_that_does_not_read_is_disconnected(what: str) -> None:
+    """Its request has already ended: it was aborted as unread, or it was complete."""
     engine = make_engine(**LONG_CONTEXT)
     with serving(engine, connections=SHORT) as client, deaf(client.port, DEAF[what]):
         wait_until(lambda: client.num_connections == 1)
@@ -150,9 +152,9 @@ def test_who_does_not_read_loses_the_connection(what: str) -> None:
         wait_until(lambda: engine.scheduler.num_running == 0)
 
 
-def test_who_reads_slowly_keeps_it() -> None:
-    """It reads for longer than an answer may be left unread, and most of the answer is unread
-    meanwhile."""
+def test_a_client_that_reads_slowly_stays_connected() -> None:
+    """It reads for longer than `request_timeout_s`, and most of the response is unread during that
+    time."""
     limits = ConnectionLimits(request_timeout_s=0.5)
     with serving(make_engine(**LONG_CONTEXT), connections=limits) as client:
         content = b""
@@ -178,7 +180,7 @@ def test_who_reads_slowly_keeps_it() -> None:
     ],
     ids=["value", "fields", "path", "whole", "end"],
 )
-def test_a_head_has_an_end(
+def test_a_head_without_an_end_is_rejected(
     client: Client, parts: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene() -> bytes:
@@ -202,8 +204,8 @@ def test_a_long_head_is_read(client: Client) -> None:
     assert statuses(run(exchange(client.port, sent + b"\r\n\r\n"))) == [200]
 
 
-def test_no_more_connections_than_may_be() -> None:
-    """Connections beyond the limit are refused at once; open ones go on."""
+def test_connections_are_limited() -> None:
+    """Connections beyond the limit are rejected at once; open connections continue."""
     limits = ConnectionLimits(max_connections=4)
 
     async def scene(client: Client) -> None:
@@ -232,7 +234,7 @@ def test_no_more_connections_than_may_be() -> None:
         assert sample(client, REFUSALS, reason="connections") == 40
 
 
-def test_bodies_have_so_much_memory_and_short_ones_always_enough() -> None:
+def test_bodies_share_a_memory_limit_that_short_bodies_never_reach() -> None:
     limits = ConnectionLimits(max_reading_bytes=2**18)
     half = post(b" " * (2**17 + FREE_BYTES - 1), num_bytes=2**20)
     large = json.dumps(BODY).encode() + b" " * 2**17
@@ -262,7 +264,7 @@ def test_bodies_have_so_much_memory_and_short_ones_always_enough() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[BodyIntake]]:
-    """Return the intakes of the applications that are made meanwhile."""
+    """Yield the intakes of the applications that are created in the block."""
     made: list[BodyIntake] = []
 
     def make(*args: Any) -> BodyIntake:
@@ -286,7 +288,7 @@ def test_pipelined_requests() -> None:
     assert statuses(answers) in ([], [200]) and b"[DONE]" not in answers, "not all of them are kept"
 
 
-def test_a_client_that_asks_before_it_sends(client: Client) -> None:
+def test_a_client_that_expects_100_continue(client: Client) -> None:
     body = json.dumps(BODY).encode()
     begin = post(b"", b"expect: 100-continue", b"connection: close", num_bytes=len(body))
 
@@ -334,12 +336,12 @@ def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
 
 @pytest.mark.parametrize("how", ["leaves", "resets", "half-closes"])
 @pytest.mark.parametrize("what", LEFT)
-def test_nothing_stays_of_a_client_that_breaks_off(
+def test_an_aborted_call_leaves_no_resources(
     guarded: tuple[Client, Engine, BodyIntake], what: str, how: str
 ) -> None:
-    """No connection, call of its key, byte of a body, place or slot remains."""
+    """No connection, open call of the key, counted byte of a body, queue place or slot remains."""
     client, engine, intake = guarded
-    for pause_s in (0, 0.02):  # either nothing of it has been read, or all
+    for pause_s in (0, 0.02):  # before the server reads the call, or after it
         with socket.create_connection(("127.0.0.1", client.port)) as left:
             left.sendall(LEFT[what])
             time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Pages of other origins: named ones may call and read every answer, errors too."""
+"""Pages of other origins: named origins may call and read all responses, errors included."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_preflight_needs_no_key(client: Client) -> None:
         ("GET", "/health", None, {}, 200),
     ],
 )
-def test_answers_may_be_read(
+def test_pages_of_named_origins_may_read_answers(
     client: Client,
     method: str,
     path: str,
@@ -66,7 +66,7 @@ def test_answers_may_be_read(
         assert code == status and ALLOWED not in answer_headers
 
 
-def test_a_preflight_of_another_page_is_no_call(client: Client) -> None:
+def test_a_preflight_of_another_origin_is_rejected(client: Client) -> None:
     status, _, headers = call(
         client, "OPTIONS", "/v1/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"}
     )
@@ -74,7 +74,7 @@ def test_a_preflight_of_another_page_is_no_call(client: Client) -> None:
 
 
 @pytest.mark.parametrize("origins", [(), ("*",)])
-def test_no_page_or_every_page(origins: tuple[str, ...]) -> None:
+def test_no_origin_or_every_origin(origins: tuple[str, ...]) -> None:
     with serving(make_engine(), cors_origins=origins) as client:
         _, _, answer_headers = call(
             client, "POST", "/v1/completions", BODY, JSON | {"Origin": PAGE}

@@ -1,5 +1,5 @@
-"""Clients that leave, too many of them, signals, and killed engines, through real sockets and
-processes. Texts are compared with those of an undisturbed engine."""
+"""Disconnecting clients, overload, signals, and killed engines, through real sockets and processes.
+Texts are compared with those of an undisturbed engine."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def assert_nothing_is_left(served: Served) -> None:
     assert queue.num_requests == queue.num_prompt_tokens == 0
 
 
-def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
-    """Half of 200 clients vanish: before the answer, at its first bytes, or later."""
+def test_many_disconnecting_clients_leave_no_resources() -> None:
+    """Half of 200 clients disconnect: before the response, at its first bytes, or later."""
     rng = random.Random(3)
 
     async def storm(port: int) -> list[Answer]:
@@ -82,13 +82,12 @@ def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
         assert [answer.text for answer in answers] == expected(range(100), 12)
         assert_nothing_is_left(served)
         stats = served.service.stats
-        assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "they were completed"
+        assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "none was ended early"
 
 
 @contextmanager
 def as_in_a_server() -> Iterator[None]:
-    """Raise the limit of open files, as a serving process does once it listens; the test shares its
-    own with the clients."""
+    """Freeze the heap, as a serving process does once it listens."""
     freeze_heap()
     try:
         yield
@@ -97,7 +96,7 @@ def as_in_a_server() -> Iterator[None]:
 
 
 def overload(seconds: float) -> dict[str, float]:
-    """Send four times what the engine can do, without pause; return figures for the report."""
+    """Send four times as many calls as the engine can serve. Return figures for the report."""
     slots, tokens = 4, 8
     factory = SimFactory(
         lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_num_seqs": slots}
@@ -123,7 +122,7 @@ def overload(seconds: float) -> dict[str, float]:
         counted = sample(served.client, "vllm:admission_rejections_total", **why)
     refused = [answer for answer in answers if answer.status != 200]
     accepted = [answer for answer in answers if answer.status == 200]
-    assert len(refused) > len(answers) / 4, "it was no overload"
+    assert len(refused) > len(answers) / 4, "the load was too low"
     assert {answer.status for answer in refused} == {503}
     assert counted == len(refused)
     assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
@@ -131,7 +130,7 @@ def overload(seconds: float) -> dict[str, float]:
     assert all(a.events[-1]["choices"][0]["finish_reason"] == "length" for a in accepted)
     took_s = [answer.took_s for answer in refused]
     served_s = [answer.took_s for answer in accepted]
-    assert statistics.median(took_s) < statistics.median(served_s), "refusals wait in line"
+    assert statistics.median(took_s) < statistics.median(served_s), "rejections waited in the queue"
     return {
         "refused": len(refused),
         "refused_median_ms": 1000 * statistics.median(took_s),
@@ -141,7 +140,7 @@ def overload(seconds: float) -> dict[str, float]:
     }
 
 
-def test_overload_is_refused_at_once_and_the_accepted_finish(record_property: Any) -> None:
+def test_overload_is_rejected_at_once_and_accepted_calls_finish(record_property: Any) -> None:
     for name, value in overload(2).items():
         record_property(name, value)
 
@@ -153,7 +152,7 @@ def test_a_minute_of_overload() -> None:
 
 
 async def until_running(client: Client, count: int) -> None:
-    """Wait until `count` calls have been accepted, and some get tokens."""
+    """Wait until `count` calls have been accepted, and some have tokens."""
     while (await asyncio.to_thread(client.get, "/health"))[1]["requests"] < count:
         pass
     while not await asyncio.to_thread(sample, client, "vllm:generation_tokens_total"):
@@ -191,7 +190,7 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signals", [2, 3])
-def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
+def test_a_second_stop_signal_stops_at_once_without_a_traceback(
     signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pause_file = tmp_path / "held"
@@ -217,8 +216,8 @@ def test_a_second_stop_signal_ends_at_once_and_without_a_traceback(
     assert log.count("second signal: aborting 4 open requests") == 1
 
 
-def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -> None:
-    """The engine dies and cannot be started again."""
+def test_a_server_whose_engine_is_lost_reports_it_and_exits(tmp_path: Path) -> None:
+    """The engine dies and cannot be restarted."""
     poison = TOKENIZER.encode("poison")[0]
     factory = SimFactory(
         vocab_size=TOKENIZER.vocab_size,
@@ -233,7 +232,7 @@ def test_a_server_whose_engine_is_lost_tells_everyone_and_ends(tmp_path: Path) -
         streams = asyncio.create_task(crowd(port, [body(i, 400) for i in range(4)]))
         await until_running(client, 4)
         first = await call(port, body(4, 400), leave_after_bytes=600)
-        assert first.body, "they are in the middle: those before it had tokens first"
+        assert first.body, "earlier calls have tokens by now"
         last = await call(port, body(5, 4, prompt=[poison]))
         assert last.status == 503 and "retry-after" not in last.headers
         return await streams
@@ -255,8 +254,8 @@ GRAMMARS: dict[int, dict[str, Any]] = {
 
 
 def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
-    """Compare greedy and coupled streams of a real (tiny) pair, whose engine is killed again and
-    again. Every fourth has a grammar, every eighth free text before it."""
+    """Compare greedy and coupled streams of a real (tiny) pair, whose engine is killed `rounds`
+    times. Every fourth call has a grammar, and half of these calls have free text before it."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
     settings: dict[str, Any] = {
         "numerics": "invariant",
@@ -282,7 +281,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
             before = served.engine.num_tokens
             more = rng.randrange(32, 32 * max_tokens // (2 * rounds))
             while served.engine.num_tokens < before + more:
-                assert not streams.done(), "they were too short for the test"
+                assert not streams.done(), "the streams were too short for the test"
                 await asyncio.sleep(0.001)
             assert served.engine.pid is not None and served.service.num_requests > 16
             os.kill(served.engine.pid, signal.SIGKILL)
@@ -292,7 +291,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
     tokenizer = load_tokenizers(target, draft, options)
     assert tokenizer is not None
     with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
-        # So that no call waits for the first start of the grammar compiler.
+        # The first call with a grammar starts the grammar compiler.
         asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
         answers = asyncio.run(scene(served))
         assert served.engine.num_starts == rounds + 1

@@ -8,7 +8,7 @@ from cbatch.server.serving.fleet_metrics import merge
 from tests.server.http_client import Client
 
 
-def test_every_series_says_whose_it_is_and_none_is_lost(demo_client: Client) -> None:
+def test_every_series_has_its_replicas_label(demo_client: Client) -> None:
     demo_client.post({"prompt": "def", "max_tokens": 3})
     with demo_client.open(None, "/metrics") as answer:
         page = answer.read()
@@ -25,4 +25,4 @@ def test_every_series_says_whose_it_is_and_none_is_lost(demo_client: Client) -> 
             values[labels.pop("replica")][(name, *sorted(labels.items()))] = value
     assert values == {"a": alone, "b": alone}
     heads = [line for line in merged.splitlines() if line.startswith("# TYPE")]
-    assert len(heads) == len(set(heads)) > 20, "a family has one head"
+    assert len(heads) == len(set(heads)) > 20, "a family has one header"

@@ -1,5 +1,4 @@
-"""Random calls generated from the OpenAPI document, right ones and wrong ones: never a 5xx, never a
-hang."""
+"""Random valid and invalid calls, generated from the OpenAPI document: no 5xx, and no hang."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def session() -> Iterator[requests.Session]:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Serve with a real executor, since the simulator's has no log probabilities."""
+    """Serve with a real executor, since the simulator's executor has no log probabilities."""
     model = write_model(tmp_path_factory.mktemp("models") / "model")
     options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 48, "random_weights_seed": 0}
     engine = LLM(model, drafter=("ngram", "suffix"), lookahead="fixed:3", **options).engine
@@ -65,7 +64,7 @@ def fuzz(
 
 
 def fuzz_all(client: Client, session: requests.Session, times: int = 1) -> Counter[int]:
-    """Run about fifty right calls and fifty wrong ones, times `times`."""
+    """Run about fifty valid and fifty invalid calls, `times` times."""
     statuses: Counter[int] = Counter()
     for operation in OPERATIONS:
         for mode in MODES if operation.method == "post" else MODES[:1]:

@@ -1,5 +1,5 @@
-"""A server's KV events: a gateway that follows them knows the engine's prefix cache, and that it is
-empty once the engine has died."""
+"""A server's KV events: a gateway can follow the engine's prefix cache, which is empty after the
+engine has died."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def hear_all(publisher: KVEventPublisher, subscriber: Subscriber) -> Follower:
     return subscriber.follower
 
 
-def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
-    """The pool is small; there are salts, clients that leave, and an executor that fails twice."""
+def test_a_gateway_can_follow_the_cache(tmp_path: Path) -> None:
+    """The pool is small, calls have salts, clients disconnect, and the executor fails twice."""
     faults = Faults(raise_at_runs=frozenset({30, 90}))
     engine = make_engine(
         kv_events=True, num_blocks=60, max_model_len=128, lookahead="off", faults=faults
@@ -82,9 +82,9 @@ def test_a_gateway_knows_the_cache(tmp_path: Path) -> None:
         )
 
 
-def test_a_dead_engine_has_nothing_cached(tmp_path: Path) -> None:
-    """The engine is killed in mid-stream, with blocks of finished calls. Only blocks of its
-    successor are left: those of the stream, which goes on, and of a later call."""
+def test_the_cache_is_empty_after_the_engines_death(tmp_path: Path) -> None:
+    """The engine is killed during a stream, with blocks of finished calls in its cache. Only blocks
+    of the next engine are left: those of the stream, which continues, and of a later call."""
     pause_file = tmp_path / "held"
     pause_file.touch()
     factory = SimFactory(

@@ -17,12 +17,15 @@ from tests.toy_engine import make_engine
 BODY = {"prompt": "def add(a, b):", "max_tokens": 8, "seed": 1}
 
 
-def test_ready_names_what_is_still_compiled(
+def test_ready_lists_the_kernels_that_are_still_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = held_kernels(tmp_path, monkeypatch)
     caplog.set_level(logging.INFO, "cbatch")
-    with serving(make_engine(late=late.kernels, depth=1)) as client, ThreadPoolExecutor() as pool:
+    with (
+        serving(make_engine(background_kernels=late.kernels, depth=1)) as client,
+        ThreadPoolExecutor() as pool,
+    ):
 
         def compiling() -> object:
             status, state = client.get("/ready")
@@ -46,11 +49,11 @@ def test_ready_names_what_is_still_compiled(
     assert "still compiling: nothing" in caplog.text
 
 
-def test_a_client_that_leaves_does_not_wait(
+def test_a_client_that_disconnects_does_not_wait_for_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = held_kernels(tmp_path, monkeypatch)
-    engine = make_engine(late=late.kernels, depth=1)
+    engine = make_engine(background_kernels=late.kernels, depth=1)
     with serving(engine) as client:
         with client.open(BODY | {"verification": "block", "timeout": 0.3}) as response:
             assert response.status == 408

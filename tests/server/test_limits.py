@@ -7,10 +7,15 @@ import resource
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.limits import MAX_CONNECTIONS, OWN_FILES, ConnectionLimits, connections_for
+from cbatch.server.http.limits import (
+    MAX_CONNECTIONS,
+    RESERVED_FILES,
+    ConnectionLimits,
+    connections_for,
+)
 
 NO_LIMIT = resource.RLIM_INFINITY
-MAX_FILES = MAX_CONNECTIONS + OWN_FILES
+MAX_FILES = MAX_CONNECTIONS + RESERVED_FILES
 
 
 @pytest.mark.parametrize(
@@ -18,15 +23,15 @@ MAX_FILES = MAX_CONNECTIONS + OWN_FILES
     [
         (20_000, 20_000, None, MAX_CONNECTIONS, 20_000),
         (1024, 20_000, None, MAX_CONNECTIONS, MAX_FILES),
-        (1024, 20_000, 10_000, 10_000, 10_000 + OWN_FILES),
-        (1024, 2048, None, 2048 - OWN_FILES, 2048),
-        (1024, NO_LIMIT, 50_000, 50_000, 50_000 + OWN_FILES),
+        (1024, 20_000, 10_000, 10_000, 10_000 + RESERVED_FILES),
+        (1024, 2048, None, 2048 - RESERVED_FILES, 2048),
+        (1024, NO_LIMIT, 50_000, 50_000, 50_000 + RESERVED_FILES),
         (NO_LIMIT, NO_LIMIT, None, MAX_CONNECTIONS, NO_LIMIT),
-        (1024, 1024, 1024 - OWN_FILES, 1024 - OWN_FILES, 1024),
+        (1024, 1024, 1024 - RESERVED_FILES, 1024 - RESERVED_FILES, 1024),
         (1024, 1024, MAX_CONNECTIONS, None, 1024),
     ],
 )
-def test_connections_leave_open_files_for_the_rest(
+def test_open_files_are_reserved_for_the_engine(
     monkeypatch: pytest.MonkeyPatch,
     soft: int,
     hard: int,
@@ -34,7 +39,7 @@ def test_connections_leave_open_files_for_the_rest(
     room: int | None,
     files: int,
 ) -> None:
-    """`room` None: the limit is refused."""
+    """`room` is the number of allowed connections; None: the limit is rejected."""
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, changed: limits.append(changed))
@@ -46,7 +51,7 @@ def test_connections_leave_open_files_for_the_rest(
     assert limits[-1] == (files, hard)
 
 
-@pytest.mark.parametrize(("files", "limit"), [(8, None), (OWN_FILES, None), (64, 1)])
+@pytest.mark.parametrize(("files", "limit"), [(8, None), (RESERVED_FILES, None), (64, 1)])
 def test_too_few_open_files_for_any_connection(
     monkeypatch: pytest.MonkeyPatch, files: int, limit: int | None
 ) -> None:
@@ -57,7 +62,7 @@ def test_too_few_open_files_for_any_connection(
 
 
 @pytest.mark.parametrize("field", ConnectionLimits.__struct_fields__)
-def test_a_limit_that_is_none_is_refused(field: str) -> None:
+def test_an_invalid_limit_is_rejected(field: str) -> None:
     for value in (0, -1, float("nan"), float("inf")):
         with pytest.raises(FieldError, match=field):
             ConnectionLimits(**{field: value})

@@ -59,7 +59,7 @@ def frames(response: HTTPResponse, limit_s: float = 20) -> Iterator[dict[str, An
                 yield frame
 
 
-def test_the_files_bring_all_they_need() -> None:
+def test_the_page_loads_only_its_own_files() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {
         "page.html",
         "page.css",
@@ -78,7 +78,7 @@ def test_the_files_bring_all_they_need() -> None:
     assert OUTSIDE.search("<script src='//cdn.example.org/x.js'>") and OUTSIDE.search("http://a.b")
 
 
-def test_the_page_is_open_and_its_stream_is_not() -> None:
+def test_the_page_needs_no_key_and_its_stream_does() -> None:
     with serving(make_engine(), keys=KeyRing(["secret"])) as client:
         for path in PAGE_PATHS:
             with client.open(None, path) as response:
@@ -98,24 +98,28 @@ def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
         assert response.getheader("content-type", "").startswith("text/event-stream")
         assert response.readline() == b"event: hello\n"
         hello = json.loads(response.readline().removeprefix(b"data: "))
-        assert (hello["policy"], hello["max_lookahead"], hello["chats"]) == ("fixed", 3, False)
+        assert (hello["policy"], hello["max_lookahead"], hello["has_chat_template"]) == (
+            "fixed",
+            3,
+            False,
+        )
         with client.open(LONG | {"max_tokens": 960}) as stream:
             call = json.loads(stream.readline().removeprefix(b"data: "))["id"]
             drafted = accepted = num_looks = 0
             raw = b""
             for frame in frames(response):
-                look = frame.get("look")
-                if look is None or not look["slots"]:
+                view = frame.get("view")
+                if view is None or not view["slots"]:
                     continue
                 raw += json.dumps(frame).encode()
-                ((slot, tag, prompt_tokens, tokens, todo, belief),) = look["slots"]
+                ((slot, tag, prompt_tokens, tokens, todo, belief),) = view["slots"]
                 assert (slot, tag, belief) == (0, call.partition("-")[2][:6], None)
                 assert prompt_tokens == len(TOKENIZER.encode(PROMPT)) and tokens > prompt_tokens
                 assert todo == 1 and frame["state"] == "running"
-                for slots, row_drafted, row_accepted, _ in look["steps"]:
+                for slots, row_drafted, row_accepted, _ in view["steps"]:
                     assert slots == [0] and row_accepted <= row_drafted
                     drafted, accepted = drafted + row_drafted[0], accepted + row_accepted[0]
-                assert sum(look["blocks"][1]) == 64 - look["stats"][3] - look["stats"][4] > 0
+                assert sum(view["blocks"][1]) == 64 - view["stats"][3] - view["stats"][4] > 0
                 num_looks += 1
                 if num_looks == 5:
                     break
@@ -141,7 +145,7 @@ def test_the_engine_is_queried_only_while_a_client_watches(monkeypatch: pytest.M
             client.post(LONG | {"stream": False, "max_tokens": 120})
             assert looks[0] > 0
             state = slow.engine.scheduler.stats
-            assert looks[0] < state.steps / 2, "it looked after every step"
+            assert looks[0] < state.steps / 2, "it was called for every step"
 
         def unseen() -> bool:
             before = looks[0]
@@ -151,17 +155,17 @@ def test_the_engine_is_queried_only_while_a_client_watches(monkeypatch: pytest.M
         wait_until(unseen)  # once the server knows that they have left
 
 
-def test_who_comes_is_shown_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second watcher costs the engine no query."""
+def test_a_new_page_shows_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second page causes no request to the engine."""
     monkeypatch.setattr(process, "HEARTBEAT_S", 25.0)
     with serving(make_engine(num_blocks=64)) as client, watching(client) as first:
-        look = next(frame["look"] for frame in frames(first) if frame.get("look"))
-        assert look["slots"] == [] and sum(look["blocks"][1]) == 0
+        view = next(frame["view"] for frame in frames(first) if frame.get("view"))
+        assert view["slots"] == [] and sum(view["blocks"][1]) == 0
         with watching(client) as second:
-            assert next(frames(second))["look"] == look
+            assert next(frames(second))["view"] == view
 
 
-def test_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_open_pages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_module, "MAX_WATCHERS", 1)
     with serving(make_engine()) as client:
         with watching(client) as first:
@@ -200,17 +204,17 @@ def snapshot(num_steps: int) -> Snapshot:
     return Snapshot((), (), num_steps, BlockMap(1, [0] * 8, [0] * 8), stats)
 
 
-def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
+def test_a_slow_page_gets_the_latest_events_until_the_server_ends() -> None:
     async def scenario() -> None:
         service: Any = Stub()
-        model: Any = type("M", (), {"name": "m", "max_model_len": 9, "chats": False})
+        model: Any = type("M", (), {"name": "m", "max_model_len": 9, "has_chat_template": False})
         feed = LiveFeed(service, model, Metrics("m", service))
         watcher = feed.events()
         assert await anext(watcher) == b""
         await anext(watcher), await anext(watcher)
         for number in range(100):
             service.on_snapshot(snapshot(number))
-        kept = [json.loads((await anext(watcher))[6:])["look"]["num_steps"] for _ in range(2)]
+        kept = [json.loads((await anext(watcher))[6:])["view"]["num_steps"] for _ in range(2)]
         assert kept == [98, 99] and MAX_UNREAD == 2
         assert service.on_snapshot is not None
         service.has_ended = True
@@ -221,7 +225,7 @@ def test_who_does_not_read_is_sent_the_latest_until_the_server_ends() -> None:
     asyncio.run(scenario())
 
 
-def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
+def test_the_feed_continues_after_the_engine_is_killed() -> None:
     factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02)
     with (
         serving_process(factory) as served,
@@ -231,7 +235,7 @@ def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
         stream.readline()
         seen = []
         for frame in frames(response, limit_s=60):
-            if frame.get("look") and frame["look"]["steps"]:
+            if frame.get("view") and frame["view"]["steps"]:
                 seen.append(frame["restarts"])
                 if len(seen) == 2:
                     assert served.engine.pid is not None
@@ -244,7 +248,7 @@ def test_the_feed_goes_on_when_the_engine_is_killed() -> None:
 def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
     """Metrics come as an array, in the order of the fields."""
     page = Path(cbatch.server.http.__file__).parent / "page" / "page.js"
-    (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.look\.stats", page.read_text("utf-8"))
+    (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.view\.stats", page.read_text("utf-8"))
     names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]
     fields = EngineMetrics.__struct_fields__
     assert len(names) == len(fields)

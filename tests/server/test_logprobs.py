@@ -36,7 +36,7 @@ def expected(llm: LLM) -> Completion:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Serve an engine of its own, since one thread drives it."""
+    """Serve a separate engine, since only one thread may step an engine."""
     template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     engine = make_llm(tmp_path_factory.mktemp("served")).engine
     with serving(engine, chat_template=template) as client:
@@ -112,12 +112,12 @@ def test_a_forbidden_token_is_null(client: Client) -> None:
     assert "Infinity" not in json.dumps(raw)
 
 
-def test_what_cannot_be_joined_is_refused_by_name(client: Client) -> None:
+def test_unsupported_combinations_are_rejected_by_name(client: Client) -> None:
     status, answer, _ = client.post(BODY | {"echo": True, "n": 2})
     assert status == 400 and answer["error"]["param"] == "n"
 
 
-def test_chat_has_them_token_by_token(client: Client, expected: Completion) -> None:
+def test_chat_logprobs_are_listed_per_token(client: Client, expected: Completion) -> None:
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 3}
     body |= {"logprobs": True, "top_logprobs": 2}
     answer = client.post(body, CHAT)[1]

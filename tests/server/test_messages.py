@@ -12,7 +12,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import ForcedCallReader, call_id
-from cbatch.text.tool_parsers import TaggedReader
+from cbatch.text.tool_parsers import tagged_reader
 from tests.toy_engine import TOKENIZER
 
 USER = {"role": "user", "content": "hi"}
@@ -57,7 +57,7 @@ MEMBERS = ["tool_calls", "function_call", "audio", "refusal", "name", "annotatio
 
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
 @pytest.mark.parametrize("member", MEMBERS)
-def test_null_and_an_empty_list_are_as_good_as_absent(condition: str, member: str) -> None:
+def test_null_and_an_empty_list_count_as_absent(condition: str, member: str) -> None:
     template = f"{{% for m in messages %}}{{{{ {condition.format(member)} }}}},{{% endfor %}}"
     for role in ("user", "assistant", "system", "tool"):
         for empty in (None, []):
@@ -67,7 +67,7 @@ def test_null_and_an_empty_list_are_as_good_as_absent(condition: str, member: st
     assert (there == "True,False,") is (member == "name")
 
 
-def test_so_are_they_in_calls_and_tools() -> None:
+def test_null_and_an_empty_list_count_as_absent_in_calls_and_tools() -> None:
     call = {
         "id": "1",
         "type": None,
@@ -114,14 +114,14 @@ NULL_CONTENT = [
 
 
 @pytest.mark.parametrize("body", NULL_CONTENT)
-def test_a_template_that_asks_for_no_content_is_given_none(body: str) -> None:
+def test_a_template_that_tests_for_null_content_gets_it(body: str) -> None:
     template = f"{{% for m in messages %}}{body}{{% endfor %}}"
     for content in (None, "", []):
         assert prompt(template, USER, CALLED | {"content": content}, RESULT) == "hiCALLa.txt"
     without = {name: value for name, value in CALLED.items() if name != "content"}
     assert prompt(template, USER, without, RESULT) == "hiCALLa.txt"
     said = prompt(template, USER, {"role": "assistant", "content": None}, USER)
-    assert said == "hihi", "it says nothing, and calls nothing"
+    assert said == "hihi", "the message has neither content nor calls"
 
 
 SENT = '{"path":".",  "n": 1.50}'
@@ -159,14 +159,14 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize(("write", "expected"), OBJECTS.values(), ids=OBJECTS)
-def test_a_template_may_take_them_as_an_object(write: str, expected: str) -> None:
+def test_a_template_may_take_arguments_as_an_object(write: str, expected: str) -> None:
     template = "{% set c = messages[1].tool_calls[0].function %}{% set a = c.arguments %}" + write
     for arguments in (SENT, json.loads(SENT)):
         call = {"id": "1", "function": {"name": "ls", "arguments": arguments}}
         assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == expected
 
 
-def test_an_argument_may_be_called_text() -> None:
+def test_an_argument_may_be_named_text() -> None:
     template = "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.text }}"
     call = {"id": "1", "function": {"name": "say", "arguments": '{"text": "hello"}'}}
     assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == "hello"
@@ -191,7 +191,7 @@ IDS = [
 
 
 @pytest.mark.parametrize("call", IDS)
-def test_ids_are_cut_where_the_template_wants_nine_letters(call: str) -> None:
+def test_ids_are_shortened_for_templates_that_require_nine_letters(call: str) -> None:
     calls = [CALL | {"id": call}, CALL | {"id": f"{call}2"}]
     results = [RESULT | {"tool_call_id": each["id"]} for each in calls]
     messages = [USER, CALLED | {"tool_calls": calls}, *results]
@@ -201,13 +201,15 @@ def test_ids_are_cut_where_the_template_wants_nine_letters(call: str) -> None:
     joined = prompt(JOINED, *messages).split(",")
     assert joined[0] == FUNCTION["arguments"] + first
     if call.isascii():
-        assert prompt(ANY, *messages).split(",")[:2] == [call, f"{call}2"], "others keep them"
+        assert prompt(ANY, *messages).split(",")[:2] == [call, f"{call}2"], (
+            "other templates get the ids unchanged"
+        )
 
 
-def test_ids_of_ours_are_taken_as_they_are() -> None:
+def test_the_servers_own_ids_are_not_changed() -> None:
     made = [call_id() for _ in range(100)]
     (forced, *_) = ForcedCallReader("f").push("{}")
-    (parsed, *_) = TaggedReader(parallel=True).push(
+    (parsed, *_) = tagged_reader(parallel=True).push(
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     )
     assert not isinstance(parsed, str) and forced.id and parsed.id
@@ -259,7 +261,7 @@ def test_a_role_that_the_template_does_not_know_gets_its_other_name() -> None:
         ),
     ],
 )
-def test_a_message_that_would_be_lost_is_refused(
+def test_a_message_that_the_template_would_drop_is_rejected(
     template: str, messages: list[dict[str, Any]], role: str
 ) -> None:
     words = f"messages: the chat template refuses them .it drops messages of the role '{role}'"
@@ -284,13 +286,13 @@ def test_a_message_that_would_be_lost_is_refused(
         ("{{ nothing.there }}", r"cannot render them \(.*\); start the server with another"),
     ],
 )
-def test_who_is_to_change_what_is_said(template: str, words: str) -> None:
+def test_errors_of_templates_name_the_remedy(template: str, words: str) -> None:
     for messages in ([USER, USER], [USER, CALLED, RESULT]):
         with pytest.raises(FieldError, match=f"messages: the chat template {words}"):
             prompt(template, *messages)
 
 
-def test_deep_messages_are_named() -> None:
+def test_errors_about_deep_messages_name_the_field() -> None:
     deep: Any = "x"
     for _ in range(900):
         deep = [deep]
@@ -301,7 +303,7 @@ def test_deep_messages_are_named() -> None:
 # ---- control tokens ------------------------------------------------------------------------------
 
 
-def test_control_tokens_in_any_place_are_text() -> None:
+def test_control_tokens_in_any_field_are_text() -> None:
     end = "<|endoftext|>"
     template = (
         "{% for m in messages %}{{ m.content }}{{ m.name }}{% for c in m.tool_calls or [] %}"

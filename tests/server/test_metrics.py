@@ -31,7 +31,7 @@ class World(NamedTuple):
 
 @contextmanager
 def served(lookahead: str, step_s: float = 0.012) -> Iterator[World]:
-    # A step really takes longer than the simulator reports: its parts fit into it.
+    # A step really takes longer than the simulator reports, so that its parts fit into it.
     engine = SimFactory(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, step_s=step_s)()
     engine.grammars = None
     link = EngineClient(partial(EngineThread, engine))
@@ -50,7 +50,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-def test_a_steps_parts_make_the_step(world: World) -> None:
+def test_the_parts_of_a_step_add_up(world: World) -> None:
     names = ("plan", "draft", "target", "commit")
     parts_s = [sample(world.client, f"cbatch:step_{name}_seconds_total") for name in names]
     total_s = sample(world.client, "cbatch:step_seconds_total")
@@ -62,8 +62,9 @@ def test_a_steps_parts_make_the_step(world: World) -> None:
     assert sum(parts_s) < total_s  # the rest is between them
 
 
-def test_a_requests_parts_make_the_request(world: World) -> None:
-    """Queue and prefill make up the time to the first token, prefill and decode the inference."""
+def test_the_parts_of_a_request_add_up(world: World) -> None:
+    """Queue and prefill time add up to the time to first token, prefill and decode time to the
+    inference time."""
 
     def total_s(name: str) -> float:
         assert sample(world.client, f"vllm:{name}_seconds_count") == 6
@@ -75,15 +76,15 @@ def test_a_requests_parts_make_the_request(world: World) -> None:
     assert prefill_s + decode_s == pytest.approx(inference_s) and decode_s > 0 < prefill_s
 
 
-def test_a_step_is_no_time_in_the_queue(world: World) -> None:
-    """An engine reports an admission with the tokens of its first step."""
+def test_queue_time_excludes_the_first_step(world: World) -> None:
+    """The engine reports an admission together with the tokens of the first step."""
     outputs = [step.output for step in world.steps]
     admitting_s = [s.times.target_s for s in outputs if s.times for _ in s.admitted]
     prefill_s = sample(world.client, "vllm:request_prefill_time_seconds_sum")
     assert len(admitting_s) == 6 and prefill_s > 0.9 * sum(admitting_s) > 0
 
 
-def test_what_was_asked_for(world: World) -> None:
+def test_request_parameters_are_counted(world: World) -> None:
     for name, total in (("request_params_n", 6), ("request_params_max_tokens", 600)):
         assert sample(world.client, f"vllm:{name}_sum") == total
         assert sample(world.client, f"vllm:{name}_count") == 2
@@ -91,7 +92,7 @@ def test_what_was_asked_for(world: World) -> None:
     assert sample(world.client, "vllm:prompt_tokens_cached_total") == hits > 0
 
 
-def test_what_the_policy_goes_by(world: World) -> None:
+def test_metrics_of_the_adaptive_policy(world: World) -> None:
     stats = world.engine.scheduler.state.policy.stats
     assert stats is not None
     assert sample(world.client, "cbatch:lookahead_on") == stats.drafting
@@ -115,7 +116,7 @@ def test_what_the_policy_goes_by(world: World) -> None:
     assert predicted[0] / drafted[0] == pytest.approx(0.7, abs=0.15)  # the simulator's acceptance
 
 
-def test_only_that_policy_has_a_price() -> None:
+def test_other_policies_have_no_price() -> None:
     with served("ema:4") as world:
         world.client.post(BODY | {"max_tokens": 20})
         assert sample(world.client, "cbatch:steps_total") > 0
@@ -134,7 +135,7 @@ def recounted(steps: list[Stepped]) -> Speculation:
     return speculation
 
 
-def test_what_prometheus_reads() -> None:
+def test_the_page_is_valid_for_prometheus() -> None:
     with served("fixed:3", step_s=0.0) as (client, engine, steps):
         usage = client.post(BODY | {"seed": 5, "n": 2, "max_tokens": 40})[1]["usage"]
         client.post({"prompt": [PROMPT, "class"], "max_tokens": 1, "seed": 1})

@@ -1,4 +1,4 @@
-"""Access by keys, and limits of calls at once."""
+"""Access by keys, and limits on concurrent calls."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_keys() -> None:
     ("keys", "open_metrics", "is_open"),
     [((), False, True), (("a",), True, True), (("a",), False, False)],
 )
-def test_strangers_learn_of_the_load_where_metrics_are_open(
+def test_health_shows_the_load_only_if_metrics_are_open(
     keys: tuple[str, ...], open_metrics: bool, is_open: bool
 ) -> None:
-    """Numbers of hits, requests and refusals tell one client about the others."""
+    """Metrics would tell one client about the others."""
     with serving(make_engine(), keys=KeyRing(keys), open_metrics=open_metrics) as client:
         for method in ("GET", "HEAD"):
             assert call(client, method, "/metrics")[0] == (200 if is_open else 401)
@@ -91,25 +91,30 @@ def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_until(admitted)
 
 
-def test_the_time_to_come_back_follows_the_calls_of_the_key() -> None:
+def test_retry_after_follows_the_durations_of_the_keys_calls() -> None:
     clock = VirtualClock()
     key = ApiKey("secret", 2, clock)
 
     def refused_until_s() -> int:
-        with key.one_call(), key.one_call(), pytest.raises(KeyBusyError) as caught, key.one_call():
+        with (
+            key.count_request(),
+            key.count_request(),
+            pytest.raises(KeyBusyError) as caught,
+            key.count_request(),
+        ):
             pass
         return caught.value.retry_after_s
 
-    assert refused_until_s() == 1, "nothing is known yet"
+    assert refused_until_s() == 1, "no durations yet"
     for _ in range(16):
-        with key.one_call():
+        with key.count_request():
             clock.advance(12.0)
     assert refused_until_s() == 6
     assert "secret" not in key.name
 
 
 @pytest.mark.parametrize(("keys", "limit"), [(["a"], 0), ([], 3)])
-def test_a_limit_that_binds_no_key_is_refused(keys: list[str], limit: int) -> None:
+def test_a_limit_per_key_without_keys_is_rejected(keys: list[str], limit: int) -> None:
     with pytest.raises(FieldError, match="max_requests_per_key"):
         KeyRing(keys, max_requests_per_key=limit)
 

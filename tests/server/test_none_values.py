@@ -1,4 +1,4 @@
-"""Values that request nothing: null, empty ones, and numbers that other servers use for it."""
+"""Neutral values: null, empty values, and numbers that other servers use as defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.engine.unsupported import FIELDS
+from cbatch.engine.unsupported import UNSUPPORTED_FIELDS
 from cbatch.server.protocol.requests import ChatFields, CompletionFields
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, Client, serving
@@ -51,15 +51,19 @@ def text(client: Client, path: str, body: dict[str, Any]) -> str:
     ],
     ids=str,
 )
-def test_a_value_for_nothing_changes_nothing(
-    client: Client, path: str, nothing: dict[str, Any]
-) -> None:
+def test_neutral_values_change_nothing(client: Client, path: str, nothing: dict[str, Any]) -> None:
     assert text(client, path, SAMPLED | nothing) == text(client, path, SAMPLED)
 
 
 @pytest.mark.parametrize(("path", "kind"), [(COMPLETIONS, CompletionFields), (CHAT, ChatFields)])
-def test_null_is_as_good_as_absent(client: Client, path: str, kind: type) -> None:
-    names = {*kind.__struct_fields__, *FIELDS, "max_completion_tokens", "top_p", "temperature"}
+def test_null_counts_as_absent(client: Client, path: str, kind: type) -> None:
+    names = {
+        *kind.__struct_fields__,
+        *UNSUPPORTED_FIELDS,
+        "max_completion_tokens",
+        "top_p",
+        "temperature",
+    }
     nulls = dict.fromkeys(names - {"prompt", "messages"} - SAMPLED.keys())
     assert text(client, path, SAMPLED | nulls) == text(client, path, SAMPLED)
 
@@ -84,7 +88,7 @@ def test_a_seed_of_minus_1_is_drawn(client: Client) -> None:
     assert len(seeds) == 3 and min(seeds) >= 0
 
 
-def test_as_many_of_the_best_as_choices(client: Client) -> None:
+def test_best_of_equal_to_n_is_accepted(client: Client) -> None:
     body = {"prompt": PROMPT, "n": 2} | SAMPLED
     plain = client.post(body)[1]["choices"]
     assert client.post(body | {"best_of": 2})[1]["choices"] == plain

@@ -1,4 +1,4 @@
-"""The `openai` package, as its users use it, against the demo pair."""
+"""The `openai` package as a client of the demo pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Too many calls, calls too late, too slowly read, or during a stop: the status tells which."""
+"""Statuses of calls that are too many, too late, read too slowly, or sent during a stop."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def one_slot(limits: Limits) -> Iterator[Scene]:
         yield Scene(client, service, core.scheduler)
 
 
-def test_what_the_queue_refuses_is_counted_by_why() -> None:
-    """One request has the slot, one waits; then the bound on prompt tokens is the only one
+def test_rejections_of_the_queue_are_counted_by_reason() -> None:
+    """One request has the slot and one is queued; then only the bound on prompt tokens is
     reached."""
     limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
     with one_slot(limits) as (client, service, _), client.open(LONG), client.begin(LONG):
@@ -65,12 +65,12 @@ def test_what_the_queue_refuses_is_counted_by_why() -> None:
             assert sample(client, "vllm:admission_rejections_total", reason=reason) == count
 
 
-def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
+def test_a_prompt_is_not_rendered_before_it_has_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither template nor tokenizer runs for a call that the queue refuses, chat or cut to its
-    end."""
-    made: list[int] = []  # prompt tokens that were reserved meanwhile
+    """Neither template nor tokenizer runs for a call that the queue rejects: a chat, or a truncated
+    prompt."""
+    made: list[int] = []  # prompt tokens that were reserved at that time
     limits = Limits(max_queued_prompt_tokens=100)
     with one_slot(limits) as (client, service, _):
         run = PromptReader.run
@@ -90,11 +90,11 @@ def test_no_time_is_spent_on_a_prompt_before_it_has_its_place(
         wait_until(lambda: not service.queue.num_requests)
         for path, body in ((CHAT, chat), ("/v1/completions", cut)):
             assert client.post(body, path)[0] == 200
-        assert len(made) == 2 and min(made) >= 200, "made, but not in a place of its own"
+        assert len(made) == 2 and min(made) >= 200, "tokenized without a reserved place"
         wait_until(lambda: service.queue.num_prompt_tokens == 0)
 
 
-def test_a_call_without_a_slot_in_time_ends_with_a_status() -> None:
+def test_a_call_that_waits_too_long_for_a_slot_is_rejected() -> None:
     calls = [
         (BODY | more | {"stream": stream}, path)
         for path, more in ((COMPLETIONS, {}), (CHAT, chat_of(PROMPT)))
@@ -108,11 +108,11 @@ def test_a_call_without_a_slot_in_time_ends_with_a_status() -> None:
         for status, answer, headers in pool.map(client.post, *zip(*calls, strict=True)):
             assert status == 503 and int(headers["retry-after"]) >= 1
             assert answer["error"]["type"] == "overloaded"
-        assert first.read().endswith(b"data: [DONE]\n\n"), "who has a slot is left alone"
+        assert first.read().endswith(b"data: [DONE]\n\n"), "a request with a slot continues"
 
 
-def test_the_time_that_a_call_sets_itself() -> None:
-    """The status is 408 if nothing has been sent by then; otherwise an event ends the stream. The
+def test_the_timeout_of_a_call() -> None:
+    """The status is 408 if no event was sent before; otherwise an error event ends the stream. The
     server's own limit gives 504."""
     with one_slot(Limits(timeout_s=30)) as (client, service, _), client.open(LONG) as first:
         wait_until(lambda: service.queue.num_requests == 0)
@@ -136,7 +136,7 @@ def test_the_time_that_a_call_sets_itself() -> None:
         wait_until(lambda: not service.num_requests)
 
 
-def test_a_client_may_ask_for_short_gaps() -> None:
+def test_a_client_may_request_short_gaps() -> None:
     with one_slot(Limits()) as (client, service, scheduler):
         with client.open(LONG, headers={"x-slo-itl-ms": "40"}):
             (sequence,) = scheduler.state.sequences.values()
@@ -147,13 +147,13 @@ def test_a_client_may_ask_for_short_gaps() -> None:
                 assert response.status == 400 and "x-slo-itl-ms" in response.read().decode()
 
 
-def test_the_servers_own_time() -> None:
+def test_the_servers_timeout() -> None:
     with one_slot(Limits(timeout_s=0.3)) as (client, _, _):
         status, answer, _ = client.post(LONG | {"stream": False, "timeout": 9})
         assert (status, answer["error"]["type"]) == (504, "timeout")
 
 
-def test_a_stopping_server_says_when_its_successor_may_be_there() -> None:
+def test_a_stopping_server_sends_retry_after() -> None:
     with one_slot(Limits()) as (client, service, _), client.open(LONG) as first:
         draining = client.run(service.drain(7))
         wait_until(lambda: not service.ready)

@@ -1,4 +1,4 @@
-"""The live page in a browser: it shows what runs, and its prompt box answers."""
+"""The live page in a browser: it shows running requests, and its prompt box completes text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ INK = """(() => {
 })()"""
 
 
-Tab = tuple[Any, list[str]]  # a page of playwright's, and the output of its console and scripts
+Tab = tuple[Any, list[str]]  # a playwright page, and the output of its console and scripts
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +95,14 @@ def test_slots_show_tokens_accepted_and_rejected(
             )
             for name in ("accepted", "rejected", "own"):
                 until(page, f"{INK % json.dumps('#rows canvas')}.{name} > 50")
-            # The first summary was that of an idle engine: these values change with the next one.
+            # The first frame was from an idle engine; these values change with the next frame.
             until(page, f"{INK % json.dumps('#c-pool')}.accepted > 20")
             until(page, "document.getElementById('v-load').innerText.includes('2 of')")
             assert PROMPT not in str(page.evaluate("document.getElementById('rows').outerHTML"))
         until(page, "document.querySelectorAll('#rows li:not(.idle)').length === 0")
 
 
-def test_without_drafts_nothing_is_claimed(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_drafts_no_acceptance_is_shown(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowEngine(monkeypatch, lookahead="off", **ROOMY)
     with serving(slow.engine) as client, opened(tab, client) as page, client.open(LONG):
         until(page, "document.querySelectorAll('#rows li:not(.idle)').length === 1")
@@ -114,8 +114,8 @@ def test_without_drafts_nothing_is_claimed(tab: Tab, monkeypatch: pytest.MonkeyP
         assert page.evaluate("document.getElementById('policy').hidden")
 
 
-def test_the_prompt_box_answers(tab: Tab, demo_client: Client) -> None:
-    """The keyboard is enough; text that is no HTML stays text."""
+def test_the_prompt_box_shows_the_completion(tab: Tab, demo_client: Client) -> None:
+    """It can be used by keyboard alone, and text that looks like HTML stays text."""
     client = demo_client
     prompt = '<img src=x onerror="document.title = 1">'
     body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}
@@ -137,7 +137,7 @@ def test_the_prompt_box_answers(tab: Tab, demo_client: Client) -> None:
         tab[1].clear()  # the browser logs the answer of 400
 
 
-def test_a_completion_is_found_among_the_slots_and_can_be_stopped(
+def test_a_completion_is_marked_among_the_slots_and_can_be_stopped(
     tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowEngine(monkeypatch, **ROOMY)
@@ -153,7 +153,7 @@ def test_a_completion_is_found_among_the_slots_and_can_be_stopped(
         assert slow.engine.scheduler.num_running == 1
 
 
-def test_it_asks_for_a_key(tab: Tab) -> None:
+def test_the_page_asks_for_a_key(tab: Tab) -> None:
     with serving(make_engine(), keys=KeyRing(["right"])) as client, opened(tab, client) as page:
         for key, state in (("wrong", "needs a key"), ("right", "running")):
             until(page, "!document.getElementById('key').hidden")
@@ -167,7 +167,7 @@ def test_it_asks_for_a_key(tab: Tab) -> None:
         tab[1].clear()  # the browser logs each answer of 401
 
 
-def test_it_goes_on_when_the_engine_is_killed(tab: Tab) -> None:
+def test_the_page_continues_after_the_engine_is_killed(tab: Tab) -> None:
     factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.005)
     with (
         serving_process(factory) as served,
@@ -181,7 +181,7 @@ def test_it_goes_on_when_the_engine_is_killed(tab: Tab) -> None:
         until(page, "document.querySelectorAll('#rows li:not(.idle)').length === 1")
 
 
-def test_the_policy_holds_and_its_refusals_are_heard(tab: Tab) -> None:
+def test_the_content_policy_blocks_inline_scripts_and_other_hosts(tab: Tab) -> None:
     with serving(make_engine()) as client:
         with opened(tab, client):
             pass
@@ -196,7 +196,7 @@ def test_the_policy_holds_and_its_refusals_are_heard(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 700, 1000, 1800])
-def test_nothing_sticks_out_at_any_width(
+def test_nothing_overflows_at_any_width(
     tab: Tab, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     slow = SlowEngine(monkeypatch, lookahead="fixed:3", **ROOMY)

@@ -1,4 +1,4 @@
-"""An exception anywhere on the way of a call ends at most that call, and its resources are
+"""An exception anywhere on the path of a call ends at most that call, and its resources are
 released."""
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.server.processes import Served, serving_process
 from tests.server.test_faults import SIM, assert_nothing_is_left, body, expected
 
 NUM_CALLS, MAX_TOKENS = 4, 30
-# Each raises before it has done its work, and after it.
+# Methods that raise before their work, and after it.
 SUBMITTING = [
     (AdmissionQueue, "reserve"),
     (PromptReader, "ids"),
     (EngineService, "_request"),
     (OpenRequest, "__init__"),
     (OpenRequest, "enqueue"),
-    (OpenRequest, "settle"),
+    (OpenRequest, "set_prompt_tokens"),
     (OpenRequest, "set_deadlines"),
     (OpenRequest, "begin"),
     (LiveChoice, "__init__"),
@@ -60,26 +60,26 @@ DISTRIBUTING = [
     (CompletionBuilder, "_part"),
     (RequestRecord, "observe"),
 ]
-# These release a resource: they raise once they have.
+# Methods that release a resource: they raise only after their work.
 ENDING = [
     (LiveChoice, "_choice"),
     (OpenRequest, "_cancel"),
     (EngineClient, "cancel"),
     (EngineClient, "_close"),
-    (AdmissionQueue, "note_departure"),
+    (AdmissionQueue, "record_departure"),
     (OpenRequest, "_leave_queue"),
-    (EngineService, "_close_one"),
+    (EngineService, "_count_closed"),
     (OpenRequest, "close"),
     (OpenRequest, "ended"),
     (RequestRecord, "close"),
 ]
 EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
-# What `reserve` has counted but not returned could not be released.
+# Except `reserve`: a raise after its work would leave counts without an owner.
 LATE = [(owner, name, True) for owner, name in SUBMITTING[1:] + DISTRIBUTING + ENDING]
 
 
 class Trap:
-    """A method that raises once, at one of its calls."""
+    """Replacement of a method that raises at its call number `at`."""
 
     def __init__(self, owner: type, name: str, *, at: int, late: bool) -> None:
         self.sprung = False
@@ -120,7 +120,7 @@ def text_of(answer: processes.Answer) -> str | None:
 
 
 async def crowd(port: int) -> list[str | None]:
-    """Make calls, half of them streamed, and one more that leaves."""
+    """Make calls, half of them streamed, and another one that disconnects."""
     bodies = [body(i, MAX_TOKENS, stream=i % 2 == 0) for i in range(NUM_CALLS)]
     leaving = processes.call(port, body(99, 400), leave_after_bytes=300)
     *answers, _ = await asyncio.gather(*(processes.call(port, b) for b in bodies), leaving)
@@ -132,7 +132,7 @@ def check(served: Served, trap: Trap) -> None:
     wait_until(lambda: trap.sprung)
     expected_texts = expected(range(NUM_CALLS), MAX_TOKENS)
     ended = [i for i in range(NUM_CALLS) if texts[i] is None]
-    assert len(ended) <= 1, "others than its own call"
+    assert len(ended) <= 1, "other calls ended as well"
     assert [texts[i] or expected_texts[i] for i in range(NUM_CALLS)] == expected_texts
     assert_nothing_is_left(served)
 
@@ -151,7 +151,7 @@ def spring(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool, 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("owner", "name", "late"), EARLY + LATE)
-def test_a_call_ends_alone(
+def test_an_exception_ends_only_its_own_call(
     served: Served, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool
 ) -> None:
     trap = spring(monkeypatch, owner, name, late, at=1)
@@ -159,10 +159,10 @@ def test_a_call_ends_alone(
     assert served.engine.down is None and served.engine.num_starts == 1
 
 
-def test_a_raise_in_the_middle_of_a_restart_ends_its_call_alone(
+def test_an_exception_during_a_restart_ends_only_its_own_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is the first call that the next engine is given."""
+    """It is the first call that is sent to the next engine."""
     pause_file = tmp_path / "held"
     pause_file.touch()
     with serving_process(msgspec.structs.replace(SIM, pause_file=str(pause_file))) as served:

@@ -1,5 +1,5 @@
-"""Two replicas on Ray Serve: the cost of a replica's death, of a change of their number, and of
-Serve itself. Each fleet runs in a process of its own."""
+"""Two replicas on Ray Serve: lost streams when a replica dies or their number changes, and the
+overhead of Serve. Each fleet runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ONLY_LOOPBACK = ("unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set
 
 
 def results_of(module: str) -> dict[str, Any]:
-    """Run a fleet and return its results. Ray listens on every address, so it gets a network
-    namespace of its own where possible."""
+    """Run a fleet and return its results, in a new network namespace if possible, since Ray listens
+    on all addresses."""
     pytest.importorskip("ray", reason="needs Ray Serve: pip install 'cbatch[ray]'")
     command = [sys.executable, "-m", module]
     alone = [*ONLY_LOOPBACK, "sh"]
@@ -49,7 +49,7 @@ def test_serve_costs_little(results: dict[str, Any]) -> None:
     assert share >= LEAST_SHARE
 
 
-def test_a_dead_replica_takes_its_own_streams_with_it_and_no_others(
+def test_a_dead_replica_ends_only_its_own_streams(
     results: dict[str, Any],
 ) -> None:
     kill = results["kill"]
@@ -57,10 +57,12 @@ def test_a_dead_replica_takes_its_own_streams_with_it_and_no_others(
     assert kill["open_on_it"] > 0, "the kill would have had no effect"
     assert ends.keys() <= {"whole", "cut"}, "tokens were lost or repeated"
     assert 0 < ends["cut"] <= kill["open_on_it"]
-    assert kill["late"].keys() == {"whole"}, "what was not answered yet is asked of another one"
+    assert kill["late"].keys() == {"whole"}, (
+        "a call without a response yet is sent to the other replica"
+    )
 
 
-def test_ending_replicas_that_have_calls_loses_none(results: dict[str, Any]) -> None:
+def test_replicas_that_are_stopped_finish_their_calls(results: dict[str, Any]) -> None:
     """Serve starts a new replica, since it is a new deployment, and ends the two in the middle of
     their calls."""
     scale = results["scale"]

@@ -1,4 +1,4 @@
-"""The log of a serving engine records what it did, and the simulator can read it."""
+"""The step log of a server records all requests, and the simulator can read it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def token_ids(answer: Answer) -> list[int]:
     return [i for event in answer.events for i in event["choices"][0]["token_ids"]]
 
 
-def test_prompts_of_another_salt_are_other_prompts(tmp_path: Path) -> None:
-    """This holds for the simulator too, which knows which tokens requests share, but not the
-    tokens."""
+def test_prompts_with_different_salts_share_no_prefix_in_the_trace(tmp_path: Path) -> None:
+    """This also holds in the simulator, which knows only how many tokens requests share."""
     path = tmp_path / "steps.jsonl"
     with StepRecorder(path) as log:
         world = World(log=log)
@@ -48,9 +47,9 @@ def test_prompts_of_another_salt_are_other_prompts(tmp_path: Path) -> None:
     assert len({name for each in requests for name in each.hash_ids or ()}) == 3 * 10
 
 
-def test_it_goes_on_in_the_engine_that_follows(tmp_path: Path) -> None:
-    """The engine is killed in mid-stream. Its successor appends; every request is one in the trace,
-    with the tokens that its client got."""
+def test_the_log_continues_in_the_next_engine(tmp_path: Path) -> None:
+    """The engine is killed during a stream, and the next engine appends to the log. The trace has
+    each request once, with the tokens that its client received."""
     path = tmp_path / "steps.jsonl"
     pause_file = tmp_path / "held"
     pause_file.touch()

@@ -1,6 +1,6 @@
-"""Replies are read to thought, calls and answer, in every format, cut at every place.
+"""Replies are parsed into thought, calls and answer, in every format and split at any place.
 
-`read` returns what a stream sends. A script contains the expected result, for any cuts.
+`read` returns what a stream sends. A script contains the expected result for any split.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ SCRIPTS = [
     Script(None, "qwen3", "<think>a</think>\n", "", "a"),
     Script(None, "qwen3", "a\n\nb</think>c", "c", "a\n\nb", in_thought=True),
     Script(None, "qwen3", "", ""),
-    # DeepSeek: the prompt opens it; the model may do so, too.
+    # DeepSeek: the prompt opens the thought; the model may write the mark again.
     Script(None, "deepseek_r1", "a</think>b", "b", "a", in_thought=True),
     Script(None, "deepseek_r1", "<think>\na</think>\nb", "b", "a", in_thought=True),
     Script(None, "deepseek_r1", "<thin</think>b", "b", "<thin", in_thought=True),
     Script(None, "deepseek_r1", "</think>b", "b", in_thought=True),
     Script(None, "deepseek_r1", "no answer yet ", "", "no answer yet", in_thought=True),
     Script(None, "mistral", "[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b"),
-    # A call in a thought does not count; a tag that begins no call is text.
+    # A call in a thought does not count; a tag without a call is text.
     Script("hermes", "qwen3", f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
     Script(
         "hermes",
@@ -165,7 +165,7 @@ SCRIPTS = [
 def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:
     calls, thoughts = CALLS[script.calls] if script.calls else None, THOUGHTS[script.thoughts]
     form = ReplyFormat(calls, thoughts, separate=separate, parallel=parallel)
-    return ReplyReader(form, thoughts.opens if script.in_thought else thoughts.closes)
+    return ReplyReader(form, thoughts.open_mark if script.in_thought else thoughts.close_mark)
 
 
 def flat(parts: Sequence[Part]) -> list[Any]:
@@ -176,7 +176,7 @@ def flat(parts: Sequence[Part]) -> list[Any]:
         if isinstance(part, ToolCallPart):
             result.append((part.name, part.arguments))
         else:
-            assert part, "there was nothing to tell"
+            assert part, "an empty part"
             result += [type(part)(character) for character in part]
     return result
 
@@ -235,7 +235,7 @@ FRAGMENTS = [
     st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_nor_do_any_fragments_in_any_pieces(
+def test_any_fragments_are_read_the_same_however_they_are_cut(
     texts: list[str], places: list[int], calls: Any, thoughts: Any, separate: bool, begun: bool
 ) -> None:
     text = "".join(texts)
@@ -245,7 +245,7 @@ def test_nor_do_any_fragments_in_any_pieces(
     def reader() -> ReplyReader:
         known = thoughts and THOUGHTS[thoughts]
         form = ReplyFormat(calls and CALLS[calls], known, separate=separate and known is not None)
-        return ReplyReader(form, known.opens if begun and known else "")
+        return ReplyReader(form, known.open_mark if begun and known else "")
 
     want = read(reader(), [text])
     assert read(reader(), pieces) == read(reader(), list(text)) == want
@@ -253,13 +253,13 @@ def test_nor_do_any_fragments_in_any_pieces(
         assert "".join(want) == text, "without calls nothing is lost"
 
 
-# Endings that complete an open object so that it can become a call.
+# Texts that may complete a partial object to a call.
 JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
 SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.thoughts != "harmony"]
 
 
 @pytest.mark.parametrize("script", SHORT, ids=lambda script: f"{script.calls} {script.text[:40]!r}")
-def test_nothing_is_held_back_that_no_continuation_can_change(script: Script) -> None:
+def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> None:
     calls = CALLS[script.calls] if script.calls else None
     marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
     ends = {mark[n:] for mark in marks for n in range(len(mark))} | {"", " ", '"}', "}", "{"}
@@ -307,7 +307,7 @@ def test_the_end_of_an_object_is_where_a_parser_finds_it(
 
 
 @pytest.mark.parametrize("text", ["{o", '{"a" <', "{x", '{"a\n', "{'", '{"a": 1}['])
-def test_what_is_certainly_no_json_is_noticed_at_once(text: str) -> None:
+def test_invalid_json_is_detected_at_the_first_wrong_character(text: str) -> None:
     for at in range(len(text) - 1):
         begun = JsonEnd()
         begun.push(text[:at])
@@ -347,7 +347,7 @@ def test_forced_calls_come_after_a_thought() -> None:
         ("", "none"),
     ],
 )
-def test_the_template_tells_how_a_model_thinks(template: str, parser: Any) -> None:
+def test_the_reasoning_parser_is_found_by_the_template(template: str, parser: Any) -> None:
     assert find_reasoning_parser("auto", template) == parser
     assert find_reasoning_parser("none", template) == "none"
     assert find_reasoning_parser("qwen3", template) == "qwen3"
@@ -363,8 +363,8 @@ def test_the_template_tells_how_a_model_thinks(template: str, parser: Any) -> No
         ("", False, True),
     ],
 )
-def test_the_prompt_tells_whether_a_reply_begins_in_a_thought(
+def test_the_prompt_decides_whether_a_reply_begins_in_a_thought(
     prompt: str, qwen3: bool, deepseek_r1: bool
 ) -> None:
-    assert THOUGHTS["qwen3"].begins(prompt) is qwen3
-    assert THOUGHTS["deepseek_r1"].begins(prompt) is deepseek_r1
+    assert THOUGHTS["qwen3"].reply_starts_inside(prompt) is qwen3
+    assert THOUGHTS["deepseek_r1"].reply_starts_inside(prompt) is deepseek_r1

@@ -1,5 +1,5 @@
-"""The number of files on the way of one streamed, sampled completion with a draft model, from the
-socket and back, after warm-up. It is traced in one process, with the engine in a thread."""
+"""The number of files whose functions run for one streamed, sampled completion with a draft model,
+after warm-up. It is traced in one process, with the engine in a thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_request_touches_few_files() -> None:
     service = EngineService(EngineClient(partial(EngineThread, core)), tokenizer)
     threading.setprofile(trace)
     try:
-        with core.closing, serving_service(service, tokenizer) as client:
+        with core.resources, serving_service(service, tokenizer) as client:
             client.stream(BODY)
             trace.active = True
             events = client.stream(BODY)

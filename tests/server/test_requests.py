@@ -22,7 +22,7 @@ def params_of(fields: dict[str, Any], own: dict[str, Any] | None = None) -> Samp
     return parse(json.dumps(fields).encode(), model).params
 
 
-def test_the_models_own_defaults_hold_where_a_call_leaves_a_field_out() -> None:
+def test_the_models_defaults_apply_to_absent_fields() -> None:
     for fields in ({"prompt": "x"}, {"messages": MESSAGES}):
         params = params_of(fields, OWN)
         assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 1.0)
@@ -32,7 +32,7 @@ def test_the_models_own_defaults_hold_where_a_call_leaves_a_field_out() -> None:
         assert (given.temperature, given.max_tokens) == (0.0, 50), "a default is no limit"
 
 
-def test_a_completion_has_16_tokens_and_a_reply_as_many_as_the_model_says() -> None:
+def test_default_lengths_of_completions_and_chats() -> None:
     assert params_of({"prompt": "x"}, OWN) == SamplingParams(temperature=0.6, top_k=20)
     assert params_of({"prompt": "x"}) == SamplingParams()
     assert params_of({"messages": MESSAGES}, OWN).max_tokens == 40
@@ -66,7 +66,7 @@ def test_the_document_lists_the_defaults() -> None:
         (None, "is missing"),
     ],
 )
-def test_what_is_no_list_is_not_called_empty(field: str, value: Any, problem: str) -> None:
+def test_an_error_about_a_value_that_is_not_a_list(field: str, value: Any, problem: str) -> None:
     if (field, value) != ("prompt", "hi"):
         with pytest.raises(FieldError, match=f"^{field}: {problem}; send "):
             if field == "messages":  # read where they are rendered
@@ -74,7 +74,7 @@ def test_what_is_no_list_is_not_called_empty(field: str, value: Any, problem: st
             params_of({field: value})
 
 
-def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
     """Templates ask whether it is defined, so a request without it must not define it."""
     model = toy_model("{{ reasoning_effort if reasoning_effort is defined else 'none' }}")
     messages = [{"role": "user", "content": "x"}]

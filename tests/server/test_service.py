@@ -19,7 +19,7 @@ from cbatch.server.protocol.requests import AnyPrompt, ApiRequest, RequestFields
 from cbatch.server.serving import open_request as calls
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.open_request import OpenRequest, joined
+from cbatch.server.serving.open_request import OpenRequest, merged_outputs
 from cbatch.server.serving.service import EngineService
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
@@ -51,7 +51,7 @@ async def service(
 async def submit(
     made: EngineService, prompt: AnyPrompt, params: SamplingParams, *, stream: bool = False
 ) -> OpenRequest:
-    """One prompt. Its choices are whole at the end unless they are streamed."""
+    """Submit one prompt. Its final choices have the text unless it is streamed."""
     fields = RequestFields(stream=stream)
     return await anext(made.submit(ApiRequest(prompts=(prompt,), params=params, fields=fields)))
 
@@ -72,10 +72,10 @@ async def idle(made: EngineService) -> None:
     assert made.num_requests == made.queue.num_requests == made.queue.num_prompt_tokens == 0
 
 
-def test_draining_waits_for_a_prompt_that_is_being_tokenised(
+def test_draining_waits_for_a_prompt_that_is_being_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service_module, "READING_S", 60)
+    monkeypatch.setattr(service_module, "TOKENIZING_GRACE_S", 60)
 
     async def scene() -> None:
         async with service(max_model_len=8000, num_blocks=4000) as made:
@@ -108,7 +108,7 @@ def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(ste
     asyncio.run(scene())
 
 
-def test_a_refused_request_gives_its_place_back() -> None:
+def test_a_rejected_request_frees_its_place() -> None:
     async def scene() -> None:
         async with service(step_s=0.02) as made:
             for prompt, params in (([10**6], LONG), ("", LONG), ([1] * 1000, LONG)):
@@ -120,7 +120,9 @@ def test_a_refused_request_gives_its_place_back() -> None:
     asyncio.run(scene())
 
 
-def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_decoded_ends_only_its_own_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Broken(calls.ServedChoice):
         def extend(self, *args: Any) -> Output:
             if self.request.prompt[0] == 7:
@@ -140,7 +142,7 @@ def test_a_text_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scene())
 
 
-def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
+def test_streamed_outputs_are_not_kept_for_the_final_choice() -> None:
     async def scene(whole: bool) -> None:
         async with service() as made:
             params = SamplingParams(max_tokens=40, seed=1, logprobs=0)
@@ -156,8 +158,11 @@ def test_what_is_read_as_it_comes_is_not_kept_for_the_end() -> None:
 
 
 @pytest.mark.parametrize(("num_prompts", "share"), [(1, 300), (3, 100)])
-def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, share: int) -> None:
-    """Nothing is read: each prompt ends with its share, and its unread outputs are dropped."""
+def test_the_prompts_of_a_call_share_the_limit_of_unread_tokens(
+    num_prompts: int, share: int
+) -> None:
+    """No output is read: each prompt ends at its share of the limit, and its outputs are
+    dropped."""
 
     async def scene() -> None:
         sizes = {"max_model_len": 2048, "num_blocks": 4096}
@@ -176,14 +181,14 @@ def test_the_prompts_of_a_call_share_what_may_be_left_unread(num_prompts: int, s
     asyncio.run(scene())
 
 
-def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
-    """A reader that pauses takes nothing from the streams that it joins."""
+def test_unread_outputs_of_merged_streams_stay_bounded() -> None:
+    """A paused reader takes no outputs from the streams, whose unread outputs are limited."""
 
     async def scene() -> tuple[list[int], list[int]]:
         streams = [open_request(n=2) for _ in range(2)]
         for stream in streams:
             stream.put(Output("r", 0, "", (1, 2)))
-        reading = joined(streams)
+        reading = merged_outputs(streams)
         first = await anext(reading)
         for stream in streams:
             stream.put(Output("r", 1, "", (3, 4, 5)))
@@ -198,7 +203,7 @@ def test_joined_streams_keep_what_is_unread_where_it_is_bounded() -> None:
     assert asyncio.run(scene()) == ([3, 3], [0, 1, 0, 1])
 
 
-def test_a_step_that_brings_much_at_once_is_no_slow_reader() -> None:
+def test_a_step_with_many_tokens_does_not_make_a_client_slow() -> None:
     async def scene() -> None:
         limits, params = Limits(max_unread_tokens=8), SamplingParams(max_tokens=40, n=32, seed=1)
         async with service(limits, step_s=0.0, lookahead="fixed:8", num_blocks=4096) as made:

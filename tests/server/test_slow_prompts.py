@@ -1,5 +1,5 @@
-"""Templates, tokenizers and texts that take unlimited time or memory: their own call is refused by
-name, and no other waits."""
+"""Templates, tokenizers and texts that take unlimited time or memory: their call is rejected with
+the field's name, and no other call waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.workers.imports import imports_of
 LIMITS = Limits(prompt_timeout_s=0.5, prompt_memory_bytes=2**26)
 QUICK = "{{ messages[0].content[:8] }}"
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + QUICK
-# Templates that are quick over short conversations, and slow or large over some.
+# Templates that are quick for short conversations, and need much time or memory for others.
 TEMPLATES = {
     "a loop without an end": FOREVER,
     "quadratic in characters": "{% set text = messages[0].content %}"
@@ -77,7 +77,7 @@ def served(
 
 
 def refused(client: Client, body: dict[str, Any], path: str, field: str) -> str:
-    """Return the error message of a call; check that others were served meanwhile."""
+    """Return the error message of a call. Check that other calls were served at the same time."""
     call = post(body, b"connection: close", path=path.encode())
     answers = run(during_honest_calls(client.port, exchange(client.port, call)))
     assert statuses(answers) == [400], answers
@@ -87,7 +87,7 @@ def refused(client: Client, body: dict[str, Any], path: str, field: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_takes_too_much(name: str) -> None:
+def test_a_template_that_exceeds_the_limits_is_rejected(name: str) -> None:
     with served(TEMPLATES[name]) as client:
         assert "template" in refused(client, CONVERSATION, CHAT, "messages")
         if name != "deep":
@@ -121,8 +121,8 @@ def test_a_worker_has_imported_all_that_it_needs(task: Any) -> None:
     assert not asyncio.run(asyncio.wait_for(scene(), 60))
 
 
-def test_a_slow_template_is_quick_for_others() -> None:
-    """Over a short conversation the same template answers at once, after a slow one too."""
+def test_a_slow_prompt_does_not_slow_other_prompts() -> None:
+    """The same template is quick for a short conversation, also after a slow one."""
     with served(TEMPLATES["quadratic in characters"]) as client:
         short = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_slow_template_is_quick_for_others() -> None:
 
 @pytest.mark.parametrize("change", [split, replace])
 def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], None]) -> None:
-    """It takes unlimited time over a text of a few hundred characters."""
+    """It takes unlimited time for a text of a few hundred characters."""
     slow = " ".join(["x" * 21 + "c"] * 400)
     messages = [{"role": "user", "content": slow}]
     with served("{{ messages[0].content }}", tokenizer(change)) as client:
@@ -149,7 +149,9 @@ def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], Non
         assert client.post({"prompt": "a x xx", "max_tokens": 2})[0] == 200
 
 
-def test_places_among_the_slow_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_prompt_waits_for_a_worker_only_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prompts_module, "WAIT_S", 0.2)
     limits = Limits(prompt_timeout_s=2)
     template = ChatTemplate(FOREVER, {}, "the test")
@@ -165,7 +167,7 @@ def test_places_among_the_slow_are_waited_for_so_long(monkeypatch: pytest.Monkey
 
 
 def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "READING_S", 0.1)
+    monkeypatch.setattr(service_module, "TOKENIZING_GRACE_S", 0.1)
 
     async def scene() -> None:
         async with test_service.service(Limits(prompt_timeout_s=600)) as made:

@@ -24,7 +24,7 @@ CASES: list[tuple[dict[str, Any], str, str, int]] = [
     ({"stop": "<|im_end|>", "skip_special_tokens": False}, "hi", "stop", 3),
     ({"stop": "<|im_end|>", "include_stop_str_in_output": True}, "hi<|im_end|>", "stop", 3),
     ({"stop": "x.", "include_stop_str_in_output": True}, "hi\nx.", "stop", 7),
-    ({"stop": "i\nx"}, "h", "stop", 6),  # as the text shows it
+    ({"stop": "i\nx"}, "h", "stop", 6),  # as shown in the text
     ({"stop": "i\nx", "skip_special_tokens": False}, TEXT[1:], "length", 8),
     ({"stop_token_ids": [ord(".")]}, "hi\nx", "stop", 7),
     ({"stop_token_ids": [ord(".")], "include_stop_str_in_output": True}, "hi\nx.", "stop", 7),
@@ -105,6 +105,8 @@ def test_from_python(llm: LLM, fields: dict[str, Any], text: str, reason: str, c
 @pytest.mark.parametrize(
     "field", ["skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens"]
 )
-def test_what_is_no_flag_is_refused_by_name(client: Client, field: str, value: Any) -> None:
+def test_a_value_that_is_not_a_flag_is_rejected_by_name(
+    client: Client, field: str, value: Any
+) -> None:
     status, answer, _ = client.post({"prompt": "q", field: value})
     assert (status, answer["error"]["param"]) == (400, field)

@@ -1,4 +1,4 @@
-"""Several streams joined into one, and clients that leave; and the bytes of their events."""
+"""Several streams merged into one, disconnecting clients, and the bytes of events."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cbatch.server.protocol.errors import SlowReaderError
 from cbatch.server.protocol.requests import parse_chat, parse_completion
 from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.metrics import Metrics
-from cbatch.server.serving.open_request import joined
+from cbatch.server.serving.open_request import merged_outputs
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import CompletionBuilder
 from cbatch.text.outputs import Choice, Output, Speculation
 from tests.server.http_client import open_request, toy_model
 
 
-def test_one_that_fails_does_not_block_the_others() -> None:
+def test_a_failed_stream_does_not_block_the_others() -> None:
     async def scene() -> None:
         streams = [open_request() for _ in range(3)]
         streams[1].fail(SlowReaderError("on purpose"))
         with pytest.raises(SlowReaderError):
-            async for _ in joined(streams):
+            async for _ in merged_outputs(streams):
                 pass
         async with asyncio.timeout(60):
             while len(asyncio.all_tasks()) > 1:
@@ -37,7 +37,7 @@ def test_one_that_fails_does_not_block_the_others() -> None:
     asyncio.run(scene())
 
 
-NAME = '"":""'  # An event's frame must not be cut at this text
+NAME = '"":""'  # Text that must not be mistaken for the place of the text in a frame.
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any], Any]] = {
     "completion": (CompletionBuilder, parse_completion, {"prompt": "x"}, "none"),
@@ -79,7 +79,7 @@ METRICS = Metrics("m", cast(Any, None))
 @pytest.mark.parametrize("kind", KINDS)
 @given(texts=st.lists(st.text(max_size=6) | st.just("</think>"), max_size=8))
 @settings(max_examples=25, deadline=None)
-def test_an_event_in_a_frame_equals_one_that_is_encoded_whole(
+def test_a_cached_frame_gives_the_same_bytes_as_encoding_the_whole_event(
     kind: str, fields: dict[str, Any], texts: list[str]
 ) -> None:
     assert events(kind, fields, texts, whole=False) == events(kind, fields, texts, whole=True)

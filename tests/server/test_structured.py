@@ -78,8 +78,8 @@ def test_a_schema_gives_json_that_it_validates(
     assert streamed == texts
 
 
-def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
-    """It is the beginning of a right text."""
+def test_a_truncated_structured_text_reports_length(sdk: openai.OpenAI) -> None:
+    """It is the beginning of a valid text."""
     options = {**OPTIONS, "max_tokens": 6}
     whole = sdk.chat.completions.create(messages=MESSAGES, response_format=FORMAT, **options)
     (choice,) = whole.choices
@@ -124,7 +124,9 @@ def test_a_text_that_is_cut_says_so(sdk: openai.OpenAI) -> None:
         ({"guided_json": {"const": "<|endoftext|>"}}, r'"<\|endoftext\|>"'),
     ],
 )
-def test_the_ways_to_say_it(demo_client: Client, fields: dict[str, Any], pattern: str) -> None:
+def test_all_fields_for_structured_outputs(
+    demo_client: Client, fields: dict[str, Any], pattern: str
+) -> None:
     body = {"max_tokens": 30, "seed": 1} | fields
     for extra, path in (({"prompt": PROMPT}, "/v1/completions"), ({"messages": MESSAGES}, CHAT)):
         status, answer, _ = demo_client.post(body | extra, path)
@@ -201,7 +203,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         ({"functions": [{}]}, "functions", "tools"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(
+def test_unsupported_structures_are_rejected_by_name(
     demo_client: Client, change: dict[str, Any], field: str, words: str
 ) -> None:
     status, answer, _ = demo_client.post({"messages": MESSAGES, "max_tokens": 4} | change, CHAT)
@@ -211,8 +213,8 @@ def test_what_cannot_be_followed_is_refused_by_name(
 
 
 def test_unknown_members_are_listed() -> None:
-    """Members at any depth of a field are listed, unless they are null. So is `strict` with calls
-    by the model's choice, since they follow no grammar."""
+    """Unknown members at any depth of a field are listed, unless they are null. `strict` is listed
+    for calls that the model chooses, since they follow no grammar."""
     format_ = {**FORMAT, "colour": 1, "json_schema": {**FORMAT["json_schema"], "size": {}}}
     function = {"name": "f", "strict": True, "colour": 1, "size": None}
     body = {
@@ -241,8 +243,8 @@ def test_unknown_members_are_listed() -> None:
 
 @pytest.mark.parametrize("way", ["structured_outputs", "response_format", "tools"])
 def test_integers_of_any_size_in_a_schema(demo_client: Client, way: str) -> None:
-    """uint256 bounds are ordinary. There are more calls than a queue has places: each gives its own
-    back."""
+    """uint256 bounds are common. There are more calls than places in the queue, so each call must
+    free its place."""
     schema = {"type": "integer", "minimum": 0, "maximum": 2**256 - 1}
     object_ = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
     fields = {
@@ -261,14 +263,14 @@ def test_integers_of_any_size_in_a_schema(demo_client: Client, way: str) -> None
 
 
 @pytest.mark.parametrize("name", ["rules", "references", "options", "groups"])
-def test_what_would_kill_its_compiler_is_served_or_refused(demo_client: Client, name: str) -> None:
+def test_a_hostile_grammar_is_served_or_rejected(demo_client: Client, name: str) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "structured_outputs": HOSTILE[name]}
     status, answer, _ = demo_client.post(body)
     assert status == 200 or (status, answer["error"]["param"]) == (400, "structured_outputs")
     assert demo_client.post({"prompt": PROMPT, "max_tokens": 1})[0] == 200
 
 
-def test_an_engine_that_follows_no_grammar_says_so() -> None:
+def test_an_engine_without_grammars_rejects_them() -> None:
     with serving(make_engine()) as client:
         body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
         status, answer, _ = client.post(body)
@@ -324,7 +326,7 @@ def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> Non
     ]
 
 
-def test_one_call_alone_and_none(sdk: openai.OpenAI) -> None:
+def test_parallel_tool_calls_off_and_tool_choice_none(sdk: openai.OpenAI) -> None:
     create = sdk.chat.completions.create
     options = {**OPTIONS, "max_tokens": 20}
     fields = {"messages": MESSAGES, "tools": TOOLS, "n": 2, **options}

@@ -1,5 +1,4 @@
-"""Requirements of load tools, gateways and operators on a server, apart from the answers
-themselves."""
+"""Requirements of load tools, gateways and operators on a server, apart from the generated text."""
 
 from __future__ import annotations
 
@@ -86,8 +85,8 @@ def test_texts_to_tokens_and_back(client: Client) -> None:
         assert (status, reply["error"]["param"]) == (400, field)
 
 
-def test_no_more_is_tokenised_than_has_a_use(client: Client) -> None:
-    """Texts are longer than any context here, as load testers send them, and far longer."""
+def test_texts_longer_than_the_context_can_be_tokenized_up_to_a_limit(client: Client) -> None:
+    """Load testers send texts longer than the context; far longer texts are rejected."""
     some = client.post({"prompt": "a" * 200_000}, "/tokenize")[1]
     assert some["count"] == len(TOKENIZER.encode("a" * 200_000)) > 128
     assert client.post({"tokens": some["tokens"]}, "/detokenize")[1]["prompt"] == "a" * 200_000
@@ -139,7 +138,7 @@ def test_another_method_gets_the_allowed_ones(
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_no_such_path(client: Client) -> None:
+def test_an_unknown_path_is_404(client: Client) -> None:
     status, body, _ = call(client, "GET", "/v2/nothing")
     assert status == 404 and "error" in json.loads(body)
 
@@ -158,7 +157,7 @@ def test_no_such_path(client: Client) -> None:
     ],
     ids=["utf-8", "lists", "objects", "nan", "huge", "null", "cut"],
 )
-def test_no_json(client: Client, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_json_is_rejected(client: Client, path: str, body: bytes) -> None:
     status, answer, _ = client.post(body, path)
     assert (status, answer["error"]["param"]) == (400, "body")
 
@@ -191,17 +190,17 @@ def test_a_lone_surrogate_is_named_by_its_place(
     assert "half of a surrogate" in answer["error"]["message"]
 
 
-def test_surrogates_that_are_a_pair_are_text(client: Client) -> None:
+def test_a_surrogate_pair_is_text(client: Client) -> None:
     assert client.post(b'{"prompt": "a\\ud83d\\ude00", "max_tokens": 1}')[0] == 200
 
 
-def test_a_body_of_millions_of_lists_is_not_made_into_them(client: Client) -> None:
+def test_a_body_with_too_many_lists_is_rejected_unparsed(client: Client) -> None:
     few, many = (b'{"prompt":"a","max_tokens":1,"x":[' + b"[]," * n + b"1]}" for n in (9, 300_000))
     assert client.post(few)[0] == 200
     status, answer, _ = client.post(many)
     assert (status, answer["error"]["param"]) == (400, "body"), answer
     brackets = {"prompt": "[]{}" * 30, "max_tokens": 1}
-    assert client.post(brackets)[0] == 200, "they are a text"
+    assert client.post(brackets)[0] == 200, "brackets within a text do not count"
 
 
 def test_deep_but_readable_json(client: Client) -> None:
@@ -213,7 +212,7 @@ def test_deep_but_readable_json(client: Client) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_a_body_that_is_not_called_json(client: Client, kind: str) -> None:
+def test_a_body_with_another_content_type_is_rejected(client: Client, kind: str) -> None:
     headers = {"Content-Type": kind} if kind else {}
     status, body, _ = call(client, "POST", "/v1/completions", json.dumps(BODY).encode(), headers)
     assert status == 415 and "application/json" in json.loads(body)["error"]["message"]
@@ -267,7 +266,7 @@ def test_types_are_strict(client: Client, change: dict[str, Any], field: str) ->
     assert (status, answer["error"]["param"]) == (400, field), answer
 
 
-def test_nulls_and_what_clients_send_for_nothing(client: Client) -> None:
+def test_nulls_and_default_values_of_clients_are_accepted(client: Client) -> None:
     plain = client.post(BODY)[1]["choices"][0]["text"]
     nulls = dict.fromkeys(["stop", "logprobs", "suffix", "temperature", "stream_options", "n"])
     answer = client.post(BODY | nulls | {"best_of": 1, "model": MODEL})
@@ -288,7 +287,7 @@ def test_usage_with_every_chunk(client: Client) -> None:
     assert all("usage" not in event for event in plain) and plain[-1]["choices"]
 
 
-def test_speculation_in_the_shape_that_load_tools_read(client: Client) -> None:
+def test_speculation_statistics_in_the_format_of_load_tools(client: Client) -> None:
     events = client.stream(BODY | {"return_metrics": True, "max_tokens": 60})
     metrics = events[-1]["metrics"]
     speculation = metrics["speculative_decoding"]
@@ -349,10 +348,10 @@ def test_requests_of_one_id_run_at_the_same_time(client: Client) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (ResponseBuilder, "usage")]
 )
-def test_an_error_of_the_server_has_the_shape_of_the_others(
+def test_an_internal_error_has_the_same_format_as_other_errors(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    """The error occurs before any route, in one, and in an answer that has begun."""
+    """The error occurs before any route, in a route, and in a stream that has begun."""
 
     def broken(*_: Any) -> int:
         raise ZeroDivisionError("a secret")

@@ -1,4 +1,4 @@
-"""Text in three ways, streamed, whole, and from Python, and tokens counted again."""
+"""The same text streamed, in one response, and from Python, with recounted tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def params_of(at: int, max_tokens: int) -> dict[str, Any]:
-    """Return parameters: greedy, sampled, and so hot that characters are incomplete."""
+    """Return parameters: greedy, sampled, and with a temperature so high that characters are
+    incomplete."""
     temperature = (0.0, 0.8, 2.5)[at % 3]
     return {"max_tokens": max_tokens, "temperature": temperature, "seed": at, "stop": ["\n\n\n"]}
 

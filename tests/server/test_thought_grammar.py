@@ -1,5 +1,5 @@
-"""The grammar of a thought and a structured answer: beginning and end of both, by tokens and by
-text, and through engines with drafts, preemption and restarts."""
+"""The grammar of a thought and a structured answer, by tokens and by text, and in engines with
+drafts, preemption and restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
-from cbatch.text.thought_grammar import around_answer
+from cbatch.text.thought_grammar import surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS
 from tests.runtime.engines import make_request
 from tests.runtime.test_structured import GRAMMARS, VOCABULARY, assert_speculated, draft, run
@@ -87,7 +87,7 @@ def test_the_answer_follows_its_grammar_after_the_thought(
     case: Any, way: dict[str, Any], right: str, wrong: str
 ) -> None:
     name, tokenizer, prompt_end, before, never = case
-    around = around_answer(THOUGHTS[name], tokenizer, prompt_end)
+    around = surrounding_grammar(THOUGHTS[name], tokenizer, prompt_end)
     matcher = matcher_of(tokenizer, StructuredOutputs(**way, around=around))
     for text in before:
         assert takes(matcher, tokenizer, text + right), text
@@ -99,7 +99,7 @@ def test_the_answer_follows_its_grammar_after_the_thought(
 
 
 def test_no_control_token_ends_a_thought() -> None:
-    around = around_answer(THOUGHTS["deepseek_r1"], QWEN, "<think>")
+    around = surrounding_grammar(THOUGHTS["deepseek_r1"], QWEN, "<think>")
     outputs = StructuredOutputs(choice=("yes",), around=around)
     structured = Structured(
         Grammars(lambda: QWEN, QWEN.vocab_size, (EOS,)), outputs, QWEN.vocab_size
@@ -111,16 +111,19 @@ def test_no_control_token_ends_a_thought() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "mistral"])
-def test_a_thought_that_the_prompt_has_ended_leaves_the_grammar_alone(name: str) -> None:
+def test_a_thought_closed_by_the_prompt_needs_no_surrounding_grammar(name: str) -> None:
     thoughts = THOUGHTS[name]
-    assert around_answer(thoughts, QWEN, f"x{thoughts.opens}\n\n{thoughts.closes}\n\n") is None
+    assert (
+        surrounding_grammar(thoughts, QWEN, f"x{thoughts.open_mark}\n\n{thoughts.close_mark}\n\n")
+        is None
+    )
 
 
 # ---- through engines -----------------------------------------------------------------------------
 # The model is random: a thought that ends with "b" ends soon.
 
-THOUGHT = THOUGHTS["deepseek_r1"]._replace(opens="a", closes="b")
-AROUND = around_answer(THOUGHT, VOCABULARY, "a")
+THOUGHT = THOUGHTS["deepseek_r1"]._replace(open_mark="a", close_mark="b")
+AROUND = surrounding_grammar(THOUGHT, VOCABULARY, "a")
 OUTPUTS = [
     StructuredOutputs(json={"enum": ["abc", "bad"]}, around=AROUND),
     StructuredOutputs(regex="([0-9]{2}|[a-h]{3}){1,4}", around=AROUND),
@@ -142,7 +145,7 @@ def text_of(ids: list[int]) -> str:
     return VOCABULARY.decode([i for i in ids if i != EOS])
 
 
-def test_drafts_and_preemption_move_no_token_of_thought_or_answer() -> None:
+def test_drafts_and_preemption_change_no_token_of_thought_or_answer() -> None:
     base = run(requests(), max_num_seqs=1, enable_prefix_caching=False)
     lengths = []
     for n in range(9):
@@ -159,7 +162,7 @@ def test_drafts_and_preemption_move_no_token_of_thought_or_answer() -> None:
     assert tight.outputs == base.outputs
 
 
-def test_a_restart_anywhere_goes_on_as_it_was() -> None:
+def test_a_restart_at_any_token_continues_the_same_grammar() -> None:
     """The state is a function of the committed tokens."""
     base = run(requests()[1:2], max_num_seqs=1)
     (ids,) = base.outputs.values()

@@ -1,4 +1,4 @@
-"""Thoughts over the API are separate from the answer, counted, and the same whole and streamed. The
+"""Thoughts over the API are separate from the answer, counted, and the same streamed or not. The
 output of the model is scripted, token by token."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ REPLIES = [
 
 
 def ask(model: Model, *, stream: bool, **more: Any) -> Any:
-    """Return the completion, as the package assembles it."""
+    """Return the completion as the `openai` package assembles it."""
     fields = {"model": MODEL, "messages": MESSAGES, **more}
     if not stream:
         return model.sdk.chat.completions.create(**fields)
@@ -163,16 +163,16 @@ def test_the_package_reads_thoughts_whole_and_streamed(
         details = answer.usage.completion_tokens_details
         end = thought is not None and content is None and not calls  # EOS ends the thought
         want = len(service.tokenizer.encode(with_marks)) + end
-        assert details.reasoning_tokens == 2 * want, "counted in tokens"
+        assert details.reasoning_tokens == 2 * want, "reasoning tokens"
 
 
-def test_events_bring_both_names_as_the_thought_comes(models: dict[str, Model]) -> None:
+def test_thoughts_are_streamed_under_both_names(models: dict[str, Model]) -> None:
     model = models["qwen"]
     model.service.text, model.service.step_tokens = "<think>\nOne two\n</think>\n\nYes", 1
     deltas = [e["choices"][0]["delta"] for e in model.client.stream({"messages": MESSAGES}, CHAT)]
     assert deltas[0] == {"role": "assistant", "reasoning": "O", "reasoning_content": "O"}
     texts = [delta.get("reasoning") or delta.get("content", "") for delta in deltas]
-    assert texts == [*"One", " t", "w", "o", *"Yes", ""], "each with its token"
+    assert texts == [*"One", " t", "w", "o", *"Yes", ""], "one event per token"
     assert all(len({"reasoning", "content"} & delta.keys()) <= 1 for delta in deltas)
     _, whole, _ = model.client.post({"messages": MESSAGES}, CHAT)
     message = whole["choices"][0]["message"]
@@ -203,7 +203,7 @@ def test_thoughts_can_be_left_out_or_left_in(models: dict[str, Model], stream: b
     answer = ask(model, stream=stream, extra_body={"separate_reasoning": False})
     assert answer.choices[0].message.content == model.service.text
     assert answer.usage.completion_tokens_details is None
-    # A call in a thought does not count, though the thought is text.
+    # A call in a thought does not count, even if the thought is part of the text.
     model.service.text = f"<think>{TAG}</think>Yes."
     for other in (model, models["none"]):
         other.service.text = model.service.text
@@ -214,7 +214,7 @@ def test_thoughts_can_be_left_out_or_left_in(models: dict[str, Model], stream: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_thought_can_be_cut(models: dict[str, Model], stream: bool) -> None:
+def test_a_thought_can_be_truncated(models: dict[str, Model], stream: bool) -> None:
     model = models["qwen"]
     model.service.text, model.service.reason = "<think>Hm, let me", FinishReason.LENGTH
     (choice,) = ask(model, stream=stream).choices
@@ -233,7 +233,7 @@ def test_a_thought_can_be_cut(models: dict[str, Model], stream: bool) -> None:
         assert answer.usage.completion_tokens_details.reasoning_tokens == want
 
 
-def test_every_count_of_a_stream_has_the_thought_so_far(models: dict[str, Model]) -> None:
+def test_each_usage_chunk_counts_the_thought_so_far(models: dict[str, Model]) -> None:
     model = models["qwen"]
     model.service.text, model.service.step_tokens = "<think>Hmm</think>Yes", 2
     options = {"continuous_usage_stats": True, "include_usage": True}
@@ -249,7 +249,7 @@ def prompt(model: Any, **body: Any) -> str:
     return model.tokenizer.decode(list(pending.make()), skip_special_tokens=False)
 
 
-def test_earlier_thoughts_go_back_by_either_name() -> None:
+def test_earlier_thoughts_may_be_sent_under_either_name() -> None:
     model = toy_model(QWEN_TEMPLATE, tokenizer=QWEN, reasoning_parser="auto")
     for name in ("reasoning", "reasoning_content"):
         earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
@@ -320,7 +320,7 @@ def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], strea
 
 
 def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Path) -> None:
-    """The model is random, and a bias leads it out of its thought; a second one drafts."""
+    """The models are random. A logit bias makes the thoughts end."""
     target, small = (
         write_model(tmp_path / name, tokenizer=QWEN.raw, layers=layers)
         for name, layers in (("target", 2), ("draft", 1))
@@ -344,7 +344,7 @@ def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Path) -> N
     for choice, shown, left in zip(whole["choices"], texts, raw["choices"], strict=True):
         message, ids = choice["message"], choice["token_ids"]
         assert shown == {name: message[name] or "" for name in shown}
-        assert left["message"]["content"] == QWEN.decode(ids), "marks and all"
+        assert left["message"]["content"] == QWEN.decode(ids), "the text includes the marks"
         thinking += ids.index(closes) + 1 if closes in ids else len(ids)
         if choice["finish_reason"] == "stop":
             ended += 1

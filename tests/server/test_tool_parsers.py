@@ -1,5 +1,5 @@
-"""Optional tool calls are found in the model's text however it is cut, and the API sends them as
-clients expect. The output of the model is scripted."""
+"""Optional tool calls are found in the model's text, however it is split, and sent in the format
+that clients expect. The output of the model is scripted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cbatch.server.protocol.requests import PendingPrompt, parse_chat
 from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyFormat, ReplyReader
-from cbatch.text.tool_parsers import CALLS, TaggedReader, ToolParser
+from cbatch.text.tool_parsers import CALLS, ToolParser, tagged_reader
 from tests.server.http_client import CHAT, MODEL, Client, serving_service, toy_model
 from tests.server.scripted import ScriptedService
 from tests.toy_engine import TOKENIZER
@@ -74,7 +74,7 @@ def WholeReader(*, parallel: bool) -> ReplyReader:  # noqa: N802
     return ReplyReader(ReplyFormat(CALLS["llama3_json"], parallel=parallel))
 
 
-SCRIPTS = [(TaggedReader, *each) for each in TAGGED] + [(WholeReader, *each) for each in WHOLE]
+SCRIPTS = [(tagged_reader, *each) for each in TAGGED] + [(WholeReader, *each) for each in WHOLE]
 
 
 def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
@@ -83,14 +83,14 @@ def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, Calls]:
     calls = [part for part in parts if isinstance(part, ToolCallPart)]
     assert [call.call for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls) and reader.complete == bool(calls)
-    assert all(parts), "there was nothing to tell"
+    assert all(parts), "an empty part"
     read_calls = [(call.name or "", call.arguments) for call in calls]
     return "".join(part for part in parts if isinstance(part, str)), read_calls
 
 
 def check(kind: Any, text: str, content: str, calls: Calls) -> None:
     cuts, last = [list(text)], len(text)
-    if len(text) > 1000:  # of a few characters again and again
+    if len(text) > 1000:  # many repetitions of a few characters
         cuts, last = [[text], list(text)], 20
     cuts += [[text[:at], text[at:]] for at in range(last + 1)]
     for pieces in cuts:
@@ -112,11 +112,11 @@ def test_the_result_does_not_depend_on_the_cuts(texts: list[str], cuts: list[int
     text = "".join(texts)
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
-    assert read(TaggedReader(parallel=True), pieces) == read(TaggedReader(parallel=True), [text])
+    assert read(tagged_reader(parallel=True), pieces) == read(tagged_reader(parallel=True), [text])
 
 
 def test_text_is_sent_as_it_comes() -> None:
-    for reader in (TaggedReader(parallel=True), WholeReader(parallel=True)):
+    for reader in (tagged_reader(parallel=True), WholeReader(parallel=True)):
         texts = ["".join(map(str, reader.push(piece))) for piece in ("one", " two", " <", " three")]
         assert texts[:2] == ["one", " two"] and "".join(texts) == "one two < three"
 
@@ -159,7 +159,7 @@ def test_the_package_reads_them_whole_and_streamed(
             assert [(c.function.name, c.function.arguments) for c in tool_calls] == calls
 
 
-def test_a_call_that_is_cut_is_text_and_says_so(
+def test_a_truncated_call_is_text_and_reports_length(
     scene: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, client, _ = scene
@@ -173,7 +173,7 @@ def test_a_call_that_is_cut_is_text_and_says_so(
 
 
 def test_events_of_a_call(scene: Any) -> None:
-    """Text comes at once, the call in one piece, nothing between; the role with the first."""
+    """Text comes at once, a call in one piece; the first event has the role."""
     service, client, _ = scene
     service.text = f"Hold on. {W}{N}"
     deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
@@ -192,7 +192,7 @@ def test_events_of_a_call(scene: Any) -> None:
     assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
 
 
-def test_with_none_the_text_is_text(scene: Any) -> None:
+def test_with_tool_choice_none_a_call_is_text(scene: Any) -> None:
     service, client, _ = scene
     service.text = W
     for change in ({"tool_choice": "none"}, {"tools": []}):

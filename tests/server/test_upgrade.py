@@ -53,13 +53,14 @@ async def sent_in_parts(port: int, content: bytes, num_bytes: int) -> bytes:
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("num_bytes", [2**16, 7])
 def test_an_offer_is_ignored(client: Client, offer: str, frame: str, num_bytes: int) -> None:
-    """The request comes whole and in parts, with requests after it on the same connection."""
+    """The request arrives at once or in parts, with other requests after it on the same
+    connection."""
     calls = post(offer, frame) * 2 + LAST
     answers = run(sent_in_parts(client.port, calls, num_bytes))
     assert statuses(answers) == [200, 200, 200], answers
     assert answers.count(b'"text"') == 2
 
 
-def test_what_only_another_protocol_could_answer_is_refused(client: Client) -> None:
+def test_connect_and_http_2_are_rejected(client: Client) -> None:
     for call in (b"CONNECT a:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
         assert statuses(run(sent_in_parts(client.port, call, 2**16))) == [400]

@@ -180,7 +180,7 @@ def test_every_price_has_its_term_and_is_fitted() -> None:
     terms, known = set(TARGET | DRAFT | HOST | ADAPTIVE), samples(200, 0.0, seed=0)
     assert fields <= terms
     assert set(fit_profile(known).further) == terms - fields
-    short = fit_profile([replace(sample, host_s=0.0) for sample in known], start=True)
+    short = fit_profile([replace(sample, host_s=0.0) for sample in known], at_startup=True)
     assert not short.further and short.row_s > 0 and short.draft_setup_s > 0
     with pytest.raises(FieldError, match="'rows' is not a term"):
         ProfiledCost(replace(TRUE, further={"rows": 1.0}))

@@ -7,7 +7,7 @@ import pytest
 from cbatch.system.cache import cache_folder
 
 
-def test_it_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert cache_folder("costs") == Path("/cache/cbatch/costs")
     monkeypatch.delenv("XDG_CACHE_HOME")

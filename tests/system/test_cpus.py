@@ -1,4 +1,4 @@
-"""The processors that a container's quota leaves."""
+"""The number of processors that a container's quota allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.system.cpus import given_cpus
+from cbatch.system.cpus import usable_cpus
 
 V1 = "cpu,cpuacct/x/cpu.cfs_{}_us"
 
@@ -33,7 +33,7 @@ V1 = "cpu,cpuacct/x/cpu.cfs_{}_us"
         ("0::/", {"cpu.max": "broken"}, 8),
     ],
 )
-def test_the_least_of_all_limits(
+def test_the_lowest_limit_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], given: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -42,4 +42,4 @@ def test_the_least_of_all_limits(
     for name, content in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(content + "\n")
-    assert given_cpus(cgroup, tmp_path / "fs") == given
+    assert usable_cpus(cgroup, tmp_path / "fs") == given

@@ -1,4 +1,4 @@
-"""Objects that a process loads before it serves are not traversed again by collections."""
+"""Collections do not visit objects that a process created before it serves."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Ring:
         self.itself = self
 
 
-def test_a_collection_passes_over_what_was_there_and_finds_what_came_later() -> None:
+def test_collections_skip_frozen_objects_and_visit_later_ones() -> None:
     lists: list[Any] = [[] for _ in range(20_000)]
     before = weakref.ref(Ring())
     seen = len(gc.get_objects())
     freeze_heap()
-    assert before() is None, "garbage was kept for good"
+    assert before() is None, "garbage was frozen"
     assert len(gc.get_objects()) < seen / 10 and len(lists) == 20_000
     later = weakref.ref(Ring())
     assert later() is not None
@@ -51,7 +51,7 @@ def test_a_collection_passes_over_what_was_there_and_finds_what_came_later() -> 
 
 
 def frozen_at_start() -> int:
-    """Return how many objects a server's process has frozen by the time it reports that it
+    """Return the number of objects that a server's process has frozen when it reports that it
     listens."""
     counts: list[int] = []
 
@@ -121,7 +121,7 @@ print(resident_mib() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_memory_of_long_bodies_is_returned() -> None:
-    """Four threads read bodies of 4 MB; their memory is free, and returned to the system."""
+    """Four threads read bodies of 4 MB. Their memory is freed, and returned to the system."""
     assert kept_mib(KEPT, "gives back") < 20 < kept_mib(KEPT, "keeps")
 
 
@@ -142,5 +142,5 @@ print(resident_mib() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-def test_what_lies_free_before_a_block_that_is_held_is_given_back() -> None:
+def test_free_memory_before_a_used_block_is_returned() -> None:
     assert kept_mib(SCATTERED, "gives back") < 20 < kept_mib(SCATTERED, "keeps")

@@ -1,4 +1,4 @@
-"""Zeroed memory, whose pages are populated while it is in use."""
+"""Zeroed memory whose pages are populated in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cbatch.system.pages import zeros_in_time
+from cbatch.system.pages import zeros_populated_in_background
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere it does nothing")
 SIZE_BYTES = 1 << 28
@@ -33,23 +33,23 @@ def populating() -> bool:
     return any(thread.name == "cbatch-pages" for thread in threading.enumerate())
 
 
-def test_pages_come_and_change_nothing() -> None:
+def test_populating_pages_does_not_change_their_contents() -> None:
     if tuple(map(int, platform.release().split("-")[0].split(".")[:2])) < (5, 14):
         pytest.skip("the kernel makes pages only as they are used")
     wait_until(lambda: not populating())
     before = resident_bytes()
-    memory = zeros_in_time(SIZE_BYTES)
+    memory = zeros_populated_in_background(SIZE_BYTES)
     memory[:: SIZE_BYTES // 8] = 7  # meanwhile
     wait_until(lambda: not populating())
     assert resident_bytes() - before > 0.8 * SIZE_BYTES
     assert np.flatnonzero(memory).tolist() == list(range(0, SIZE_BYTES, SIZE_BYTES // 8))
 
 
-def test_memory_that_goes_before_its_pages_came() -> None:
+def test_memory_may_be_freed_before_its_pages_are_populated() -> None:
     for _ in range(20):
-        zeros_in_time(SIZE_BYTES)
+        zeros_populated_in_background(SIZE_BYTES)
     wait_until(lambda: not populating())
 
 
-def test_a_little_is_no_work() -> None:
-    assert not zeros_in_time(1000).any() and not populating()
+def test_a_small_array_is_not_populated() -> None:
+    assert not zeros_populated_in_background(1000).any() and not populating()

@@ -1,4 +1,4 @@
-"""Chat templates, compared with the renderer of the library that models publish theirs for."""
+"""Chat templates, compared with the renderer of transformers, for which models publish them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ HELPED = """{{ strftime_now(format='%Y') }}{{ documents is none }}{% for m in me
 
 @pytest.mark.parametrize("template", [MARKED, PAIRED, LISTED, HELPED])
 @pytest.mark.parametrize("prompted", [True, False])
-def test_rendering_agrees_with_the_peer(template: str, prompted: bool) -> None:
+def test_rendering_agrees_with_transformers(template: str, prompted: bool) -> None:
     mine = ChatTemplate(template, TOKENS, "here").render(MESSAGES, add_generation_prompt=prompted)
     (reference,), _ = render_jinja_template(
         [MESSAGES], chat_template=template, add_generation_prompt=prompted, **TOKENS
     )
     assert mine == reference
-    assert "49" not in mine, "a message was taken for a template"
+    assert "49" not in mine, "a message was rendered as a template"
 
 
 def test_variables_and_the_date() -> None:
@@ -76,13 +76,13 @@ def test_variables_and_the_date() -> None:
         ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
     ],
 )
-def test_what_a_template_refuses(template: str, words: str) -> None:
+def test_conversations_that_a_template_rejects(template: str, words: str) -> None:
     with pytest.raises(ChatTemplateError, match=words):
         ChatTemplate(template, {}, "here").render(MESSAGES)
 
 
 @pytest.mark.parametrize("messages", ["hi", 5, [5], [{"content": "no role"}], [["a"]], None])
-def test_what_is_no_conversation(messages: Any) -> None:
+def test_invalid_conversations(messages: Any) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate("{{ messages[0].content }}", {}, "here").render(messages)
 
@@ -97,7 +97,7 @@ def test_what_is_no_conversation(messages: Any) -> None:
         "{{ strftime_now.__code__.co_filename }}",
     ],
 )
-def test_a_template_sees_and_changes_nothing(attack: str) -> None:
+def test_a_template_cannot_access_or_change_python_objects(attack: str) -> None:
     before = json.dumps(MESSAGES)
     with pytest.raises(ChatTemplateError):
         ChatTemplate(attack, {}, "here").render(MESSAGES)
@@ -166,7 +166,7 @@ def test_named_templates(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPa
     assert template is not None
     assert template.render(MESSAGES, tools=TOOLS) == "tools<s>"
     assert [template.render(MESSAGES, tools=tools) for tools in (None, [])] == ["plain"] * 2
-    for name, text in NAMED.items():  # chosen by name, with and without tools
+    for name, text in NAMED.items():  # selected by name, with and without tools
         chosen = load_chat_template(model, name, config)
         assert chosen is not None
         expected = text.replace("{{ bos_token }}", "<s>")
@@ -180,7 +180,7 @@ def test_named_templates(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("names", [["tool_use"], ["rag"], ["rag", "tool_use"], []])
-def test_no_other_template_is_taken_for_the_default(tmp_path: Path, names: list[str]) -> None:
+def test_only_the_default_template_is_the_default(tmp_path: Path, names: list[str]) -> None:
     templates = {name: "x" for name in names}
     folder = folder_with(tmp_path, {"chat_template": templates})
     assert load_chat_template(folder) is None
@@ -223,7 +223,7 @@ def test_a_template_that_python_cannot_compile_is_named(text: str) -> None:
         ChatTemplate(text, {}, "here")
 
 
-def test_a_template_without_end_is_not_compiled() -> None:
+def test_a_template_that_is_too_long_is_not_compiled() -> None:
     with pytest.raises(ChatTemplateError, match="here has 400000 characters, at most 262144 are"):
         ChatTemplate("{% a %}x" * 50_000, {}, "here")
 
@@ -234,7 +234,7 @@ def test_an_odd_configuration_has_no_template(tmp_path: Path) -> None:
     assert rendered(folder_with(tmp_path, config)) is None
 
 
-def test_the_demo_pair_goes_on_where_the_last_message_ends() -> None:
+def test_the_demo_pair_continues_the_last_message() -> None:
     template = load_chat_template(demo_paths()[0])
     assert template is not None
     messages = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def f(x"}]

@@ -1,4 +1,5 @@
-"""Text of callers becomes no control token, with any kind of tokenizer, and loses nothing."""
+"""Text of messages is never encoded as a control token, with any kind of tokenizer, and stays
+unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TEMPLATE = ChatTemplate(
 def pieces(
     normalizer: Any, pre_tokenizer: Any = None, *, normalized: bool = False, **flags: bool
 ) -> Tokenizer:
-    """BPE of characters with some merges, or of bytes where there is no character."""
+    """BPE of characters with some merges, with byte tokens for unknown characters."""
     merges = [("t", "r"), ("u", "e"), ("tr", "ue"), (SPACE, "true"), ("s", ">")]
     names = ["<unk>", END, *(f"<0x{i:02X}>" for i in range(256)), SPACE, *LETTERS]
     names += [a + b for a, b in merges]
@@ -67,7 +68,7 @@ def byte_pieces(*, add_prefix_space: bool) -> Tokenizer:
 
 
 def unigram(normalizer: Any = None) -> Tokenizer:
-    """A Unigram model that makes a control token of any text that holds one."""
+    """A Unigram model that encodes a control token's text as the control token."""
     scores = [("<unk>", 0.0), (END, 0.0), *((c, -3.0) for c in SPACE + LETTERS)]
     raw = Tokenizer(models.Unigram(scores, 0))
     if normalizer is not None:
@@ -155,15 +156,15 @@ def controls(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=25)
 @given(first=TEXTS, second=TEXTS)
-def test_control_tokens_are_the_templates_alone(name: str, first: str, second: str) -> None:
+def test_only_the_template_writes_control_tokens(name: str, first: str, second: str) -> None:
     tokenizer = KINDS[name]
     ids = prompt_ids(tokenizer, f"{first}{END}", second)
     assert controls(tokenizer, ids) == OWN
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_without_protection_they_are_control_tokens(name: str) -> None:
-    """Encoded without protection, the text of callers contains control tokens."""
+def test_without_escaping_messages_write_control_tokens(name: str) -> None:
+    """Without escaping, the ids of a message's text contain control tokens."""
     tokenizer = KINDS[name]
     assert controls(tokenizer, tokenizer.encode(f"{END} {END}", add_special_tokens=False))
 
@@ -171,14 +172,16 @@ def test_without_protection_they_are_control_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=25)
 @given(texts=st.lists(st.lists(st.sampled_from(PLAIN), min_size=1).map("".join), max_size=3))
-def test_a_conversation_without_them_is_encoded_as_ever(name: str, texts: list[str]) -> None:
+def test_a_conversation_without_control_tokens_is_encoded_as_before(
+    name: str, texts: list[str]
+) -> None:
     tokenizer = KINDS[name]
     assume(not any(END in text for text in texts))
     text = TEMPLATE.render([{"role": "user", "content": text} for text in texts])
     assert tokenizer.control_tokens.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
-# Models that themselves make a control token of the text: its pieces are single characters.
+# Models that encode the text as a control token: they get its single characters.
 MODELS_MAKE_THEM = ["byte level", "byte level, space in front", "Unigram", "Unigram, NFKC"]
 SAME_PIECES = [n for n in KINDS if n not in MODELS_MAKE_THEM and "normalized" not in n]
 
@@ -193,10 +196,8 @@ def without_control_token(name: str) -> TextTokenizer:
 @pytest.mark.parametrize("name", SAME_PIECES)
 @settings(max_examples=25)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=2))
-def test_pieces_are_those_of_a_tokenizer_without_the_control_token(
-    name: str, texts: list[str]
-) -> None:
-    """There is no space more or less, and no other split next to it."""
+def test_escaped_text_is_split_as_without_the_control_token(name: str, texts: list[str]) -> None:
+    """The number of spaces and the pieces next to the text are the same."""
     tokenizer = KINDS[name]
     without = without_control_token(name)
     assume(not any(other in text for text in texts for other in (TURN, "\ufdd0", "\U0010f000")))
@@ -210,14 +211,14 @@ def test_pieces_are_those_of_a_tokenizer_without_the_control_token(
 
 
 @pytest.mark.parametrize("name", MODELS_MAKE_THEM)
-def test_what_the_model_makes_is_spelled(name: str) -> None:
+def test_control_tokens_made_by_the_model_are_spelled_out(name: str) -> None:
     tokenizer = KINDS[name]
     ids = prompt_ids(tokenizer, f"a{END}b")
     written = tokenizer.decode(ids, skip_special_tokens=False)
     assert written.replace(" ", "") == f"{TURN}user:a{END}b{END}{TURN}"
 
 
-def test_what_is_no_text_and_what_texts_are_in() -> None:
+def test_escaping_of_nested_values() -> None:
     tokenizer = KINDS["byte level"]
     value = {"a": [1, None, True, {END: f"x{END}"}], "b": "plain"}
     escaped = tokenizer.control_tokens.escape(value)
@@ -234,7 +235,7 @@ def test_what_is_no_text_and_what_texts_are_in() -> None:
     assert tokenizer.decode(ids).count(f"x{END}") == 1
 
 
-def test_tokens_around_a_text_are_not_taken_for_a_callers() -> None:
+def test_tokens_added_by_the_tokenizer_are_allowed() -> None:
     raw = pieces(PREPEND)
     raw.post_processor = processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, raw.token_to_id(END))]
@@ -246,7 +247,7 @@ def test_tokens_around_a_text_are_not_taken_for_a_callers() -> None:
         assert controls(tokenizer, ids) == [END] and ids[0] == raw.token_to_id(END)
 
 
-def test_a_control_token_of_one_character_that_has_no_other_pieces_is_refused() -> None:
+def test_a_control_token_of_one_character_without_other_pieces_is_rejected() -> None:
     tokenizer = from_gguf(SENTENCE_PIECE, {"</s>": "$"})
     (escaped,) = tokenizer.control_tokens.escape(["costs $5"])
     with pytest.raises(

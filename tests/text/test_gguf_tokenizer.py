@@ -34,7 +34,7 @@ def _byte_level() -> dict[str, Any]:
 
 BYTE_LEVEL = _byte_level()
 TWICE = "ggml.tokens: a token appears twice"
-# Scores say what is merged first: "lo" before "el", though either could be.
+# Scores decide which pair is merged first: "lo" before "el".
 PIECES = ["<unk>", "<s>", "</s>", "▁", "h", "e", "l", "o", "lo", "el", "hel", "▁hello", "llo", "▁h"]
 SENTENCE_PIECE: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
@@ -61,19 +61,19 @@ def rebuilt(metadata: dict[str, Any], **changes: Any) -> TextTokenizer:
     return gguf_tokenizer(as_read(values), "x.gguf")
 
 
-def test_byte_level_is_what_it_was_made_of() -> None:
+def test_a_byte_level_tokenizer_equals_its_original() -> None:
     original, loaded = TextTokenizer(byte_level(), "memory"), rebuilt(BYTE_LEVEL)
     for text in TEXTS[:-1]:
         assert loaded.encode(text) == original.encode(text)
         assert loaded.decode(loaded.encode(text)) == text
     end = BYTE_LEVEL["tokenizer.ggml.eos_token_id"]
     assert loaded.encode("a<|end|><think>b")[1:3] == [end, end + 1]
-    assert loaded.decode([end, end + 1]) == "<think>"  # a user-defined token is no control token
+    assert loaded.decode([end, end + 1]) == "<think>"  # a user-defined token is not a control token
     assert [loaded.added[i] for i in sorted(loaded.special_ids)] == ["<|endoftext|>", "<|end|>"]
     assert loaded.vocab_size == end + 2  # without tokens that only pad the vocabulary
 
 
-def test_how_texts_are_cut_is_the_files_own() -> None:
+def test_the_file_selects_how_texts_are_split() -> None:
     digits = BYTE_LEVEL["tokenizer.ggml.tokens"].index("1"), "12345"
     joined = BYTE_LEVEL["tokenizer.ggml.tokens"] + ["12"]
     more = {
@@ -83,7 +83,7 @@ def test_how_texts_are_cut_is_the_files_own() -> None:
     }
     assert rebuilt(BYTE_LEVEL, pre="gpt-2", **more).encode(digits[1])[0] == len(joined) - 1
     assert rebuilt(BYTE_LEVEL, pre="smollm", **more).encode(digits[1])[0] == digits[0]
-    words = BYTE_LEVEL["tokenizer.ggml.tokens"] + ["zq"]  # a token that no merge makes
+    words = BYTE_LEVEL["tokenizer.ggml.tokens"] + ["zq"]  # a token that no merge produces
     more = {"tokens": words, "token_type": BYTE_LEVEL["tokenizer.ggml.token_type"] + [1]}
     assert rebuilt(BYTE_LEVEL, pre="llama-bpe", add_bos_token=False, **more).encode("zq") == [
         len(words) - 1
@@ -101,7 +101,7 @@ def test_sentence_piece() -> None:
     assert other.encode("hello") == pieces[2:]
     eszett = [ids["<0xC3>"], ids["<0x9F>"]]
     assert tokenizer.encode("ß")[-2:] == eszett and tokenizer.decode(tokenizer.encode("ß")) == "ß"
-    # A text after a control token begins like a text of its own.
+    # Text after a control token begins like a separate text.
     assert tokenizer.encode("</s>o", add_special_tokens=False) == [2, ids["▁"], ids["o"]]
 
 
@@ -123,7 +123,7 @@ def test_tokens_around_a_text(pre: str, add: dict[str, bool], begins: bool, ends
 
 @pytest.mark.parametrize("text", ["$A", "$B", "a:b", "<s>:1", "$", "x y"])
 def test_a_control_token_may_have_any_text(text: str) -> None:
-    """This includes text with a meaning for the library that puts it before a text."""
+    """This includes text with a meaning in the library's templates."""
     tokens = [text if i == 1 else each for i, each in enumerate(PIECES)]
     ids = rebuilt(SENTENCE_PIECE, tokens=tokens + SENTENCE_PIECE["tokenizer.ggml.tokens"][14:])
     assert ids.encode("hello") == [1, 3, 10, 8]
@@ -186,7 +186,7 @@ def test_chat_template(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_rebuilt_is_named(
+def test_errors_name_the_key_that_cannot_be_rebuilt(
     base: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"tokenizer: x\.gguf: tokenizer\.{words}"):

@@ -1,4 +1,4 @@
-"""A running choice keeps none of the outputs that it has handed on."""
+"""A running choice keeps none of its earlier outputs if they are streamed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def logprobs(first: int, count: int) -> TokenLogprobs:
 
 
 def run(*, whole: bool) -> tuple[LiveChoice, list[Output]]:
-    """Return a choice after all its tokens, each with log probabilities, as the prompt's."""
+    """Return a choice after all its tokens, and its outputs. Tokens and prompt have log
+    probabilities."""
     prompt = tuple(TOKENIZER.encode("x = "))
     params = SamplingParams(max_tokens=99, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
     request = Request(request_id="r", prompt=prompt, params=params, seed=0)
-    live = LiveChoice(request, "r", TOKENIZER, whole=whole)
+    live = LiveChoice(request, "r", TOKENIZER, accumulate=whole)
     live.on_logprobs(logprobs(1, len(prompt) - 1))
     outputs = []
     for at, token in enumerate(TOKENIZER.encode(TEXT), start=len(prompt)):
@@ -59,7 +60,7 @@ def reachable(root: Any, kind: type) -> list[Any]:
     return instances
 
 
-def test_a_whole_one_is_all_of_its_outputs() -> None:
+def test_an_accumulated_choice_joins_its_outputs() -> None:
     live, outputs = run(whole=True)
     assert len(reachable(live, TokenLogprob)) > len(outputs)
     choice = live.extend(OutputRow("r", finish_reason=FinishReason.LENGTH)).finished
@@ -70,7 +71,7 @@ def test_a_whole_one_is_all_of_its_outputs() -> None:
     assert choice.prompt_logprobs == outputs[0].prompt_logprobs
 
 
-def test_one_that_is_streamed_keeps_nothing_it_has_handed_on() -> None:
+def test_a_streamed_choice_keeps_no_earlier_outputs() -> None:
     live, outputs = run(whole=False)
     assert not reachable(live, TokenLogprob)
     text = "".join(output.text for output in outputs)
@@ -83,12 +84,12 @@ def test_one_that_is_streamed_keeps_nothing_it_has_handed_on() -> None:
     assert choice.prompt_logprobs is None and live.num_tokens == len(outputs)
 
 
-def test_a_streamed_one_is_as_small_after_many_tokens() -> None:
+def test_the_memory_of_a_streamed_choice_does_not_grow() -> None:
     (letter,) = TOKENIZER.encode("x")
 
     def longest_list(num_tokens: int, *, whole: bool) -> int:
         request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(), seed=0)
-        live = LiveChoice(request, "r", TOKENIZER, whole=whole)
+        live = LiveChoice(request, "r", TOKENIZER, accumulate=whole)
         for _ in range(num_tokens):
             live.extend(OutputRow("r", [letter], 0, 0))
         return max(map(len, reachable(live, list)))
@@ -102,10 +103,10 @@ WORDS = ["hello", "true", "b", " ", "  ", "é日", "😀", "<s>", "</s>", "[SEP]
 
 
 @given(st.sampled_from(KINDS), st.lists(st.sampled_from(WORDS), max_size=8), st.booleans())
-def test_the_texts_of_a_prompts_tokens_are_the_prompt(
+def test_the_texts_of_a_prompts_tokens_join_to_the_prompt(
     raw: Any, words: list[str], skips: bool
 ) -> None:
-    """This holds for words that the tokenizer does not know, and with tokens that it puts around a
+    """This holds for unknown words too, and if the tokenizer adds tokens before and after a
     text."""
     tokenizer, text = TextTokenizer(raw, "toy"), "".join(words)
     ids = tokenizer.encode(text)

@@ -24,7 +24,7 @@ A, B, START_ID, END_ID = (BYTES.encode(text)[0] for text in ("a", "b", CONTROLS[
 def read(
     tokenizer: TextTokenizer, ids: Sequence[int], steps: Sequence[int] = (), **options: Any
 ) -> tuple[str, int | None]:
-    """Return the text shown, and how many tokens are kept. `steps`: where pushes end."""
+    """Return the shown text, and the number of kept tokens. `steps` are the ends of pushes."""
     stream, text = TextStream(tokenizer, SamplingParams(**options)), ""
     for start, end in zip((0, *steps), (*steps, len(ids)), strict=False):
         shown, kept = stream.push(ids[start:end])
@@ -37,7 +37,7 @@ def read(
 def reference(
     ids: Sequence[int], stops: Sequence[str], *, skips: bool, includes: bool
 ) -> tuple[str, int | None]:
-    """Return the same by a search over characters and special tokens, each a single thing."""
+    """Return the same, by a search over a list of characters and special tokens."""
     named = [CONTROLS[i - START_ID + 1] for i in (START_ID, END_ID)]
     named = [name for name in named if skips and any(name in stop for stop in stops)]
 
@@ -150,7 +150,7 @@ def test_spaces_between_special_tokens() -> None:
     assert read(WORDS, ids, spaces_between_special_tokens=False)[0] == "hello hello"
 
 
-def test_an_added_token_that_is_no_special_one_is_text() -> None:
+def test_an_added_token_that_is_not_special_is_text() -> None:
     ids = BYTES.encode("a<think>b")
     assert len(ids) == 3 and read(BYTES, ids) == ("a<think>b", None)
     assert read(BYTES, ids, stop=["<think>"]) == ("a", 2)

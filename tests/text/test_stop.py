@@ -39,9 +39,9 @@ def test_any_split_gives_the_same_text(stops: list[str], text: str, data: st.Dat
 def test_before_min_tokens_a_stop_string_is_text() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.push("xab", may_stop=False) == ("xab", False)
-    assert matcher.push("a", may_stop=False) == ("", False), "it may be completed later"
+    assert matcher.push("a", may_stop=False) == ("", False), "a stop string may be completed later"
     assert matcher.push("b") == ("", True)
 
 
-def test_no_stop_strings_hold_nothing() -> None:
+def test_without_stop_strings_no_text_is_held_back() -> None:
     assert StopMatcher([]).push("anything") == ("anything", False)

@@ -43,7 +43,7 @@ def test_streamed_text_is_the_decoded_output(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
 @pytest.mark.parametrize("text", ["a😀", "é", "日本🦀"])
-def test_an_end_inside_a_character_shows_nothing_of_it(tokenizer: TextTokenizer, text: str) -> None:
+def test_an_incomplete_last_character_is_not_shown(tokenizer: TextTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     start = len(ids) - 1
     while tokenizer.continues(ids[start]):
@@ -64,10 +64,10 @@ def is_text(data: bytes) -> bool:
 
 @TOKENIZERS
 @given(data=st.data(), text=TEXTS, num_controls=st.integers(0, 9), joins=st.booleans())
-def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
+def test_output_is_decoded_as_if_together_with_the_prompt(
     tokenizer: TextTokenizer, data: st.DataObject, text: str, num_controls: int, joins: bool
 ) -> None:
-    """The prompt may end between any two characters, with control tokens after it or not."""
+    """The prompt may end between any two characters, with or without control tokens after it."""
     ids = tokenizer.encode(text)
     pieces = [tokenizer.token_bytes(i) for i in ids]
     ends = [at for at in range(len(ids) + 1) if is_text(b"".join(pieces[:at]))]
@@ -81,8 +81,8 @@ def test_what_follows_a_prompt_is_shown_as_if_decoded_with_it(
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
 @pytest.mark.parametrize("num_missing", [1, 2])
-def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missing: int) -> None:
-    """It is shown whole if the output completes it, and otherwise not at all."""
+def test_a_character_that_begins_in_the_prompt(tokenizer: TextTokenizer, num_missing: int) -> None:
+    """It is shown as a whole if the output completes it, otherwise not at all."""
     ids = tokenizer.encode("a😀🦀")
     prompt, rest = ids[:-num_missing], ids[-num_missing:]
     assert not is_text(b"".join(map(tokenizer.token_bytes, prompt)))
@@ -93,8 +93,8 @@ def test_a_character_that_the_prompt_begins(tokenizer: TextTokenizer, num_missin
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=_name_of)
-def test_tokens_without_text_are_not_kept_waiting_for_some(tokenizer: TextTokenizer) -> None:
-    """Otherwise each would be decoded with all before it, again and again."""
+def test_pending_tokens_without_text_are_limited(tokenizer: TextTokenizer) -> None:
+    """Otherwise each new token would be decoded together with all earlier tokens."""
     (broken,) = [i for i in tokenizer.encode("é") if tokenizer.token_bytes(i) == b"\xa9"]
     stream = TextStream(tokenizer, PLAIN)
     shown = stream.push([broken] * 500).text
@@ -122,7 +122,7 @@ def test_control_tokens_are_not_decoded_again_with_each_other(
 
 
 @given(st.lists(st.integers(0, FALLBACK.vocab_size - 1), max_size=30))
-def test_bytes_that_are_no_text_never_end_a_stream(ids: list[int]) -> None:
+def test_invalid_bytes_do_not_end_a_stream(ids: list[int]) -> None:
     stream = TextStream(FALLBACK, PLAIN, ids[:3])
     shown = stream.push([*ids, 259]).text + stream.finish()
     assert shown.endswith("hello")
@@ -146,7 +146,7 @@ def test_valid_text_never_flashes_a_replacement_character(text: str) -> None:
 def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> None:
     text = "a = 1\n\ndef more"
     ids = BYTES.encode(text)
-    for run in (1, 2, 3, len(ids)):  # accepted runs of any length
+    for run in (1, 2, 3, len(ids)):  # accepted drafts of any number
         stream, shown, keep = TextStream(BYTES, SamplingParams(stop=("\n\nd",))), "", None
         for at in range(0, len(ids), run):
             delta = stream.push(ids[at : at + run])
@@ -163,7 +163,7 @@ def test_keep_tokens_counts_to_the_token_that_completes_the_stop_string() -> Non
             stream.push([1])
 
 
-def test_min_tokens_holds_stop_strings_off() -> None:
+def test_stop_strings_before_min_tokens_do_not_count() -> None:
     ids = BYTES.encode("x.x.x.x.")
     stream = TextStream(BYTES, SamplingParams(stop=(".",), min_tokens=len(ids)))
     delta = stream.push(ids)

@@ -31,15 +31,15 @@ def test_stored_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a b c d e f g h")) == "a b c d e f g h"
 
 
-def test_long_texts_and_lists_leave_other_threads_their_time() -> None:
-    """A server's streams wait for any thread that keeps the interpreter."""
+def test_long_texts_and_lists_do_not_block_other_threads() -> None:
+    """A server's streams wait for any thread that keeps the interpreter lock."""
     tokenizer = TextTokenizer(byte_level(), "the test")
 
     def turns_during(call: Callable[[Any], Any], source: Any, expected: Any) -> int:
         results: list[Any] = []
         thread = Thread(target=lambda: results.append(call(source)))
         turns = 0
-        thread.start()  # returns once it runs, or when it lets others run
+        thread.start()  # returns once the thread runs, or releases the interpreter lock
         while not results:
             turns += 1
             time.sleep(0.001)
@@ -55,7 +55,7 @@ def test_long_texts_and_lists_leave_other_threads_their_time() -> None:
             given = (text, ids) if name == "encode" else (ids, text)
             if turns_during(getattr(tokenizer, name), *given) > 5:
                 del num_lines[name]
-            else:  # with few processors and much load, only a longer text shows it
+            else:  # with few processors and a high load, only a longer text shows the difference
                 num_lines[name] *= 4
                 assert num_lines[name] < 10**6, f"{name} lets no other thread run"
 
@@ -72,8 +72,8 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no such token", "no such text", "a longer prefix"])
-def test_damage_that_is_found_late_is_named(tmp_path: Path, damage: str) -> None:
-    """The library panics on it, at the first text or while it reads the file."""
+def test_damage_that_is_detected_late_is_named(tmp_path: Path, damage: str) -> None:
+    """The library panics, at the first text or while it reads the file."""
     values = json.loads(byte_level().to_str())
     piece = {"Sequence": {"id": "B" if damage == "no such text" else "A", "type_id": 0}}
     single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, piece]
@@ -93,7 +93,7 @@ def test_an_unreachable_hub_name_is_named() -> None:
         load_tokenizer("nobody/no-such-model-of-ours")
 
 
-def test_a_draft_with_other_ids_is_refused() -> None:
+def test_a_draft_with_other_ids_is_rejected() -> None:
     target = TextTokenizer(byte_level(400), "target-dir")
     TextTokenizer(byte_level(400), "draft-dir").require_same_as(target)
     with pytest.raises(TokenizerError, match="draft: the tokenizer of draft-dir differs"):

@@ -18,7 +18,7 @@ CORPUS = [
 
 @lru_cache
 def byte_level(vocab_size: int = 400) -> Tokenizer:
-    """Byte-level BPE; id 0 is the end of text."""
+    """Return byte-level BPE; id 0 is the end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,8 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
 
 @lru_cache
 def byte_fallback() -> Tokenizer:
-    """Words with a leading U+2581, bytes as <0xNN>, and a decoder that drops the first space."""
+    """Return a tokenizer of words with a leading U+2581, bytes as <0xNN>, and a decoder that drops
+    the first space."""
     words = ["▁hello", "▁world", "▁", "he", "llo", "lo", "▁a", "b", "c"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -57,7 +58,8 @@ def byte_fallback() -> Tokenizer:
 
 @lru_cache
 def word_pieces() -> Tokenizer:
-    """Whole words, and "##" pieces that continue one; all other text is unknown."""
+    """Return a tokenizer of whole words and "##" pieces inside a word; all other text is
+    unknown."""
     letters = "abcdehlo日本語"
     pieces = ["[UNK]", "hello", "##llo", *letters, *(f"##{letter}" for letter in letters), ".", ","]
     model = models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]")
@@ -70,7 +72,7 @@ def word_pieces() -> Tokenizer:
 
 @lru_cache
 def word_ends() -> Tokenizer:
-    """BPE of characters, with "</w>" where a word ends."""
+    """Return BPE of characters, with "</w>" at the end of a word."""
     letters = "abcdehlo日本語é"
     vocab = ["<unk>", *letters, *(f"{letter}</w>" for letter in letters)]
     model = models.BPE(
@@ -88,8 +90,8 @@ def word_ends() -> Tokenizer:
 
 @lru_cache
 def printable() -> Tokenizer:
-    """A tokenizer in which every id is text: printable ASCII, and pairs of a few letters. Id 0 is
-    the end of text."""
+    """Return a tokenizer whose ids are all text: printable ASCII, and pairs of a few letters. Id 0
+    is the end of text."""
     table = byte_level().encode  # "Ġ" for the space and "Ċ" for the line end, as in byte level
     characters = [table(chr(code)).tokens[0] for code in (10, *range(32, 127))]
     letters = characters[1:2] + [c for c in characters if c in "abcdefgh"]

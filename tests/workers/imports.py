@@ -1,4 +1,4 @@
-"""A task that runs another; imports nothing itself."""
+"""A task that runs another task. This module imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def imports_of(task: bytes, state: Any) -> list[str]:
-    """Return the modules that a pickled task imports, with all it needs to be read."""
+    """Return the modules that unpickling and running a task import."""
     before = set(sys.modules)
     pickle.loads(task)(state)
     return sorted(set(sys.modules) - before)

@@ -1,4 +1,5 @@
-"""Tasks that take unlimited time or memory, or end their process: each ends alone, and soon."""
+"""Tasks that take unlimited time or memory, or end their process: each ends soon, and no other task
+does."""
 
 from __future__ import annotations
 
@@ -94,12 +95,12 @@ def run(scene: Callable[[WorkerPool], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_task_is_run_over_what_was_set_up() -> None:
+def test_a_task_gets_the_result_of_setup() -> None:
     async def scene(workers: WorkerPool) -> None:
         assert await workers.run(partial(get, "answer"), LIMITS) == 42
         assert await workers.run(big, LIMITS) == big(None)
         pids = {await workers.run(own_pid, LIMITS) for _ in range(5)}
-        assert len(pids) == 1, "a quick task leaves its worker to the next"
+        assert len(pids) == 1, "a quick task's worker is reused"
         assert await workers.run(partial(get, "pid"), LIMITS) not in pids
 
     run(scene)
@@ -109,7 +110,9 @@ def test_a_task_is_run_over_what_was_set_up() -> None:
     ("task", "overran"),
     [(spin, True), (spin_in_c, True), (eat, False), (eat_slowly, False), (abort, False)],
 )
-def test_a_task_that_takes_too_much_ends_alone(task: Callable[[Any], Any], overran: bool) -> None:
+def test_a_task_that_exceeds_its_limits_ends_only_itself(
+    task: Callable[[Any], Any], overran: bool
+) -> None:
     async def scene(workers: WorkerPool) -> None:
         hostile = [asyncio.create_task(workers.run(task, LIMITS)) for _ in range(3)]
         while not all(each.done() for each in hostile):
@@ -122,14 +125,14 @@ def test_a_task_that_takes_too_much_ends_alone(task: Callable[[Any], Any], overr
     run(scene)
 
 
-def test_what_a_task_raises_is_raised_here() -> None:
+def test_the_exception_of_a_task_is_raised_to_its_caller() -> None:
     async def scene(workers: WorkerPool) -> None:
         with pytest.raises(FieldError) as caught:
             await workers.run(refuse, LIMITS)
         assert (caught.value.field, caught.value.remedy) == ("a", "mend it")
         with pytest.raises(KeyError) as failed:
             await workers.run(fail, LIMITS)
-        assert "in fail" in failed.value.__notes__[0], "where it was raised"
+        assert "in fail" in failed.value.__notes__[0], "the note has the worker's traceback"
 
     run(scene)
 
@@ -202,7 +205,7 @@ def test_all_processes_end_with_their_client() -> None:
 
     for pid in asyncio.run(asyncio.wait_for(scene(), 120)):
         while Path(f"/proc/{pid}").exists() and "State:\tZ" not in status_of(pid):
-            time.sleep(0.01)  # a zombie is not ours to wait for
+            time.sleep(0.01)  # zombies are reaped by another process
 
 
 def test_a_task_that_waits_for_the_first_process_ends_with_the_pool() -> None:
@@ -217,7 +220,7 @@ def test_a_task_that_waits_for_the_first_process_ends_with_the_pool() -> None:
     asyncio.run(asyncio.wait_for(scene(), 120))
 
 
-def test_a_stop_signal_for_all_processes_ends_no_task() -> None:
+def test_a_stop_signal_to_all_processes_ends_no_task() -> None:
     """A terminal or systemd signals all processes; the server that owns the tasks ends the
     others."""
 

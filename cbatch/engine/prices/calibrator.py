@@ -176,7 +176,7 @@ class Calibrator:
             step_s = self._clock() - started_s
             running -= {out.request_id for out in outputs if out.finished is not None}
             last = self._meter.last
-            host_s = max(step_s - self._meter.own_s - last.draft_s - last.target_s, 0.0)
+            host_s = max(step_s - self._meter.overhead_s - last.draft_s - last.target_s, 0.0)
             samples.append(structs.replace(last, host_s=host_s, adaptive=adaptive))
         for request_id in running:
             engine.cancel(request_id)

@@ -22,41 +22,41 @@ _CLIP = 4.0
 _ROUNDS = 6  # iterations of reweighted least squares
 _MIN_PREDICTION_S = 1e-7  # avoids a division by zero
 _MIN_T_SHARE = 0.01  # minimum of curve T, as a share of the shortest measured step
-_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points of T
-_CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)  # points of C
-_IDLE_KNOTS_S = (0.0, 0.01, 0.03, MAX_IDLE_S)  # points of W
+_TOKEN_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points of curve T
+_CONTEXT_KNOTS = (0, 256, 1024, 4096, 16384, 65536, 262144)  # points of curve C
+_IDLE_KNOTS_S = (0.0, 0.01, 0.03, MAX_IDLE_S)  # points of curve W
 # Fields of `CostProfile`: the points of a curve, and its values in seconds.
 _SECONDS = {"tokens": "target_s", "contexts": "context_s", "idles_s": "after_idle_s"}
 
 
-def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostProfile:
+def fit_profile(samples: Sequence[StepSample], *, at_startup: bool = False) -> CostProfile:
     """Return the prices that fit the samples best. A duration of 0 was not measured.
 
-    With `start` the samples are few, and each is the median of equal steps: curve T has a point at
-    every measured number of tokens, and only prices that are fields of the profile are fitted.
-    Raises `FieldError` without samples.
+    With `at_startup` the samples are few, and each is the median of equal steps: curve T has a
+    point at every measured number of tokens, and only prices that are fields of the profile are
+    fitted. Raises `FieldError` without samples.
     """
     timed = [sample for sample in samples if sample.target_s > 0]
     if not timed:
         raise FieldError("samples", "are none", "measure some steps")
     fields = CostProfile.__struct_fields__
     target, draft = (
-        {name: of for name, of in terms.items() if not start or name in fields}
+        {name: value_of for name, value_of in terms.items() if not at_startup or name in fields}
         for terms in (TARGET, DRAFT)
     )
     works = [sample.work for sample in timed]
     tokens = np.array([work.target_tokens for work in works])
     curves = {"tokens": (tokens, np.unique(tokens).tolist())}
-    if not start:
+    if not at_startup:
         del target["context_token_s"]  # replaced by curve C (`contexts`)
         contexts = np.array([work.decode_context_tokens for work in works])
         idles_s = np.array([work.idle_s for work in works])
         curves = {
-            "tokens": (tokens, _up_to(tokens.max(), _KNOTS)),
+            "tokens": (tokens, _up_to(tokens.max(), _TOKEN_KNOTS)),
             "contexts": (contexts, _up_to(contexts.max(), _CONTEXT_KNOTS)),
             "idles_s": (idles_s, _IDLE_KNOTS_S),
         }
-    columns = [np.ones((len(works), 1)), *(_pieces(*curve) for curve in curves.values())]
+    columns = [np.ones((len(works), 1)), *(_interval_lengths(*curve) for curve in curves.values())]
     durations_s = np.array([sample.target_s for sample in timed])
     fit = fit_columns(np.concatenate([*columns, _matrix(target, works)], axis=1), durations_s)
     (base_s,), *slopes, rest = np.split(fit, np.cumsum([c.shape[1] for c in columns]))
@@ -67,9 +67,9 @@ def fit_profile(samples: Sequence[StepSample], *, start: bool = False) -> CostPr
             line = np.maximum(line + base_s, _MIN_T_SHARE * durations_s.min())
         prices |= {name: tuple(knots), _SECONDS[name]: tuple(line.tolist())}
     drafting = [s for s in samples if s.work.draft_depth or s.work.ingested_tokens]
-    hosted = [sample for sample in samples if sample.host_s > 0]
+    with_host = [sample for sample in samples if sample.host_s > 0]
     prices |= _fit_terms(draft, drafting, [sample.draft_s for sample in drafting])
-    prices |= _fit_terms(HOST | ADAPTIVE, hosted, [sample.host_s for sample in hosted])
+    prices |= _fit_terms(HOST | ADAPTIVE, with_host, [sample.host_s for sample in with_host])
     further = {name: prices.pop(name) for name in [*prices] if name not in fields}
     return CostProfile(**prices, further=further)
 
@@ -89,7 +89,8 @@ def _fit_terms(
 
 def _matrix(terms: Terms, works: Sequence[StepWork]) -> np.ndarray:
     """Return the value of each term in each step, float64 [works, terms]."""
-    return np.array([[of(work) for of in terms.values()] for work in works], dtype=np.float64)
+    rows = [[value_of(work) for value_of in terms.values()] for work in works]
+    return np.array(rows, dtype=np.float64)
 
 
 def fit_columns(columns: np.ndarray, durations_s: np.ndarray) -> np.ndarray:
@@ -140,7 +141,7 @@ def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndar
     return x / np.where(lengths > 0, lengths, 1.0)
 
 
-def _pieces(values: np.ndarray, knots: Sequence[float]) -> np.ndarray:
+def _interval_lengths(values: np.ndarray, knots: Sequence[float]) -> np.ndarray:
     """Return the part of each interval between two knots that is below each value, float64
     [values, knots - 1]."""
     return np.stack([np.clip(values - a, 0, b - a) for a, b in pairwise(knots)], axis=1)

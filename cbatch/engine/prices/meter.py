@@ -22,7 +22,7 @@ class StepMeter:
         self._executor, self._clock = executor, clock
         self._counts = SlotCounts(max_num_seqs)
         self.last: StepSample
-        self.own_s = 0.0  # overhead of the meter in the last step, in seconds
+        self.overhead_s = 0.0  # overhead of the meter in the last step, in seconds
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._executor.run(plan)
@@ -32,7 +32,7 @@ class StepMeter:
         work = self._counts.work(plan, result.num_drafted)
         self._counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
         self.last = StepSample(work, result.draft_s, result.target_s)
-        self.own_s = self._clock() - started_s
+        self.overhead_s = self._clock() - started_s
         return result
 
     def idle(self, seconds: float) -> None:

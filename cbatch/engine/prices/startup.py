@@ -33,17 +33,17 @@ VERSION = 4  # version of measurement and fit; cached prices of another version 
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
 DRAFTS = 3  # drafts per row, in shapes that verify
-_DEPTHS_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # (drafts, rows), for the price of a draft pass
-MOST_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DEPTHS_ROWS))  # maximum per row of any shape
+_DRAFTS_AND_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # for the price of a draft pass
+MAX_PROFILED_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DRAFTS_AND_ROWS))  # of a row
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)  # tokens of prefill chunks
-_CATCH_UPS_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
+_CATCH_UPS_AND_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
 _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 # Number of equal steps, the last of which is measured: a small model's first steps take up to a
-# third longer, while caches and branch predictors are cold. After `_SETTLED_S` seconds of steps no
+# third longer, while caches and branch predictors are cold. After `_SETTLING_S` seconds of steps no
 # further step runs, because in longer steps the difference is small.
-_LIKE_STEPS = 5
-_SETTLED_S = 0.01
+_EQUAL_STEPS = 5
+_SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
 _BUDGET_S = 3.0  # default time for all measurements
 _logger = logging.getLogger("cbatch")
@@ -69,9 +69,9 @@ class StepShape(NamedTuple):
         return not self.catch_up and self.query_len == 1 + self.num_drafts
 
     @property
-    def most_tokens(self) -> int:
-        """Maximum length of a row: after `_LIKE_STEPS` steps that accept all drafts, plus 1."""
-        return self.context_tokens + _LIKE_STEPS * (1 + self.num_drafts) + 1
+    def max_tokens(self) -> int:
+        """Maximum length of a row: after `_EQUAL_STEPS` steps that accept all drafts, plus 1."""
+        return self.context_tokens + _EQUAL_STEPS * (1 + self.num_drafts) + 1
 
 
 def with_prices(
@@ -87,14 +87,15 @@ def with_prices(
 
     if not policy_class(config.lookahead.policy).priced or not can_profile(config):
         return config
-    target, given = models.target, [m for m in (models.target, models.draft) if m is not None]
+    target = models.target
+    loaded_models = [target] if models.draft is None else [target, models.draft]
     key = {
         "version": VERSION,
         "models": [None if path is None else str(path) for path in paths],
-        "shapes": [repr(m.config) for m in given],
+        "shapes": [repr(m.config) for m in loaded_models],
         "dtype": [str(target.dtype), kv_cache_dtype],
         "numerics": target.numerics,
-        "weights": [m.matrix_bytes for m in given],
+        "weights": [m.matrix_bytes for m in loaded_models],
         **models.price_key,
         "threads": torch.get_num_threads(),
         "ranks": models.num_ranks,
@@ -108,7 +109,7 @@ def with_prices(
     return msgspec.structs.replace(config, cost_profile=profile)
 
 
-def most_drafts(config: SchedulerConfig) -> int:
+def max_drafts(config: SchedulerConfig) -> int:
     """Return the maximum number of drafts of a row, measured shapes included; 0: no drafting."""
     if not config.default_chain or config.lookahead.policy == "off":
         return 0
@@ -123,7 +124,7 @@ def profile_costs(
     Resets the executor. Without a drafter (`config.default_chain`) prices of drafting are 0."""
     samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
-    return fit_profile(samples, start=True)
+    return fit_profile(samples, at_startup=True)
 
 
 def cached_profile(
@@ -170,11 +171,11 @@ def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     candidates = [StepShape(rows) for rows in _ROWS]
     candidates += [StepShape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
     if drafts:
-        candidates += [StepShape(rows, 1 + k, k) for k, rows in _DEPTHS_ROWS]
-    if drafts and not _looks_up(config):
-        candidates += [StepShape(rows, 2, 1, catch_up=count) for count, rows in _CATCH_UPS_ROWS]
-    grown_tokens = StepShape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).most_tokens
-    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - grown_tokens)
+        candidates += [StepShape(rows, 1 + k, k) for k, rows in _DRAFTS_AND_ROWS]
+    if drafts and not _drafts_by_lookup(config):
+        candidates += [StepShape(rows, 2, 1, catch_up=count) for count, rows in _CATCH_UPS_AND_ROWS]
+    added_tokens = StepShape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).max_tokens
+    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - added_tokens)
     if long_tokens >= 2 * CONTEXT_TOKENS:
         candidates += [StepShape(rows, context_tokens=long_tokens) for rows in (1, 8)]
         candidates += [StepShape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
@@ -182,12 +183,12 @@ def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     return [shape for shape in candidates if _fits(shape, config)]
 
 
-def _looks_up(config: SchedulerConfig) -> bool:
+def _drafts_by_lookup(config: SchedulerConfig) -> bool:
     return bool(config.default_chain) and config.default_chain[0] != MODEL
 
 
 def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
-    needed_tokens = shape.most_tokens
+    needed_tokens = shape.max_tokens
     blocks = shape.rows * -(-needed_tokens // config.block_size)
     return (
         shape.rows <= config.max_num_seqs
@@ -203,7 +204,7 @@ class _StepRunner:
 
     def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._meter, self._config = StepMeter(executor, config.max_num_seqs), config
-        self._looks_up = _looks_up(config)
+        self._drafts_by_lookup = _drafts_by_lookup(config)
         self._steps, self._spent_s = 0, 0.0
 
     def measure(self, shapes: list[StepShape], budget_s: float) -> list[StepSample]:
@@ -227,15 +228,15 @@ class _StepRunner:
         return [_median(measured[1:] or measured) for measured in samples.values()]
 
     def _run_shape(self, shape: StepShape) -> StepSample:
-        """Run up to `_LIKE_STEPS` steps of a shape, and return the sample of the last step."""
+        """Run up to `_EQUAL_STEPS` steps of a shape, and return the sample of the last step."""
         generation = self._steps + 1
-        admitted = tuple(self._admission(shape, slot, generation) for slot in range(shape.rows))
+        admitted = tuple(self._new_sequence(shape, slot, generation) for slot in range(shape.rows))
         lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
         result = self._step(shape, generation, lag, admitted)
-        settled_s = self._spent_s + _SETTLED_S
+        settled_s = self._spent_s + _SETTLING_S
         # A lookup reads the whole sequence in its first step: only this step has its full cost.
-        reads = self._looks_up and shape.num_drafts > 0
-        for _ in range(1, _LIKE_STEPS if shape.repeats and not reads else 1):
+        reads = self._drafts_by_lookup and shape.num_drafts > 0
+        for _ in range(1, _EQUAL_STEPS if shape.repeats and not reads else 1):
             if self._spent_s >= settled_s:
                 break
             # After a full acceptance a draft model has not seen the last draft.
@@ -266,8 +267,8 @@ class _StepRunner:
         self._spent_s += result.target_s + result.draft_s
         return result
 
-    def _admission(self, shape: StepShape, slot: int, generation: int) -> NewSequence:
-        num_tokens, max_tokens = shape.context_tokens, shape.most_tokens
+    def _new_sequence(self, shape: StepShape, slot: int, generation: int) -> NewSequence:
+        num_tokens, max_tokens = shape.context_tokens, shape.max_tokens
         kv_len = num_tokens - shape.query_len + shape.num_drafts
         num_blocks = -(-max_tokens // self._config.block_size)
         return NewSequence(

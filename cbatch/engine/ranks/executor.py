@@ -16,19 +16,19 @@ class RankedExecutor:
     plans are sent; every step compares the ranks' results. After any fault all ranks end, and `run`
     and `reset` raise `RanksLostError`."""
 
-    def __init__(self, own: WatchedExecutor, ranks: Ranks) -> None:
-        self.own, self.ranks = own, ranks
+    def __init__(self, rank0_executor: WatchedExecutor, ranks: Ranks) -> None:
+        self.rank0_executor, self.ranks = rank0_executor, ranks
 
     def run(self, plan: StepPlan) -> StepResult:
-        with self.ranks.together(plan):
-            result = self.own.run(plan)
-            self.ranks.hear(digest(result))
+        with self.ranks.on_all_ranks(plan):
+            result = self.rank0_executor.run(plan)
+            self.ranks.expect_answer(digest(result))
         return result
 
     def reset(self) -> None:
-        with self.ranks.together(Reset()):
-            self.own.reset()
+        with self.ranks.on_all_ranks(Reset()):
+            self.rank0_executor.reset()
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
         """Count this rank's progress. If another rank hangs, this rank hangs in the same pass."""
-        self.own.report_progress(counter)
+        self.rank0_executor.report_progress(counter)

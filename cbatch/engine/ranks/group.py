@@ -25,8 +25,8 @@ from cbatch.runtime.backend import LoadRequest
 if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
 
-_NOTICE_S = 2.0  # maximum wait for the exit status of a process whose connection broke
-_LEAVE_S = 5.0  # time for a rank to end by itself before it is killed
+_EXIT_STATUS_S = 2.0  # maximum wait for the exit status of a process whose connection broke
+_EXIT_S = 5.0  # time for a rank to end by itself before it is killed
 # A rank has this process's module path, but does not run its main module.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from cbatch.engine.ranks.worker import main; main()"
 _logger = logging.getLogger("cbatch")
@@ -89,7 +89,7 @@ class Ranks:
                 self._begin(rank)
                 start = Start(rank, size, self._folder, threads, request, tokenizer)
                 self._connections[-1].send(start)
-            self.hear(READY)
+            self.expect_answer(READY)
             self.group = self._join()
         except BaseException:
             self.close()
@@ -129,7 +129,7 @@ class Ranks:
             callback(self._health.problem, self._health.killed_by)
 
     @contextlib.contextmanager
-    def together(self, message: Message) -> Iterator[None]:
+    def on_all_ranks(self, message: Message) -> Iterator[None]:
         """Send a message to the other ranks; rank 0 does its part in the body of the `with`. After
         an exception in the body the other ranks would wait forever, so all ranks are ended. Raises
         `RanksLostError`."""
@@ -142,7 +142,7 @@ class Ranks:
             yield
         except BaseException as error:
             if not isinstance(error, RanksLostError):
-                self._await_notice(error)
+                self._await_exit_status(error)
             if not self._health.has_ended:
                 _logger.error("rank 0 did not complete a step", exc_info=error)
             self._health.lose(f"not all ranks completed a step: {error!r}")
@@ -151,22 +151,22 @@ class Ranks:
                 raise
             raise self._lost() from error
 
-    def hear(self, expected: object) -> None:
+    def expect_answer(self, expected: object) -> None:
         """Receive each rank's answer. Raises `RanksLostError` if one differs from `expected`."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 answer = connection.recv()
             except (EOFError, OSError) as error:
-                self._await_notice(error)
+                self._await_exit_status(error)
                 self._health.lose(f"rank {rank} does not respond")
                 raise self._lost() from error
             if answer != expected:
                 self._health.lose(f"rank {rank} computed {answer}, rank 0 {expected}")
                 raise self._lost()
 
-    def _await_notice(self, error: BaseException) -> None:
+    def _await_exit_status(self, error: BaseException) -> None:
         """Wait a moment for the watcher to report the end of the rank whose connection broke."""
-        until_s = time.monotonic() + (_NOTICE_S if isinstance(error, Exception) else 0)
+        until_s = time.monotonic() + (_EXIT_STATUS_S if isinstance(error, Exception) else 0)
         while not self._health.has_ended and time.monotonic() < until_s:
             time.sleep(0.01)
 
@@ -193,7 +193,7 @@ def _end(
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-    until_s = time.monotonic() + _LEAVE_S
+    until_s = time.monotonic() + _EXIT_S
     for process in processes:
         try:
             process.wait(max(0.0, until_s - time.monotonic()))

@@ -17,7 +17,7 @@ from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.engine.backends import backend_of
 from cbatch.engine.model_files import tokenizer_of
-from cbatch.engine.prices.startup import most_drafts
+from cbatch.engine.prices.startup import max_drafts
 from cbatch.engine.ranks.messages import LOADED, READY, Probe, Reset, Serve, Start, digest
 from cbatch.grammars import Grammars
 
@@ -62,7 +62,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
             case Probe():
                 models.batch_invariance()
             case Serve(config):
-                executor = models.executor(config, most_drafts(config), _grammars(start, config))
+                executor = models.executor(config, max_drafts(config), _grammars(start, config))
             case Reset():
                 assert executor is not None
                 executor.reset()

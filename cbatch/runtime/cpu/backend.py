@@ -21,7 +21,7 @@ from cbatch.runtime.model.checkpoint import read_config, resolve_directory, reso
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
 from cbatch.runtime.rank_group import RankGroup
-from cbatch.system.cpus import given_cpus
+from cbatch.system.cpus import usable_cpus
 
 
 class CpuBackend:
@@ -59,7 +59,7 @@ class CpuBackend:
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
         """Set the number of torch's threads. By default a rank has its share of the CPUs, or fewer
         if torch's own number (`OMP_NUM_THREADS`) is lower."""
-        default = min(torch.get_num_threads(), max(1, given_cpus() // num_ranks))
+        default = min(torch.get_num_threads(), max(1, usable_cpus() // num_ranks))
         torch.set_num_threads(default if threads == "auto" else threads)
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> CpuModels:

@@ -90,7 +90,7 @@ class GpuExecutor:
         self._pending: deque[Pending] = deque()
 
     @property
-    def late(self) -> LateKernels:
+    def background_kernels(self) -> LateKernels:
         return self._capture.late
 
     @property

@@ -56,7 +56,7 @@ class LateKernels:
             if len(groups) == 1 and not ahead.is_compiled(rest):
                 self._uncompiled[min(groups)] = rest
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start a compiling process for each group."""
         for group in self._uncompiled.keys() - self._running.keys():
             _logger.info("compiling while serving: %s", group)
@@ -70,6 +70,6 @@ class LateKernels:
             ahead.end([self._running.pop(group)], self._uncompiled.pop(group))
         return tuple(self._uncompiled)
 
-    def must_wait(self, params: SamplingParams) -> bool:
+    def needs_pending_kernels(self, params: SamplingParams) -> bool:
         """Return whether a request with these parameters needs a pending group."""
         return not groups_of(params).isdisjoint(self.pending)

@@ -30,7 +30,7 @@ from cbatch.server.serving.service import EngineService
 from cbatch.server.serving.tracing import RequestTracer, SpanExporter
 
 DEFAULT_LIMITS = ConnectionLimits()
-LOOK = [HttpMethod.GET, HttpMethod.HEAD]
+READ_METHODS = [HttpMethod.GET, HttpMethod.HEAD]
 MetricsPage = Callable[[], Awaitable[bytes]]  # returns the page in Prometheus' text format
 
 
@@ -121,23 +121,23 @@ def _model_routes(
 
 
 def _operator_routes(
-    service: EngineService, page: MetricsPage, tells_load: bool
+    service: EngineService, page: MetricsPage, shows_load: bool
 ) -> list[HTTPRouteHandler]:
-    @route("/health", http_method=LOOK)
+    @route("/health", http_method=READ_METHODS)
     async def health() -> HttpResponse[dict[str, Any]]:
         state: dict[str, Any] = {"status": "ok" if service.running else "down"}
-        if tells_load:
+        if shows_load:
             state["requests"] = service.num_requests
         return HttpResponse(state, status_code=200 if service.running else 503)
 
-    @route("/ready", http_method=LOOK)
+    @route("/ready", http_method=READ_METHODS)
     async def ready() -> HttpResponse[dict[str, Any]]:
         state: dict[str, Any] = {"status": "ready" if service.ready else "not ready"}
         if service.stats is not None and service.stats.compiling:
             state["compiling"] = service.stats.compiling
         return HttpResponse(state, status_code=200 if service.ready else 503)
 
-    @route(METRICS_PATH, http_method=LOOK)
+    @route(METRICS_PATH, http_method=READ_METHODS)
     async def metrics_page() -> HttpResponse[bytes]:
         return HttpResponse(await page(), headers={"content-type": CONTENT_TYPE_LATEST})
 

@@ -19,14 +19,13 @@ from cbatch.server.http.limits import MIN_READ_BYTES, ConnectionLimits
 from cbatch.server.http.middleware import RequestMiddleware
 from cbatch.server.serving.response_builder import encode
 
-MAX_HEAD_BYTES = 2**16  # limit of the request line and header fields.
-MAX_LINGERING = 128  # refused connections that linger for `LINGER_S`; further ones close at once.
+MAX_HEAD_BYTES = 2**16  # limit of the request line and header fields
+MAX_LINGERING = 128  # refused connections that stay open for `LINGER_S`; others close at once
 LINGER_S = 1.0
 MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses
 
-
 _HEAD = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
-_KINDS = {408: "timeout", 503: "overloaded"}  # error types in bodies, by HTTP status
+_ERROR_TYPES = {408: "timeout", 503: "overloaded"}  # error types in bodies, by HTTP status
 
 
 class ServerConfig(uvicorn.Config):
@@ -35,7 +34,7 @@ class ServerConfig(uvicorn.Config):
     def __init__(self, app: RequestMiddleware, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(app, http=BoundedProtocol, ws="none", access_log=False, **options)
         self.limits, self.reject = limits, app.reject
-        self.most_connections = limits.most_connections
+        self.connection_limit = limits.connection_limit
         self.lingering: set[BoundedProtocol] = set()
 
 
@@ -74,14 +73,13 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._reject = config.limits, config.reject
-        self._most_connections = config.most_connections
+        self._connection_limit = config.connection_limit
         self._lingering = config.lingering
-        self._watch: asyncio.TimerHandle | None = None
-        self._request_since_s: float | None = None  # start of the wait for a head or body
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting_since_s: float | None = None  # start of the wait for a head or body
         self._in_head = False
-        self._head_bytes = self._partial_bytes = (
-            0  # bytes of fields; bytes received while the head was incomplete
-        )
+        self._head_bytes = 0  # of the request line and header fields
+        self._partial_bytes = 0  # received while the head was incomplete
         self._data = b""  # received data that the parser reads now
         self._unread: Unread | None = None
 
@@ -89,50 +87,49 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        limit = self._most_connections
+        limit = self._connection_limit
         if len(self.connections) > limit:
             self._refuse(503, "connections", f"{limit} connections are open", b"retry-after: 1\r\n")
         else:
-            self._request_since_s = self.loop.time()
+            self._waiting_since_s = self.loop.time()
             self._check_timeouts()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._lingering.discard(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._note_unread()
+        self._measure_unread()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread = None
 
-    def _note_unread(self) -> Unread:
+    def _measure_unread(self) -> Unread:
         num_bytes = self.transport.get_write_buffer_size() + unsent_bytes(self.transport)
         self._unread = Unread(self.loop.time(), num_bytes)
         return self._unread
 
     def _check_timeouts(self) -> None:
         """Timer callback: end a late request, or the connection of a client that does not read."""
-        limit_s = self._limits.request_timeout_s
-        late_s = self.loop.time() - limit_s
-        before = self._unread
-        if before is not None and before.since_s <= late_s:
-            if self._note_unread().num_bytes > before.num_bytes - MIN_READ_BYTES:
+        now_s, limit_s = self.loop.time(), self._limits.request_timeout_s
+        cutoff_s = now_s - limit_s  # a wait that began by then has timed out
+        earlier = self._unread
+        if earlier is not None and earlier.since_s <= cutoff_s:
+            if self._measure_unread().num_bytes > earlier.num_bytes - MIN_READ_BYTES:
                 self.transport.abort()
                 return
-        elif before is None and self.transport.is_closing():  # closing waits for the client to read
-            self._note_unread()
-        if self._request_since_s is not None and self._request_since_s <= late_s:
+        elif earlier is None and self.transport.is_closing():  # waits for the client to read
+            self._measure_unread()
+        if self._waiting_since_s is not None and self._waiting_since_s <= cutoff_s:
             self._end_late_request()
-        begun_s = (self._request_since_s, self._unread and self._unread.since_s)
-        due_s = (begun + limit_s for begun in begun_s if begun is not None and begun > late_s)
-        self._watch = self.loop.call_at(
-            min(due_s, default=late_s + 2 * limit_s), self._check_timeouts
-        )
+        starts_s = (self._waiting_since_s, self._unread and self._unread.since_s)
+        ends_s = (start + limit_s for start in starts_s if start is not None and start > cutoff_s)
+        next_check_s = min(ends_s, default=now_s + limit_s)
+        self._timer = self.loop.call_at(next_check_s, self._check_timeouts)
 
     def _end_late_request(self) -> None:
         if self._answering:
@@ -148,8 +145,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self in self._lingering:
             return
-        if self._request_since_s is None:
-            self._request_since_s = self.loop.time()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self.loop.time()
         was_in_head, self._data = self._in_head, data
         super().data_received(data)
         refused = self in self._lingering or self.transport.is_closing()
@@ -170,7 +167,8 @@ class BoundedProtocol(HttpToolsProtocol):
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
         target = b"%s %s HTTP/1.1" % (self.scope["method"].encode(), self.url)
         fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
-        self.parser = httptools.HttpRequestParser(self)  # the old parser may wait for an end
+        # After `connection: close` the first parser would ignore the data.
+        self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.data_received(b"\r\n".join([target, *fields, b"", self._data[upgrade.args[0] :]]))
 
@@ -178,8 +176,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = self._partial_bytes = 0
-        if self._request_since_s is None:
-            self._request_since_s = self.loop.time()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -199,16 +197,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise HeadError
         self._in_head = False
-        self._request_since_s = self.loop.time()
+        self._waiting_since_s = self.loop.time()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._request_since_s = None
+        self._waiting_since_s = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._request_since_s is not None:  # the next request has its full time from now on
-            self._request_since_s = self.loop.time()
+        if self._waiting_since_s is not None:  # the next request has its full time from now on
+            self._waiting_since_s = self.loop.time()
         super().on_response_complete()
 
     # ---- responses of the connection itself ---------------------------------------------------
@@ -228,9 +226,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str, message: str, header: bytes = b"") -> None:
         self._reject(reason)
-        body = encode(error_body(message, _KINDS.get(status, "invalid_request_error")))
+        body = encode(error_body(message, _ERROR_TYPES.get(status, "invalid_request_error")))
         self.transport.write(_HEAD % (STATUS_LINE[status], len(body), header) + body)
-        self._request_since_s = None
+        self._waiting_since_s = None
         if self._answering or len(self._lingering) >= MAX_LINGERING:
             self.transport.close()
         else:

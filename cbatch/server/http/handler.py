@@ -25,7 +25,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.open_request import OpenRequest, joined
+from cbatch.server.serving.open_request import OpenRequest, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 
@@ -64,7 +64,7 @@ class CompletionHandler:
         self, request: AnyRequest, parse: Parse, kind: type[ResponseBuilder[Any]]
     ) -> AnyResponse:
         record = record_of(request)
-        record.counts = True
+        record.generates = True
         try:
             self._service.queue.require_room()
             api_request = await self.read(request, parse)
@@ -101,7 +101,7 @@ class CompletionHandler:
             await or_disconnect(request, anext(chunks))
             return Stream(chunks, media_type="text/event-stream", headers=headers)
         await or_disconnect(request, self._gather(builder))
-        return json_response(builder.whole(), headers)
+        return json_response(builder.full_response(), headers)
 
     async def _submit(self, builder: ResponseBuilder[Any], stack: ExitStack) -> list[OpenRequest]:
         """Queue the request's prompts. Closing `stack` cancels the choices that still run."""
@@ -116,17 +116,17 @@ class CompletionHandler:
     async def _gather(self, builder: ResponseBuilder[Any]) -> None:
         """Pass all outputs to `builder`, until every choice has finished."""
         with ExitStack() as stack:
-            async for items in joined(await self._submit(builder, stack)):
+            async for items in merged_outputs(await self._submit(builder, stack)):
                 for position, output in items:
                     builder.take(position, output)
 
     async def _events(self, builder: ResponseBuilder[Any]) -> AsyncIterator[bytes]:
-        """Yield server-sent events; the events of one step are joined. The first item is empty and
+        """Yield server-sent events, those of one step as one item. The first item is empty and
         precedes the first event, so that an earlier error can still become an HTTP status."""
         begun = False
         with ExitStack() as stack:
             try:
-                async for items in joined(await self._submit(builder, stack)):
+                async for items in merged_outputs(await self._submit(builder, stack)):
                     content = b"".join([builder.event(at, output) for at, output in items])
                     if content and not begun:
                         begun = True

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.serving.admission_queue import LONGEST_RETRY_S
+from cbatch.server.serving.admission_queue import MAX_RETRY_AFTER_S
 
-_REMEMBERED = 16  # last requests of a key, whose durations estimate Retry-After
+_NUM_DURATIONS = 16  # durations of a key's last requests, kept to estimate Retry-After
 
 
 class KeyBusyError(RuntimeError):
@@ -33,11 +33,11 @@ class ApiKey:
         self.name = self.digest.hex()[:8]
         self._max_open, self._clock = max_open, clock
         self._num_open = 0
-        self._durations_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
 
     @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """Count a request as open within the block. Raises `KeyBusyError`."""
+    def count_request(self) -> Iterator[None]:
+        """Count a request as open while the block runs. Raises `KeyBusyError`."""
         if self._max_open is not None and self._num_open >= self._max_open:
             raise KeyBusyError(
                 f"the key has {self._num_open} of {self._max_open} calls open",
@@ -55,7 +55,7 @@ class ApiKey:
         if not self._durations_s:
             return 1
         mean_s = sum(self._durations_s) / len(self._durations_s)
-        return max(1, min(LONGEST_RETRY_S, math.ceil(mean_s / self._num_open)))
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(mean_s / self._num_open)))
 
 
 class KeyRing:

@@ -16,7 +16,7 @@ from cbatch.core.request.typed import knob
 _limits = partial(knob, "limits")
 MAX_CONNECTIONS = 4096  # default, if the limit on open files allows it
 # Open files reserved for the engine's pipes, logs, models, and lingering refused connections.
-OWN_FILES = 256
+RESERVED_FILES = 256
 MIN_READ_BYTES = 2**14  # response bytes that a client must read in `request_timeout_s`
 
 
@@ -51,7 +51,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")
 
     @property
-    def most_connections(self) -> int:
+    def connection_limit(self) -> int:
         return self.max_connections or MAX_CONNECTIONS
 
 
@@ -60,21 +60,21 @@ def connections_for(max_connections: int | None) -> int:
     necessary. Raises `FieldError` if `max_connections` exceeds what the system allows."""
     import resource  # not on Windows, where `cbatch serve` does not run either
 
-    needed = (MAX_CONNECTIONS if max_connections is None else max_connections) + OWN_FILES
-    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != files < needed:
-        files = needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit)
+    needed = (MAX_CONNECTIONS if max_connections is None else max_connections) + RESERVED_FILES
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != limit < needed:
+        limit = needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard_limit))
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = (needed if files == resource.RLIM_INFINITY else min(needed, files)) - OWN_FILES
-    if room < 1:
-        problem = f"this process may have {files}, and a server needs more than {OWN_FILES}"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = (needed if limit == resource.RLIM_INFINITY else min(needed, limit)) - RESERVED_FILES
+    if allowed < 1:
+        problem = f"this process may have {limit}, and a server needs more than {RESERVED_FILES}"
         raise FieldError("open files", problem, "raise the limit (ulimit -n, LimitNOFILE)")
     if max_connections is None:
-        return room
-    if max_connections > room:
-        problem = f"{max_connections} need {needed} open files, and this process may have {files}"
-        remedy = f"ask for <= {room}, or raise the limit (ulimit -n, LimitNOFILE)"
+        return allowed
+    if max_connections > allowed:
+        problem = f"{max_connections} need {needed} open files, and this process may have {limit}"
+        remedy = f"ask for <= {allowed}, or raise the limit (ulimit -n, LimitNOFILE)"
         raise FieldError("max_connections", problem, remedy)
     return max_connections

@@ -53,48 +53,48 @@ class RequestMiddleware:
         self._app, self._keys, self._totals, self._tracer = app, keys, totals, tracer
         self.reject = totals.reject
         self._origins = frozenset(origin.rstrip("/").lower().encode() for origin in cors_origins)
-        self._open = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
+        self._open_paths = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
             await self._app(scope, receive, send)
             return
-        request_headers = {name: value for name, value in scope["headers"] if name in _READ}
+        request_headers = {name: value for name, value in scope["headers"] if name in _READ_HEADERS}
         request_id = _request_id(request_headers.get(REQUEST_ID, b""))
         args = self._totals, scope["method"], scope["path"], request_id.decode()
         tracer, headers = self._tracer, scope["headers"]
         record = RequestRecord(*args) if tracer is None else TracedRecord(tracer, headers, *args)
         cast(dict[str, Any], scope)[_RECORD] = record
-        sharing = self._sharing(request_headers.get(b"origin", b""))
+        cors_headers = self._cors_headers(request_headers.get(b"origin", b""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id), *sharing]
+                message["headers"] = [*message["headers"], (REQUEST_ID, request_id), *cors_headers]
             await send(message)
 
         try:
-            if sharing and scope["method"] == "OPTIONS" and _ASKED_METHOD in request_headers:
-                await _allow(send_with_id, request_headers.get(_ASKED_HEADERS, b""))
-            elif scope["path"] in self._open or not self._keys:
+            if cors_headers and scope["method"] == "OPTIONS" and _REQUEST_METHOD in request_headers:
+                await _answer_preflight(send_with_id, request_headers.get(_REQUEST_HEADERS, b""))
+            elif scope["path"] in self._open_paths or not self._keys:
                 await self._app(scope, receive, send_with_id)
             else:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
                 if key is None and API_KEY in request_headers:
                     key = self._keys.find(b"Bearer " + request_headers[API_KEY])
                 record.key = None if key is None else key.name
-                await self._enter(key, scope, receive, send_with_id)
+                await self._serve_with_key(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)
             if record.status is not None:
                 raise
             body = formatted(record.path, 500, unforeseen(error, record.path))
-            await _answer(send_with_id, 500, body)
+            await _send_error(send_with_id, 500, body)
         finally:
-            if scope["path"] not in self._open:
+            if scope["path"] not in self._open_paths:
                 record.write()
 
-    def _sharing(self, origin: bytes) -> list[tuple[bytes, bytes]]:
+    def _cors_headers(self, origin: bytes) -> list[tuple[bytes, bytes]]:
         """Return the CORS headers for a page of `origin`; none if it may not read responses."""
         allowed = b"*" if b"*" in self._origins else origin
         if allowed not in self._origins:
@@ -106,26 +106,28 @@ class RequestMiddleware:
             (b"vary", b"origin"),
         ]
 
-    async def _enter(
+    async def _serve_with_key(
         self, key: ApiKey | None, scope: HTTPScope, receive: Receive, send: Send
     ) -> None:
         if key is None:
-            body = formatted(scope["path"], 401, error_body(*_NO_KEY))
-            await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
+            body = formatted(scope["path"], 401, error_body(*_NO_KEY_ERROR))
+            await _send_error(send, 401, body, (b"www-authenticate", b"Bearer"))
             return
         try:
-            with key.one_call() if scope["method"] == "POST" else nullcontext():
+            with key.count_request() if scope["method"] == "POST" else nullcontext():
                 await self._app(scope, receive, send)
         except KeyBusyError as error:
             self.reject("key_limit")
             after = (b"retry-after", str(error.retry_after_s).encode())
             body = error_body(str(error), "rate_limit_error", None, "rate_limit_exceeded")
-            await _answer(send, 429, formatted(scope["path"], 429, body), after)
+            await _send_error(send, 429, formatted(scope["path"], 429, body), after)
 
 
-_ASKED_METHOD, _ASKED_HEADERS = b"access-control-request-method", b"access-control-request-headers"
-_READ = (REQUEST_ID, b"authorization", API_KEY, b"origin", _ASKED_METHOD, _ASKED_HEADERS)
-_NO_KEY = (
+_REQUEST_METHOD = b"access-control-request-method"
+_REQUEST_HEADERS = b"access-control-request-headers"
+_KEY_HEADERS = (b"authorization", API_KEY)
+_READ_HEADERS = (REQUEST_ID, *_KEY_HEADERS, b"origin", _REQUEST_METHOD, _REQUEST_HEADERS)
+_NO_KEY_ERROR = (
     "no valid API key; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
     "invalid_request_error",
     None,
@@ -140,7 +142,7 @@ def _request_id(client_id: bytes) -> bytes:
     return uuid.uuid4().hex.encode()
 
 
-async def _allow(send: Any, fields: bytes) -> None:
+async def _answer_preflight(send: Any, fields: bytes) -> None:
     """Answer a browser's preflight request, and allow the header fields that it names."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
@@ -151,7 +153,7 @@ async def _allow(send: Any, fields: bytes) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _answer(
+async def _send_error(
     send: Any, status: int, content: dict[str, Any], *more: tuple[bytes, bytes]
 ) -> None:
     body = encode(content)

@@ -23,7 +23,7 @@ from cbatch.server.protocol.translation import (
     translated,
 )
 from cbatch.text.forced_tools import FunctionName
-from cbatch.text.messages import no_list
+from cbatch.text.messages import list_problem
 
 ANTHROPIC_NAMES: FieldNames = {
     **NAMES,
@@ -183,7 +183,7 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
     """Yield the messages of the chat. Raises `FieldError`."""
     if not fields.messages:
         remedy = 'send [{"role": "user", "content": "..."}]'
-        raise FieldError("messages", no_list(fields.messages), remedy)
+        raise FieldError("messages", list_problem(fields.messages), remedy)
     require_items("messages", len(fields.messages), model)
     if fields.system:
         yield {"role": "system", "content": _texts(fields.system, "system")}

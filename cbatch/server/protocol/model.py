@@ -53,7 +53,7 @@ class ServedModel(ChatFormat):
         self._root = root or name
 
     @property
-    def reply_tokens(self) -> int:
+    def default_max_tokens(self) -> int:
         """Default `max_tokens` of a chat: the model's own default, or else the context length."""
         return int(self.sampling_defaults.get("max_tokens", self.max_model_len))
 
@@ -74,7 +74,7 @@ class ServedModel(ChatFormat):
             raise UnknownModelError("model", f"{name!r} is not served", f"use {self.name!r}")
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
         return self._chat_template is not None
 

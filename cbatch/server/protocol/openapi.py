@@ -106,10 +106,10 @@ def document(**defaults: float) -> Schema:
     _, schemas = msgspec.json.schema_components(
         [*kinds, *answers, responses.Error], ref_template=REF
     )
-    sampling = _sampling(schemas.pop("SamplingParams")["properties"])
+    sampling = _sampling_schemas(schemas.pop("SamplingParams")["properties"])
     members = schemas["StructuredOutputs"]["properties"]
     sampling |= {name: members[member] for name, member in STRUCTURED_FIELDS.items()}
-    length = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
+    chat_default = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}
     prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
@@ -122,11 +122,11 @@ def document(**defaults: float) -> Schema:
     ):
         own = schemas[kind]["properties"]
         shared = {name: common[name] for name in common if name not in module.REFUSED_FIELDS}
-        schemas[kind] = _body(schemas[kind], shared, {name: own[name] for name in required})
-    schemas["CompletionFields"] = _body(schemas["CompletionFields"], sampling, prompts)
-    lengths = {name: _COUNT | length for name in ("max_tokens", "max_completion_tokens")}
-    schemas["ChatFields"] = _body(schemas["ChatFields"], sampling | lengths, messages)
-    schemas["TokenizeFields"] = _body(schemas["TokenizeFields"], {}, {})
+        schemas[kind] = _body_schema(schemas[kind], shared, {name: own[name] for name in required})
+    schemas["CompletionFields"] = _body_schema(schemas["CompletionFields"], sampling, prompts)
+    lengths = {name: _COUNT | chat_default for name in ("max_tokens", "max_completion_tokens")}
+    schemas["ChatFields"] = _body_schema(schemas["ChatFields"], sampling | lengths, messages)
+    schemas["TokenizeFields"] = _body_schema(schemas["TokenizeFields"], {}, {})
     schemas["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
     return {
         "openapi": "3.1.0",
@@ -140,7 +140,7 @@ def document(**defaults: float) -> Schema:
     }
 
 
-def _sampling(properties: dict[str, Schema]) -> dict[str, Schema]:
+def _sampling_schemas(properties: dict[str, Schema]) -> dict[str, Schema]:
     properties["max_completion_tokens"] = {}
     return {
         name: limit if "oneOf" in limit else _limited(schema, limit)
@@ -156,7 +156,9 @@ def _limited(schema: Schema, limit: Schema) -> Schema:
     return {**schema, "anyOf": [{**first, **limit}, *rest]}
 
 
-def _body(fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]) -> Schema:
+def _body_schema(
+    fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]
+) -> Schema:
     """Return a request's schema. Fields that are not required may also be null."""
     properties = {
         name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()
@@ -174,7 +176,7 @@ def _ref(name: str) -> Schema:
     return {"$ref": REF.format(name=name)}
 
 
-def _json(description: str, schema: Schema) -> Schema:
+def _json_response(description: str, schema: Schema) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
@@ -183,32 +185,32 @@ def _paths() -> dict[str, Schema]:
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
     return {
-        "/v1/completions": _posted("CompletionFields", "CompletionResponse", streamed=True),
-        "/v1/chat/completions": _posted("ChatFields", "ChatCompletion", streamed=True),
-        "/v1/responses": _posted("ResponsesFields", None, streamed=True),
-        "/v1/responses/input_tokens": _posted("ResponsesFields", None),
+        "/v1/completions": _post("CompletionFields", "CompletionResponse", streamed=True),
+        "/v1/chat/completions": _post("ChatFields", "ChatCompletion", streamed=True),
+        "/v1/responses": _post("ResponsesFields", None, streamed=True),
+        "/v1/responses/input_tokens": _post("ResponsesFields", None),
         "/v1/responses/{response_id}": {
-            **_got("a stored response", plain, 404),
-            "delete": _got("it is no longer stored", plain, 404)["get"],
+            **_get("a stored response", plain, 404),
+            "delete": _get("it is no longer stored", plain, 404)["get"],
             "parameters": [name | {"name": "response_id"}],
         },
-        "/v1/messages": _posted("AnthropicFields", None, streamed=True, error=_ANTHROPIC_ERROR),
-        "/v1/messages/count_tokens": _posted("AnthropicFields", None, error=_ANTHROPIC_ERROR),
-        "/tokenize": _posted("TokenizeFields", "Tokenized"),
-        "/detokenize": _posted("DetokenizeFields", "Detokenized"),
-        "/v1/models": _got("models", plain),
-        "/v1/models/{name}": {**_got("a model", plain, 404), "parameters": [name]},
-        "/health": _got("whether the server is alive", plain, 503),
-        "/ready": _got("whether the server accepts calls", plain, 503),
-        "/version": _got("the version", plain),
+        "/v1/messages": _post("AnthropicFields", None, streamed=True, error=_ANTHROPIC_ERROR),
+        "/v1/messages/count_tokens": _post("AnthropicFields", None, error=_ANTHROPIC_ERROR),
+        "/tokenize": _post("TokenizeFields", "Tokenized"),
+        "/detokenize": _post("DetokenizeFields", "Detokenized"),
+        "/v1/models": _get("models", plain),
+        "/v1/models/{name}": {**_get("a model", plain, 404), "parameters": [name]},
+        "/health": _get("whether the server is alive", plain, 503),
+        "/ready": _get("whether the server accepts calls", plain, 503),
+        "/version": _get("the version", plain),
         "/metrics": {"get": {"responses": {"200": {"description": "for Prometheus", **text}}}},
     }
 
 
-def _posted(
+def _post(
     body: str, answer: str | None, *, streamed: bool = False, error: Schema | None = None
 ) -> Schema:
-    whole = _json("the answer", {"type": "object"} if answer is None else _ref(answer))
+    whole = _json_response("the answer", {"type": "object"} if answer is None else _ref(answer))
     if streamed:
         # All chunks but the last are JSON, which OpenAPI 3.1 cannot express.
         whole["content"]["text/event-stream"] = {"schema": {}}
@@ -226,7 +228,7 @@ def _posted(
         504: "the server's time limit for a call is over",
     }
     error = error or _ref("Error")
-    failures = {str(status): _json(text, error) for status, text in statuses.items()}
+    failures = {str(status): _json_response(text, error) for status, text in statuses.items()}
     content = {"application/json": {"schema": _ref(body)}}
     return {
         "post": {
@@ -236,6 +238,6 @@ def _posted(
     }
 
 
-def _got(description: str, schema: Schema, *others: int) -> Schema:
-    failures = {str(status): _json("not available", {}) for status in (401, *others)}
-    return {"get": {"responses": {"200": _json(description, schema), **failures}}}
+def _get(description: str, schema: Schema, *others: int) -> Schema:
+    failures = {str(status): _json_response("not available", {}) for status in (401, *others)}
+    return {"get": {"responses": {"200": _json_response(description, schema), **failures}}}

@@ -28,12 +28,12 @@ from cbatch.text.forced_tools import (
     Tools,
     forced_call,
 )
-from cbatch.text.messages import no_list
+from cbatch.text.messages import list_problem
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
 from cbatch.text.tool_parsers import call_format, mark_ids
 
-MAX_CHOICES = 128  # sequences that one request may start.
+MAX_CHOICES = 128  # sequences that one request may start
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256  # a matcher stores every prefix of a stop string
 MAX_TIMEOUT_S = 1e6
@@ -190,7 +190,7 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    fields, sampling, rest = _parse(body, CompletionFields, model)
+    fields, sampling, unknown = _parse(body, CompletionFields, model)
     prompt_only = (
         fields.echo and type(sampling.get("max_tokens")) is int and not sampling["max_tokens"]
     )
@@ -208,7 +208,7 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
         prompts=prompts,
         params=params,
         fields=fields,
-        ignored=rest,
+        ignored=unknown,
         echo=fields.echo,
         prompt_only=prompt_only,
         grammar_field=grammar_field,
@@ -217,12 +217,12 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
 
 def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    fields, sampling, rest = _parse(body, ChatFields, model)
+    fields, sampling, ignored = _parse(body, ChatFields, model)
     if fields.top_logprobs and not fields.logprobs:
         raise FieldError("top_logprobs", "without `logprobs`", "ask for `logprobs` as well")
     if fields.logprobs:
         sampling["logprobs"] = fields.top_logprobs
-    sampling.setdefault("max_tokens", model.reply_tokens)
+    sampling.setdefault("max_tokens", model.default_max_tokens)
     tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
     forced = forced_call(tools, choice, parallel=parallel)
     calls = call_format(model.tool_parser, tools, choice)
@@ -231,7 +231,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     reply = ReplyFormat(calls, thoughts, forced, separate, parallel)
     if calls is not None:  # unforced calls follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
-        rest = (*rest, *(f"tools[{at}].function.strict" for at in strict))
+        ignored = (*ignored, *(f"tools[{at}].function.strict" for at in strict))
     params, grammar_field = _structured(sampling, fields, forced)
     _check_size(params, 1)
     ids = partial(chat_ids, body)
@@ -239,7 +239,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
         prompts=(PendingPrompt(len(body), model, ids, "messages", model.constrain),),
         params=params,
         fields=fields,
-        ignored=rest,
+        ignored=ignored,
         grammar_field=grammar_field,
         reply=None if reply.is_text else reply,
         mark_ids=None if reply.is_text else mark_ids(reply, model.tokenizer),
@@ -280,16 +280,17 @@ def _parse(
     model.require(fields.model)
     names = (*SAMPLING_FIELDS, *STRUCTURED_FIELDS)
     sampling = {name: rest.pop(name) for name in names if name in rest}
-    longest = rest.pop("max_completion_tokens", None)  # the newer name of `max_tokens`
-    if longest is not None:
-        sampling["max_tokens"] = converted("max_completion_tokens", longest, Count)
+    max_tokens = rest.pop("max_completion_tokens", None)  # the newer name of `max_tokens`
+    if max_tokens is not None:
+        sampling["max_tokens"] = converted("max_completion_tokens", max_tokens, Count)
     for name, value in sampling.items():
         if name in ID_LISTS and isinstance(value, list | dict):  # before the ids are read
             require_no_more_ids(name, len(value), model.vocab_size)
     _check_stops(sampling.get("stop"))
-    own = {name: value for name, value in model.sampling_defaults.items() if name != "max_tokens"}
-    read = {name: value for name, value in record.items() if name in fields.__struct_fields__}
-    return fields, own | sampling, (*rest, *unknown_members(read, fields, ""))
+    defaults = dict(model.sampling_defaults)
+    defaults.pop("max_tokens", None)
+    known = {name: value for name, value in record.items() if name in fields.__struct_fields__}
+    return fields, defaults | sampling, (*rest, *unknown_members(known, fields, ""))
 
 
 def _check_size(params: SamplingParams, num_prompts: int) -> None:
@@ -316,7 +317,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise FieldError("prompt", no_list(value), remedy)
+        raise FieldError("prompt", list_problem(value), remedy)
     if type(value[0]) is int:
         if len(value) > model.max_model_len:
             limit = f"the context takes {model.max_model_len}"
@@ -335,21 +336,22 @@ def _read_prompt(
     prompt: str | tuple[int, ...], fields: CompletionFields, model: ServedModel
 ) -> AnyPrompt:
     """Return the prompt for the engine. A text stays a text if no option changes its token ids."""
-    last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
+    num_last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
-        return _truncated(prompt, last)
+        return _truncated(prompt, num_last)
     model.require_length("prompt", prompt)
-    if last is None and special:
+    if num_last is None and special:
         return prompt
-    ids = partial(text_ids, prompt, add_special_tokens=special, last=last)
+    ids = partial(text_ids, prompt, add_special_tokens=special, num_last=num_last)
     return PendingPrompt(len(prompt.encode()), model, ids)
 
 
 def text_ids(
-    text: str, model: ServedModel, *, add_special_tokens: bool = True, last: int | None = None
+    text: str, model: ServedModel, *, add_special_tokens: bool = True, num_last: int | None = None
 ) -> tuple[int, ...]:
+    """Return the ids of the prompt's last `num_last` tokens; None: all."""
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return _truncated(tuple(ids), last)
+    return _truncated(tuple(ids), num_last)
 
 
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
@@ -368,5 +370,5 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     return _truncated(ids, fields.truncate_prompt_tokens)
 
 
-def _truncated(ids: tuple[int, ...], last: int | None) -> tuple[int, ...]:
-    return ids if last is None else ids[-last:]
+def _truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:
+    return ids if num_last is None else ids[-num_last:]

@@ -25,7 +25,7 @@ from cbatch.server.protocol.translation import (
     translated,
 )
 from cbatch.text.forced_tools import FunctionName
-from cbatch.text.messages import no_list
+from cbatch.text.messages import list_problem
 
 RESPONSES_NAMES: FieldNames = {
     **NAMES,
@@ -162,7 +162,8 @@ def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses)
         if name != ENCRYPTED:
             raise FieldError("include", f"{name!r} is not supported", f"give only {ENCRYPTED!r}")
     if not fields.input:
-        raise FieldError("input", no_list(fields.input or None), "send a text, or a list of items")
+        problem = list_problem(fields.input or None)
+        raise FieldError("input", problem, "send a text, or a list of items")
     raw = read.sent["input"]
     if isinstance(fields.input, str):
         new = [InputItem(role="user", content=fields.input)]

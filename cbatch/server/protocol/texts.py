@@ -12,7 +12,7 @@ from cbatch.server.protocol.responses import Detokenized, Tokenized
 from cbatch.text.messages import conversation, template_variables
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
-LONG_TEXT_CHARS = 2**18
+MIN_TEXT_LIMIT = 2**18
 
 
 def tokenize(body: bytes, model: ServedModel) -> bytes:
@@ -32,7 +32,7 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
         )
     if fields.add_special_tokens is not None:
         special = fields.add_special_tokens
-    if len(text) > LONG_TEXT_CHARS:
+    if len(text) > MIN_TEXT_LIMIT:
         model.require_length("prompt", text)
     ids = to_ids(text, add_special_tokens=special)
     shown = None
@@ -45,7 +45,7 @@ def detokenize(body: bytes, model: ServedModel) -> bytes:
     """Return the body of the response. Raises `FieldError`."""
     fields = take_fields(decode_object(body), DetokenizeFields)
     model.require(fields.model)
-    limit = max(model.max_model_len, LONG_TEXT_CHARS)
+    limit = max(model.max_model_len, MIN_TEXT_LIMIT)
     if len(fields.tokens) > limit:
         raise FieldError("tokens", f"are {len(fields.tokens)}", f"send <= {limit}")
     size = model.tokenizer.vocab_size

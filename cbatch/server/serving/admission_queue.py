@@ -20,8 +20,8 @@ from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
 
 _limits = partial(knob, "limits")
-LONGEST_RETRY_S = 60  # largest Retry-After
-_REMEMBERED = 64  # last departures from the queue, whose rate estimates Retry-After
+MAX_RETRY_AFTER_S = 60
+_NUM_DEPARTURES = 64  # times of the last departures from the queue, kept to estimate Retry-After
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class AdmissionQueue:
         self.num_requests = 0
         self.num_prompt_tokens = 0
         self.rejections: dict[str, int] = {}
-        self._departures_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._departures_s: deque[float] = deque(maxlen=_NUM_DEPARTURES)
 
     def reserve(self, num_requests: int, prompt_tokens: int) -> None:
         """Count the choices and tokens of a prompt, if allowed. Raises `OverloadedError`."""
@@ -153,10 +153,10 @@ class AdmissionQueue:
     ) -> OverloadedError:
         """Return a rejection, counted under `reason`."""
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
-        retry_after_s = min(retry_after_s or self._retry_after_s(), LONGEST_RETRY_S)
+        retry_after_s = min(retry_after_s or self._retry_after_s(), MAX_RETRY_AFTER_S)
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)
 
-    def note_departure(self) -> None:
+    def record_departure(self) -> None:
         self._departures_s.append(self._clock())
 
     def _retry_after_s(self) -> int:
@@ -164,5 +164,5 @@ class AdmissionQueue:
         times = self._departures_s
         if len(times) < 2:
             return 1
-        pace_s = (self._clock() - times[0]) / (len(times) - 1)
-        return max(1, min(LONGEST_RETRY_S, math.ceil(pace_s * self.num_requests)))
+        interval_s = (self._clock() - times[0]) / (len(times) - 1)
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(interval_s * self.num_requests)))

@@ -16,7 +16,7 @@ SIGNATURE = "cbatch"  # of every thinking block; clients send it back, and nothi
 class AnthropicBuilder(BlockBuilder):
     id_prefix, field_names = "msg_", ANTHROPIC_NAMES
 
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         content = [_block(block) for block in self._blocks]
         return {
             **self._head_of_message(),
@@ -73,7 +73,7 @@ class AnthropicBuilder(BlockBuilder):
     def _stop(self) -> dict[str, Any]:
         """Return why the message ended. A text that is shorter than `max_tokens` filled the
         context."""
-        sequence, reason = self._done[0].stop_string, "end_turn"
+        sequence, reason = self._final_choices[0].stop_string, "end_turn"
         if self._finish_reason == "tool_calls":
             reason, sequence = "tool_use", None
         elif sequence is not None:

@@ -57,7 +57,7 @@ class BlockBuilder(ChatBuilder):
     @property
     def _finish_reason(self) -> str:
         """The reason why the finished reply ended, as in a chat completion."""
-        return self._reason(self._choices[0], self._done[0])
+        return self._reason(self._choices[0], self._final_choices[0])
 
     def _read(self, state: ChoiceState, output: Output) -> None:
         for part in self._parts(state, output):

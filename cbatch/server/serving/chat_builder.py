@@ -46,7 +46,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             usage.completion_tokens_details = TokenDetails(self._reasoning_tokens)
         return usage
 
-    def whole(self) -> ChatCompletion | dict[str, Any]:
+    def full_response(self) -> ChatCompletion | dict[str, Any]:
         finished = self._finished()
         return ChatCompletion(
             choices=[self._choice(*pair) for pair in finished],
@@ -77,7 +77,7 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
         return message
 
     def _part(self, state: ChoiceState, output: Output, texts: dict[str, str]) -> ChatChunkChoice:
-        first = not state.begun
+        first = not state.started
         delta = Delta("" if self.api_request.reply is None else UNSET)
         if "content" in texts:
             delta.content = texts["content"]

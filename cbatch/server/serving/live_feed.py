@@ -22,11 +22,11 @@ from cbatch.server.serving.request_record import Histogram
 from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.service import EngineService
 
-MAX_WATCHERS = 32
-MAX_UNREAD = 2  # events buffered for a page.
-QUIET_S = 0.5  # longest time between events.
+MAX_WATCHERS = 32  # open pages
+MAX_UNREAD = 2  # events buffered for a page
+MAX_EVENT_INTERVAL_S = 0.5
 _ID_CHARS = slice(6)  # the characters of a request's id that pages receive
-Mean = tuple[float, int]  # sum in seconds, and number of values.
+Mean = tuple[float, int]  # sum in seconds, and number of values
 # slot, request id, prompt tokens, known tokens, uncomputed tokens, estimated acceptance
 Slot = tuple[int, str | None, int, int, int, float | None]
 
@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     version: str
     max_model_len: int
-    chats: bool
+    has_chat_template: bool
     max_num_seqs: int
     block_size: int
     policy: str
@@ -56,8 +56,8 @@ class LiveView(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One event. `look` is None if the engine has sent no new snapshot. The server's own counts
-    survive restarts of the engine; the counts in `look.stats` do not."""
+    """One event. `view` is None if the engine has sent no new snapshot. The server's own counts
+    survive restarts of the engine; the counts in `view.stats` do not."""
 
     at_s: float
     state: str
@@ -66,7 +66,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     first_token: Mean
     between_tokens: Mean
     restarts: int
-    look: LiveView | None = None
+    view: LiveView | None = None
 
 
 class LiveFeed:
@@ -93,7 +93,7 @@ class LiveFeed:
             yield self._frame(self._latest)
             while not self._service.has_ended:
                 try:
-                    frame = await asyncio.wait_for(unread.get(), QUIET_S)
+                    frame = await asyncio.wait_for(unread.get(), MAX_EVENT_INTERVAL_S)
                 except TimeoutError:
                     frame = self._frame(None)
                 yield frame
@@ -117,7 +117,7 @@ class LiveFeed:
             model=model.name,
             version=version("cbatch"),
             max_model_len=model.max_model_len,
-            chats=model.chats,
+            has_chat_template=model.has_chat_template,
             max_num_seqs=config.max_num_seqs,
             block_size=config.block_size,
             policy=config.lookahead.policy if config.default_chain else "off",
@@ -133,13 +133,13 @@ class LiveFeed:
             queued_requests=service.queue.num_requests,
             generation_tokens=metrics.generation_tokens,
             first_token=_mean(metrics.first_token_s),
-            between_tokens=_mean(metrics.between_s),
+            between_tokens=_mean(metrics.inter_token_s),
             restarts=service.num_restarts,
-            look=None if snapshot is None else self._look(snapshot),
+            view=None if snapshot is None else self._view(snapshot),
         )
         return b"data: " + encode(frame) + b"\n\n"
 
-    def _look(self, snapshot: Snapshot) -> LiveView:
+    def _view(self, snapshot: Snapshot) -> LiveView:
         slots = [
             (
                 row.slot,

@@ -33,7 +33,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics(RequestTotals, Collector):
-    """The metrics of one served model."""
+    """The metrics of one served model, in addition to the totals of its requests."""
 
     def __init__(self, model: str, service: EngineService) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class Metrics(RequestTotals, Collector):
         return self.page()
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._counted()
-        yield from self._timed()
-        yield from self._queued()
+        yield from self._request_metrics()
+        yield from self._histograms()
+        yield from self._queue_metrics()
         if self._service.kv_events is not None:
-            yield from self._published(self._service.kv_events)
+            yield from self._kv_event_metrics(self._service.kv_events)
         if self._service.running:
             yield self._cache_config(self._service.config)
         if self._service.stats is not None:
@@ -79,7 +79,7 @@ class Metrics(RequestTotals, Collector):
         family.add_metric(self._labels, value)
         return family
 
-    def _counted(self) -> Iterator[Metric]:
+    def _request_metrics(self) -> Iterator[Metric]:
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens
         )
@@ -103,13 +103,13 @@ class Metrics(RequestTotals, Collector):
         wasted, text = drafting.drafted_tokens - drafting.accepted_tokens, "Rejected drafts."
         yield self._counter("cbatch:wasted_verify_tokens", text, wasted)
 
-    def _timed(self) -> Iterator[Metric]:
+    def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
             ("vllm:time_to_first_token_seconds", "From call to first token.", self.first_token_s),
             (
                 "vllm:inter_token_latency_seconds",
                 "Between outputs of successive steps.",
-                self.between_s,
+                self.inter_token_s,
             ),
             (
                 "vllm:request_time_per_output_token_seconds",
@@ -120,7 +120,7 @@ class Metrics(RequestTotals, Collector):
             ("vllm:request_prefill_time_seconds", "From slot to first token.", self.prefill_s),
             ("vllm:request_decode_time_seconds", "From first to last token.", self.decode_s),
             ("vllm:request_inference_time_seconds", "From slot to last token.", self.inference_s),
-            ("vllm:e2e_request_latency_seconds", "From call to last token.", self.whole_s),
+            ("vllm:e2e_request_latency_seconds", "From call to last token.", self.e2e_s),
             ("vllm:request_prompt_tokens", "Prompt tokens per sequence.", self.prompt),
             ("vllm:request_generation_tokens", "Output tokens per sequence.", self.generation),
             ("vllm:request_params_n", "Choices per prompt (n).", self.choices),
@@ -135,7 +135,7 @@ class Metrics(RequestTotals, Collector):
             family.add_metric(self._labels, histogram.buckets(), histogram.sum)
             yield family
 
-    def _queued(self) -> Iterator[Metric]:
+    def _queue_metrics(self) -> Iterator[Metric]:
         service = self._service
         text = "Accepted sequences that wait for their first slot."
         yield self._gauge("cbatch:queued_requests", text, service.queue.num_requests)
@@ -150,7 +150,7 @@ class Metrics(RequestTotals, Collector):
         text = "Restarts of the engine process."
         yield self._counter("cbatch:engine_restarts", text, service.num_restarts)
 
-    def _published(self, events: KVEventPublisher) -> Iterator[Metric]:
+    def _kv_event_metrics(self, events: KVEventPublisher) -> Iterator[Metric]:
         text = "Batches of KV events, sent or dropped."
         yield self._counter("cbatch:kv_event_batches", text, events.num_published)
         text = "Batches of KV events dropped because the queue was full."

@@ -35,7 +35,7 @@ class OpenRequest:
     choices have finished, or raises the `ServiceError` that ended the request. Unread outputs are
     buffered only here. `close()` cancels the choices that still run.
 
-    `begin` sets `request`, which is the first choice's request. Closing `holds` releases everything
+    `begin` sets `request`, the request of the first choice. Closing `resources` releases everything
     that this object has acquired.
     """
 
@@ -46,26 +46,26 @@ class OpenRequest:
         self.unread_tokens = 0
         self.admitted_s: float | None = None  # `time.monotonic` when the first choice got a slot
         self.cached_tokens = 0  # prompt tokens that the first choice had in the prefix cache
-        self.holds = ExitStack()
+        self.resources = ExitStack()
         self._queue = queue
         self._queued_choices = self._queued_tokens = 0
         self._queue_timer: asyncio.TimerHandle | None = None
         self._running: dict[ServedChoice, None] = {}
         self._over = False
         self._unread: list[Output] = []
-        self._num_untaken = num_choices  # choices whose last output was not taken
+        self._num_unfinished = num_choices  # choices whose last output has not been taken
         self._error: ServiceError | None = None
-        self._news = asyncio.Event()
+        self._has_outputs = asyncio.Event()
 
-    # ---- on the way in ------------------------------------------------------------------------
+    # ---- before the engine --------------------------------------------------------------------
 
     def enqueue(self, prompt_tokens: int) -> None:
         """Reserve a place in the queue for `prompt_tokens` at most. Raises `OverloadedError`."""
         self._queue.reserve(self.num_choices, prompt_tokens)
         self._queued_choices, self._queued_tokens = self.num_choices, prompt_tokens
-        self.holds.callback(self._leave_queue)
+        self.resources.callback(self._leave_queue)
 
-    def settle(self, prompt_tokens: int) -> None:
+    def set_prompt_tokens(self, prompt_tokens: int) -> None:
         """Change the number of reserved prompt tokens."""
         self._queue.num_prompt_tokens += prompt_tokens - self._queued_tokens
         self._queued_tokens = prompt_tokens
@@ -79,13 +79,13 @@ class OpenRequest:
                 limits.queue_timeout_s,
                 lambda: self.abort(self._queue.overloaded("queue_timeout", message)),
             )
-            self.holds.callback(self._queue_timer.cancel)
+            self.resources.callback(self._queue_timer.cancel)
         kinds = ((timeout_s, ClientDeadlineError), (limits.timeout_s, DeadlineError))
         deadlines = [(seconds, kind) for seconds, kind in kinds if seconds is not None]
         if deadlines:
             limit_s, kind = min(deadlines, key=lambda deadline: deadline[0])
             error = kind(f"the request's time of {limit_s:g} s is over")
-            self.holds.callback(loop.call_later(limit_s, self.abort, error).cancel)
+            self.resources.callback(loop.call_later(limit_s, self.abort, error).cancel)
 
     def begin(
         self,
@@ -104,11 +104,11 @@ class OpenRequest:
                 request.request_id,
                 tokenizer,
                 mark_ids=api_request.mark_ids,
-                whole=not api_request.fields.stream,
+                accumulate=not api_request.fields.stream,
             )
             choice.open_request = self
             self._running[choice] = None
-        self.holds.callback(self._cancel)
+        self.resources.callback(self._cancel)
         client.add(list(self._running))
 
     # ---- events -------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ class OpenRequest:
         if self.admitted_s is None:
             self.admitted_s = time.monotonic() - ago_s
             self.cached_tokens = cached_tokens
-        self.settle(0)
+        self.set_prompt_tokens(0)
         self._queued_choices -= 1
         self._queue.num_requests -= 1
-        self._queue.note_departure()
+        self._queue.record_departure()
         if self._queue_timer is not None:
             self._queue_timer.cancel()
 
@@ -132,7 +132,7 @@ class OpenRequest:
             del self._running[choice]
             if not self._running:
                 self._over = True
-                self.holds.close()
+                self.resources.close()
         elif self.unread_tokens > self._max_unread_tokens:
             error = SlowReaderError(f"the client has left {self.unread_tokens} tokens unread")
             self.take()
@@ -143,17 +143,17 @@ class OpenRequest:
         if self._over:
             return
         self._over = True
-        with self.holds:
+        with self.resources:
             if error is not None:
                 self.fail(error)
 
     def _cancel(self) -> None:
-        with ExitStack() as cancels:  # cancels all of them even if one raises
+        with ExitStack() as cancels:  # cancels all choices even if one cancellation raises
             for choice in self._running:
                 cancels.callback(self.client.cancel, choice)
 
     def _leave_queue(self) -> None:
-        self.settle(0)
+        self.set_prompt_tokens(0)
         self._queue.num_requests -= self._queued_choices
         self._queued_choices = 0
 
@@ -162,62 +162,62 @@ class OpenRequest:
     def put(self, output: Output) -> None:
         self.unread_tokens += len(output.token_ids)
         self._unread.append(output)
-        self._news.set()
+        self._has_outputs.set()
 
     def fail(self, error: ServiceError) -> None:
         """End the outputs with an error, after those that are still unread."""
         self._error = error
-        self._news.set()
+        self._has_outputs.set()
 
-    def announce_to(self, news: asyncio.Event) -> None:
-        """From now on, set the event `news` whenever there are outputs to take."""
-        self._news = news
-        news.set()
+    def share_event(self, has_outputs: asyncio.Event) -> None:
+        """Set `has_outputs` now, and whenever an output or the final error arrives."""
+        self._has_outputs = has_outputs
+        has_outputs.set()
 
     def take(self) -> list[Output]:
         """Return all unread outputs."""
         taken, self._unread = self._unread, []
         self.unread_tokens = 0
         for output in taken:
-            self._num_untaken -= output.finished is not None
+            self._num_unfinished -= output.finished is not None
         return taken
 
     def ended(self) -> bool:
         """Return whether all outputs were taken. Raises the `ServiceError` that ended them."""
         if self._unread:
             return False
-        if self._error is not None and self._num_untaken:
-            self._num_untaken = 0
+        if self._error is not None and self._num_unfinished:
+            self._num_unfinished = 0
             raise self._error
-        return not self._num_untaken
+        return not self._num_unfinished
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        async for items in joined([self]):
+        async for items in merged_outputs([self]):
             for _, output in items:
                 yield output
 
     def close(self) -> None:
-        if self._num_untaken:
-            self._num_untaken = 0
+        if self._num_unfinished:
+            self._num_unfinished = 0
             self.abort(None)
 
 
 Item = tuple[int, Output]  # index of the prompt, and its output
 
 
-async def joined(opened: Sequence[OpenRequest]) -> AsyncIterator[list[Item]]:
-    """Yield the outputs of all prompts as they arrive, the outputs of one step together. Raises the
-    first `ServiceError` that ended a prompt, after all earlier outputs."""
-    news = asyncio.Event()
-    for one in opened:
-        one.announce_to(news)
+async def merged_outputs(opened: Sequence[OpenRequest]) -> AsyncIterator[list[Item]]:
+    """Yield the outputs of all prompts as they arrive, those of one step together. Raises the first
+    `ServiceError` that ended a prompt, after all earlier outputs."""
+    has_outputs = asyncio.Event()
+    for request in opened:
+        request.share_event(has_outputs)
     while True:
-        await news.wait()
-        news.clear()
-        items = [(at, output) for at, one in enumerate(opened) for output in one.take()]
+        await has_outputs.wait()
+        has_outputs.clear()
+        items = [(at, output) for at, request in enumerate(opened) for output in request.take()]
         if items:
             yield items
-        if all([one.ended() for one in opened]):
+        if all([request.ended() for request in opened]):
             return
 
 

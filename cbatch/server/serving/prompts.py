@@ -21,8 +21,8 @@ from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.text.output_processor import token_ids
 from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
 
-SHORT_BYTES = 10_000  # longer texts are tokenized in a worker, and count as slow.
-QUICK_S = 0.25  # processor time after which a short task starts again as a slow one
+SHORT_BYTES = 10_000  # a longer text is tokenized in a worker, by a slow task
+QUICK_CPU_S = 0.25  # processor time after which a quick task is started again as a slow task
 MAX_QUICK = MAX_SLOW = 2  # concurrent tasks of each kind
 WAIT_S = 30.0  # longest wait before a slow task may run
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class PromptReader:
         if the task exceeds the limits on time or memory, and `ServiceError`."""
         try:
             if num_bytes <= SHORT_BYTES:
-                cpu_s = min(QUICK_S, self._limits.cpu_s)
+                cpu_s = min(QUICK_CPU_S, self._limits.cpu_s)
                 quick = self._limits._replace(cpu_s=cpu_s, aside=False)
                 async with self._quick:
                     with suppress(WorkerDiedError):
@@ -90,7 +90,7 @@ class PromptReader:
             finally:
                 self._slow.release()
         except WorkerDiedError as error:
-            raise self._too_much(field, error) from error
+            raise self._limit_error(field, error) from error
         except PoolClosedError as error:
             raise ServiceDownError("the server is stopping") from error
 
@@ -102,7 +102,7 @@ class PromptReader:
             message = f"all workers for slow prompts have been busy for {WAIT_S:g} s"
             raise self._queue.overloaded("prompts", message) from error
 
-    def _too_much(self, field: str, error: WorkerDiedError) -> FieldError:
+    def _limit_error(self, field: str, error: WorkerDiedError) -> FieldError:
         limit = f"{self._limits.memory_bytes >> 20} MiB"
         remedy = "--prompt-memory"
         if error.overran:

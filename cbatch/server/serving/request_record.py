@@ -17,12 +17,12 @@ from cbatch.system.logs import fields
 from cbatch.text.outputs import Output
 
 # Upper bounds of the buckets of histograms.
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-TOKENS = tuple(float(2**i) for i in range(18))
-CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
+TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+TOKEN_BUCKETS = tuple(float(2**i) for i in range(18))
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+DRAFT_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 REASONS = ("stop", "length", "abort", "error")
-_REASON = {"cancelled": "abort"}  # vLLM's finish reasons, where they differ
+_VLLM_REASONS = {"cancelled": "abort"}  # vLLM's names of finish reasons, where they differ
 
 _logger = logging.getLogger("cbatch")
 MAX_PATH_CHARS = 200
@@ -95,13 +95,13 @@ class RequestTotals:
         self.endings = dict.fromkeys(REASONS, 0)
         self.rejections: dict[str, int] = {}  # by reason
         self.drafting = DraftingCounts()
-        self.first_token_s, self.between_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.per_token_s, self.whole_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.decode_s, self.queue_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.prefill_s, self.inference_s = Histogram(SECONDS), Histogram(SECONDS)
-        self.choices, self.max_tokens = Histogram(CHOICES), Histogram(TOKENS)
-        self.prompt, self.generation = Histogram(TOKENS), Histogram(TOKENS)
-        self.lookahead = Histogram(DRAFTS)
+        self.first_token_s, self.inter_token_s = Histogram(TIME_BUCKETS), Histogram(TIME_BUCKETS)
+        self.per_token_s, self.e2e_s = Histogram(TIME_BUCKETS), Histogram(TIME_BUCKETS)
+        self.decode_s, self.queue_s = Histogram(TIME_BUCKETS), Histogram(TIME_BUCKETS)
+        self.prefill_s, self.inference_s = Histogram(TIME_BUCKETS), Histogram(TIME_BUCKETS)
+        self.choices, self.max_tokens = Histogram(CHOICE_BUCKETS), Histogram(TOKEN_BUCKETS)
+        self.prompt, self.generation = Histogram(TOKEN_BUCKETS), Histogram(TOKEN_BUCKETS)
+        self.lookahead = Histogram(DRAFT_BUCKETS)
 
     def reject(self, reason: str) -> None:
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
@@ -118,7 +118,7 @@ class SequenceTimes:
 
 class RequestRecord:
     """Record of one HTTP request, for its log line, its metrics and the totals. `status` is None
-    until a response begins; `counts` is true for routes that generate tokens."""
+    until a response begins; `generates` is true for routes that generate tokens."""
 
     def __init__(self, totals: RequestTotals, method: str, path: str, request_id: str) -> None:
         self._totals, self._began_s = totals, time.monotonic()
@@ -128,7 +128,7 @@ class RequestRecord:
         self.id: str | None = None  # the response's id
         self.streamed: bool | None = None
         self.error: str | None = None
-        self.counts = False
+        self.generates = False
         self._sequences: list[SequenceTimes] = []  # choices that have tokens
         self._drafting = DraftingCounts()
         self._num_open = self._prompt_tokens = 0
@@ -157,7 +157,7 @@ class RequestRecord:
         if num_new:
             now_s = time.monotonic()
             if sequence.num_tokens:
-                totals.between_s.observe(now_s - sequence.last_s)
+                totals.inter_token_s.observe(now_s - sequence.last_s)
                 totals.lookahead.observe(output.num_drafted)
                 totals.drafting.observe(output.num_drafted, output.num_accepted)
                 self._drafting.observe(output.num_drafted, output.num_accepted)
@@ -174,7 +174,7 @@ class RequestRecord:
             totals.generation_tokens += num_new
         if output.finished is not None:
             reason = output.finished.finish_reason.value
-            self._end(sequence, _REASON.get(reason, reason))
+            self._end(sequence, _VLLM_REASONS.get(reason, reason))
 
     def close(self) -> None:
         """Count the choices that have not finished as aborted."""
@@ -207,7 +207,7 @@ class RequestRecord:
             "stream": self.streamed,
             "e2e_s": round(time.monotonic() - self._began_s, 4),
         }
-        if self.counts:
+        if self.generates:
             drafted = self._drafting.drafted_tokens
             first_s = min((times.first_s for times in self._sequences), default=None)
             accepted = self._drafting.accepted_tokens
@@ -227,7 +227,7 @@ class RequestRecord:
         totals.endings[reason] = totals.endings.get(reason, 0) + 1
         totals.generation.observe(tokens)
         if tokens:
-            totals.whole_s.observe(sequence.last_s - self._began_s)
+            totals.e2e_s.observe(sequence.last_s - self._began_s)
             totals.decode_s.observe(sequence.last_s - sequence.first_s)
             if sequence.admitted_s is not None:
                 totals.inference_s.observe(sequence.last_s - sequence.admitted_s)

@@ -40,7 +40,7 @@ class ChoiceState(SequenceTimes):
     def __init__(self, index: int, position: int, opened: OpenRequest) -> None:
         super().__init__()
         self.index, self.position, self.opened = index, position, opened
-        self.begun = False  # an event of this choice was sent
+        self.started = False  # an event of this choice was sent
         # The last output's non-empty texts by field, and its pieces of tool calls.
         self.texts: dict[str, str] = {}
         self.calls: list[ToolCallPart] = []
@@ -62,7 +62,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         self._created = int(time.time())
         self._opened: list[OpenRequest] = []
         self._choices: dict[int, ChoiceState] = {}
-        self._done: dict[int, Choice] = {}
+        self._final_choices: dict[int, Choice] = {}
         self._prompt_tokens = 0
         self._completion_tokens = 0
         start = {"id": api_request.id, "object": self.chunk_object, "created": self._created}
@@ -86,7 +86,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     def take(self, position: int, output: Output) -> ChoiceState:
         """Count a choice's output, and return the state of the choice. `position` is the index of
         its prompt. Raises `GenerationError` if the choice ended with an error."""
-        output = self._shown(output)
+        output = self._without_extra_token(output)
         opened, done = self._opened[position], output.finished
         index = position * opened.num_choices + output.index
         state = self._choices.get(index)
@@ -99,15 +99,15 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
                 if done.error == NO_TOKEN_MESSAGE:
                     raise UnanswerableError(done.error)
                 raise GenerationError(done.error or "the request failed")
-            self._done[index] = done
+            self._final_choices[index] = done
         self._read(state, output)
         return state
 
     def event(self, position: int, output: Output) -> bytes:
         """Return the event of an output; empty if there is nothing to send yet."""
-        output = self._shown(output)
+        output = self._without_extra_token(output)
         state, done = self.take(position, output), output.finished
-        if self._only_text and state.begun and done is None and not state.calls:
+        if self._only_text and state.started and done is None and not state.calls:
             if not state.texts:
                 return b""
             if len(state.texts) == 1:
@@ -115,7 +115,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
                 frame = state.frames.get(kind) or self._frame(state, output, kind)
                 return encode(text).join(frame)
         texts = state.texts
-        if not state.begun and self.api_request.echo:
+        if not state.started and self.api_request.echo:
             texts = {"text": self._prompt_text(state) + output.text}
         if not (texts or state.calls) and done is None and not self._has_token_data:
             return b""
@@ -125,7 +125,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         if self.api_request.fields.return_token_ids:
             part.token_ids = list(output.token_ids)
         extra = self._first_extra(state)
-        state.begun = True
+        state.started = True
         return self._chunk(encode(part), extra)
 
     def last_event(self) -> bytes:
@@ -146,7 +146,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return Usage(self._prompt_tokens, self._completion_tokens, total)
 
     @abstractmethod
-    def whole(self) -> msgspec.Struct | dict[str, Any]:
+    def full_response(self) -> msgspec.Struct | dict[str, Any]:
         """Return the complete response, after every choice has finished."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         """Return additional fields of the event with a choice's first chunk."""
         return b""
 
-    def _shown(self, output: Output) -> Output:
+    def _without_extra_token(self, output: Output) -> Output:
         """Return the output without the token that was generated only to process a prompt."""
         done = output.finished
         if not self.api_request.prompt_only or (done and done.finish_reason is FinishReason.ERROR):
@@ -189,7 +189,9 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         return self._head + choice + self._tail
 
     def _finished(self) -> list[tuple[ChoiceState, Choice]]:
-        return [(self._choices[index], self._done[index]) for index in sorted(self._done)]
+        return [
+            (self._choices[index], choice) for index, choice in sorted(self._final_choices.items())
+        ]
 
     def _prompt_text(self, state: ChoiceState) -> str:
         prompt = self.api_request.prompts[state.position]
@@ -209,7 +211,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     def _prompt_ids(self, state: ChoiceState) -> list[int] | UnsetType:
         """Return the prompt's token ids for a choice's first chunk, if requested."""
-        if state.begun or not self.api_request.fields.return_token_ids:
+        if state.started or not self.api_request.fields.return_token_ids:
             return UNSET
         return list(state.opened.request.prompt)
 
@@ -231,7 +233,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 class CompletionBuilder(ResponseBuilder[CompletionChoice]):
     id_prefix, chunk_object = "cmpl-", "text_completion"
 
-    def whole(self) -> CompletionResponse:
+    def full_response(self) -> CompletionResponse:
         return CompletionResponse(
             choices=[self._choice(*pair) for pair in self._finished()], **self._common()
         )

@@ -53,7 +53,7 @@ class ResponsesBuilder(BlockBuilder):
         }
         self._num_events = 0
 
-    def whole(self) -> dict[str, Any]:
+    def full_response(self) -> dict[str, Any]:
         """Return the response, and store it unless the client does not want that."""
         cut = self._finish_reason == "length"
         response = self._response("incomplete" if cut else "completed") | {
@@ -106,7 +106,7 @@ class ResponsesBuilder(BlockBuilder):
         return ended + self._event("output_item.done", output_index=block.index, item=item)
 
     def _end(self) -> bytes:
-        response = self.whole()
+        response = self.full_response()
         return self._event(response["status"], response=response)
 
     def _event(self, name: str, /, **members: Any) -> bytes:
@@ -128,7 +128,7 @@ class ResponsesBuilder(BlockBuilder):
         """Return an output item. Its default status is that of a finished block, and the last block
         of a reply that was cut is incomplete."""
         if status is None:
-            last = block is self._blocks[-1] and bool(self._done)
+            last = block is self._blocks[-1] and bool(self._final_choices)
             status = "incomplete" if last and self._finish_reason == "length" else "completed"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":

@@ -30,7 +30,7 @@ from cbatch.server.protocol.requests import (
     PendingPrompt,
     max_prompt_tokens,
 )
-from cbatch.server.serving.admission_queue import LONGEST_RETRY_S, AdmissionQueue, Limits
+from cbatch.server.serving.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
@@ -40,7 +40,7 @@ from cbatch.workers import PoolClosedError, WorkerPool
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
-READING_S = 2.0  # after a stop signal, the time to finish tokenizing the prompts already received
+TOKENIZING_GRACE_S = 2.0  # time to tokenize the prompts received before a stop signal
 # Prompt lengths of the warm-up requests, in tokens. The first request of each length is slow, so
 # the last length is repeated to measure the true time per prompt token.
 _WARM_TOKENS = (8, 64, 256, 256)
@@ -183,15 +183,15 @@ class EngineService:
 
     async def drain(self, grace_s: float) -> None:
         """Reject new requests, and wait up to `grace_s` for accepted requests. Unfinished requests
-        then end with an error. Prompts that are still being tokenized after `READING_S` fail."""
+        then end with an error. Prompts not tokenized within `TOKENIZING_GRACE_S` fail."""
         self._stops_at_s = time.monotonic() + grace_s
-        reading_s = min(READING_S, grace_s)
+        tokenizing_s = min(TOKENIZING_GRACE_S, grace_s)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), reading_s)
+            await asyncio.wait_for(self._idle.wait(), tokenizing_s)
         if self._workers is not None:
             await self._workers.close()
         try:
-            await asyncio.wait_for(self._idle.wait(), grace_s - reading_s)
+            await asyncio.wait_for(self._idle.wait(), grace_s - tokenizing_s)
         except TimeoutError:
             self.end_all(grace_s)
 
@@ -217,7 +217,7 @@ class EngineService:
         for prompt in api_request.prompts:
             opened = OpenRequest(self.queue, api_request.params.n)
             with ExitStack() as on_failure:
-                on_failure.push(opened.holds)  # frees what `opened` has acquired
+                on_failure.push(opened.resources)  # frees what `opened` has acquired
                 await self._open(opened, api_request, prompt)
                 on_failure.pop_all()
             yield opened
@@ -225,7 +225,7 @@ class EngineService:
     async def _open(self, opened: OpenRequest, api_request: ApiRequest, prompt: AnyPrompt) -> None:
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "call open first"
-        self._open_one(opened.holds)
+        self._count_open(opened.resources)
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
         ids = await prompts.ids(prompt)
         params = api_request.params
@@ -234,10 +234,10 @@ class EngineService:
         request = self._request(ids, params, api_request, engine)
         if request.params.structured_outputs is not None:
             request = await self._with_grammar(request, api_request)
-        opened.settle(len(ids))
+        opened.set_prompt_tokens(len(ids))
         self.queue.require_in_time()
         self._submitted[opened] = None
-        opened.holds.callback(self._submitted.pop, opened)
+        opened.resources.callback(self._submitted.pop, opened)
         opened.set_deadlines(self.limits, api_request.timeout_s)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
         opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
@@ -257,7 +257,7 @@ class EngineService:
             raise ServiceDownError(self.down or "the engine is not running")
         if self._stops_at_s is not None:
             remaining_s = math.ceil(self._stops_at_s - time.monotonic())
-            raise ServiceDownError(_STOPPING, max(1, min(LONGEST_RETRY_S, remaining_s)))
+            raise ServiceDownError(_STOPPING, max(1, min(MAX_RETRY_AFTER_S, remaining_s)))
         return engine
 
     def _request(
@@ -295,12 +295,13 @@ class EngineService:
         params = structs.replace(params, structured_outputs=grammar.spec)
         return structs.replace(request, params=params, compile_s=grammar.compile_s)
 
-    def _open_one(self, holds: ExitStack) -> None:
+    def _count_open(self, resources: ExitStack) -> None:
+        """Count a prompt as open until `resources` are closed."""
         self._num_open += 1
         self._idle.clear()
-        holds.callback(self._close_one)
+        resources.callback(self._count_closed)
 
-    def _close_one(self) -> None:
+    def _count_closed(self) -> None:
         self._num_open -= 1
         if not self._num_open:
             self._idle.set()

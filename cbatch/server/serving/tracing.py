@@ -101,7 +101,7 @@ class TracedRecord(RequestRecord):
 
     def write(self) -> None:
         super().write()
-        if self.counts:
+        if self.generates:
             self._tracer.export(self)
 
     def spans(self, model: str, end_s: float) -> list[SpanData]:

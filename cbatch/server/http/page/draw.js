@@ -1,7 +1,7 @@
 // Drawing and formatting helpers, and the charts.
 
 export const $ = (id) => document.getElementById(id);
-export const put = (node, text) => {
+export const setText = (node, text) => {
   if (node.textContent !== text) node.textContent = text;
 };
 export const make = (tag, name, parent) => {
@@ -61,29 +61,29 @@ export class Chart {
     while (this.points[0][0] < at - Chart.SECONDS[1]) this.points.shift();
   }
 
-  say(text, unit = "") {
-    if (this.output.dataset.said === text + unit) return;
-    this.output.dataset.said = text + unit;
+  showValue(text, unit = "") {
+    if (this.output.dataset.shown === text + unit) return;
+    this.output.dataset.shown = text + unit;
     this.output.replaceChildren(text);
     if (unit) make("small", "", this.output).textContent = ` ${unit}`;
   }
 
   draw() {
     const { width, height } = this.canvas;
-    const pen = this.canvas.getContext("2d");
+    const context = this.canvas.getContext("2d");
     const ratio = devicePixelRatio;
     const line = 1.5 * ratio;
-    pen.clearRect(0, 0, width, height);
-    pen.fillStyle = colours.line;
-    pen.fillRect(0, height - ratio, width, ratio);
+    context.clearRect(0, 0, width, height);
+    context.fillStyle = colours.line;
+    context.fillRect(0, height - ratio, width, ratio);
     if (!this.points.length) return;
     const highest = Math.max(this.ceiling, ...this.points.map((p) => p[3] ?? 0));
-    put(this.scale, this.write && highest ? `to ${this.write(highest)}` : "");
-    const most = highest || 1;
+    setText(this.scale, this.write && highest ? `to ${this.write(highest)}` : "");
+    const top = highest || 1;
     const end = this.points.at(-1)[0];
-    const long = Math.max(Chart.SECONDS[0], end - this.points[0][0]);
-    const x = (at) => width - ((end - at) / long) * width - line;
-    const y = (value) => height - line - (value / most) * (height - 2 * line);
+    const spanS = Math.max(Chart.SECONDS[0], end - this.points[0][0]);
+    const x = (at) => width - ((end - at) / spanS) * width - line;
+    const y = (value) => height - line - (value / top) * (height - 2 * line);
     for (const run of this.runs()) {
       const area = new Path2D();
       const edge = new Path2D();
@@ -92,13 +92,13 @@ export class Chart {
         edge.lineTo(x(at), y(value));
       }
       for (const [at, , low] of [...run].reverse()) area.lineTo(x(at), y(low));
-      pen.fillStyle = pen.strokeStyle = colours[this.colour];
-      pen.globalAlpha = 0.14;
-      pen.fill(area);
-      pen.globalAlpha = 1;
-      pen.lineWidth = line;
-      pen.lineJoin = "round";
-      pen.stroke(edge);
+      context.fillStyle = context.strokeStyle = colours[this.colour];
+      context.globalAlpha = 0.14;
+      context.fill(area);
+      context.globalAlpha = 1;
+      context.lineWidth = line;
+      context.lineJoin = "round";
+      context.stroke(edge);
     }
   }
 

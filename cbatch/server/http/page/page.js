@@ -11,7 +11,7 @@ import {
   fit,
   make,
   percent,
-  put,
+  setText,
   readColours,
   sum,
   time,
@@ -31,7 +31,7 @@ function drawPool([cellBlocks, used, cached]) {
   const tall = Math.ceil(cells / columns) * pitch;
   if (canvas.height !== Math.round(tall * ratio)) canvas.style.height = `${tall}px`;
   fit(canvas);
-  const pen = canvas.getContext("2d");
+  const context = canvas.getContext("2d");
   for (let cell = 0; cell < cells; cell++) {
     const x = (cell % columns) * pitch * ratio;
     const y = Math.floor(cell / columns) * pitch * ratio;
@@ -39,22 +39,22 @@ function drawPool([cellBlocks, used, cached]) {
     const half = cached[cell] / cellBlocks;
     if (!full && !half) {
       const dot = 2 * ratio;
-      pen.fillStyle = colours.free;
-      pen.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+      context.fillStyle = colours.free;
+      context.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
       continue;
     }
     if (half) {
-      pen.fillStyle = colours.cached;
-      pen.fillRect(x, y + side / 2, side, side / 2);
+      context.fillStyle = colours.cached;
+      context.fillRect(x, y + side / 2, side, side / 2);
     }
     if (full) {
-      pen.globalAlpha = 0.35 + 0.65 * full;
-      pen.fillStyle = colours.accepted;
-      pen.fillRect(x, y, side, side);
-      pen.globalAlpha = 1;
+      context.globalAlpha = 0.35 + 0.65 * full;
+      context.fillStyle = colours.accepted;
+      context.fillRect(x, y, side, side);
+      context.globalAlpha = 1;
     }
   }
-  put($("pool-note"), cellBlocks > 1 ? `${cellBlocks} blocks per cell` : "one block per cell");
+  setText($("pool-note"), cellBlocks > 1 ? `${cellBlocks} blocks per cell` : "one block per cell");
 }
 
 function showSplit(parts, steps) {
@@ -64,9 +64,9 @@ function showSplit(parts, steps) {
     $("split").children[at].style.width = percent(seconds / total).replace(" ", "");
     const item = list.children[at] ?? make("li", "", list);
     if (!item.firstChild) item.append(make("i"), make("span"));
-    put(item.lastChild, `${name} ${percent(seconds / total)}`);
+    setText(item.lastChild, `${name} ${percent(seconds / total)}`);
   });
-  put($("step-note"), `${time(total / steps).join(" ")} on average`);
+  setText($("step-note"), `${time(total / steps).join(" ")} on average`);
 }
 
 function showPolicy(policy) {
@@ -77,7 +77,7 @@ function showPolicy(policy) {
     threshold === null
       ? "testing whether drafts pay"
       : `λ ${percent(threshold)}, gain ${percent(gain)}`;
-  put($("policy-note"), drafting ? now : "drafts do not pay now");
+  setText($("policy-note"), drafting ? now : "drafts do not pay now");
   const body = $("depths");
   const depth = drafted.filter((number) => number > 0).length;
   while (body.children.length > depth) body.lastChild.remove();
@@ -92,8 +92,8 @@ function showPolicy(policy) {
     const [was, expected] = [survived[at] / drafted[at], predicted[at] / drafted[at]];
     const [bar, tick] = line.querySelectorAll(".meter > *");
     [bar.style.width, tick.style.left] = [`${100 * was}%`, `${100 * expected}%`];
-    put(line.children[2], percent(expected));
-    put(line.children[3], percent(was));
+    setText(line.children[2], percent(expected));
+    setText(line.children[3], percent(was));
   }
 }
 
@@ -107,18 +107,18 @@ const charts = {
   accepted: new Chart("accepted", "accepted", { ceiling: 1, write: percent }),
   load: new Chart("load", "own", { ceiling: 4, write: count }),
 };
-let [hello, lastLook, lastSaid] = [null, null, 0];
-let [frames, looks] = [[], []]; // the last two seconds of each
+let [hello, lastViewFrame, lastShownS] = [null, null, 0];
+let [frames, views] = [[], []]; // the last two seconds of each
 
-// Drop older entries, and return the oldest within `seconds` of the newest: rates are over these.
-function since(past, seconds) {
+// Drop entries that are not needed for rates over `seconds`, and return the oldest entry left.
+function oldestWithin(past, seconds) {
   while (past.length > 2 && past[1].at_s <= past.at(-1).at_s - seconds) past.shift();
   return past[0];
 }
 
 // Mean of the values between two states of a growing [sum, count].
-function mean(now, then) {
-  return now[1] > then[1] ? (now[0] - then[0]) / (now[1] - then[1]) : null;
+function mean(now, earlier) {
+  return now[1] > earlier[1] ? (now[0] - earlier[0]) / (now[1] - earlier[1]) : null;
 }
 
 function onFrame(frame) {
@@ -127,74 +127,77 @@ function onFrame(frame) {
     frame.restarts ? `, ${frame.restarts} restart${frame.restarts > 1 ? "s" : ""}` : "",
   );
   frames.push(frame);
-  const then = since(frames, 2);
-  const passed = frame.at_s - then.at_s;
+  const earlier = oldestWithin(frames, 2);
+  const passed = frame.at_s - earlier.at_s;
   const now = performance.now() / 1e3; // the server's clock may restart
-  const says = now - lastSaid >= 0.25;
-  if (says) lastSaid = now;
-  const rate = passed >= 0.5 ? (frame.generation_tokens - then.generation_tokens) / passed : null;
+  const showsText = now - lastShownS >= 0.25;
+  if (showsText) lastShownS = now;
+  const tokens = frame.generation_tokens - earlier.generation_tokens;
+  const rate = passed >= 0.5 ? tokens / passed : null;
   charts.rate.add(now, rate);
   const [first, between] = ["first_token", "between_tokens"].map((name) =>
-    mean(frame[name], then[name]),
+    mean(frame[name], earlier[name]),
   );
   charts.first.add(now, first);
   charts.between.add(now, between);
-  if (frame.look) onLook(frame, now, says);
-  if (!says) return;
-  charts.rate.say(rate === null ? DASH : count(Math.round(rate)));
+  if (frame.view) onView(frame, now, showsText);
+  if (!showsText) return;
+  charts.rate.showValue(rate === null ? DASH : count(Math.round(rate)));
   for (const [chart, value] of [
     [charts.first, first],
     [charts.between, between],
   ])
-    if (value === null) chart.say(DASH);
-    else chart.say(...time(value));
+    if (value === null) chart.showValue(DASH);
+    else chart.showValue(...time(value));
   board.describe();
-  if (lastLook && frame.at_s - lastLook.at_s > 3 && frame.state === "running")
-    put($("slots-note"), "no message from the engine for some seconds: a long step");
+  if (lastViewFrame && frame.at_s - lastViewFrame.at_s > 3 && frame.state === "running")
+    setText($("slots-note"), "no message from the engine for some seconds: a long step");
   for (const chart of Object.values(charts)) chart.draw();
 }
 
-function onLook(frame, now, says) {
-  const { slots, steps, num_steps, blocks } = frame.look;
+function onView(frame, now, showsText) {
+  const { slots, steps, num_steps, blocks } = frame.view;
   const [running, , numBlocks, free, cached, , , stepS, planS, commitS, totals, policy, compiling] =
-    frame.look.stats;
-  lastLook = frame;
-  const look = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
-  if (looks.length && totals.steps < looks.at(-1).steps) looks = []; // the engine was restarted
-  looks.push(look);
-  const then = since(looks, 2);
-  const did = totals.steps - then.steps;
+    frame.view.stats;
+  lastViewFrame = frame;
+  const view = { at_s: frame.at_s, stepS, planS, commitS, ...totals };
+  if (views.length && totals.steps < views.at(-1).steps) views = []; // the engine was restarted
+  views.push(view);
+  const earlier = oldestWithin(views, 2);
+  const newSteps = totals.steps - earlier.steps;
   board.show(slots, steps, now);
   const ks = steps.flatMap(([, drafted, , chunk]) => drafted.filter((_, at) => chunk[at] <= 1));
   const k = ks.length ? sum(ks) / ks.length : null;
   charts.k.add(now, k, k === null ? 0 : Math.min(...ks), k === null ? 0 : Math.max(...ks));
-  const drafted = totals.drafted_tokens - then.drafted_tokens;
-  const accepted = drafted > 0 ? (totals.accepted_tokens - then.accepted_tokens) / drafted : null;
+  const drafted = totals.drafted_tokens - earlier.drafted_tokens;
+  const survived = totals.accepted_tokens - earlier.accepted_tokens;
+  const accepted = drafted > 0 ? survived / drafted : null;
   charts.accepted.add(now, accepted);
   charts.load.add(now, running, 0, running + frame.queued_requests);
-  if (!says) return;
-  charts.k.say(k === null ? DASH : k.toFixed(1), k === null ? "" : "on average");
-  charts.accepted.say(accepted === null ? DASH : percent(accepted));
-  charts.load.say(
+  if (!showsText) return;
+  charts.k.showValue(k === null ? DASH : k.toFixed(1), k === null ? "" : "on average");
+  charts.accepted.showValue(accepted === null ? DASH : percent(accepted));
+  charts.load.showValue(
     count(running),
     `of ${count(hello.max_num_seqs)}, ${count(frame.queued_requests)} waiting`,
   );
   const idle = compiling.length ? `still compiling: ${compiling.join("; ")}` : "";
-  put($("slots-note"), did > 0 ? pace(did / (look.at_s - then.at_s), num_steps, steps.length) : idle);
+  const stepsPerS = newSteps / (view.at_s - earlier.at_s);
+  setText($("slots-note"), newSteps > 0 ? pace(stepsPerS, num_steps, steps.length) : idle);
   drawPool(blocks);
-  put($("pool-used"), `${count(numBlocks - free - cached)} used`);
-  put($("pool-cached"), `${count(cached)} cached`);
-  put($("pool-free"), `${count(free)} free`);
-  if (did > 0) {
-    const spent = (name) => totals[name] - then[name];
+  setText($("pool-used"), `${count(numBlocks - free - cached)} used`);
+  setText($("pool-cached"), `${count(cached)} cached`);
+  setText($("pool-free"), `${count(free)} free`);
+  if (newSteps > 0) {
+    const spent = (name) => totals[name] - earlier[name];
     const parts = [
-      ["plan", planS - then.planS],
+      ["plan", planS - earlier.planS],
       ["draft", spent("draft_s")],
       ["model", spent("target_s")],
-      ["commit", commitS - then.commitS],
+      ["commit", commitS - earlier.commitS],
     ];
-    const rest = stepS - then.stepS - sum(parts.map((part) => part[1]));
-    showSplit([...parts, ["other", Math.max(0, rest)]], did);
+    const rest = stepS - earlier.stepS - sum(parts.map((part) => part[1]));
+    showSplit([...parts, ["other", Math.max(0, rest)]], newSteps);
   }
   showPolicy(policy);
 }
@@ -207,12 +210,12 @@ function pace(stepsPerS, all, seen) {
 // ---- the stream -------------------------------------------------------------------------------
 
 let key = sessionStorage.getItem("cbatch-key");
-const asked = () => (key ? { Authorization: `Bearer ${key}` } : {});
+const authHeaders = () => (key ? { Authorization: `Bearer ${key}` } : {});
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
 function setState(state, more = "") {
   $("state").dataset.state = state;
-  put($("state"), state + more);
+  setText($("state"), state + more);
   document.body.classList.toggle("stale", state !== "running" && state !== "stopping");
 }
 
@@ -231,10 +234,10 @@ async function* events(response) {
 }
 
 async function listen(signal) {
-  const response = await fetch("live", { headers: asked(), signal });
+  const response = await fetch("live", { headers: authHeaders(), signal });
   if (response.status === 401) {
     setState("needs a key");
-    if (key) put($("key-note"), "That key was not accepted.");
+    if (key) setText($("key-note"), "That key was not accepted.");
     $("key").hidden = false;
     await new Promise((given) => $("key").addEventListener("submit", given, { once: true }));
     return;
@@ -248,10 +251,10 @@ async function listen(signal) {
 
 function onHello(message) {
   hello = message;
-  [frames, looks, lastLook] = [[], [], null];
-  put($("model"), hello.model);
+  [frames, views, lastViewFrame] = [[], [], null];
+  setText($("model"), hello.model);
   document.title = `${hello.model} · cbatch`;
-  $("chat").disabled = !hello.chats;
+  $("chat").disabled = !hello.has_chat_template;
   $("max-tokens").max = hello.max_model_len;
 }
 
@@ -276,31 +279,31 @@ async function follow() {
 
 // ---- the prompt box ---------------------------------------------------------------------------
 
-let halting = null;
+let abortController = null;
 
 async function complete() {
-  const chats = document.querySelector("[name=kind]:checked").value === "chat";
+  const isChat = document.querySelector("[name=kind]:checked").value === "chat";
   const text = $("prompt").value;
   const body = {
     max_tokens: $("max-tokens").valueAsNumber,
     temperature: $("temperature").valueAsNumber,
     stream: true,
     return_metrics: true,
-    ...(chats ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
+    ...(isChat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
   };
   $("answer").hidden = false;
   $("answer").replaceChildren();
-  if (!chats) make("span", "asked", $("answer")).textContent = text;
+  if (!isChat) make("span", "asked", $("answer")).textContent = text;
   const written = document.createTextNode("");
   $("answer").append(written);
-  put($("result"), "");
+  setText($("result"), "");
   $("result").className = "note";
   const began = performance.now();
-  const response = await fetch(chats ? "v1/chat/completions" : "v1/completions", {
+  const response = await fetch(isChat ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
-    headers: { "Content-Type": "application/json", ...asked() },
+    headers: { "Content-Type": "application/json", ...authHeaders() },
     body: JSON.stringify(body),
-    signal: halting.signal,
+    signal: abortController.signal,
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
   for await (const [, data] of events(response)) {
@@ -310,36 +313,37 @@ async function complete() {
     board.mine = id.split("-")[1].slice(0, 6);
     for (const choice of choices) written.data += choice.text ?? choice.delta.content ?? "";
     $("answer").scrollTop = $("answer").scrollHeight;
-    if (usage) put($("result"), summary(usage.completion_tokens, performance.now() - began, metrics));
+    const tookMs = performance.now() - began;
+    if (usage) setText($("result"), summary(usage.completion_tokens, tookMs, metrics));
   }
 }
 
 function summary(tokens, tookMs, metrics) {
-  const said = [
+  const parts = [
     `${count(tokens)} token${tokens === 1 ? "" : "s"} in ${time(tookMs / 1e3).join(" ")}`,
   ];
   const drafting = metrics?.speculative_decoding;
   if (drafting) {
-    said.push(`${drafting.mean_acceptance_length.toFixed(2)} tokens per drafting step`);
-    said.push(`${percent(drafting.draft_acceptance_rate)} of drafts accepted`);
+    parts.push(`${drafting.mean_acceptance_length.toFixed(2)} tokens per drafting step`);
+    parts.push(`${percent(drafting.draft_acceptance_rate)} of drafts accepted`);
   }
-  return said.join(" · ");
+  return parts.join(" · ");
 }
 
 async function onSubmit(event) {
   event.preventDefault();
-  if (halting) return;
-  halting = new AbortController();
+  if (abortController) return;
+  abortController = new AbortController();
   swap($("send"), $("halt"));
   try {
     await complete();
   } catch (error) {
     const halted = error.name === "AbortError";
-    put($("result"), halted ? "Stopped." : error.message);
+    setText($("result"), halted ? "Stopped." : error.message);
     $("result").className = halted ? "note" : "note wrong";
   }
   swap($("halt"), $("send"));
-  halting = null;
+  abortController = null;
 }
 
 // Replace a button by another one, which also takes over the keyboard focus.
@@ -358,13 +362,13 @@ function redraw() {
     chart.draw();
   }
   board.fit();
-  if (lastLook) drawPool(lastLook.look.blocks);
+  if (lastViewFrame) drawPool(lastViewFrame.view.blocks);
 }
 
 $("prompt-form").addEventListener("submit", onSubmit);
-$("halt").addEventListener("click", () => halting?.abort());
+$("halt").addEventListener("click", () => abortController?.abort());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") halting?.abort();
+  if (event.key === "Escape") abortController?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === $("prompt"))
     $("prompt-form").requestSubmit();
 });

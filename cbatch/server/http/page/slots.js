@@ -1,16 +1,16 @@
 // The slots: a row per slot and a column per step. Drawing sweeps from left to right like an
 // oscilloscope and overwrites the previous sweep.
 
-import { $, DASH, colours, count, fit, make, percent, put } from "./draw.js";
+import { $, DASH, colours, count, fit, make, percent, setText } from "./draw.js";
 
-const PAST = 2048; // columns stored, to redraw after a resize
-const AHEAD = 6; // columns cleared in front of the sweep
+const STORED_COLUMNS = 2048; // columns stored, to redraw after a resize
+const CLEARED_COLUMNS = 6; // columns cleared in front of the sweep
 const NONE = 0,
   DECODE = 1,
   PROMPT = 2;
 
 class Slot {
-  static deepest = 3; // drafts that fit in a column
+  static maxDrafts = 3; // drafts that fit in a column
 
   constructor(number, list) {
     this.node = make("li", "", list);
@@ -24,22 +24,22 @@ class Slot {
     const share = make("span", "share", this.node);
     this.share = make("b", "", share);
     this.unit = make("span", "unseen", share);
-    this.kinds = new Uint8Array(PAST);
-    this.drafted = new Uint8Array(PAST);
-    this.accepted = new Uint8Array(PAST);
-    this.take(null);
+    this.kinds = new Uint8Array(STORED_COLUMNS);
+    this.drafted = new Uint8Array(STORED_COLUMNS);
+    this.accepted = new Uint8Array(STORED_COLUMNS);
+    this.setRow(null);
   }
 
-  // A row of the frame; null: the slot is free.
-  take(row) {
+  // `row` is the slot's entry in the view; null: the slot is free.
+  setRow(row) {
     const call = row?.[1] ?? null;
     if (!row || call !== this.call)
       [this.recentDrafted, this.recentAccepted, this.lastK] = [0, 0, null];
     [this.row, this.call] = [row, call];
   }
 
-  note(tick, kind, drafted, accepted) {
-    const at = tick % PAST;
+  record(tick, kind, drafted, accepted) {
+    const at = tick % STORED_COLUMNS;
     [this.kinds[at], this.drafted[at], this.accepted[at]] = [kind, drafted, accepted];
     if (kind !== DECODE || !this.row) return;
     this.lastK = drafted;
@@ -51,7 +51,7 @@ class Slot {
     this.node.className = this.row ? (mine ? "mine" : "") : "idle";
     const [tokens, k, share, unit, title] = this.row ? this.labels() : ["", "", "free", "", ""];
     [this.tokens, this.k, this.share, this.unit].forEach((node, at) =>
-      put(node, [tokens, k, share, unit][at]),
+      setText(node, [tokens, k, share, unit][at]),
     );
     this.share.title = title;
   }
@@ -73,30 +73,31 @@ class Slot {
 
   fit(tick) {
     fit(this.canvas);
-    this.step = this.canvas.height / (Slot.deepest + 1);
+    this.step = this.canvas.height / (Slot.maxDrafts + 1);
     const css = this.step / devicePixelRatio;
     this.pitch = Math.round(Math.max(3, Math.min(12, 0.62 * css)) * devicePixelRatio);
     this.columns = Math.max(1, Math.floor(this.canvas.width / this.pitch));
-    const first = Math.max(0, tick - Math.min(this.columns, PAST) + AHEAD + 1);
-    for (let each = first; each < tick; each++) this.mark(each);
+    const first = Math.max(0, tick - Math.min(this.columns, STORED_COLUMNS) + CLEARED_COLUMNS + 1);
+    for (let each = first; each < tick; each++) this.drawColumn(each);
   }
 
   sweep(tick) {
     const x = (tick % this.columns) * this.pitch;
-    this.canvas.getContext("2d").clearRect(x, 0, this.pitch * (1 + AHEAD), this.canvas.height);
-    this.mark(tick);
+    const width = this.pitch * (1 + CLEARED_COLUMNS);
+    this.canvas.getContext("2d").clearRect(x, 0, width, this.canvas.height);
+    this.drawColumn(tick);
   }
 
-  mark(tick) {
-    const at = tick % PAST;
-    const pen = this.canvas.getContext("2d");
+  drawColumn(tick) {
+    const at = tick % STORED_COLUMNS;
+    const context = this.canvas.getContext("2d");
     const { height } = this.canvas;
     const line = Math.round(devicePixelRatio);
     const x = (tick % this.columns) * this.pitch;
     const wide = Math.max(1, this.pitch - line);
     if (this.kinds[at] === PROMPT) {
-      pen.fillStyle = colours.read;
-      pen.fillRect(x, 0, wide, height);
+      context.fillStyle = colours.read;
+      context.fillRect(x, 0, wide, height);
     }
     if (this.kinds[at] !== DECODE) return;
     const narrow = Math.max(1, Math.round(wide / 3));
@@ -106,8 +107,8 @@ class Slot {
       const across = rejected ? narrow : wide;
       const top = Math.round(height - (j + 1) * this.step) + gap;
       const bottom = Math.round(height - j * this.step);
-      pen.fillStyle = j === 0 ? colours.own : rejected ? colours.rejected : colours.accepted;
-      pen.fillRect(x + Math.floor((wide - across) / 2), top, across, Math.max(1, bottom - top));
+      context.fillStyle = j === 0 ? colours.own : rejected ? colours.rejected : colours.accepted;
+      context.fillRect(x + Math.floor((wide - across) / 2), top, across, Math.max(1, bottom - top));
     }
   }
 }
@@ -142,17 +143,17 @@ export const board = {
       ...steps.flatMap(([slots]) => slots.map((s) => s + 1)),
     );
     this.resize(used, now);
-    const held = new Map(rows.map((row) => [row[0], row]));
-    this.slots.forEach((slot, at) => slot.take(held.get(at) ?? null));
-    const deepest = Math.max(Slot.deepest, ...steps.flatMap((step) => step[1]));
-    if (deepest > Slot.deepest) {
-      Slot.deepest = deepest;
+    const rowBySlot = new Map(rows.map((row) => [row[0], row]));
+    this.slots.forEach((slot, at) => slot.setRow(rowBySlot.get(at) ?? null));
+    const maxDrafts = Math.max(Slot.maxDrafts, ...steps.flatMap((step) => step[1]));
+    if (maxDrafts > Slot.maxDrafts) {
+      Slot.maxDrafts = maxDrafts;
       this.fit();
     }
     for (const [slots, drafted, accepted, chunk] of steps) {
-      for (const slot of this.slots) slot.kinds[this.tick % PAST] = NONE;
+      for (const slot of this.slots) slot.kinds[this.tick % STORED_COLUMNS] = NONE;
       slots.forEach((at, i) =>
-        this.slots[at]?.note(this.tick, chunk[i] > 1 ? PROMPT : DECODE, drafted[i], accepted[i]),
+        this.slots[at]?.record(this.tick, chunk[i] > 1 ? PROMPT : DECODE, drafted[i], accepted[i]),
       );
       for (const slot of this.slots) slot.sweep(this.tick);
       this.tick++;
