@@ -54,7 +54,7 @@ class Call:
         tracer = SimpleNamespace(service=self.service, export=self.exported.append)
         args = (RequestTotals(), "POST", path, "x")
         self.record = TracedRecord(cast(Any, tracer), [], *args)
-        self.record.counts = True
+        self.record.generates = True
 
     def open(self, **options: Any) -> OpenRequest:
         opened = open_request((1, 2, 3), **options)
