@@ -39,7 +39,7 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "'web_search_call'"),
     ({"input": [{"type": "function_call", "arguments": "[1]"}]}, "input[0].arguments", "object"),
-    ({"input": [USER] * 300}, "input", "has 300 parts"),
+    ({"input": [USER] * 300}, "input", "has 300 parts or more"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "'mcp'"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
@@ -83,7 +83,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "is empty"),
     ({"messages": "x"}, "messages", "'x' is not allowed"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool"),
-    ({"messages": [USER] * 300}, "messages", "has 300 parts"),
+    ({"messages": [USER] * 300}, "messages", "has 300 parts or more"),
     ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages", "continuing"),
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},

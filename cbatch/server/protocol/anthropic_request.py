@@ -19,7 +19,7 @@ from cbatch.server.protocol.translation import (
     function_tool,
     json_format,
     read_body,
-    require_items,
+    require_parts,
     translated,
 )
 from cbatch.text.forced_tools import FunctionName
@@ -49,7 +49,7 @@ class Hint(msgspec.Struct, frozen=True):
     ttl: Any = None
 
 
-class AnthropicBlock(msgspec.Struct, frozen=True):
+class AnthropicBlock(msgspec.Struct, frozen=True, gc=False):
     """A content block of any type. Signatures of thinking are not checked."""
 
     type: str
@@ -58,14 +58,14 @@ class AnthropicBlock(msgspec.Struct, frozen=True):
     signature: Any = None
     id: str = ""
     name: str = ""
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: str | list[AnthropicBlock] = ""
     is_error: bool | None = None
     cache_control: Hint | None = None
 
 
-class AnthropicMessage(msgspec.Struct, frozen=True):
+class AnthropicMessage(msgspec.Struct, frozen=True, gc=False):
     role: Literal["user", "assistant", "system"]
     content: str | list[AnthropicBlock]
 
@@ -157,7 +157,7 @@ def _parse(body: bytes, model: ServedModel, *, needs_max_tokens: bool) -> ApiReq
         chat["chat_template_kwargs"] = switch | variables
     if thinking is not None and thinking.display == "omitted":
         chat["include_reasoning"] = False
-    return translated(chat, model, ANTHROPIC_NAMES, read.ignored)
+    return translated(chat, model, ANTHROPIC_NAMES, read.ignored())
 
 
 def _tool(at: int, tool: AnthropicTool) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
     if not fields.messages:
         remedy = 'send [{"role": "user", "content": "..."}]'
         raise FieldError("messages", list_problem(fields.messages), remedy)
-    require_items("messages", len(fields.messages), model)
+    require_parts("messages", _lists(fields), model)
     if fields.system:
         yield {"role": "system", "content": _texts(fields.system, "system")}
     for at, message in enumerate(fields.messages):
@@ -198,6 +198,16 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
     if fields.messages[-1].role == "assistant":
         remedy = "end with a message of the user"
         raise FieldError("messages", "continuing the assistant's text is not supported", remedy)
+
+
+def _lists(fields: AnthropicFields) -> Iterator[object]:
+    """Yield the lists of messages and of blocks, outer lists before inner lists."""
+    yield fields.messages
+    yield fields.system
+    for message in fields.messages:
+        yield message.content
+        if isinstance(message.content, list):
+            yield from (block.content for block in message.content)
 
 
 def _texts(content: str | list[AnthropicBlock], field: str) -> str | list[dict[str, str]]:
@@ -247,7 +257,7 @@ def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
         elif block.type == "thinking":
             thoughts.append(block.thinking)
         elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": block.input}
+            function = {"name": block.name, "arguments": block.input or {}}
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
             raise _unsupported(f"{field}[{at}]", block, "text", "thinking", "tool_use")

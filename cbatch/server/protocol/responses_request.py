@@ -4,6 +4,7 @@ response: the items of that conversation then come before its own."""
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -21,7 +22,7 @@ from cbatch.server.protocol.translation import (
     function_tool,
     json_format,
     read_body,
-    require_items,
+    require_parts,
     translated,
 )
 from cbatch.text.forced_tools import FunctionName
@@ -49,14 +50,14 @@ ENCRYPTED = "reasoning.encrypted_content"  # the only member of `include` that i
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class ContentPart(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True, gc=False):
     type: str
     text: str = ""
     annotations: Any = None
     logprobs: Any = None
 
 
-class InputItem(msgspec.Struct, frozen=True):
+class InputItem(msgspec.Struct, frozen=True, gc=False):
     """An item of any type. Ids and states of earlier items are not used."""
 
     type: str = "message"
@@ -68,7 +69,7 @@ class InputItem(msgspec.Struct, frozen=True):
     call_id: str = ""
     arguments: str = "{}"
     output: str | list[ContentPart] = ""
-    summary: list[ContentPart] = []
+    summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: str | None = None
@@ -173,7 +174,8 @@ def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses)
     before: Sequence[bytes] = ()
     if fields.previous_response_id is not None:
         before = responses.items(fields.previous_response_id)
-    require_items("input", len(before) + len(new), model)
+    contents = (each for item in new for each in (item.content, item.output, item.summary))
+    require_parts("input", itertools.chain((list(before), new), contents), model)
     earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
     messages = _messages([*earlier, *new], len(earlier))
     if fields.instructions:
@@ -189,7 +191,7 @@ def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses)
     }
     items = (*before, *map(msgspec.json.encode, raw))
     call = ResponsesCall(fields, read.sent, items, responses if fields.store else None)
-    return translated(chat, model, RESPONSES_NAMES, read.ignored, call)
+    return translated(chat, model, RESPONSES_NAMES, read.ignored(), call)
 
 
 def _tools(
@@ -294,7 +296,7 @@ def _texts(content: str | list[ContentPart], field: str) -> str | list[dict[str,
 
 def _thought(item: InputItem, field: str) -> str:
     """Return the text of a reasoning item, which `encrypted_content` has if `content` is absent."""
-    content = item.content if item.content is not None else item.summary
+    content = item.content or item.summary or []
     if isinstance(content, str) or content or item.encrypted_content is None:
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
     try:

@@ -41,13 +41,17 @@ NAMES: FieldNames = {
 
 
 class ReadBody(msgspec.Struct, Generic[AnyFields]):
-    """A body whose own `fields` were read: all members as `sent`, those that a chat has as well
-    (`rest`), and the names of unknown members of `fields`."""
+    """A body whose own `fields` were read: all members as `sent`, and those that a chat has as well
+    (`rest`)."""
 
     fields: AnyFields
     sent: dict[str, Any]
     rest: dict[str, Any]
-    ignored: tuple[str, ...]
+
+    def ignored(self) -> Iterable[str]:
+        """Return names of unknown members of `fields`, which takes time for each part."""
+        known = {name: self.sent[name] for name in self.sent if name not in self.rest}
+        return islice(unknown_members(known, self.fields, ""), MAX_IGNORED)
 
 
 def read_body(
@@ -58,10 +62,8 @@ def read_body(
     for name in record.keys() & refused.keys():
         refused[name].check(name, record[name])
     rest = {name: value for name, value in record.items() if name not in refused}
-    known = {name: rest[name] for name in rest if name in kind.__struct_fields__}
-    fields = take_fields(rest, kind)
-    ignored = islice(unknown_members(known, fields, ""), MAX_IGNORED)
-    return ReadBody(fields, record, rest, tuple(ignored))
+    sent = dict(rest)
+    return ReadBody(take_fields(rest, kind), sent, rest)
 
 
 def translated(
@@ -99,12 +101,15 @@ def renamed(error: AnyError, names: FieldNames) -> AnyError:
     return type(error)(field, text(error.problem), text(error.remedy))
 
 
-def require_items(field: str, num_items: int, model: ServedModel) -> None:
-    """Check the length of a conversation, as each part of it has at least one token. Raises
-    `FieldError`."""
-    if num_items > model.max_model_len:
-        limit = f"the context takes {model.max_model_len} tokens"
-        raise FieldError(field, f"has {num_items} parts, which do not fit", limit)
+def require_parts(field: str, lists: Iterable[object], model: ServedModel) -> None:
+    """Check the number of parts of a conversation, of which each has at least one token, before any
+    is translated. Values that are not `lists` are ignored. Raises `FieldError`."""
+    num_parts, most_parts = 0, model.max_model_len
+    for parts in lists:
+        num_parts += len(parts) if isinstance(parts, list) else 0
+        if num_parts > most_parts:
+            limit = f"the context takes {most_parts} tokens"
+            raise FieldError(field, f"has {num_parts} parts or more, which do not fit", limit)
 
 
 def json_format(schema: dict[str, Any], **about: Any) -> dict[str, Any]:
