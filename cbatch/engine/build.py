@@ -89,7 +89,10 @@ def load_core(
                 lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
             )
         executor = loaded.executor(config, grammars, SamplingParams(**defaults))
-        config = with_prices(config, executor, (model, draft), models, options.kv_cache_dtype)
+        paths, records = (model, draft), log is not None
+        config = with_prices(
+            config, executor, paths, models, options.kv_cache_dtype, records=records
+        )
         info = describe_engine(model, draft, models, config, defaults, loaded.batch_invariance())
         for line in info.lines():
             _logger.info(line)

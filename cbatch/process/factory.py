@@ -31,7 +31,11 @@ class EngineFactory(msgspec.Struct, frozen=True):
         from cbatch.steplog.recorder import StepRecorder
 
         configure_logs(self.log_format, logging.WARNING)
-        recorder = None if self.record is None else StepRecorder(self.record)
+        recorder = None
+        if self.record is not None:
+            models = {"model": _lasting(self.model), "draft": _lasting(self.draft)}
+            options = msgspec.to_builtins(self.options)
+            recorder = StepRecorder(self.record, models=models | {"options": options})
         core, _, _ = load_core(
             self.model,
             self.draft,
@@ -47,3 +51,10 @@ class EngineFactory(msgspec.Struct, frozen=True):
         if isinstance(core.executor, RankedExecutor):
             core.executor.ranks.on_lost(end_engine)
         return core
+
+
+def _lasting(model: str | Path | None) -> str | None:
+    """Return a model's path from the root, or its name elsewhere."""
+    if model is None or not Path(model).exists():
+        return None if model is None else str(model)
+    return str(Path(model).resolve())

@@ -7,8 +7,11 @@ import os
 import queue
 import threading
 from pathlib import Path
+from typing import Any
 
-from cbatch.core.scheduler.events import Event
+from msgspec import structs
+
+from cbatch.core.scheduler.events import Configured, Event
 from cbatch.steplog.step_log import encode_line, open_to_append
 
 MAX_WAITING = 100_000  # events in the queue; a step makes two, each request one or two more
@@ -21,12 +24,16 @@ class StepRecorder:
     loses the last few events at most. The file is appended to; the configuration event marks where
     each engine begins.
 
+    `models` has the fields `model`, `draft` and `options` of the configuration event.
+
     Recording stops with a logged error when a write fails or `MAX_WAITING` events are queued. The
     records before that remain valid. Raises OSError if the file cannot be opened.
     """
 
-    def __init__(self, path: str | Path, max_waiting: int = MAX_WAITING) -> None:
-        self._path = Path(path)
+    def __init__(
+        self, path: str | Path, max_waiting: int = MAX_WAITING, models: dict[str, Any] | None = None
+    ) -> None:
+        self._path, self._models = Path(path), models or {}
         self._file = open_to_append(self._path)
         self._events: queue.Queue[Event | None] = queue.Queue(max_waiting)
         self._failed = False
@@ -36,6 +43,8 @@ class StepRecorder:
     def __call__(self, event: Event) -> None:
         if self._failed:
             return
+        if isinstance(event, Configured):
+            event = structs.replace(event, **self._models)
         try:
             self._events.put_nowait(event)
         except queue.Full:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cbatch.core.request.errors import FieldError
-from sim.cli.scenario import Scenario
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -30,20 +30,24 @@ def num_processes(given: int | None, num_scenarios: int) -> int:
     return min(given, num_scenarios)
 
 
-def run_scenarios(
-    work: Callable[[Scenario], T], scenarios: Sequence[Scenario], processes: int
-) -> list[T]:
-    """Return the results of `work` in order of `scenarios`, with a progress bar. With `processes` =
-    1 the work runs in this process. The first exception cancels the rest and is raised."""
+def counting_bar() -> Progress:
+    """Return a progress bar that counts; it is shown only on a terminal."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *columns,
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
         transient=True,
-    ) as bar:
+    )
+
+
+def run_scenarios(work: Callable[[S], T], scenarios: Sequence[S], processes: int) -> list[T]:
+    """Return the results of `work` in order of `scenarios`, with a progress bar. With `processes` =
+    1 the work runs in this process. The first exception cancels the rest and is raised."""
+    with counting_bar() as bar:
         track = partial(bar.track, total=len(scenarios), description="scenarios")
         if processes == 1:
             return list(track(map(work, scenarios)))

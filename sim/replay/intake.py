@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
@@ -47,9 +47,14 @@ class Arrival(NamedTuple):
     request: Request
 
 
+# Makes a scheduler's request from a request of a trace and its number there, from 0.
+MakeRequest = Callable[[int, TraceRequest], Request]
+
+
 class Intake:
-    def __init__(self, source: Source, seed: int) -> None:
+    def __init__(self, source: Source, seed: int, make_request: MakeRequest | None = None) -> None:
         self._source, self._seed = source, seed
+        self._make_request = make_request or self._synthetic
         self._prompts = TracePrompts()
         self._params: dict[int, SamplingParams] = {}  # by number of output tokens
         self.refused: list[Refused] = []
@@ -62,6 +67,9 @@ class Intake:
         self.num_arrived += 1
         if self.first_s is None:
             self.first_s = traced.arrival_s
+        return Arrival(number, traced, self._make_request(number, traced))
+
+    def _synthetic(self, number: int, traced: TraceRequest) -> Request:
         tokens = self._prompts.prompt(traced)
         count = traced.output_tokens
         params = self._params.get(count)
@@ -69,14 +77,13 @@ class Intake:
             params = self._params[count] = SamplingParams(
                 max_tokens=count, temperature=0.0, ignore_eos=True
             )
-        request = Request(
+        return Request(
             request_id=str(number),
             prompt=cast("tuple[int, ...]", ArrayPrompt(tokens)),
             params=params,
             seed=mix(self._seed, number),
             priority=traced.priority or 0,
         )
-        return Arrival(number, traced, request)
 
     def deliver(
         self, arrival: Arrival, scheduler: Scheduler, recorder: MetricsRecorder, now_s: float

@@ -23,7 +23,7 @@ from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.host import Host
 from sim.replay.hosted import HostedLoop
-from sim.replay.intake import Intake
+from sim.replay.intake import Intake, MakeRequest
 from sim.replay.metrics import MetricsRecorder
 from sim.replay.outcome import Served, report_of
 from sim.replay.replica import Progress, ReplayedEngine, ReplayLoop, StepExecutor
@@ -46,6 +46,7 @@ def replay(
     observers: Sequence[Observer] = (),
     log: Callable[[Event], None] | None = None,
     host: Host | None = None,
+    make_request: MakeRequest | None = None,
 ) -> Report:
     """Serve all requests of `source` and return the report. A request that can never run is
     reported as refused, and the others continue. `settings` go into the report; `objectives` decide
@@ -53,10 +54,11 @@ def replay(
 
     With a `router` there is one replica per executor, each with `config`, and the report lists
     them. `observers` and `log` need a single executor. With a `host`, all replicas, their servers
-    and their client share its processors (see `sim.replay.host`)."""
+    and their client share its processors (see `sim.replay.host`). Requests of `make_request`
+    replace synthetic ones; their ids are their numbers in the trace."""
     if len(executors) != 1 and (router is None or observers or log is not None):
         raise ValueError("executors: several need a router, and no observer of one engine")
-    intake, usual = Intake(source, seed), objectives or Objectives()
+    intake, usual = Intake(source, seed, make_request), objectives or Objectives()
     replicas = [
         ReplayedEngine(
             Scheduler(config, log),

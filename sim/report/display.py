@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.core.request.errors import FieldError
 from sim.report.report import Report, Spread
 
 PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
@@ -47,3 +48,16 @@ def summary_of(report: Report) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.to_builtins(report)
     document["refused"] = len(report.refused)
     return document
+
+
+def load_pyplot() -> Any:
+    """Return matplotlib's `pyplot`, without a display. Raises `FieldError` if matplotlib is not
+    installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise FieldError("--plot", "needs matplotlib", "pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

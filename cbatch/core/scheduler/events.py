@@ -3,6 +3,8 @@ scheduler reproduces every decision, because it has no other input, no clock and
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from cbatch.core.request.request import Request
@@ -14,8 +16,13 @@ class Event(msgspec.Struct, frozen=True, tag=True):
     """An input. `now_s` is the time that the caller passed, in seconds of the caller's clock."""
 
 
-class Configured(Event, frozen=True, tag=True):
+class Configured(Event, frozen=True, tag=True, omit_defaults=True):
+    """An engine started. The last three fields say how to load its models again, if known."""
+
     config: SchedulerConfig
+    model: str | None = None
+    draft: str | None = None
+    options: dict[str, Any] = {}  # of the engine, see `EngineOptions`
 
 
 class Added(Event, frozen=True, tag=True):

@@ -80,12 +80,15 @@ def with_prices(
     paths: tuple[str | Path, str | Path | None],
     models: LoadedModels,
     kv_cache_dtype: str,
+    *,
+    records: bool = False,
 ) -> SchedulerConfig:
-    """Return `config` with prices, measured now or at an earlier start, if its policy uses prices.
-    If the engine is too small for the shapes, prices are learned while serving."""
+    """Return `config` with prices, measured now or at an earlier start, if its policy uses prices
+    or the engine `records` a step log, which then has them. If the engine is too small for the
+    shapes, prices are learned while serving."""
     import torch
 
-    if not policy_class(config.lookahead.policy).priced or not can_profile(config):
+    if not (records or policy_class(config.lookahead.policy).priced) or not can_profile(config):
         return config
     target = models.target
     loaded_models = [target] if models.draft is None else [target, models.draft]
@@ -105,7 +108,11 @@ def with_prices(
         "tokens": [config.max_num_batched_tokens, config.max_model_len],
         "drafter": config.default_chain,
     }
-    profile = cached_profile(key, lambda: profile_costs(executor, config))
+    measured = config
+    if not max_drafts(config):  # the executor has no drafter
+        measured = msgspec.structs.replace(config, drafter=None, draft_context_tokens=None)
+        key["drafter"] = ()
+    profile = cached_profile(key, lambda: profile_costs(executor, measured))
     return msgspec.structs.replace(config, cost_profile=profile)
 
 

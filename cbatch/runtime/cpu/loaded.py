@@ -13,10 +13,8 @@ from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.kinds import drafter_of
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
-from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.heads.head import Head
-from cbatch.runtime.drafting.lookup import LookupDrafter
-from cbatch.runtime.drafting.lookups import all_lookups
+from cbatch.runtime.drafting.lookups import chain_drafter
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from cbatch.system.machine import memory_bytes
@@ -66,19 +64,12 @@ class CpuModels:
         grammars: GrammarSource | None = None,
         default_params: SamplingParams | None = None,
     ) -> TorchExecutor:
+        model = None if self.draft is None else drafter_of(self.draft)
         return TorchExecutor(
             self.target,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
-            drafter=self._drafter(config) if max_drafts else None,
+            drafter=chain_drafter(config, model) if max_drafts else None,
             grammars=grammars,
-        )
-
-    def _drafter(self, config: SchedulerConfig) -> ChainDrafter:
-        return ChainDrafter(
-            model=None if self.draft is None else drafter_of(self.draft),
-            lookups={name: LookupDrafter(lookup) for name, lookup in all_lookups().items()},
-            default=config.default_chain,
-            model_price=config.catch_up_price,
         )

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from cbatch.core.request.errors import FieldError
+from sim.report.display import load_pyplot
 from sim.workload.traces.statistics import MINUTE_S, TraceSummary
 
 
 def save_plot(path: Path, title: str, summary: TraceSummary) -> None:
     """Save a PNG with three panels. Raises `FieldError` if matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise FieldError("--plot", "needs matplotlib", "pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, (rate, lengths, gaps) = pyplot.subplots(1, 3, figsize=(15, 4.2))
     minutes = np.arange(max(summary.per_minute) + 1)
     per_second = [summary.per_minute.get(int(minute), 0) / MINUTE_S for minute in minutes]
