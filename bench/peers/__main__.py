@@ -1,11 +1,11 @@
 """Speed compared with other engines, on the same weights: `python -m bench.peers`.
 
-The systems are cbatch with lookahead off and `adaptive`, llama.cpp, vLLM, Hugging Face's `generate`
-and continuous batching. Each has a process of its own and the same number of threads. A model is
-one of the names, a Hugging Face directory or a GGUF file. With `--type` llama.cpp first quantises
-it, even if it is quantised already. cbatch and llama.cpp read a GGUF file; the others get its
-weights dequantised to bf16. Otherwise llama.cpp gets the type that suits it best: f16 if cbatch has
-bf16, f32 if cbatch has f32.
+The systems are cbatch with lookahead off and `adaptive`, llama.cpp, vLLM, OpenVINO GenAI, Hugging
+Face's `generate` and continuous batching. Each has a process of its own and the same number of
+threads. A model is one of the names, a Hugging Face directory or a GGUF file. With `--type`
+llama.cpp first quantises it, even if it is quantised already. cbatch, llama.cpp and OpenVINO read a
+GGUF file; the others get its weights dequantised to bf16. Otherwise llama.cpp gets the type that
+suits it best: f16 if cbatch has bf16, f32 if cbatch has f32. OpenVINO is left out then.
 
 All get the same prompts of one length, decode greedily and generate the same number of tokens.
 Systems run in turns within a repeat, in alternating order, and ratios are computed within a repeat.
@@ -50,8 +50,11 @@ from bench.peers.files import NAMES, TYPES, ModelFormats
 from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
 from bench.peers.processes import busy, on_cpus
 from bench.peers.systems import (
+    FLAGS,
     LIMITS,
+    OPENVINO,
     OURS,
+    PACKAGES,
     PEERS,
     Sizes,
     choices,
@@ -106,8 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--lookahead", nargs="+", default=["off", "adaptive"], help="off is first")
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
-    parser.add_argument("--llama", metavar="PATH", help="a Python that has llama-cpp-python")
-    parser.add_argument("--vllm", metavar="PATH", help="a Python that has vLLM")
+    for peer, flag in FLAGS.items():
+        text = f"a Python that has {PACKAGES[peer]}"
+        parser.add_argument(f"--{flag}", metavar="PATH", help=text)
     parser.add_argument("--vllm-eager", action="store_true", help="not compiled: starts sooner")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -199,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for title, table in tables:
         if table:
             console = print_table(title, table)
-    for note in _notes(args, compared):
+    for note in _notes(args, compared, rows):
         console.print(note, markup=False)
     settings = {key: getattr(args, key) for key in ("repeats", "threads", "cpus", "busy")}
     print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | settings)
@@ -214,16 +218,22 @@ def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key in columns} for row in chosen]
 
 
-def _notes(args: argparse.Namespace, compared: list[dict[str, Any]]) -> list[str]:
+def _notes(
+    args: argparse.Namespace, compared: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> list[str]:
     notes = [f"{args.threads} threads each; medians of {args.repeats} repeats"]
     if args.cpus is not None:
         notes.append(f"all on processors {', '.join(map(str, args.cpus))}")
     if args.busy:
         notes.append(f"{args.busy} busy loops at the same time")
     absent = [peer for peer in args.peer if python_of(peer, args) is None]
-    for peer, flag in (("llama.cpp", "--llama"), ("vllm", "--vllm")):
+    for peer, flag in FLAGS.items():
         if peer in absent:
-            notes.append(f"{peer} left out: name a Python that has it by {flag}")
+            notes.append(f"{peer} left out: name a Python that has it by --{flag}")
+    timed = {row["model"] for row in rows}
+    left_out = timed - {row["model"] for row in rows if row["system"] == OPENVINO}
+    if OPENVINO in args.peer and OPENVINO not in absent and left_out:
+        notes.append(f"openvino reads only GGUF files; left out: {', '.join(sorted(left_out))}")
     if args.skip_agreement:
         notes.append("agreement of the systems was not checked")
     disagreeing = [f"{row['system']} on {row['model']}" for row in compared if not row["agrees"]]

@@ -87,6 +87,11 @@ class ModelFormats:
             return self.ours
         return self._written("F32" if exact or self.dtype == "float32" else "F16")
 
+    @property
+    def has_gguf_tokenizer(self) -> bool:
+        """True if `gguf` has the model's tokenizer, as files that are converted from a GGUF do."""
+        return is_gguf(self.source)
+
     @cached_property
     def directory(self) -> Path:
         if not is_gguf(self.ours):

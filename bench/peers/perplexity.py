@@ -36,7 +36,7 @@ def perplexities(
     """Return a row for each system that reports log probabilities of prompts."""
     logprobs = []
     for choice in choices:
-        if choice.worker == "transformers" or choice.lookahead != "off":
+        if choice.worker in ("openvino", "transformers") or choice.lookahead != "off":
             continue
         with choice.new_worker() as worker:
             worker.start(**choice.settings)

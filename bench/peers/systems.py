@@ -16,8 +16,11 @@ from cbatch.runtime.model.config import ModelConfig
 
 OURS, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
 LIMITS = "limits"
-PEERS = (LLAMA_CPP, VLLM, "generate", "continuous")
-_PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm"}
+OPENVINO = "openvino"
+PEERS = (LLAMA_CPP, VLLM, OPENVINO, "generate", "continuous")
+# Package of each peer that another Python may have, and the flag that names this Python.
+PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai"}
+FLAGS = {LLAMA_CPP: "llama", VLLM: "vllm", OPENVINO: "openvino"}
 _VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 
 
@@ -45,11 +48,10 @@ class Sizes(NamedTuple):
 
 def python_of(peer: str, args: argparse.Namespace) -> str | None:
     """Return the Python that has the peer, from its flag or this one; None if no Python has it."""
-    named = {LLAMA_CPP: args.llama, VLLM: args.vllm}.get(peer)
-    if named is not None:
-        return str(named)
-    package = _PACKAGES.get(peer)
-    return sys.executable if package is None or find_spec(package) is not None else None
+    if peer not in PACKAGES:
+        return sys.executable
+    named: str | None = getattr(args, FLAGS[peer])
+    return named or (sys.executable if find_spec(PACKAGES[peer]) is not None else None)
 
 
 def choices(
@@ -74,12 +76,17 @@ def choices(
         entrants.append(Entrant(OURS, lookahead, "cbatch", sys.executable, threads, settings))
     for peer in args.peer:
         python = python_of(peer, args)
-        if python is None:
+        if python is None or (peer == OPENVINO and not model.has_gguf_tokenizer):
             continue
         settings = {"max_sequences": max_sequences, "tokens": tokens}
         if peer == LLAMA_CPP:
             settings |= {"model": str(model.gguf(exact)), "threads": threads, "exact_kv": exact}
             entrants.append(Entrant(peer, "off", "llama_cpp", python, threads, settings))
+            continue
+        if peer == OPENVINO:
+            settings |= {"model": str(model.gguf(exact)), "threads": threads, "exact": exact}
+            settings |= {"step_tokens": sizes.step_tokens}
+            entrants.append(Entrant(peer, "off", "openvino", python, threads, settings))
             continue
         settings |= {"model": str(model.directory), "dtype": dtype}
         if peer == VLLM:

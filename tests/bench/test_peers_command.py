@@ -153,6 +153,40 @@ def test_peers_are_found_where_they_are_named(model: ModelFormats) -> None:
     assert [c.name for c in choices(model, few, Sizes(1, 8, 64))] == ["cbatch", "transformers"]
 
 
+def test_openvino_runs_gguf_files_alone(model: ModelFormats, tmp_path: Path) -> None:
+    write_gguf(model.source, tmp_path / "a.gguf", F16)
+    file = ModelFormats(str(tmp_path / "a.gguf"), None, tmp_path, llama=None, threads=3)
+    args = peers.parse(["--peer", "openvino", "--openvino", "/o/python", "--threads", "3"])
+    (_, openvino) = choices(file, args, Sizes(8, 128, 1024), exact=True)
+    assert (openvino.name, openvino.worker, openvino.python) == (
+        "openvino",
+        "openvino",
+        "/o/python",
+    )
+    assert openvino.settings == {
+        "model": str(file.source),
+        "max_sequences": 8,
+        "tokens": 128,
+        "step_tokens": 1024,
+        "threads": 3,
+        "exact": True,
+    }
+    assert [each.name for each in choices(model, args, Sizes(8, 128, 1024))] == ["cbatch"]
+
+
+def test_a_model_that_openvino_cannot_read_is_noted(
+    model: ModelFormats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(model.name, OUTPUT, 8, [_named("cbatch")], [[1.0]])
+    monkeypatch.setattr(peers, "time_them", lambda *_: rows)
+    command = ["--model", "llama-1m", "--peer", "openvino", "--skip-agreement"]
+    peers.main([*command, "--openvino", "/o/python"])
+    assert "openvino reads only GGUF files; left out: llama-1m" in capsys.readouterr().out
+    monkeypatch.setattr(peers, "python_of", lambda *_: None)
+    peers.main(command)
+    assert "openvino left out: name a Python that has it by --openvino" in capsys.readouterr().out
+
+
 def test_rows_are_medians_and_ratios_within_a_turn() -> None:
     systems = [_named(name) for name in ("cbatch", "llama.cpp", "vllm")]
     values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
