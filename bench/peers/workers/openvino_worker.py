@@ -37,6 +37,7 @@ class OpenVino:
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if exact:
             properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+            properties |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
