@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
     for peer, flag in FLAGS.items():
         text = f"a Python that has {PACKAGES[peer]}"
-        parser.add_argument(f"--{flag}", metavar="PATH", help=text)
+        parser.add_argument(flag, metavar="PATH", help=text)
     parser.add_argument("--vllm-eager", action="store_true", help="not compiled: starts sooner")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -229,7 +229,7 @@ def _notes(
     absent = [peer for peer in args.peer if python_of(peer, args) is None]
     for peer, flag in FLAGS.items():
         if peer in absent:
-            notes.append(f"{peer} left out: name a Python that has it by --{flag}")
+            notes.append(f"{peer} left out: name a Python that has it by {flag}")
     timed = {row["model"] for row in rows}
     left_out = timed - {row["model"] for row in rows if row["system"] == OPENVINO}
     if OPENVINO in args.peer and OPENVINO not in absent and left_out:

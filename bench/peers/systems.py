@@ -20,7 +20,7 @@ OPENVINO = "openvino"
 PEERS = (LLAMA_CPP, VLLM, OPENVINO, "generate", "continuous")
 # Package of each peer that another Python may have, and the flag that names this Python.
 PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai"}
-FLAGS = {LLAMA_CPP: "llama", VLLM: "vllm", OPENVINO: "openvino"}
+FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
 _VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 
 
@@ -50,7 +50,7 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
     """Return the Python that has the peer, from its flag or this one; None if no Python has it."""
     if peer not in PACKAGES:
         return sys.executable
-    named: str | None = getattr(args, FLAGS[peer])
+    named: str | None = getattr(args, FLAGS[peer].removeprefix("--"))
     return named or (sys.executable if find_spec(PACKAGES[peer]) is not None else None)
 
 
