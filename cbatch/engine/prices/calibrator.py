@@ -31,11 +31,11 @@ from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.system.machine import describe_machine, describe_versions
 
-# Fields of batches that prices are fitted to, and of held-out batches (`_OTHER_...`).
+# Fields of batches that prices are fitted to, and of held-out batches (`_HELD_OUT_...`).
 _ROWS, _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (0, 1, 2, 4, 8)
-_OTHER_ROWS, _OTHER_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
-_IDLE_S, _OTHER_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
-_SHARED_TOKENS, _OTHER_SHARED_TOKENS = (64, 256, 512), (160, 384)
+_HELD_OUT_ROWS, _HELD_OUT_KS = (3, 6, 12, 24, 48, 96, 192), (0, 3, 6)
+_IDLE_S, _HELD_OUT_IDLE_S = (0.01, 0.03, 0.1), (0.02, 0.06)
+_SHARED_TOKENS, _HELD_OUT_SHARED_TOKENS = (64, 256, 512), (160, 384)
 _PROMPT_TOKENS = (8, 512)  # minimum and maximum of a request
 _OUTPUT_TOKENS = (2, 48)  # minimum and maximum of a request
 _MAX_UNSHARED_TOKENS = 128  # longest part of a prompt after the shared tokens
@@ -87,10 +87,10 @@ def designed(config: SchedulerConfig) -> tuple[list[DesignedBatch], list[Designe
             *(DesignedBatch(n, k) for n in rows for k in depths),
         ]
 
-    rows, others = (tuple(n for n in sizes if n < max_rows) for sizes in (_ROWS, _OTHER_ROWS))
+    rows, others = (tuple(n for n in sizes if n < max_rows) for sizes in (_ROWS, _HELD_OUT_ROWS))
     return (
         batches((*rows, max_rows), _KS, _IDLE_S, _SHARED_TOKENS),
-        batches(others or (max_rows,), _OTHER_KS, _OTHER_IDLE_S, _OTHER_SHARED_TOKENS),
+        batches(others or (max_rows,), _HELD_OUT_KS, _HELD_OUT_IDLE_S, _HELD_OUT_SHARED_TOKENS),
     )
 
 
@@ -117,14 +117,16 @@ class Calibrator:
         self._meter = StepMeter(executor, config.max_num_seqs, clock)
         plain, speculates = LookaheadConfig(), _speculates(config)
         if speculates:  # `max_lookahead` of a request lowers k
-            plain = LookaheadConfig(policy="fixed", k=max(*_KS, *_OTHER_KS))
-        self._plain = self._serving = self._make(plain)
-        self._sharing = self._make(LookaheadConfig(), enable_prefix_caching=True)
+            plain = LookaheadConfig(policy="fixed", k=max(*_KS, *_HELD_OUT_KS))
+        self._plain_engine = self._current_engine = self._make_engine(plain)
+        self._sharing_engine = self._make_engine(LookaheadConfig(), enable_prefix_caching=True)
         if speculates:
-            self._adaptive_engine = self._make(LookaheadConfig(policy="adaptive"))
+            self._adaptive_engine = self._make_engine(LookaheadConfig(policy="adaptive"))
         self._generated_text: list[int] = []  # token ids that prompts are cut from
 
-    def _make(self, lookahead: LookaheadConfig, *, enable_prefix_caching: bool = False) -> Engine:
+    def _make_engine(
+        self, lookahead: LookaheadConfig, *, enable_prefix_caching: bool = False
+    ) -> Engine:
         config = structs.replace(
             self._config, lookahead=lookahead, enable_prefix_caching=enable_prefix_caching
         )
@@ -162,9 +164,9 @@ class Calibrator:
         if not self._generated_text:
             self._generate_text(rng)
         adaptive = batch.k is None
-        engine = self._sharing if batch.shared_tokens else self._plain
+        engine = self._sharing_engine if batch.shared_tokens else self._plain_engine
         self._switch_to(self._adaptive_engine if adaptive else engine)
-        engine, running, samples = self._serving, set[str](), []
+        engine, running, samples = self._current_engine, set[str](), []
         for _ in range(steps):
             requests = [self._request(batch, rng) for _ in range(batch.rows - len(running))]
             if batch.idle_s and not running:
@@ -200,21 +202,21 @@ class Calibrator:
 
     def _switch_to(self, engine: Engine) -> None:
         """Serve with this engine. If another engine served before, reset their common executor."""
-        if engine is not self._serving:
+        if engine is not self._current_engine:
             self._meter.reset()
             engine.scheduler.executor_reset(self._clock())
-            self._serving = engine
+            self._current_engine = engine
 
     def _generate_text(self, rng: np.random.Generator) -> None:
         """Let the model generate `_NUM_TEXTS` texts from random first tokens, and join them."""
         max_tokens = min(self._config.max_sequence_tokens - 2, _TEXT_TOKENS)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, max_lookahead=0)
-        self._switch_to(self._plain)
+        self._switch_to(self._plain_engine)
         texts: dict[str, list[int]] = {}
         for first in rng.integers(0, self._config.vocab_size, _NUM_TEXTS).tolist():
-            texts[self._plain.add([first], params).request_id] = [first]
-        while self._plain.has_work:
-            for output in self._plain.step():
+            texts[self._plain_engine.add([first], params).request_id] = [first]
+        while self._plain_engine.has_work:
+            for output in self._plain_engine.step():
                 texts[output.request_id] += output.token_ids
         self._generated_text = [token for text in texts.values() for token in text]
 
