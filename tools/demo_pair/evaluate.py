@@ -82,17 +82,17 @@ def agreements(
     count.
     """
     hits: list[list[bool]] = []
-    kept: list[list[int]] = []
+    continuations: list[list[int]] = []
     device = draft.model.embed_tokens.weight.device
     for first in range(0, len(prompts), 16):
         chosen = prompts[first : first + 16]
         for prompt, new in zip(chosen, generate(target, chosen, CONTINUED_TOKENS), strict=True):
             count = min(len(cut_at(new, end)) + 1, len(new))
             row = torch.tensor([prompt + new[: count - 1]], device=device)
-            named = draft(row)[0, len(prompt) - 1 :].argmax(-1).tolist()
-            hits.append([a == b for a, b in zip(named, new[:count], strict=True)])
-            kept.append(new[:count])
-    return hits, kept
+            draft_choices = draft(row)[0, len(prompt) - 1 :].argmax(-1).tolist()
+            hits.append([a == b for a, b in zip(draft_choices, new[:count], strict=True)])
+            continuations.append(new[:count])
+    return hits, continuations
 
 
 def tokens_per_step(rows: list[list[bool]], lookahead: int) -> float:
@@ -112,16 +112,16 @@ def fresh_hits(rows: list[list[bool]], continuations: list[list[int]]) -> list[b
 
     A small target soon repeats itself when it decodes greedily, and a repetition is easy to draft.
     """
-    kept = []
+    fresh = []
     for row, tokens in zip(rows, continuations, strict=True):
         seen: set[tuple[int, ...]] = set()
         for index, hit in enumerate(row):
             run = tuple(tokens[max(0, index - REPEAT_TOKENS + 1) : index + 1])
             if run not in seen:
-                kept.append(hit)
+                fresh.append(hit)
             if len(run) == REPEAT_TOKENS:
                 seen.add(run)
-    return kept
+    return fresh
 
 
 @torch.inference_mode()

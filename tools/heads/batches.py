@@ -16,7 +16,7 @@ from tools.heads.lessons import Lesson
 class LessonBatch(NamedTuple):
     tokens: Tensor  # int64 [B, L]
     states: Tensor  # bf16 [B, L - 1, layers, hidden]
-    counts: Tensor  # bool [B, L]: tokens that are not padding and not given in the prompt
+    to_predict: Tensor  # bool [B, L]: False for tokens of the prompt and padding
 
 
 def batch_of(lessons: Sequence[Lesson]) -> LessonBatch:

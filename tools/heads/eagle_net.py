@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tools.heads.target_parts import TargetParts
 
-_MOST_POSITIONS = 8192  # rows of the RoPE table
+_MAX_POSITIONS = 8192  # rows of the RoPE table
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class _Attention(nn.Module):
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.shape = shape
-        wide, dim = 2 * shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(wide, shape.num_heads * dim, bias=False)
-        self.k_proj = nn.Linear(wide, shape.num_kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(wide, shape.num_kv_heads * dim, bias=False)
+        input_size, dim = 2 * shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(input_size, shape.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(input_size, shape.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(input_size, shape.num_kv_heads * dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * dim, shape.hidden_size, bias=False)
 
 
@@ -60,14 +60,14 @@ class EagleNet(nn.Module):
     """The net, with parameters named like a checkpoint's tensors. It drafts ids of `draft_ids`,
     which ascend."""
 
-    in_turn = True  # a draft depends on the one before it
-    # Weights set by `beginning`: steps at the usual rate would soon undo the fit.
-    slow = ("fc.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+    is_sequential = True  # a draft depends on the one before it
+    # Weights set by `set_initial_weights`: the usual learning rate would soon undo the fit.
+    slow_weights = ("fc.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
 
     def __init__(self, shape: EagleShape, parts: TargetParts, draft_ids: Tensor) -> None:
         super().__init__()
         self.shape, self.parts, self.draft_ids = shape, parts, draft_ids
-        self.rows = parts.head[draft_ids]
+        self.head_rows = parts.head[draft_ids]
         self.fc = nn.Linear(
             shape.num_layers_read * shape.hidden_size, shape.hidden_size, bias=False
         )
@@ -76,12 +76,12 @@ class EagleNet(nn.Module):
         self.layers = nn.ModuleList([_Layer(shape)])
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         exponents = torch.arange(0, shape.head_dim, 2) / shape.head_dim
-        angles = torch.outer(torch.arange(_MOST_POSITIONS), shape.rope_theta**-exponents)
+        angles = torch.outer(torch.arange(_MAX_POSITIONS), shape.rope_theta**-exponents)
         self._cos, self._sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-        self._begin()
+        self._init_weights()
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _init_weights(self) -> None:
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -93,20 +93,20 @@ class EagleNet(nn.Module):
     def draft(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Return logits [B, L - 1, draft ids] of each step j: at t for the token t + 2 + j, as
         drafted from the states up to t. tokens [B, L], states [B, L - 1, layers, hidden]."""
-        return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
+        return [self.logits(state) for state in self.output_states(tokens, states, steps)]
 
-    def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+    def output_states(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Return the hidden states from which the logits follow, [B, L - 1, hidden] for each
         step."""
-        length, carry = states.shape[1], self.read(states)
+        length, state = states.shape[1], self.read(states)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        carries = []
+        outputs = []
         for step in range(steps):
             next_tokens = F.pad(tokens[:, 1 + step :], (0, length - (tokens.shape[1] - 1 - step)))
-            carry = self.step(next_tokens, carry, keys, values)
-            carries.append(carry)
-        return carries
+            state = self.step(next_tokens, state, keys, values)
+            outputs.append(state)
+        return outputs
 
     def read(self, states: Tensor) -> Tensor:
         """Return the input of the first step, [B, L - 1, hidden], from the target's states."""
@@ -115,23 +115,23 @@ class EagleNet(nn.Module):
         )
 
     def step(
-        self, tokens: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]
+        self, tokens: Tensor, state: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
         """Run one step with the next tokens [B, L - 1]; append its K and V. Return the new
-        carry."""
-        return self._layer(self.parts.embedding[tokens].float(), carry, keys, values)
+        states."""
+        return self._layer(self.parts.embedding[tokens].float(), state, keys, values)
 
-    def logits(self, carry: Tensor) -> Tensor:
-        return F.linear(self.norm(carry.float()), self.rows.float())
+    def logits(self, state: Tensor) -> Tensor:
+        return F.linear(self.norm(state.float()), self.head_rows.float())
 
     def _layer(
-        self, embedded: Tensor, carry: Tensor, keys: list[Tensor], values: list[Tensor]
+        self, embedded: Tensor, state: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
         layer = self.layers[0]
         both = torch.cat(
-            (layer.input_layernorm(embedded), layer.hidden_norm(carry.float())), dim=-1
+            (layer.input_layernorm(embedded), layer.hidden_norm(state.float())), dim=-1
         )
-        y = carry + self._attend(both, keys, values)
+        y = state + self._attend(both, keys, values)
         return y + layer.mlp(layer.post_attention_layernorm(y.float()))
 
     def _attend(self, x: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

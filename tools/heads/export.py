@@ -95,7 +95,7 @@ def load_medusa(folder: Path, parts: TargetParts) -> MedusaNet:
 def _tensors(net: EagleNet | MedusaNet, *, with_head: bool) -> dict[str, Tensor]:
     tensors = dict(net.state_dict())
     if with_head:
-        tensors["lm_head.weight"] = net.rows
+        tensors["lm_head.weight"] = net.head_rows
     return {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
 
 

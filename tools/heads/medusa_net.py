@@ -24,15 +24,15 @@ class MedusaNet(nn.Module):
     """The net, with parameters named like vLLM's tensors. It drafts ids of `draft_ids`, which
     ascend."""
 
-    in_turn = False
-    slow = ()
+    is_sequential = False
+    slow_weights = ()
 
     def __init__(
         self, parts: TargetParts, draft_ids: Tensor, *, heads: int, num_blocks: int = 1
     ) -> None:
         super().__init__()
         self.parts, self.draft_ids, self.num_blocks = parts, draft_ids, num_blocks
-        self.rows = parts.head[draft_ids]
+        self.head_rows = parts.head[draft_ids]
         size = parts.config.hidden_size
         self.blocks = nn.ModuleList(_Block(size, num_blocks) for _ in range(heads))
         for weight in self.parameters():
@@ -42,13 +42,13 @@ class MedusaNet(nn.Module):
         """Return logits [B, L - 1, draft ids] of each head j: at t for the token t + 2 + j, from
         the state at t. tokens [B, L], states [B, L - 1, layers, hidden], of which the last layer is
         read."""
-        return [self.logits(carry) for carry in self.carried(tokens, states, steps)]
+        return [self.logits(state) for state in self.output_states(tokens, states, steps)]
 
-    def carried(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
+    def output_states(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Return the hidden states from which the logits follow, [B, L - 1, hidden] for each
         head."""
         last = self.parts.normed(states[:, :, -1])
         return [block(last) for block in self.blocks[:steps]]
 
-    def logits(self, carry: Tensor) -> Tensor:
-        return F.linear(carry.float(), self.rows.float())
+    def logits(self, state: Tensor) -> Tensor:
+        return F.linear(state.float(), self.head_rows.float())

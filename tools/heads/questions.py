@@ -14,7 +14,7 @@ from cbatch.llm import LLM
 
 _MARK = "0123456789"  # marks the place of the question in a rendered turn; no template has it.
 _TEMPERATURE, _TOP_P = 0.9, 0.98  # higher values give questions in no language.
-_MOST_TOKENS = 96  # limit of a question; a longer text is discarded.
+_MAX_TOKENS = 96  # limit of a question; a longer text is discarded.
 _BEGINNING_TOKENS = 12  # length of the beginning of a text.
 
 
@@ -35,11 +35,11 @@ def ask_itself(model: str | Path, count: int, *, progress: bool = False) -> list
     settings: dict[str, Any] = {
         "temperature": _TEMPERATURE,
         "top_p": _TOP_P,
-        "max_tokens": _MOST_TOKENS if ends else _BEGINNING_TOKENS,
+        "max_tokens": _MAX_TOKENS if ends else _BEGINNING_TOKENS,
         "stop_token_ids": ends,
     }
     params = [SamplingParams(seed=seed, **settings) for seed in range(count)]
-    llm = LLM(model, lookahead="off", max_model_len=len(opening) + _MOST_TOKENS)
+    llm = LLM(model, lookahead="off", max_model_len=len(opening) + _MAX_TOKENS)
     answers = llm.generate([opening] * count, params, progress=progress)
     texts = [a.choices[0].text.strip() for a in answers if a.choices[0].finish_reason is complete]
     return [text for text in dict.fromkeys(texts) if text]

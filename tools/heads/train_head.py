@@ -18,18 +18,18 @@ from cbatch.engine.engine import Engine
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.model.config import ModelConfig
-from tools.heads.beginning import begin
 from tools.heads.eagle_net import EagleNet, EagleShape
 from tools.heads.export import load_eagle3, save_eagle3, save_medusa
-from tools.heads.head_training import SHARP, Acceptance, HeadTraining
+from tools.heads.head_training import SHARPENING, Acceptance, HeadTraining
+from tools.heads.initial_weights import set_initial_weights
 from tools.heads.lessons import Lesson, Shards, write_lessons
 from tools.heads.medusa_net import MedusaNet
 from tools.heads.recorder import Recorder
 from tools.heads.target_parts import TargetParts
 
 SLOTS, BLOCK_TOKENS, STEP_TOKENS = 48, 16, 1024  # of the engine that records lessons
-HELD_OUT_EVERY, MOST_HELD_OUT = 12, 64  # stride of held-out lessons, limit of tested lessons
-LEAST_LESSONS = 24  # fewest lessons to train a head
+HELD_OUT_EVERY, MAX_HELD_OUT = 12, 64  # every 12th lesson is held out; at most 64 are evaluated
+MIN_LESSONS = 24  # minimum number of lessons to train a head
 REPORT_EVERY_S = 30.0
 CARD = "README.md"
 DRAFT_VOCAB = 4096  # default number of ids that an EAGLE-3 head can draft
@@ -40,7 +40,7 @@ Prompt = tuple[Sequence[int], SamplingParams]
 
 def hidden_layers(kind: str, num_layers: int) -> tuple[int, ...]:
     """Return the layers whose states are recorded: the three that an EAGLE-3 head reads, as in the
-    paper, and the last, which is the training target and which Medusa reads."""
+    paper, and the last, from which the target's logits follow and which Medusa heads read."""
     if kind == "medusa":
         return (num_layers,)
     if num_layers < 6:
@@ -115,11 +115,11 @@ def train_head(
     """Train, or continue from the checkpoint; write the head and its card to `folder`. `init` is an
     EAGLE-3 head to start from. Raises `FieldError` for `init` if it is no head for this model."""
     lessons = list(shards.read())
-    if len(lessons) < LEAST_LESSONS:
+    if len(lessons) < MIN_LESSONS:
         problem = f"{len(lessons)} answers are too few to learn from and to be tested on"
-        raise FieldError("lesson_minutes", problem, f"record {LEAST_LESSONS} or more")
-    held_out = lessons[::HELD_OUT_EVERY][:MOST_HELD_OUT]
-    taught = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT_EVERY]
+        raise FieldError("lesson_minutes", problem, f"record {MIN_LESSONS} or more")
+    held_out = lessons[::HELD_OUT_EVERY][:MAX_HELD_OUT]
+    train_lessons = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT_EVERY]
     parts = TargetParts.of(model)
     c = parts.config
     layers = hidden_layers(kind, c.num_layers)
@@ -127,28 +127,28 @@ def train_head(
         problem = f"{folder} contains recordings without the layers that {kind} reads"
         raise FieldError("out", problem, "give another folder")
     max_ids = draft_vocab or (c.vocab_size if kind == "medusa" else DRAFT_VOCAB)
-    ids, coverage = frequent(taught, min(max_ids, c.vocab_size), c.vocab_size)
+    ids, coverage = frequent(train_lessons, min(max_ids, c.vocab_size), c.vocab_size)
     checkpoint = folder / f"training-{kind}.pt"
     net: EagleNet | MedusaNet
     if kind == "medusa":
         net = MedusaNet(parts, ids, heads=depth)
     elif init is not None:
-        net = _eagle_at(init, parts, ids)
+        net = _eagle_from(init, parts, ids)
     else:
         net = EagleNet(_eagle_shape(c, intermediate_size), parts, ids)
         if not checkpoint.exists():
-            begin(net, taught)
+            set_initial_weights(net, train_lessons)
     first = 1 if init is None else 2  # a head to start from has learned several drafts already
-    training = HeadTraining(net, parts, checkpoint, steps=depth, least_depth=first)
-    training.run(taught, seconds=seconds, max_steps=steps)
+    training = HeadTraining(net, parts, checkpoint, steps=depth, first_depth=first)
+    training.run(train_lessons, seconds=seconds, max_steps=steps)
     acceptance = training.acceptance(held_out)
     if isinstance(net, MedusaNet):
         save_medusa(net, folder, with_head=with_head)
     else:
         save_eagle3(net, layers[:-1], folder, model=name, drafts=depth, with_head=with_head)
     data = {
-        "answers": len(taught),
-        "tokens": sum(len(each.tokens) for each in taught),
+        "answers": len(train_lessons),
+        "tokens": sum(len(each.tokens) for each in train_lessons),
         "coverage": coverage,
     }
     card = _card(TITLES[kind], name, training, acceptance, data, init)
@@ -156,7 +156,7 @@ def train_head(
     return acceptance
 
 
-def _eagle_at(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
+def _eagle_from(init: Path, parts: TargetParts, ids: Tensor) -> EagleNet:
     try:
         return load_eagle3(init, parts, ids)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -207,7 +207,7 @@ Made by `python -m tools.heads`{start}.
 - Drafts {ids:,} ids, {data["coverage"]:.1%} of all answered tokens.
 - {weights / 1e6:.2f} M weights; {training.step:,} steps on {training.tokens:,} tokens,
   {training.elapsed_s / 60:.0f} minutes. Loss {training.loss:.2f}: cross-entropy to the model's
-  distribution among those ids, sharpened (logits times {SHARP}), {training.steps} drafts deep.
+  distribution among those ids, sharpened (logits times {SHARPENING}), {training.steps} drafts deep.
 - Held out, against the model's likeliest token: of drafts number 1, 2, ... that were tried
   {depths} were accepted ({acceptance.trials:,} positions).
   That is {acceptance.tokens_per_step:.2f} tokens per step.

@@ -23,10 +23,10 @@ from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 from tools.heads.__main__ import make_parser
-from tools.heads.beginning import begin
 from tools.heads.eagle_net import EagleNet, EagleShape
 from tools.heads.export import load_eagle3, load_medusa, save_medusa
 from tools.heads.head_training import HeadTraining
+from tools.heads.initial_weights import set_initial_weights
 from tools.heads.lessons import Lesson, Shards
 from tools.heads.medusa_net import MedusaNet
 from tools.heads.target_parts import TargetParts
@@ -124,7 +124,7 @@ def test_where_it_begins_it_guesses_what_is_linear(tmp_path):
     net = EagleNet(SHAPE, parts, torch.arange(90))
     training = HeadTraining(net, parts, tmp_path / "a.pt", steps=1)
     assert training.acceptance(held_out).by_depth[0] < 0.2
-    begin(net, made_up_lessons(48))
+    set_initial_weights(net, made_up_lessons(48))
     assert training.acceptance(held_out).by_depth[0] > 0.9
 
 
@@ -170,11 +170,11 @@ def test_a_head_begins_at_another_and_drafts_what_is_said_now(tmp_path):
     trained = load_eagle3(demo_head(), parts)
     ids = torch.arange(90)
     net = load_eagle3(demo_head(), parts, ids)
-    assert torch.equal(net.draft_ids, ids) and torch.equal(net.rows, parts.head[:90])
+    assert torch.equal(net.draft_ids, ids) and torch.equal(net.head_rows, parts.head[:90])
     assert all(
         torch.equal(p, q) for p, q in zip(net.parameters(), trained.parameters(), strict=True)
     )
-    training = HeadTraining(net, parts, tmp_path / "a.pt", steps=3, least_depth=2)
+    training = HeadTraining(net, parts, tmp_path / "a.pt", steps=3, first_depth=2)
     assert [training.depth_at(share) for share in (0, 0.5, 0.7)] == [2, 2, 3]
     assert training.acceptance(held_out).trials
 

@@ -1,9 +1,10 @@
 """Initial weights of an EAGLE-3 head: a linear prediction, fitted by least squares.
 
 The target's last hidden state at t + 1, after its norm, is predicted as F x + B e. Here x are the
-hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`. B (at
-the rank of the values) is stored in one query head per KV head, which attends only to its own
-position. All other parts add nothing at first. This takes a minute and saves hundreds of steps.
+hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`. B, at
+the rank of the values, is stored in V and output projections of one query head per KV head, which
+attends only to its own position. All other parts add nothing at first. The fit takes a minute and
+saves hundreds of steps.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tools.heads.eagle_net import EagleNet
 from tools.heads.lessons import Lesson
 
 RIDGE = 0.02  # ridge term, relative to the mean of the diagonal.
-MOST_TOKENS, MOST_FOR_CONSTANT = 1 << 16, 1 << 13  # samples for the fit and for `_constant`
-# RMS of the predictions: a norm follows, so their size is free, and small values learn faster.
-GUESS_RMS = 0.2
-# Number of dimension pairs (the fastest rotating), and length of queries and keys, for attention to
-# the own position. One position away the weight is exp(-7) times as large.
+MAX_TOKENS, MAX_CONSTANT_TOKENS = 1 << 16, 1 << 13  # samples for fit and `_constant_direction`
+# RMS of the predictions. Any value works, because a norm follows; small values learn faster.
+PREDICTION_RMS = 0.2
+# Attention to the own position uses this number of dimension pairs, the fastest rotating, and
+# queries and keys of this length. A neighbouring position has exp(-7) times the weight.
 OWN_PAIRS, OWN_LENGTH = 4, 8.0
 
 
@@ -37,18 +38,18 @@ class _Samples(NamedTuple):
 
 
 @torch.no_grad()
-def begin(net: EagleNet, lessons: Sequence[Lesson]) -> None:
+def set_initial_weights(net: EagleNet, lessons: Sequence[Lesson]) -> None:
     """Set the weights of `net`, except its norms, which the fit uses as they are."""
-    num_read = net.fc.weight.shape[1]
+    read_size = net.fc.weight.shape[1]
     gram, moments = torch.zeros(2)
-    for pair in _samples(net, lessons, MOST_TOKENS):
-        x = torch.cat((pair.read, pair.embedded), -1)
-        gram, moments = gram + x.T @ x, moments + x.T @ pair.targets
+    for samples in _samples(net, lessons, MAX_TOKENS):
+        x = torch.cat((samples.read, samples.embedded), -1)
+        gram, moments = gram + x.T @ x, moments + x.T @ samples.targets
     linear = _solve(gram, moments)
-    net.fc.weight.copy_(linear[:, :num_read] * GUESS_RMS)
+    net.fc.weight.copy_(linear[:, :read_size] * PREDICTION_RMS)
     net.layers[0].mlp.down_proj.weight.zero_()
-    _attend_to_own(net, _constant(net, lessons))
-    _put_into_values(net, linear[:, num_read:] * GUESS_RMS, gram[num_read:, num_read:])
+    _attend_to_own_position(net, _constant_direction(net, lessons))
+    _set_values(net, linear[:, read_size:] * PREDICTION_RMS, gram[read_size:, read_size:])
 
 
 def _solve(gram: Tensor, moments: Tensor) -> Tensor:
@@ -78,18 +79,18 @@ def _samples(net: EagleNet, lessons: Sequence[Lesson], max_tokens: int) -> Itera
             return
 
 
-def _constant(net: EagleNet, lessons: Sequence[Lesson]) -> Tensor:
+def _constant_direction(net: EagleNet, lessons: Sequence[Lesson]) -> Tensor:
     """Return the vector [2 hidden] whose product with the input of attention is nearly 1
     anywhere."""
     parts = []
-    for pair in _samples(net, lessons, MOST_FOR_CONSTANT):
-        state = net.layers[0].hidden_norm(net.fc(pair.read))
-        parts.append(torch.cat((pair.embedded, state), -1))
+    for samples in _samples(net, lessons, MAX_CONSTANT_TOKENS):
+        state = net.layers[0].hidden_norm(net.fc(samples.read))
+        parts.append(torch.cat((samples.embedded, state), -1))
     x = torch.cat(parts)
     return _solve(x.T @ x, x.sum(0)[:, None])[0]
 
 
-def _attend_to_own(net: EagleNet, constant: Tensor) -> None:
+def _attend_to_own_position(net: EagleNet, constant: Tensor) -> None:
     """Set the first query head of each KV head. The other heads get zeros in its dimensions."""
     s, attention = net.shape, net.layers[0].self_attn
     pairs, half = min(OWN_PAIRS, s.head_dim // 2), s.head_dim // 2
@@ -104,11 +105,11 @@ def _attend_to_own(net: EagleNet, constant: Tensor) -> None:
     keys[:, :pairs] = constant * OWN_LENGTH
 
 
-def _put_into_values(net: EagleNet, linear: Tensor, spread: Tensor) -> None:
+def _set_values(net: EagleNet, linear: Tensor, covariance: Tensor) -> None:
     """Store `linear` [hidden, hidden] in values and outputs, approximated by the rank they allow.
-    The approximation is best for embeddings whose sum of x x^T is `spread`."""
+    The approximation is best for embeddings whose sum of x x^T is `covariance`."""
     s, attention = net.shape, net.layers[0].self_attn
-    root = torch.linalg.cholesky(_ridged(spread))
+    root = torch.linalg.cholesky(_ridged(covariance))
     out, sizes, into = torch.linalg.svd(linear @ root)
     rank = min(s.num_kv_heads * s.head_dim, len(sizes))
     roots = sizes[:rank].sqrt()
