@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch.runtime.cpu.verify import Wanted, verify
+from cbatch.runtime.cpu.verify import RowsToVerify, verify
 from cbatch.runtime.input_batch import InputBatch
 
 VOCAB_SIZE, BLOCK_TOKENS, PEAK = 4096, 16, 12.0  # PEAK: logit of a likeliest token
@@ -28,7 +28,7 @@ def test_verify(benchmark, mode, rows, k):
     )
     logits = logits.flatten(0, 1)
     probs = torch.softmax(torch.randn(rows * k, VOCAB_SIZE, generator=generator), dim=-1)
-    rows_to_verify = Wanted(
+    rows_to_verify = RowsToVerify(
         slots=np.arange(rows),
         known=np.full(rows, 64),
         num_drafted=np.full(rows, k),

@@ -23,4 +23,4 @@ def backend_of(device: str) -> Backend:
 
 def default_device(needs: Requirements) -> str:
     """Return the device for `device` "auto": the first that supports the engine's options."""
-    return next(kind for kind in ("cuda", "cpu") if backend_of(kind).suits(needs))
+    return next(kind for kind in ("cuda", "cpu") if backend_of(kind).may_auto_select(needs))

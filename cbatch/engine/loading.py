@@ -78,8 +78,8 @@ def load_models(
     require_head_support(impls[0], head=head)
     device = default_device(needs) if options.device == "auto" else options.device
     backend = backend_of(device)
-    backend.refuse(needs)
-    backend.require(device)
+    backend.check_supported(needs)
+    backend.require_device(device)
     backend.set_threads(options.threads, options.tensor_parallel_size)
     request = LoadRequest(
         device=device,

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
     from cbatch.runtime.sampling.structured import GrammarSource
 
-# The modelling code of a model. "own": ours, for any device; "compiled": ours, for a family that
-# only our compiled kernels support; "transformers": that of the transformers library.
+# The modelling code of a model: our decoder for any device, our decoder with compiled kernels (for
+# families that only these support), or the code of the transformers library.
 Impl = Literal["own", "compiled", "transformers"]
-TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts that a head is tried on
+TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts on which a head is tested
 
 
 class Requirements(NamedTuple):
-    """Requested properties of an engine, which a device may not support. `impls`: the modelling
-    code of the model and of its draft."""
+    """Options of an engine that a device may not support. `impls`: the modelling code of the model
+    and of its draft."""
 
     model: str | Path
     impls: tuple[Impl, Impl] = ("own", "own")
@@ -37,8 +37,8 @@ class Requirements(NamedTuple):
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """The models to load. `impls`: the modelling code of the model and of the draft. If
-    `trial_texts` is not empty, the draft is a head."""
+    """The models to load. `impls`: the modelling code of the model and of the draft. `trial_texts`
+    is empty unless the draft is a head."""
 
     device: str
     model: str | Path
@@ -52,7 +52,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class LargestStep(NamedTuple):
-    """Maximum sizes of an executor's steps. `max_drafts` is per row; 0: no speculation."""
+    """Maximum sizes of an executor's steps. `max_drafts` is per row; 0 means no speculation."""
 
     max_num_seqs: int
     max_sequence_tokens: int
@@ -62,8 +62,8 @@ class LargestStep(NamedTuple):
 
 
 class ModelFacts(Protocol):
-    """A loaded model or head. `matrix_bytes` is the size of its matrices; None: the size follows
-    from `dtype`."""
+    """A loaded model or head. `matrix_bytes` is the size of its matrices in bytes; None means that
+    all of them have the type `dtype`."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -77,8 +77,8 @@ class ModelFacts(Protocol):
 
 
 class LoadedModels(Protocol):
-    """A target and its draft (a model or a head) on a device. `num_ranks` ranks share the target;
-    each rank has the whole draft. `code` describes the target's modelling code."""
+    """A target and its draft (a model or a head) on a device. `num_ranks` ranks share the target,
+    and each has the whole draft. `code` describes the modelling code of the target."""
 
     @property
     def target(self) -> ModelFacts: ...
@@ -94,7 +94,7 @@ class LoadedModels(Protocol):
 
     @property
     def price_key(self) -> dict[str, object]:
-        """Return the facts that step durations depend on, in addition to models and options."""
+        """Return facts that step durations depend on, in addition to models and options."""
         ...
 
     def kv_block_bytes(self, block_size: int) -> int:
@@ -102,8 +102,8 @@ class LoadedModels(Protocol):
         ...
 
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
-        """Return the memory for KV, in bytes: a default, or a `share` of the device's memory less
-        weights and step buffers. Raises `FieldError` if steps leave no memory for KV."""
+        """Return the memory for KV in bytes: a `share` of the device's memory minus weights and
+        buffers of the `step`; None: a default. Raises `FieldError` if no memory is left for KV."""
         ...
 
     def batch_invariance(self) -> tuple[bool, str]:
@@ -124,25 +124,25 @@ class LoadedModels(Protocol):
 
 
 class Backend(Protocol):
-    """A kind of device. Its own libraries are imported when it loads a model, not before."""
+    """A kind of device. Its libraries are imported when it loads a model, not before."""
 
     default_block_size: int
-    default_overlap: Literal[0, 1]  # steps planned while an earlier step runs
+    default_overlap: Literal[0, 1]  # number of steps planned while an earlier step runs
 
-    def suits(self, needs: Requirements) -> bool:
-        """Return whether `device` "auto" may select this kind. Logs why a device is not used."""
+    def may_auto_select(self, needs: Requirements) -> bool:
+        """Return whether `device` "auto" may select this kind. Logs why it may not."""
         ...
 
-    def require(self, device: str) -> None:
+    def require_device(self, device: str) -> None:
         """Raise `FieldError` for a device that this machine does not have."""
         ...
 
-    def refuse(self, needs: Requirements) -> None:
+    def check_supported(self, needs: Requirements) -> None:
         """Raise `FieldError` for an option that this kind of device does not support."""
         ...
 
     def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
-        """Return why a family that is not `plain` cannot be computed by our own code, or None."""
+        """Return why `Impl` "compiled" cannot compute a model, or None if it can."""
         ...
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
@@ -150,6 +150,6 @@ class Backend(Protocol):
         ...
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> LoadedModels:
-        """Load the models; of the target, load this rank's shard. Raises ModelError with file and
+        """Load this rank's shard of the target, and the draft. Raises ModelError naming file and
         field, and FieldError for a head that does not predict the target."""
         ...

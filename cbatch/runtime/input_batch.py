@@ -155,11 +155,11 @@ class InputBatch:
 
     def noise_rows(self, slots: NDArray[np.integer], positions: I64) -> NoiseRows:
         """Return the noise coordinates of the tokens at `positions` in `slots`."""
-        where = self.keys[slots], self.choice[slots], positions
-        return NoiseRows(*map(torch.from_numpy, where))
+        coordinates = self.keys[slots], self.choice[slots], positions
+        return NoiseRows(*map(torch.from_numpy, coordinates))
 
 
 def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
     """Pad [slots, n] with zeros to at least `width` columns."""
-    have = array.shape[1]
-    return array if width <= have else np.pad(array, ((0, 0), (0, max(width - have, have))))
+    size = array.shape[1]
+    return array if width <= size else np.pad(array, ((0, 0), (0, max(width - size, size))))

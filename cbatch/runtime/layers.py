@@ -70,7 +70,7 @@ class LayerBuilder(Generic[P]):
         embedding, head = self._embedding("model.embed_tokens.weight", bias, norm)
         if head is None:
             shape = self._num_logits, c.hidden_size
-            head = self._below(["lm_head.weight"], shape, bias, norm, "model.norm")
+            head = self._product(["lm_head.weight"], shape, bias, norm, "model.norm")
         return embedding, layers, head
 
     def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, P | None]:
@@ -78,14 +78,14 @@ class LayerBuilder(Generic[P]):
         embedding = self._get(name, self.config.vocab_size, self.config.hidden_size)
         if not self.config.tie_embeddings:
             return embedding, None
-        bias = self._shifted(embedding, bias, "model.norm")
+        bias = self._full_bias(embedding, bias, "model.norm")
         return embedding, self._linear(embedding, bias, norm)
 
     def final_norm(self) -> Tensor:
         """Return the weight of the norm before the LM head, fp32, for heads that apply it, too."""
         return self._norm_weight("model.norm")
 
-    def _below(
+    def _product(
         self,
         names: list[str],
         shape: tuple[int, int],
@@ -100,9 +100,9 @@ class LayerBuilder(Generic[P]):
             return stored
         weights = [self._get(name, *shape) for name in names]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._linear(weight, self._shifted(weight, bias, norm), in_scale)
+        return self._linear(weight, self._full_bias(weight, bias, norm), in_scale)
 
-    def _shifted(self, weight: Tensor, bias: Tensor | None, norm: str | None) -> Tensor | None:
+    def _full_bias(self, weight: Tensor, bias: Tensor | None, norm: str | None) -> Tensor | None:
         """Return the bias, plus the norm's bias times the weight."""
         if norm is None or not self.config.arithmetic.norm_bias:
             return bias
@@ -119,7 +119,7 @@ class LayerBuilder(Generic[P]):
         """Return one product of tensors as stored, stacked by rows; None if unsupported."""
         return None
 
-    def _mix(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
+    def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
         """Return the fields of a layer for its experts; `norm`: weight of the norm before them."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class LayerBuilder(Generic[P]):
         each KV head. `name` names the norm before the product."""
         bias = self._fuse(attention, "bias") if self.config.attention_bias else None
         weight = self._fuse(attention, "weight", self.config.hidden_size)
-        return self._linear(weight, self._shifted(weight, bias, name), norm)
+        return self._linear(weight, self._full_bias(weight, bias, name), norm)
 
     def _get(self, name: str, *shape: int) -> Tensor:
         return self.source.get(name, shape).to(self.device, self.dtype)
@@ -152,11 +152,11 @@ class LayerBuilder(Generic[P]):
         if c.attention_out_bias:
             out_bias = self._get(f"{attention}.o_proj.bias", c.hidden_size)
         qkv = self._qkv(attention, norms[0], names[0])
-        out = self._below([f"{attention}.o_proj.weight"], (c.hidden_size, width), out_bias, None)
+        out = self._product([f"{attention}.o_proj.weight"], (c.hidden_size, width), out_bias, None)
         if a.experts is not None and index not in a.experts.dense_layers:
-            second = self._mix(f"{name}.mlp", a.experts, norms[2])
+            feed_forward = self._moe_fields(f"{name}.mlp", a.experts, norms[2])
         else:
-            second = self._feed_forward(f"{name}.mlp", norms[2], names[2])
+            feed_forward = self._feed_forward(f"{name}.mlp", norms[2], names[2])
         return Layer(
             window=c.sliding_window[index],
             qkv=qkv,
@@ -165,7 +165,7 @@ class LayerBuilder(Generic[P]):
             after_attention=norms[1],
             after_forward=norms[3],
             sinks=sinks,
-            **second,
+            **feed_forward,
         )
 
     def _feed_forward(self, mlp: str, in_scale: Tensor | None, norm: str | None) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class LayerBuilder(Generic[P]):
             bias = torch.cat([self._get(f"{half}.bias", inner) for half in halves])
             down_bias = self._get(f"{mlp}.down_proj.bias", hidden)
         weights = [f"{half}.weight" for half in halves]
-        gate_up = self._below(weights, (inner, hidden), bias, in_scale, norm)
-        down = self._below([f"{mlp}.down_proj.weight"], (hidden, inner), down_bias, None)
+        gate_up = self._product(weights, (inner, hidden), bias, in_scale, norm)
+        down = self._product([f"{mlp}.down_proj.weight"], (hidden, inner), down_bias, None)
         return {"gate_up": gate_up, "down": down}
 
     def _fuse(self, attention: str, kind: str, *columns: int) -> Tensor:

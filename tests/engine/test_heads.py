@@ -90,7 +90,7 @@ def test_medusa_heads_with_random_guesses_are_rejected(scale, tmp_path):
 def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
     """The heads are untrained, so that hardly any draft is accepted, and their self-test would
     reject them."""
-    monkeypatch.setattr(self_test.Tested, "guesses", False)
+    monkeypatch.setattr(self_test.HeadTrial, "is_chance", False)
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
     llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
     for _ in range(2):  # without, then with prefix hits

@@ -22,7 +22,7 @@ from cbatch.runtime.cpu import executor as executor_module
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
-from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.sampling.structured import GrammarSource
 from tests.checking.invariants import check_scheduler
@@ -60,7 +60,7 @@ class RecordingExecutor(TorchExecutor):
             self.row_of_request.setdefault(self.owner[slot], []).append(row)
         return result
 
-    def _verify(self, logits: Tensor, rows: Wanted, table: Any) -> Verified:
+    def _verify(self, logits: Tensor, rows: RowsToVerify, table: Any) -> Verified:
         raw = logits.clone().numpy()
         verdict = verify(logits, rows, table)
         start = 0

@@ -20,7 +20,7 @@ def make(model_price: float = 0.0, slots: int = 4, chain: tuple[int, ...] = CHAI
 
 def order(choice: DrafterChoice, slot: int) -> list[int]:
     ranks = choice.ranks[:, slot]
-    return [int(d) for d in ranks.argsort() if choice.held[d, slot]]
+    return [int(d) for d in ranks.argsort() if choice.in_chain[d, slot]]
 
 
 def tell(choice: DrafterChoice, drafter: int, slot: int, accepted: int, times: int = 1) -> None:
@@ -78,11 +78,11 @@ def test_what_was_learnt_leaves_and_comes_back():
     tell(choice, MODEL, 0, 4, times=8)
     learnt = order(choice, 0)
     assert learnt[0] == MODEL
-    carried = choice.leave(0)
-    assert not choice.held[:, 0].any() and not choice.chooses[0]
+    sums = choice.leave(0)
+    assert not choice.in_chain[:, 0].any() and not choice.has_several[0]
     choice.enter(0, (NGRAM, SUFFIX))
     assert order(choice, 0) == [NGRAM, SUFFIX]
-    choice.enter(2, CHAIN, carried)
+    choice.enter(2, CHAIN, sums)
     assert order(choice, 2) == learnt
 
 

@@ -132,10 +132,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 )
 def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
     needs = Requirements("a model", block_size=16)
-    backend_of("cuda:1").refuse(needs)
-    backend_of("cpu").refuse(needs._replace(**{field: value}))
+    backend_of("cuda:1").check_supported(needs)
+    backend_of("cpu").check_supported(needs._replace(**{field: value}))
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
-        backend_of("cuda:1").refuse(needs._replace(**{field: value}))
+        backend_of("cuda:1").check_supported(needs._replace(**{field: value}))
 
 
 def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +168,8 @@ def test_queries_have_tiles_of_their_kind(
 def test_fp8_is_refused_where_there_is_none() -> None:
     needs = Requirements("a model", block_size=16, kv_cache_dtype="fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'fp8' .* on a CPU; .* --device cuda"):
-        backend_of("cpu").refuse(needs)
-    backend_of("cuda").refuse(needs)
+        backend_of("cpu").check_supported(needs)
+    backend_of("cuda").check_supported(needs)
     with pytest.raises(FieldError, match="^kv_cache_dtype: fp8 is not supported .* on sm_80"):
         kv_dtype_of(decoder(), "fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not allowed; use 'auto'"):

@@ -210,7 +210,7 @@ def test_fp8_is_widened_by_its_scales(kind: str, tmp_path: Path) -> None:
 
 def test_another_order_of_words_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _, values = directory(tmp_path, FORMATS["awq"])
-    monkeypatch.setattr(quantised, "AWQ_PLACES", tuple(range(8)))
+    monkeypatch.setattr(quantised, "AWQ_POSITIONS", tuple(range(8)))
     _, weights, _ = open_checkpoint(folder, "float32")
     expected = values[f"{UP}.weight"]
     assert not torch.equal(

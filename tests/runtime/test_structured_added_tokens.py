@@ -155,7 +155,7 @@ def test_a_refused_token_that_was_committed_ends_the_request(
     monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
     """As with masks of llguidance itself, the request ends with an error, and no text follows."""
-    monkeypatch.setattr(Structured, "_keep_text_plain", lambda *_: None)
+    monkeypatch.setattr(Structured, "_prefer_plain_token", lambda *_: None)
     options: dict[str, Any] = {"lookahead": "fixed:4"} if drafts else {}
     for depth in (0, 1):
         done = run(drafts=drafts, depth=depth, **options)

@@ -143,7 +143,7 @@ class Served:
         """Return the drafter that is first for each text."""
         turns = self.chain._turns
         return [
-            next(n for t, n in turns.order if turns.of(t, n, np.array([slot]))[0])
+            next(n for t, n in turns.order if turns.has_turn(t, n, np.array([slot]))[0])
             for slot in self.slot_of.values()
         ]
 
@@ -187,7 +187,7 @@ def test_what_was_learnt_follows_a_sequence_to_another_slot(monkeypatch):
     assert moved() == ["suffix", "model"] * 3
     enter = DrafterChoice.enter
 
-    def by_slot(self: DrafterChoice, slot: int, chain: Any, carried: Any = None) -> None:
+    def by_slot(self: DrafterChoice, slot: int, chain: Any, sums: Any = None) -> None:
         enter(self, slot, chain, self.leave(slot))
 
     monkeypatch.setattr(DrafterChoice, "enter", by_slot)
@@ -233,5 +233,5 @@ def test_a_slot_follows_the_chain_of_its_sequence() -> None:
     served.chain.default = ("suffix",)
     served.move([0, 1, 2, 6, 7, 5])
     assert served.first() == ["suffix"] * 6
-    chooses = served.chain._turns._choice.chooses
-    assert not chooses[[0, 1, 2, 5, 6, 7]].any()
+    has_several = served.chain._turns._choice.has_several
+    assert not has_several[[0, 1, 2, 5, 6, 7]].any()

@@ -8,7 +8,7 @@ import torch
 
 from cbatch.core.scheduler.plan import RowStatus
 from cbatch.runtime.cpu import verify as verification
-from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
@@ -56,7 +56,7 @@ class Step:
         for row in rows[made.rejects[rows]].tolist():
             q.append(self.q[self.starts[row] : self.starts[row] + self.k[row]])
         flat = np.concatenate([self.starts[r] + np.arange(self.k[r] + 1) for r in rows.tolist()])
-        rows_to_verify = Wanted(
+        rows_to_verify = RowsToVerify(
             slots=rows,
             known=20 + rows,
             num_drafted=self.k[rows],
@@ -104,7 +104,7 @@ def test_drafts_weighed_with_the_q_of_another_row_are_noticed(
 ) -> None:
     real = verification.drafted_probs
 
-    def shifted(rows_to_verify: Wanted, at: I64, made: InputBatch) -> torch.Tensor | None:
+    def shifted(rows_to_verify: RowsToVerify, at: I64, made: InputBatch) -> torch.Tensor | None:
         q = real(rows_to_verify, at, made)
         whole = q is None or rows_to_verify.probs is None or len(q) == len(rows_to_verify.probs)
         return q if whole else rows_to_verify.probs[: len(q)]

@@ -31,13 +31,13 @@ class CpuBackend:
     default_block_size = 16
     default_overlap: Literal[0, 1] = 0
 
-    def suits(self, needs: Requirements) -> bool:
+    def may_auto_select(self, needs: Requirements) -> bool:
         return True
 
-    def require(self, device: str) -> None:
+    def require_device(self, device: str) -> None:
         pass
 
-    def refuse(self, needs: Requirements) -> None:
+    def check_supported(self, needs: Requirements) -> None:
         if needs.kv_cache_dtype != "auto":
             problem = f"{needs.kv_cache_dtype!r} is not supported on a CPU"
             raise FieldError("kv_cache_dtype", problem, "leave it out, or use --device cuda")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
 
 _ALIGNMENT_BYTES = 64
-_ALONE_BELOW = 1 << 17  # multiplications of a pass below which one thread is faster than several
+_SINGLE_THREAD_BELOW = 1 << 17  # a pass with fewer multiplications is fastest on one thread
 _OUR_REFERENCES = 3  # references to logits memory: the decoder's, a local name's, an argument's
 PASS_ERRORS = {  # by the status that a pass returns
     1: "tokens: an id is not in the vocabulary",
@@ -82,7 +82,7 @@ class StateReading(NamedTuple):
     """The way a drafter's first layer combines tokens and hidden states; see `reader` of step.h.
     The norms are norm weights times sqrt(hidden), fp32 [hidden]."""
 
-    front: Linear | None
+    input_layer: Linear | None
     only_kv: Linear | None
     token_norm: Tensor | None
     state_norm: Tensor | None
@@ -157,17 +157,17 @@ class CompiledDecoder:
             self.num_kept - 1,
             *_flags(config, rows.dtype),
         )
-        weakref.finalize(self, _let_go, kernel, self.struct, self._keep_alive)
+        weakref.finalize(self, _wait_for_threads, kernel, self.struct, self._keep_alive)
         self._positions = 0
-        parts = () if reading is None else (reading.front, reading.only_kv)
+        parts = () if reading is None else (reading.input_layer, reading.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
         if (experts := config.arithmetic.experts) is not None:
             per_expert = 3 * config.hidden_size * experts.width
             weights += len(layers) * (experts.chosen + experts.shared) * per_expert
-        self._alone_rows = _ALONE_BELOW // weights
-        self._room_for = 0, 0  # rows and threads that the working memory suffices for
+        self._single_thread_rows = _SINGLE_THREAD_BELOW // weights
+        self._capacity = 0, 0  # rows and threads for which the working memory suffices
         self._logits_memory = np.empty(0, np.float32)
 
     def keep(self, layers: tuple[int, ...]) -> None:
@@ -175,11 +175,11 @@ class CompiledDecoder:
         the output of the last layer."""
         kernel = library()
         assert kernel is not None
-        kernel.rest()  # a late thread of the previous pass may still read what changes here
-        number = {layer: at for at, layer in enumerate(layers)}
+        kernel.rest()  # a thread of the previous pass may still read the fields that change here
+        kept_index = {layer: at for at, layer in enumerate(layers)}
         for index, layer in enumerate(self._layers):
-            layer.kept = number.get(index, -1)
-        self.struct.kept = number.get(len(self._layers), -1)
+            layer.kept = kept_index.get(index, -1)
+        self.struct.kept = kept_index.get(len(self._layers), -1)
         self.num_kept = len(layers)
 
     def run(
@@ -199,9 +199,9 @@ class CompiledDecoder:
         or [N, 1, hidden] for a drafter. Raises IndexError with a message of `PASS_ERRORS`."""
         rows, num_logits = tokens.shape[0], logit_rows.shape[0]
         if self.num_kept and hidden is None:
-            made = num_logits if states is not None else rows
-            hidden = torch.empty(made, self.num_kept, self._config.hidden_size)
-        self._reach(int(context_lens.max()))
+            num_states = num_logits if states is not None else rows
+            hidden = torch.empty(num_states, self.num_kept, self._config.hidden_size)
+        self._extend_rotary(int(context_lens.max()))
         logits = self.logits(num_logits)
         tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
@@ -225,7 +225,7 @@ class CompiledDecoder:
             kv.num_blocks + 1,
             kv.block_size,
             kv.data.dtype == torch.bfloat16,
-            1 if rows <= self._alone_rows else threads,
+            1 if rows <= self._single_thread_rows else threads,
             self.num_kept,
         )
         if self._ranks is None:
@@ -233,10 +233,10 @@ class CompiledDecoder:
             return logits
         return self._run_parts(step, logits, self._ranks)
 
-    def step_like(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
+    def step_template(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
         """Return a step for C code that runs several passes of up to `rows` rows and `positions`
         positions. It has only the fields that are equal in all these passes."""
-        self._reach(positions)
+        self._extend_rotary(positions)
         threads = torch.get_num_threads()
         return StepStruct(
             kv=kv.data.data_ptr(),
@@ -244,7 +244,7 @@ class CompiledDecoder:
             blocks=kv.num_blocks + 1,
             block_size=kv.block_size,
             kv_half=kv.data.dtype == torch.bfloat16,
-            threads=1 if rows <= self._alone_rows else threads,
+            threads=1 if rows <= self._single_thread_rows else threads,
         )
 
     def _call(self, step: StepStruct) -> None:
@@ -269,7 +269,7 @@ class CompiledDecoder:
         self._call(step)
         return ranks.columns(logits, self._config.vocab_size)
 
-    def _reach(self, positions: int) -> None:
+    def _extend_rotary(self, positions: int) -> None:
         """Compute the rotary factors of at least this number of positions."""
         if positions > self._positions:
             self._positions = 1 << (positions - 1).bit_length()
@@ -282,23 +282,23 @@ class CompiledDecoder:
         to it. The system clears new memory, which takes a tenth of a step of 128 rows."""
         vocab, memory = self.struct.choices, self._logits_memory
         count = rows * vocab
-        room = count + _ALIGNMENT_BYTES // 4
-        if memory.size < room or sys.getrefcount(memory) > _OUR_REFERENCES:
-            self._logits_memory = memory = np.empty(room, np.float32)
+        num_floats = count + _ALIGNMENT_BYTES // 4
+        if memory.size < num_floats or sys.getrefcount(memory) > _OUR_REFERENCES:
+            self._logits_memory = memory = np.empty(num_floats, np.float32)
         first = -memory.ctypes.data % _ALIGNMENT_BYTES // 4
         return torch.from_numpy(memory[first : first + count]).view(rows, vocab)
 
     def _work_address(self, rows: int, threads: int) -> int:
         """Return the address of working memory for this number of rows and threads."""
-        if rows > self._room_for[0] or threads > self._room_for[1]:
-            self._room_for = 2 * rows, threads
-            num_bytes = self._memory_bytes(self.struct, *self._room_for) + _ALIGNMENT_BYTES
+        if rows > self._capacity[0] or threads > self._capacity[1]:
+            self._capacity = 2 * rows, threads
+            num_bytes = self._memory_bytes(self.struct, *self._capacity) + _ALIGNMENT_BYTES
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         address = self._memory.data_ptr()
         return address + -address % _ALIGNMENT_BYTES
 
 
-def _let_go(kernel: ctypes.CDLL, *kept_alive: object) -> None:
+def _wait_for_threads(kernel: ctypes.CDLL, *kept_alive: object) -> None:
     """Wait until no thread reads the structs, before they are freed."""
     kernel.rest()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.verify import Verified, Wanted, verify
+from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
@@ -34,7 +34,7 @@ class _Rows(NamedTuple):
     known: I64  # known tokens of the sequence
     start: I64  # first position to compute
     num_new_tokens: I64  # known tokens to compute: a chunk, or the last token
-    num_drafts: I64  # planned, limited by what max_total_tokens leaves
+    num_drafts: I64  # planned drafts, limited by `max_total_tokens`
     catch_up: NDArray[np.int32]
     wants: NDArray[np.bool_]  # whether the row gets a new token
 
@@ -106,7 +106,7 @@ class TorchExecutor:
         if self.drafter is not None:
             reads = bool(self.drafter.hidden_layers)
             if reads:
-                self._hand_states(rows, kv_lens)
+                self._pass_states(rows, kv_lens)
             if drafting:
                 self.drafter.truncate(rows.slots, kv_lens)
             if drafting or reads:
@@ -151,20 +151,20 @@ class TorchExecutor:
                 "send a plan with `deltas.reset` and the whole state"
             )
         known, start = table.num_tokens[slots], table.kv_len[slots]
-        room = table.max_total[slots] - known
+        remaining = table.max_total[slots] - known
         num_drafts, catch_up = plan.num_drafts, plan.catch_up
-        if drafting:  # a row without drafts left must not catch up either
-            num_drafts = np.maximum(np.minimum(num_drafts, room - 1), 0)
+        if drafting:  # a row that may not draft any more must not catch up either
+            num_drafts = np.maximum(np.minimum(num_drafts, remaining - 1), 0)
             catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
         new = plan.query_lens - plan.num_drafts
         rows = _Rows(iota(len(slots)), slots, known, start, new, num_drafts, catch_up, wants)
-        # A row that failed, or already reached its end, has nothing left to do.
-        busy = (((room > 0) | ~wants) & (table.failed[slots] == 0)).nonzero()[0]
-        if len(busy) < len(slots):
-            rows = rows.at(busy)
-        reached = rows.start + rows.num_new_tokens
+        # Leave out rows that failed, and rows that emit a token but have reached their end.
+        active = (((remaining > 0) | ~wants) & (table.failed[slots] == 0)).nonzero()[0]
+        if len(active) < len(slots):
+            rows = rows.at(active)
+        end = rows.start + rows.num_new_tokens
         # Rows that get a token must end at their last known token; no row may pass it.
-        if ((reached > rows.known) | (rows.wants & (reached < rows.known))).any():
+        if ((end > rows.known) | (rows.wants & (end < rows.known))).any():
             raise ValueError(
                 f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit sequences "
                 f"of {known.tolist()} tokens with {start.tolist()} in KV"
@@ -215,8 +215,8 @@ class TorchExecutor:
         if not logits.shape[0]:
             return None, prompts
         at = rows.wants.nonzero()[0]
-        drafts = None if drafts is None else drafts[at]
-        rows_to_verify = Wanted(rows.slots[at], rows.known[at], num_drafted[at], drafts, probs)
+        drafts, slots = None if drafts is None else drafts[at], rows.slots[at]
+        rows_to_verify = RowsToVerify(slots, rows.known[at], num_drafted[at], drafts, probs)
         return verify(logits, rows_to_verify, self.table), prompts
 
     def _prompt_rows(self, rows: _Rows) -> I64:
@@ -266,13 +266,13 @@ class TorchExecutor:
         table.kv_len[rows.slots] = kv_lens
         return tokens, counts, kv_lens
 
-    def _hand_states(self, rows: _Rows, kv_lens: I64) -> None:
+    def _pass_states(self, rows: _Rows, kv_lens: I64) -> None:
         """Pass the hidden states of valid positions to the drafter; rejected drafts are left
         out."""
-        passed, self._hidden = self._hidden, None
-        if passed is None or self.drafter is None:
+        last_pass, self._hidden = self._hidden, None
+        if last_pass is None or self.drafter is None:
             return
-        query_lens, hidden = passed
+        query_lens, hidden = last_pass
         lens = kv_lens - rows.start
         count = int(lens.sum())
         if count < len(hidden):

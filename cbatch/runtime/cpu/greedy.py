@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.model.arrays import I64, iota
 
-_ALONE_BELOW = 1 << 17  # number of logits below which one thread is faster than several
+_SINGLE_THREAD_BELOW = 1 << 17  # number of logits below which one thread is faster than several
 
 
 def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
@@ -25,7 +25,7 @@ def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
         return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
     logits, (rows, vocab) = logits.contiguous(), logits.shape
     tokens, finite = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
-    threads = 1 if rows * vocab < _ALONE_BELOW else torch.get_num_threads()
+    threads = 1 if rows * vocab < _SINGLE_THREAD_BELOW else torch.get_num_threads()
     to = tokens.ctypes.data, finite.ctypes.data
     _chooser(kernel)(logits.data_ptr(), rows, vocab, *to, threads)
     return tokens, finite

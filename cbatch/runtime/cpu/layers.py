@@ -19,11 +19,11 @@ from cbatch.runtime.model.rope import interleave_halves
 
 
 class CpuLayerBuilder(LayerBuilder[Linear]):
-    """Builds the layers of a CPU. If our kernels compute its products, quantised tensors are
+    """Builds layers for a CPU. If our kernels compute the products, quantised tensors are
     multiplied as stored, without widening them."""
 
     @cached_property
-    def _takes_blocks(self) -> bool:
+    def _supports_blocks(self) -> bool:
         return self._plan(1, 1).kind is Kind.COMPILED
 
     def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, Linear | None]:
@@ -32,19 +32,19 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         blocks, tied = self._blocks([name]), self.config.tie_embeddings
         if blocks is None:
             return super()._embedding(name, bias, norm)
-        packed = CompiledProduct.of_blocks(_stacked(blocks), None, norm if tied else None)
-        return packed, Linear.of(packed) if tied else None
+        product = CompiledProduct.of_blocks(_stacked(blocks), None, norm if tied else None)
+        return product, Linear.of(product) if tied else None
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         """Return tensors as stored, or None unless our kernels support all of them."""
-        stored = [self.source.blocks(name) for name in names] if self._takes_blocks else []
+        stored = [self.source.blocks(name) for name in names] if self._supports_blocks else []
         blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
 
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
     ) -> Linear | None:
-        """Return the product of stacked tensors as stored, or None without kernels for them."""
+        """Return the product of stacked tensors as stored, or None if no kernel supports them."""
         blocks = self._blocks(names)
         if blocks is None:
             return None
@@ -59,15 +59,15 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         may_pack = self.numerics.may_pack
         return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
 
-    def _mix(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
+    def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
         """Return the fields of a layer for its experts, with their router in fp32."""
         count, hidden, inner = experts.count, self.config.hidden_size, experts.width
         biased = self.config.arithmetic.activation == "clamped"
-        wide = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-        parts = [[*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in wide.items()]
+        shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+        parts = [[*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in shapes.items()]
         biases = [
             self._get(f"{mlp}.experts.{n}_bias", count, shape[0]) if biased else None
-            for n, shape in wide.items()
+            for n, shape in shapes.items()
         ]
         rows = self._get(f"{mlp}.gate.weight", count, hidden)
         bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
@@ -82,12 +82,12 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             parts[1] += down.split(inner, dim=1)
             rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
         gating = Gating[self.config.arithmetic.activation.upper()]
-        gate_of = Gate(gating, experts.limit, experts.alpha)
+        gate_function = Gate(gating, experts.limit, experts.alpha)
         plan = make_plan(tuple(rows.shape), torch.float32, invariant=True, may_pack=False)
         return {
             "gate_up": Linear(rows.float(), bias, None, plan),
             "down": None,
-            "experts": CompiledExperts.of(*parts, gate_of, *biases),
+            "experts": CompiledExperts.of(*parts, gate_function, *biases),
             "router_norm": norm,
         }
 

@@ -44,8 +44,8 @@ _PADDINGS = (
 
 
 class ProductPlan(NamedTuple):
-    """The implementation of products with one weight shape. `padding`: the rows added
-    for batch invariance. `invariant`: whether that suffices."""
+    """The implementation of products with one weight shape. `padding`: the rows added for batch
+    invariance. `invariant`: whether they suffice."""
 
     kind: Kind
     padding: RowPadding
@@ -88,9 +88,9 @@ class Linear:
 
     @property
     def compiled(self) -> CompiledProduct | None:
-        """Our own product if it takes any number of rows without padding, else None."""
-        own = isinstance(self.product, CompiledProduct) and self.plan.padding == NO_PADDING
-        return self.product if own else None
+        """Our own product if it accepts any number of rows without padding, else None."""
+        is_ours = isinstance(self.product, CompiledProduct) and self.plan.padding == NO_PADDING
+        return self.product if is_ours else None
 
 
 class Machine(NamedTuple):
@@ -115,8 +115,8 @@ def kinds_for(dtype: torch.dtype, machine: Machine, *, invariant: bool) -> list[
     native = machine.tiles or (machine.bf16 and not machine.compiles)
     if dtype == torch.bfloat16 and native and not invariant:
         return [Kind.NATIVE]
-    offered = ((Kind.COMPILED, machine.compiles), (Kind.PACKED, machine.packs))
-    return [*(kind for kind, there in offered if there), Kind.NATIVE]
+    candidates = ((Kind.COMPILED, machine.compiles), (Kind.PACKED, machine.packs))
+    return [*(kind for kind, available in candidates if available), Kind.NATIVE]
 
 
 def make_plan(
@@ -133,8 +133,8 @@ def make_plan(
     machine = Machine(
         compiles=compiles(dtype),
         packs=may_pack and packing_available(),
-        bf16=_has("_is_avx512_bf16_supported"),
-        tiles=_has("_is_amx_tile_supported"),
+        bf16=_cpu_supports("_is_avx512_bf16_supported"),
+        tiles=_cpu_supports("_is_amx_tile_supported"),
     )
     kinds = kinds_for(dtype, machine, invariant=invariant)
     if kinds[0] is Kind.COMPILED:
@@ -144,7 +144,7 @@ def make_plan(
     return _padded_plan(shape, dtype, tuple(kinds), torch.get_num_threads())
 
 
-def _has(feature: str) -> bool:
+def _cpu_supports(feature: str) -> bool:
     return bool(getattr(torch.cpu, feature, bool)())
 
 
@@ -173,22 +173,22 @@ def _random_weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 def find_padding(run: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> RowPadding | None:
-    """Return the least padding under which a row of `run` has the same bits at every probed row
-    count; None if no padding does."""
+    """Return the smallest padding with which a row of `run` has the same bits at every probed row
+    count; None if there is none."""
     counts = _PROBE_ROWS if shape[0] * shape[1] <= _LARGE_WEIGHT else _PROBE_ROWS_LARGE
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(counts[-1] + 31, shape[1], generator=gen)
     whole = run(x[: counts[-1]].contiguous())
     results: dict[int, bool] = {}
 
-    def holds(rows: int) -> bool:
+    def is_invariant(rows: int) -> bool:
         if rows not in results:
-            some = run(x[:rows].contiguous())
+            part = run(x[:rows].contiguous())
             common = min(rows, len(whole))
-            results[rows] = torch.equal(some[:common], whole[:common])
+            results[rows] = torch.equal(part[:common], whole[:common])
         return results[rows]
 
     for padding in _PADDINGS:
-        if all(holds(padding.rows(n)) for n in counts):
+        if all(is_invariant(padding.rows(n)) for n in counts):
             return padding
     return None

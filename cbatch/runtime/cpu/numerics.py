@@ -17,7 +17,7 @@ _PACK_BYTES_SHARE = 0.5  # limit of packed fp32 copies, as a share of the machin
 
 
 def resolve_numerics(requested: str, config: ModelConfig, dtype: torch.dtype) -> Numerics:
-    """Turn "auto" into "invariant" if every product of the model can be, else into "fast"."""
+    """Resolve "auto": "invariant" if every product of the model can be invariant, else "fast"."""
     may_pack = 4 * num_weights(config) < _PACK_BYTES_SHARE * memory_bytes()
     if requested == "auto":
         plans = [

@@ -23,11 +23,11 @@ from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
-# Elements up to which one thread runs an elementwise call, with a fixed layout. Kernels compute the
-# end of each thread's share differently (scalar, not vector code).
-_ONE_SHARE = 32768
+# Largest elementwise call that torch runs on one thread, in elements. With several threads, the end
+# of each thread's share is computed by scalar instead of vector code.
+_ONE_THREAD_ELEMENTS = 32768
 _NORM_GAP = 16  # columns after the residual stream: 64 bytes, to keep rows aligned
-_MOST_SPARE_ROWS = 8
+_MAX_SPARE_ROWS = 8
 _FEW_ROWS = 8  # rows that are computed in about the time of one row
 
 
@@ -42,7 +42,7 @@ class _Buffers:
         self.residual[:, hidden] = (hidden * config.rms_norm_eps) ** 0.5
         self.x = self.residual[:, :hidden]
         # Spare rows: products over queries read beyond the last row (see `Group.bind_rows`).
-        fused = torch.zeros(padded + _MOST_SPARE_ROWS, h.row_width)
+        fused = torch.zeros(padded + _MAX_SPARE_ROWS, h.row_width)
         self.rotated = fused[:padded].view(torch.complex64)
         self.fused = fused[:num_rows]
         self.kv = self.fused.view(-1, h.roles * h.head_dim)[:, h.group * h.head_dim :]
@@ -110,9 +110,9 @@ class TorchPass:
         logit_rows = batch.logits_index
         num_logits, padded = logit_rows.shape[0], buffers.padded
         keeps_all = len(self.layers) in kept
-        # If few of many rows need logits, only these need the second half of the last layer.
-        unfinished = num_logits < buffers.num_rows and buffers.num_rows > _FEW_ROWS
-        unfinished &= not keeps_all
+        # If only some rows need logits, only they need the second half of the last layer.
+        defers_half = num_logits < buffers.num_rows and buffers.num_rows > _FEW_ROWS
+        defers_half &= not keeps_all
         # The row of a single token is broadcast to the padding rows.
         assert isinstance(self.embedding, Tensor), "block weights need compiled products"
         buffers.x.copy_(self.embedding.index_select(0, _pad_index(batch.tokens, padded)))
@@ -128,7 +128,7 @@ class TorchPass:
                 return torch.empty(0, self.config.vocab_size)
             for group in layout.groups[layer.window]:
                 group.run(kv.block_rows[index])
-            if index < last or not unfinished:
+            if index < last or not defers_half:
                 self._finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
         if hidden is not None and keeps_all:
             hidden[:, kept.index(last + 1)] = buffers.x[: buffers.num_rows]
@@ -137,11 +137,11 @@ class TorchPass:
         if num_logits == buffers.num_rows:
             logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
             return logits if num_logits == padded else logits[:num_logits]
-        return self._selected_logits(buffers, logit_rows, unfinished)
+        return self._selected_logits(buffers, logit_rows, defers_half)
 
-    def _selected_logits(self, buffers: _Buffers, index: Tensor, unfinished: bool) -> Tensor:
-        """Return the logits of some rows. `unfinished`: run the second half of the last layer for
-        these rows first."""
+    def _selected_logits(self, buffers: _Buffers, index: Tensor, defers_half: bool) -> Tensor:
+        """Return the logits of some rows. With `defers_half`, the second half of the last layer is
+        first run for these rows."""
         count = index.shape[0]
         rows = self._padding.rows(count)
         logit_rows = _pad_index(index, rows)
@@ -149,7 +149,7 @@ class TorchPass:
             logit_rows = logit_rows.repeat(rows)
         residual = buffers.residual.index_select(0, logit_rows)
         x = residual[:, : self.config.hidden_size]
-        if unfinished:
+        if defers_half:
             heads_out = buffers.heads_out.index_select(0, logit_rows)
             self._finish_layer(self.layers[-1], residual, x, heads_out)
         logits = self.head.product(_normed(residual, x), rows)
@@ -178,7 +178,7 @@ class TorchPass:
             rows.mul_(layer.qk_weight)
         # The row of a single token is broadcast to the padding rows.
         pairs, rotary = fused.view(torch.complex64), rotary.expand(padded, -1)
-        step = max(1, _ONE_SHARE // rotary.shape[1])
+        step = max(1, _ONE_THREAD_ELEMENTS // rotary.shape[1])
         for at in range(0, padded, step):
             part = slice(at, at + step)
             torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
@@ -212,7 +212,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up of [T, gate | up]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    step = max(1, _ONE_SHARE // width)
+    step = max(1, _ONE_THREAD_ELEMENTS // width)
     if rows <= step:
         return F.silu(gate).mul_(up)
     return torch.cat([F.silu(part) for part in gate.split(step)]).mul_(up)

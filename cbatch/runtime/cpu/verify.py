@@ -28,14 +28,14 @@ from cbatch.runtime.sampling.rejection_sampler import (
 )
 
 _OK, _NO_TOKEN = np.uint8(RowStatus.OK), np.uint8(RowStatus.NO_TOKEN)
-_BY_FINITE = np.array([RowStatus.NON_FINITE, RowStatus.OK], dtype=np.uint8)
+_STATUS_BY_FINITE = np.array([RowStatus.NON_FINITE, RowStatus.OK], dtype=np.uint8)
 
 
-class Wanted(NamedTuple):
+class RowsToVerify(NamedTuple):
     """The W rows of a step that get new tokens, row i from position `known[i]` on.
 
     Row i has `1 + num_drafted[i]` rows of logits, concatenated in the order of i.
-    `drafts` is int64 [W, >= max k], or None if no row has drafts. `probs` is fp32 [sum of
+    `drafts` is int64 [W, max k or more], or None if no row has drafts. `probs` is fp32 [sum of
     num_drafted over rows verified by rejection, V], or None if all drafts were chosen with
     certainty.
     """
@@ -61,7 +61,7 @@ class Verified(NamedTuple):
     expected_accepted: NDArray[np.float32] | None = None
 
 
-def verify(logits: Tensor, rows: Wanted, table: InputBatch) -> Verified:
+def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
     """Verify the drafts and choose the next token of each row. The tokens of a row whose status is
     not OK have no meaning."""
     ids, finite = greedy_tokens(logits)
@@ -102,7 +102,7 @@ def verify(logits: Tensor, rows: Wanted, table: InputBatch) -> Verified:
             num_accepted[at] = accepted
             if chances is not None:
                 expected.append((at, chances))
-    status = _BY_FINITE.take(finite)
+    status = _STATUS_BY_FINITE.take(finite)
     for row, depth in dead_ends.items():
         if finite[row] and num_accepted[row] >= depth:
             status[row] = _NO_TOKEN
@@ -155,7 +155,7 @@ def _logprob_rows(
 def _describe(
     logprob_row: _LogprobRow,
     logits: Tensor,
-    rows: Wanted,
+    rows: RowsToVerify,
     tokens: I64,
     num_accepted: I64,
     table: InputBatch,
@@ -194,7 +194,7 @@ class _Sampled(NamedTuple):
 
 
 def _sampled(
-    logits: Tensor, rows: Wanted, at: I64, starts: I64, lens: I64, table: InputBatch
+    logits: Tensor, rows: RowsToVerify, at: I64, starts: I64, lens: I64, table: InputBatch
 ) -> _Sampled:
     """Return the rows `at`, with the distributions that their sampling parameters give."""
     lens = lens[at]
@@ -206,8 +206,8 @@ def _sampled(
     slots = rows.slots[at]
     draft_tokens = np.zeros(0, dtype=np.int64)
     if rows.drafts is not None:
-        own = rows.drafts[at]
-        draft_tokens = own[iota(own.shape[1]) < lens[:, None] - 1]
+        drafts = rows.drafts[at]
+        draft_tokens = drafts[iota(drafts.shape[1]) < lens[:, None] - 1]
     return _Sampled(
         filtered_probs(logits, table.filters(slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
@@ -217,7 +217,7 @@ def _sampled(
     )
 
 
-def drafted_probs(rows: Wanted, at: I64, table: InputBatch) -> Tensor | None:
+def drafted_probs(rows: RowsToVerify, at: I64, table: InputBatch) -> Tensor | None:
     """Return the draft probabilities of the rows `at`, which share one mode of verification."""
     if rows.probs is None or table.coupled[rows.slots[at[0]]]:
         return None

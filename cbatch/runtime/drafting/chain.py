@@ -23,8 +23,8 @@ from cbatch.runtime.model.arrays import I64
 CATCH_UP_TOKENS = 256
 # Number of tokens, emitted without drafts, on which a row's lookup is scored. While its score is
 # low, the pause before the next score doubles, to at most 48 tokens.
-SCORE_TOKENS, MOST_SCORE_TOKENS = 12, 48
-SCORE_STEPS = 4  # steps between scores: every batch of scores costs the policy time
+SCORE_TOKENS, MAX_SCORE_TOKENS = 12, 48
+SCORE_STEPS = 4  # steps between scores, because the policy takes time to process a score
 
 
 class ChainDrafter(Drafter):
@@ -77,7 +77,7 @@ class ChainDrafter(Drafter):
 
     def _forget(self) -> None:
         slots = self.table.max_num_seqs
-        self._mixed = np.zeros(slots, dtype=np.bool_)  # the chain is not just the model
+        self._mixed = np.zeros(slots, dtype=np.bool_)  # the chain has drafters other than the model
         self._num_mixed = 0
         self._scored = np.zeros(slots, dtype=np.bool_)  # the chain has a lookup, and may draft
         self._num_scored = 0
@@ -133,7 +133,7 @@ class ChainDrafter(Drafter):
         first drafter is the model has no trials."""
         trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
         for name, lookup in self.lookups.items():
-            at = np.flatnonzero(self._turns.of(0, name, slots))
+            at = np.flatnonzero(self._turns.has_turn(0, name, slots))
             if len(at):
                 trials[at], hits[at] = lookup.observe(slots[at], since[at])
         return Evidence(trials, hits)
@@ -148,7 +148,7 @@ class ChainDrafter(Drafter):
         self.model.read_states(states)
 
     def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return whether the chains of `slots` hold other drafters than the model."""
+        """Return whether the chains of `slots` have drafters other than the model, bool."""
         return self._mixed[slots]
 
     def recall(
@@ -164,12 +164,12 @@ class ChainDrafter(Drafter):
         `slots` had `num_tokens` known tokens. `num_drafts` drafts were requested for the slots
         `drafting`, and `owners` has the slots that each drafter drafted for."""
         self._turns.begin(slots, num_tokens, np.zeros_like(num_tokens))
-        self._turns.ask(drafting, num_drafts)
-        for name, owned in owners.items():
-            self._turns.credit(name, owned)
+        self._turns.set_requested(drafting, num_drafts)
+        for name, drafted in owners.items():
+            self._turns.credit(name, drafted)
 
     def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """Score a few rows every `SCORE_STEPS` steps: enough that each row is scored when due."""
+        """Score a few rows every `SCORE_STEPS` steps, enough that no row waits long for a score."""
         if self._num_mixed:
             self._turns.learn(slots, num_drafted)
         if not self._num_scored:
@@ -182,14 +182,14 @@ class ChainDrafter(Drafter):
             return None
         known = self.table.num_tokens[slots]
         due = (known - self._since[slots] >= self._pause[slots]) & self._scored[slots]
-        due &= self._turns.begin_with_lookup(slots)
+        due &= self._turns.has_lookup_first(slots)
         rows = due.nonzero()[0][: 1 + SCORE_STEPS * len(slots) // SCORE_TOKENS]
         if not len(rows):
             return None
         slots, known = slots[rows], known[rows]
         evidence = self.observe(slots, known - SCORE_TOKENS)
         self._since[slots] = known
-        longer = np.minimum(2 * self._pause[slots], MOST_SCORE_TOKENS)
+        longer = np.minimum(2 * self._pause[slots], MAX_SCORE_TOKENS)
         self._pause[slots] = np.where(3 * evidence.hits < SCORE_TOKENS, longer, SCORE_TOKENS)
         return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
 
@@ -199,14 +199,14 @@ class ChainDrafter(Drafter):
         order = self._turns.order
         if len(order) == 1:
             turn, name = order[0]
-            if name in self.lookups and self._turns.of(turn, name, rows.slots).all():
+            if name in self.lookups and self._turns.has_turn(turn, name, rows.slots).all():
                 return self.lookups[name].propose(rows)
         self._turns.begin(*rows[:3])
         merger = ProposalMerger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
         for turn, name in order:
-            at = np.flatnonzero(self._turns.of(turn, name, rows.slots) & waiting)
+            at = np.flatnonzero(self._turns.has_turn(turn, name, rows.slots) & waiting)
             if not len(at):
                 continue
             part, drafter = DraftRows(*(field[at] for field in rows)), self._drafters[name]
@@ -224,7 +224,7 @@ class ChainDrafter(Drafter):
         """Compute catch-up slices of the model for rows that do not draft yet."""
         if self.model is None:
             return
-        at = np.flatnonzero((rows.num_drafts == 0) & self._turns.holds(MODEL, rows.slots))
+        at = np.flatnonzero((rows.num_drafts == 0) & self._turns.in_chain(MODEL, rows.slots))
         if len(at):
             self.model.propose(DraftRows(*(field[at] for field in rows)))
 
@@ -268,18 +268,18 @@ class ProposalMerger:
     def merge_probs(self) -> Tensor | None:
         """Return q of every draft in rows verified by rejection, or None if no draft has a q.
 
-        A draft chosen with certainty gets a one-hot q if others were drawn. The result is the same,
-        bit for bit, as without q: u * 1 = u, and p - q clamped at 0 removes only the draft."""
+        If other drafts were drawn from a q, a draft chosen with certainty gets a one-hot q. Bit for
+        bit, it gives the same result as no q: u * 1 = u, and max(p - q, 0) removes the draft."""
         if not self._probs:
             return None
         counts = self._num_drafted * self._rejects
-        owner = np.arange(len(counts)).repeat(counts)  # the row of each draft
-        if len(self._probs) == 1 and len(self._probs[0][1]) == len(owner):
+        row_of = np.arange(len(counts)).repeat(counts)  # the row of each draft
+        if len(self._probs) == 1 and len(self._probs[0][1]) == len(row_of):
             return self._probs[0][1]
-        merged = torch.zeros((len(owner), self._vocab_size))
-        certain = np.ones(len(owner), dtype=np.bool_)
+        merged = torch.zeros((len(row_of), self._vocab_size))
+        certain = np.ones(len(row_of), dtype=np.bool_)
         for at, probs in self._probs:
-            drawn = np.isin(owner, at)
+            drawn = np.isin(row_of, at)
             certain &= ~drawn
             merged[torch.from_numpy(np.flatnonzero(drawn))] = probs
         depth = np.arange(self._tokens.shape[1])

@@ -74,7 +74,7 @@ class Drafter:
         """Report progress of the drafter's own model, as `TorchExecutor.report_progress` does."""
 
     def admit(self, admission: NewSequence) -> None:
-        """Note a sequence's new slot; the drafter's KV has its first `draft_kv_len_tokens`."""
+        """Add a sequence in its slot. Its first `draft_kv_len_tokens` are in the drafter's KV."""
 
     def release(self, slot: int) -> None:
         """Free the state of a slot that is now empty."""
@@ -87,7 +87,7 @@ class Drafter:
         """Read the hidden states of a step. Called after every step if `hidden_layers` is set."""
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
-        """Note, after verification, that only `kv_len_tokens[i]` positions of a slot are valid."""
+        """After verification: only `kv_len_tokens[i]` positions of each slot remain valid."""
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         """Return the numbers of valid positions in the drafter's KV; None: they follow from the

@@ -44,20 +44,20 @@ class Evidence(NamedTuple):
 def followers(text: I64, context: I64) -> tuple[I64, int]:
     """Find the longest suffix of `context` that occurs in `text` with a token after it.
 
-    Return the places of these next tokens in `text`, ascending, and the length of the suffix."""
-    places, size = np.arange(len(text)), 0
+    Return the positions of these next tokens in `text`, ascending, and the suffix's length."""
+    positions, size = np.arange(len(text)), 0
     for token in context[::-1].tolist():
-        before = places[places > size]
-        longer = before[text[before - size - 1] == token]
-        if not len(longer):
+        candidates = positions[positions > size]
+        matches = candidates[text[candidates - size - 1] == token]
+        if not len(matches):
             break
-        places, size = longer, size + 1
-    return places, size
+        positions, size = matches, size + 1
+    return positions, size
 
 
 class LookupDrafter(Drafter):
-    """Drafts by a lookup in the last `window_tokens / 2` to `window_tokens` tokens of a sequence.
-    The start of this window depends on the number of tokens only."""
+    """Drafts by a lookup in a window: the last `window_tokens / 2` to `window_tokens` tokens of a
+    sequence. The window's start depends on the number of tokens only."""
 
     def __init__(self, lookup: Lookup, window_tokens: int = WINDOW_TOKENS) -> None:
         if window_tokens < 2:
@@ -111,8 +111,8 @@ class LookupDrafter(Drafter):
         else:
             tokens, num_drafted = self._look_up(DraftRows(slots, since, depths, depths))
         depth = iota(tokens.shape[1])
-        places = np.minimum(since[:, None] + depth, self.table.tokens.shape[1] - 1)
-        emitted = self.table.tokens[slots[:, None], places]
+        positions = np.minimum(since[:, None] + depth, self.table.tokens.shape[1] - 1)
+        emitted = self.table.tokens[slots[:, None], positions]
         matches = (tokens == emitted) & (depth < num_drafted[:, None])
         hits: I64 = np.logical_and.accumulate(matches, axis=1).sum(axis=1)
         return num_drafted > 0, hits
@@ -121,8 +121,8 @@ class LookupDrafter(Drafter):
         depths = rows.num_drafts.tolist()
         tokens = np.zeros((len(depths), max(depths, default=0)), dtype=np.int64)
         num_drafted = np.zeros(len(depths), dtype=np.int64)
-        places = zip(rows.slots.tolist(), rows.num_tokens.tolist(), depths, strict=True)
-        for i, (slot, known, depth) in enumerate(places):
+        requests = zip(rows.slots.tolist(), rows.num_tokens.tolist(), depths, strict=True)
+        for i, (slot, known, depth) in enumerate(requests):
             drafts = self._guess(slot, known, depth) if depth else []
             tokens[i, : len(drafts)] = drafts
             num_drafted[i] = len(drafts)

@@ -25,10 +25,10 @@ class NgramLookup(Lookup):
         self.struct = LookupStruct(shortest_tokens, longest_tokens, False, 0.0, 0.0)
 
     def guess(self, text: I64, depth: int) -> list[int]:
-        places, size = followers(text, text[-self._longest :])
+        positions, size = followers(text, text[-self._longest :])
         if size < self._shortest:
             return []
-        start = int(places[-1])
+        start = int(positions[-1])
         drafts: list[int] = text[start : start + depth].tolist()
         period = len(text) - start
         while len(drafts) < depth:

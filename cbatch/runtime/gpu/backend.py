@@ -28,7 +28,7 @@ class GpuBackend:
     default_block_size = 64
     default_overlap: Literal[0, 1] = 1
 
-    def suits(self, needs: Requirements) -> bool:
+    def may_auto_select(self, needs: Requirements) -> bool:
         """Return whether torch sees a GPU that supports `needs`. Invariant numerics and
         transformers' modelling code default to the CPU, because they were only tested there."""
         if not torch.cuda.is_available():
@@ -40,21 +40,21 @@ class GpuBackend:
             problem = f"this model's code {_UNTESTED}"
         if problem is None:
             try:
-                self.refuse(needs)
+                self.check_supported(needs)
                 return True
             except FieldError as error:
                 problem = f"{error.field}: {error.problem}"
         _logger.warning("the GPU that torch sees is not used: %s", problem)
         return False
 
-    def require(self, device: str) -> None:
+    def require_device(self, device: str) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(device.partition(":")[2] or 0) >= count:
             built = "" if torch.version.cuda else f" ({torch.__version__} is built without CUDA)"
             problem = f"{device!r} is not available: torch sees {count} GPUs{built}"
             raise FieldError("device", problem, "use auto or cpu")
 
-    def refuse(self, needs: Requirements) -> None:
+    def check_supported(self, needs: Requirements) -> None:
         size = needs.block_size
         if needs.tensor_parallel_size > 1:
             problem = f"{needs.tensor_parallel_size} ranks are supported on CPUs only"

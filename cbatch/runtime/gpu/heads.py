@@ -91,8 +91,8 @@ class GpuEagleHead(GpuHead):
         c = self.config
         with torch.inference_mode():
             own = _EagleProducts(head, weights, target, target.numerics)
-            self._norms, self._fc = own.read_norms(target), own.fusing(target)
-            self._layer, self._front = own.layer(), own.front()
+            self._norms, self._fc = own.read_norms(target), own.state_fusing_layer(target)
+            self._layer, self._front = own.layer(), own.input_layer()
             if self._front is None:
                 self._token_norm = own.norm("layers.0.input_layernorm")
                 self._state_norm = own.norm("layers.0.hidden_norm")

@@ -25,7 +25,7 @@ from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
 
 _RANDOM_STD = 0.02
 _EMBEDDING = "model.embed_tokens.weight"
-_MOST_NAMED = 4  # names in a warning about unread tensors; one name covers all layers
+_MAX_NAMED = 4  # names in a warning about unread tensors; one name covers all layers
 UNTIED = "%s: tie_word_embeddings: lm_head.weight differs from the embedding and is used"
 _logger = logging.getLogger("cbatch")
 
@@ -93,8 +93,8 @@ def open_checkpoint(
                 _logger.warning(UNTIED, path)
                 config = structs.replace(config, tie_embeddings=False)
             if config.quantisation is not None:
-                how = config.quantisation
-                source = QuantisedWeights(files, how, config, served, as_stored=as_stored)
+                quantisation = config.quantisation
+                source = QuantisedWeights(files, quantisation, config, served, as_stored=as_stored)
             source = FamilyWeights(source, config)
     return Checkpoint(config, source, served)
 
@@ -112,10 +112,10 @@ def warn_unread(path: str | Path, names: Iterable[str]) -> None:
     """Log the unread tensors of a checkpoint: its config.json may belong to another model."""
     layers = Counter(re.sub(r"(\.\d+\.).*", r"\1*", name) for name in sorted(names))
     if layers:
-        shown = ", ".join([f"{n} ({count})" for n, count in layers.items()][:_MOST_NAMED])
-        more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
+        shown = ", ".join([f"{n} ({count})" for n, count in layers.items()][:_MAX_NAMED])
+        and_more = f" and {len(layers) - _MAX_NAMED} more" if len(layers) > _MAX_NAMED else ""
         message = "%s: %d tensors are not used (does config.json belong to this model?): %s%s"
-        _logger.warning(message, path, layers.total(), shown, more)
+        _logger.warning(message, path, layers.total(), shown, and_more)
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -30,9 +30,9 @@ _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 # One norm, before both attention and the feed-forward; see `Arithmetic.norms`.
 _SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
-_MOST_NORM_EPS = 1.0
+_MAX_NORM_EPS = 1.0
 # Context limits in tokens: a prompt token and one more; positions are 32-bit integers.
-_LEAST_CONTEXT, _MOST_CONTEXT = 2, 1 << 30
+_MIN_CONTEXT, _MAX_CONTEXT = 2, 1 << 30
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -82,7 +82,7 @@ def parse_config(
         head_dim=head_dim,
         intermediate_size=f.integer("intermediate_size"),
         max_position_tokens=_context_tokens(f, family, rope),
-        rms_norm_eps=f.number(family.eps, _DEFAULT_NORM_EPS, _MOST_NORM_EPS),
+        rms_norm_eps=f.number(family.eps, _DEFAULT_NORM_EPS, _MAX_NORM_EPS),
         rope=rope,
         sliding_window=windows,
         tie_embeddings=f.flag("tie_word_embeddings", False),
@@ -249,9 +249,9 @@ def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
         context = rope.original_max_position_tokens
     if rope.type in ("linear", "yarn") and family.ropes != "typed":
         context *= rope.factor
-    if not _LEAST_CONTEXT <= context <= _MOST_CONTEXT:
+    if not _MIN_CONTEXT <= context <= _MAX_CONTEXT:
         problem = (
-            f"a context of {context:.6g} tokens; {_LEAST_CONTEXT} to {_MOST_CONTEXT} are supported"
+            f"a context of {context:.6g} tokens; {_MIN_CONTEXT} to {_MAX_CONTEXT} are supported"
         )
         raise f.error("max_position_embeddings", problem)
     return round(context)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_AT_ONCE = 1 << 22  # values per step: keeps fp32 intermediates small compared with a tensor
+_VALUES_PER_STEP = 1 << 22  # so that fp32 intermediates are small compared with a tensor
 _IQ4 = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
@@ -28,7 +28,7 @@ def dequantised(name: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Ten
     values = _VALUES[name]
     width = values(stored[:1]).shape[1]
     values_out = torch.empty(len(stored), width, dtype=dtype)
-    step = _AT_ONCE // width
+    step = _VALUES_PER_STEP // width
     for at in range(0, len(stored), step):
         values_out[at : at + step] = values(stored[at : at + step])
     return values_out.flatten()
@@ -37,7 +37,7 @@ def dequantised(name: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Ten
 def rounded_to_q8_0(matrix: Tensor) -> NDArray[np.uint8]:
     """Quantise rows [out, columns], columns a multiple of 32: uint8 [out, columns / 32 * 34]."""
     parts = []
-    for rows in matrix.split(max(1, _AT_ONCE // matrix.shape[1])):
+    for rows in matrix.split(max(1, _VALUES_PER_STEP // matrix.shape[1])):
         values = rows.float().unflatten(1, (-1, 32))
         scales = values.abs().amax(-1, keepdim=True) / 127
         codes = (values / scales.clamp(min=1e-30)).round().clamp(-127, 127).to(torch.int8)

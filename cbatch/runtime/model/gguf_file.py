@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 16  # maximum number of metadata keys, and of tensors
-_MOST_NAME_BYTES = 1 << 10
-_MOST_HEAD_BYTES = 1 << 26  # limit of a header; the largest known have 20 MB
-_MOST_DIMS = 4
+_MAX_ENTRIES = 1 << 16  # maximum number of metadata keys, and of tensors
+_MAX_NAME_BYTES = 1 << 10
+_MAX_HEADER_BYTES = 1 << 26  # limit of a header; the largest known have 20 MB
+_MAX_DIMS = 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
 _STRING, _ARRAY = 8, 9
@@ -146,15 +146,15 @@ def read_parts(path: Path) -> Gguf:
     if path != parts[0]:
         raise first.error("split.no", f"this is a part; name the first, {parts[0].name}")
     for number, part in enumerate(parts[1:], 1):
-        more = _Reader(part).read()
-        if more.metadata.get("split.no") != number:
-            raise more.error(
-                "split.no", f"must be {number}, got {more.metadata.get('split.no')!r:.40}"
+        next_part = _Reader(part).read()
+        if next_part.metadata.get("split.no") != number:
+            raise next_part.error(
+                "split.no", f"must be {number}, got {next_part.metadata.get('split.no')!r:.40}"
             )
-        for tensor in more.tensors:
+        for tensor in next_part.tensors:
             if tensor in first.tensors:
-                raise more.error(f"tensor {tensor}", "is in an earlier part already")
-        first.tensors.update(more.tensors)
+                raise next_part.error(f"tensor {tensor}", "is in an earlier part already")
+        first.tensors.update(next_part.tensors)
     return first
 
 
@@ -189,11 +189,12 @@ class _Reader:
             if key in metadata:
                 raise self._error(key, "appears twice")
             metadata[key] = self._value(self._scalar("I", key), key)
-            if self.at > _MOST_HEAD_BYTES:
-                raise self._error(key, f"ends at byte {self.at}, the limit is {_MOST_HEAD_BYTES}")
-        heads = [self._head(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
+            if self.at > _MAX_HEADER_BYTES:
+                raise self._error(key, f"ends at byte {self.at}, the limit is {_MAX_HEADER_BYTES}")
+        fields = [f"tensor {i + 1} of {num_tensors}" for i in range(num_tensors)]
+        entries = [self._tensor_entry(field) for field in fields]
         alignment = metadata.get("general.alignment", 32)
-        return Gguf(self.path, metadata, self._tensors(heads, alignment))
+        return Gguf(self.path, metadata, self._tensors(entries, alignment))
 
     def _error(self, field: str, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {field}: {problem}")
@@ -207,21 +208,21 @@ class _Reader:
         self.at += count
         return start
 
-    def _scalar(self, form: str, field: str) -> Any:
-        start = self._take(struct.calcsize(form), field)
-        return struct.unpack_from(f"<{form}", self.data, start)[0]
+    def _scalar(self, format: str, field: str) -> Any:
+        start = self._take(struct.calcsize(format), field)
+        return struct.unpack_from(f"<{format}", self.data, start)[0]
 
-    def _count(self, field: str, least_bytes: int) -> int:
+    def _count(self, field: str, min_bytes: int) -> int:
         count = self._scalar("Q", field)
-        if count > min(_MOST_ENTRIES, (self.size - self.at) // least_bytes):
+        if count > min(_MAX_ENTRIES, (self.size - self.at) // min_bytes):
             raise self._error(field, f"{count} are more than the file can hold")
         return int(count)
 
     def _name(self, field: str) -> str:
         length = self._scalar("Q", field)
-        if not 0 < length <= _MOST_NAME_BYTES:
+        if not 0 < length <= _MAX_NAME_BYTES:
             raise self._error(
-                field, f"its name has {length} bytes, 1 to {_MOST_NAME_BYTES} are allowed"
+                field, f"its name has {length} bytes, 1 to {_MAX_NAME_BYTES} are allowed"
             )
         start = self._take(length, field)
         name = self.data[start : self.at]
@@ -246,7 +247,7 @@ class _Reader:
         return np.frombuffer(self.data, dtype, count, start)
 
     def _strings(self, count: int, field: str) -> list[str]:
-        if count > (min(self.size, _MOST_HEAD_BYTES) - self.at) // 8:
+        if count > (min(self.size, _MAX_HEADER_BYTES) - self.at) // 8:
             raise self._error(field, f"{count} strings are more than the file can hold")
         data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
         strings = []
@@ -266,13 +267,13 @@ class _Reader:
         self.at = at
         return strings
 
-    def _head(self, field: str) -> tuple[str, BlockType, tuple[int, ...], int]:
+    def _tensor_entry(self, field: str) -> tuple[str, BlockType, tuple[int, ...], int]:
         """Return name, type, shape and offset (in bytes, into the data) of the next tensor."""
         name = self._name(field)
         field = f"tensor {name}"
         dims = self._scalar("I", field)
-        if not 1 <= dims <= _MOST_DIMS:
-            raise self._error(field, f"has {dims} dimensions, 1 to {_MOST_DIMS} are allowed")
+        if not 1 <= dims <= _MAX_DIMS:
+            raise self._error(field, f"has {dims} dimensions, 1 to {_MAX_DIMS} are allowed")
         shape = tuple(self._scalar("Q", field) for _ in range(dims))[::-1]
         kind, offset = self._scalar("I", field), self._scalar("Q", field)
         if kind not in TYPES:
@@ -286,7 +287,7 @@ class _Reader:
         return name, TYPES[kind], shape, offset
 
     def _tensors(
-        self, heads: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: Any
+        self, entries: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: Any
     ) -> dict[str, GgufTensor]:
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             problem = f"must be a power of 2 and at least 8, got {alignment!r:.40}"
@@ -294,7 +295,7 @@ class _Reader:
         base = -(-self.at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         spans = []
-        for name, kind, shape, offset in heads:
+        for name, kind, shape, offset in entries:
             field, num_bytes = f"tensor {name}", math.prod(shape) // kind.elements * kind.bytes
             if name in tensors:
                 raise self._error(field, "appears twice")
@@ -306,7 +307,7 @@ class _Reader:
                 name, kind, shape, np.frombuffer(self.data, np.uint8, num_bytes, start)
             )
             spans.append((start, self.at, name))
-        for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
+        for (_, stop, first), (start, _, other) in pairwise(sorted(spans)):
             if start < stop:
-                raise self._error(f"tensor {other}", f"its data overlap those of {one}")
+                raise self._error(f"tensor {other}", f"its data overlap those of {first}")
         return tensors

@@ -38,17 +38,17 @@ _KEYS = {
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
 }
-# Keys for which only one value is supported.
-_FIXED = {
+# Keys with a single supported value.
+_ONLY_SUPPORTED_VALUES = {
     "attention.causal": True,
     "attention.scale": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
 _CONTROL = 3  # the token type of control tokens
-_MOST_CHARS = 64  # the longest metadata string that can be a name
+_MAX_NAME_CHARS = 64  # of metadata strings that are names
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-_WHOLE = {
+_TOP_LEVEL = {
     "model.embed_tokens.weight": _EMBEDDING,
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -70,27 +70,29 @@ _LAYER = {
 
 def config_of(file: Gguf) -> ModelConfig:
     """Return the config of a GGUF file. Raises ModelError naming the file and the key or tensor."""
-    arch, tensors = _one(file, "general.architecture"), file.tensors
+    arch, tensors = _scalar(file, "general.architecture"), file.tensors
     if arch not in _ARCHITECTURES:
         problem = f"{arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
         raise file.error("general.architecture", problem)
-    for key, allowed in _FIXED.items():
-        value = _one(file, f"{arch}.{key}", allowed)
+    for key, allowed in _ONLY_SUPPORTED_VALUES.items():
+        value = _scalar(file, f"{arch}.{key}", allowed)
         if value != allowed:
             raise file.error(f"{arch}.{key}", f"{value!r} is not supported; supported: {allowed!r}")
     if _EMBEDDING not in tensors:
         raise file.error(f"tensor {_EMBEDDING}", "is missing")
     names = {field: f"{arch}.{key}" for field, key in _KEYS.items()}
-    values = {field: _one(file, key) for field, key in names.items()}
+    values = {field: _scalar(file, key) for field, key in names.items()}
     if values["rms_norm_eps"] is None:
         raise file.error(names["rms_norm_eps"], "is missing")
     layers = values["num_hidden_layers"]
     if isinstance(layers, int) and layers > len(tensors):
         raise file.error(names["num_hidden_layers"], f"{layers} for {len(tensors)} tensors")
-    head_dim = values["head_dim"] = values["head_dim"] or _one(file, f"{arch}.rope.dimension_count")
-    for key in (f"{arch}.rope.dimension_count", f"{arch}.attention.value_length"):
-        if _one(file, key, head_dim) != head_dim and head_dim is not None:
-            raise file.error(key, f"{_one(file, key)!r} is not supported; a key has {head_dim!r}")
+    rotated = f"{arch}.rope.dimension_count"
+    head_dim = values["head_dim"] = values["head_dim"] or _scalar(file, rotated)
+    for key in (rotated, f"{arch}.attention.value_length"):
+        if _scalar(file, key, head_dim) != head_dim and head_dim is not None:
+            problem = f"{_scalar(file, key)!r} is not supported; a key has {head_dim!r}"
+            raise file.error(key, problem)
     window = values["sliding_window"] or None
     values |= {
         "model_type": "mistral" if arch == "llama" and window else arch,
@@ -99,7 +101,7 @@ def config_of(file: Gguf) -> ModelConfig:
         "rope_scaling": _rope_scaling(file, arch, values),
         "vocab_size": tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": _one(file, "tokenizer.ggml.bos_token_id"),
+        "bos_token_id": _scalar(file, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(file),
         "torch_dtype": _dtype(file),
     }
@@ -115,7 +117,7 @@ def config_of(file: Gguf) -> ModelConfig:
             if token is not None and token >= config.vocab_size:
                 problem = f"{token} is not a token of {config.vocab_size}"
                 raise file.error(names[f"{name}_token_id"], problem)
-    tokens = len(_each(file, "tokenizer.ggml.tokens"))
+    tokens = len(_array(file, "tokenizer.ggml.tokens"))
     if tokens > config.vocab_size:
         problem = f"{tokens} tokens, but {_EMBEDDING} has {config.vocab_size} rows"
         raise file.error("tokenizer.ggml.tokens", problem)
@@ -125,19 +127,19 @@ def config_of(file: Gguf) -> ModelConfig:
     return msgspec.structs.replace(config, rope=_with_factors(file, config))
 
 
-def _one(file: Gguf, key: str, default: Any = None) -> Any:
+def _scalar(file: Gguf, key: str, default: Any = None) -> Any:
     """Return the value of a key for all layers. An array of equal values counts as that value."""
     value = file.metadata.get(key, default)
     if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
         return value[0].item()
     if isinstance(value, np.ndarray | list):
         raise file.error(key, f"an array of {len(value)} values; one for all layers is supported")
-    if isinstance(value, str) and len(value) > _MOST_CHARS:
-        raise file.error(key, f"{value[:_MOST_CHARS]!r} and more is not a name")
+    if isinstance(value, str) and len(value) > _MAX_NAME_CHARS:
+        raise file.error(key, f"{value[:_MAX_NAME_CHARS]!r} and more is not a name")
     return value
 
 
-def _each(file: Gguf, key: str) -> Any:
+def _array(file: Gguf, key: str) -> Any:
     """Return an array, or an empty list if there is none."""
     value = file.metadata.get(key, [])
     if not isinstance(value, np.ndarray | list):
@@ -153,7 +155,7 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
         for field in list(values)
         if field.startswith(prefix)
     }
-    factor = scaling["factor"] or _one(file, f"{arch}.rope.scale_linear")
+    factor = scaling["factor"] or _scalar(file, f"{arch}.rope.scale_linear")
     scaling["factor"] = factor
     kind = scaling["rope_type"] = scaling["rope_type"] or "linear"
     if kind == "none" or (kind == "linear" and not factor):
@@ -161,11 +163,11 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     if kind == "longrope":
         problem = f"{kind!r} is not supported; supported: linear, yarn"
         raise file.error(f"{arch}.rope.scaling.type", problem)
-    given = scaling["attention_factor"] or 1.0
-    numbers = all(isinstance(each, int | float) for each in (factor, given))
+    extra_factor = scaling["attention_factor"] or 1.0
+    numbers = all(isinstance(each, int | float) for each in (factor, extra_factor))
     if kind == "yarn" and numbers and factor > 1:
         # GGUF has an additional factor, config.json the whole factor including length scaling.
-        scaling["attention_factor"] = given * (0.1 * math.log(factor) + 1)
+        scaling["attention_factor"] = extra_factor * (0.1 * math.log(factor) + 1)
     return scaling
 
 
@@ -173,8 +175,8 @@ def _end_ids(file: Gguf) -> list[Any]:
     """Return the ids of EOS tokens: those named by the metadata, and control tokens with a known
     text."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ids = [_one(file, key) for key in keys if key in file.metadata]
-    tokens, types = (_each(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    ids = [_scalar(file, key) for key in keys if key in file.metadata]
+    tokens, types = (_array(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     ends = zip(range(len(tokens)), tokens, types, strict=False)
     ids += [i for i, text, kind in ends if kind == _CONTROL and text in END_TOKENS]
     return list(dict.fromkeys(ids))
@@ -185,8 +187,8 @@ def _dtype(file: Gguf) -> str:
     counts: Counter[str] = Counter()
     for tensor in file.tensors.values():
         counts[tensor.type.name] += math.prod(tensor.shape)
-    commonest = counts.most_common(1)[0][0]
-    return {"F32": "float32", "F16": "float16"}.get(commonest, "bfloat16")
+    most_common = counts.most_common(1)[0][0]
+    return {"F32": "float32", "F16": "float16"}.get(most_common, "bfloat16")
 
 
 def _check_tensors(file: Gguf, config: ModelConfig) -> None:
@@ -211,7 +213,7 @@ def _check_tensors(file: Gguf, config: ModelConfig) -> None:
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, wide = c.hidden_size, c.intermediate_size
+    hidden, inner = c.hidden_size, c.intermediate_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (hidden,),
@@ -220,16 +222,16 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attn_v.weight": (kv, hidden),
         "attn_output.weight": (hidden, q),
         "ffn_norm.weight": (hidden,),
-        "ffn_gate.weight": (wide, hidden),
-        "ffn_up.weight": (wide, hidden),
-        "ffn_down.weight": (hidden, wide),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
     }
     if c.attention_bias:
         layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if c.attention_out_bias:
         layer |= {"attn_output.bias": (hidden,)}
     if c.mlp_bias:
-        layer |= {"ffn_gate.bias": (wide,), "ffn_up.bias": (wide,), "ffn_down.bias": (hidden,)}
+        layer |= {"ffn_gate.bias": (inner,), "ffn_up.bias": (inner,), "ffn_down.bias": (hidden,)}
     if c.qk_norm:
         layer |= {"attn_q_norm.weight": (c.head_dim,), "attn_k_norm.weight": (c.head_dim,)}
     shapes = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
@@ -288,8 +290,8 @@ class GgufWeights(WeightSource):
 
 
 def _gguf_name(name: str) -> str:
-    if name in _WHOLE:
-        return _WHOLE[name]
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
     _, _, layer, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
     return f"blk.{layer}.{_LAYER[part]}.{kind}"

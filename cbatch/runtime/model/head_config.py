@@ -31,7 +31,7 @@ _EAGLE3 = (
 )
 _EAGLE1 = ("EagleLlamaForCausalLM", "EAGLELlamaForCausalLM", "EagleModel")
 _MEDUSA = ("MedusaModel", "MedusaForCausalLM")
-_OTHERS = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
+_UNSUPPORTED = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
 _FC_NAMES = {"fc.weight", "model.fc.weight", "draft_model.fc.weight"}
 _HEAD_FIELDS = ("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias")
 _HEAD_FIELDS += ("medusa_num_heads",)
@@ -99,7 +99,7 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
     values = read_json_object(file)
     f = Fields(file, values)
     algorithm = values.get("speculators_model_type")
-    if algorithm in _OTHERS:
+    if algorithm in _UNSUPPORTED:
         problem = f"{algorithm} heads are not supported; use EAGLE-1 to 3 or Medusa"
         raise f.error("speculators_model_type", problem)
     weights = HeadWeights.of(path)
@@ -176,24 +176,25 @@ def _layer(
 def _medusa(f: Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
     """Parse a Medusa config. The number of heads is that of the tensors: configs often state fewer.
     In the config of a whole model, the number of layers is the model's, not the head's."""
-    own = f.get("model_type") == "medusa"
+    is_medusa = f.get("model_type") == "medusa"
     for field in ("hidden_size", "vocab_size"):
         size, expected = f.get(field), getattr(target, field)
         if size is not None and size != expected:
             problem = f"{size!r:.40} is not the target's {expected}"
             raise f.error(field, f"{problem}; use heads that were trained for this model")
-    places = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", n) for n in weights.names]
-    places_of_blocks = [(int(each[1]), int(each[2])) for each in places if each]
-    heads, blocks = (1 + max((each[i] for each in places_of_blocks), default=0) for i in range(2))
+    block_names = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", n) for n in weights.names]
+    block_numbers = [(int(each[1]), int(each[2])) for each in block_names if each]
+    heads, blocks = (1 + max((each[i] for each in block_numbers), default=0) for i in range(2))
     weights.require("blocks.0.layers.0.weight", (target.hidden_size, target.hidden_size))
-    stated = f.integer("num_heads" if own and f.get("num_heads") else "medusa_num_heads", heads)
+    field = "num_heads" if is_medusa and f.get("num_heads") else "medusa_num_heads"
+    stated = f.integer(field, heads)
     if stated > heads:
         problem = f"{stated}, the tensors have {heads}; the download may be cut"
         raise f.error("medusa_num_heads", problem)
-    layers = "num_hidden_layers" if own and f.get("num_hidden_layers") else "medusa_num_layers"
-    if f.integer(layers, blocks) != blocks:
-        problem = f"{f.get(layers)}, the tensors have {blocks}; use the file's own config.json"
-        raise f.error(layers, problem)
+    field = "num_hidden_layers" if is_medusa and f.get("num_hidden_layers") else "medusa_num_layers"
+    if f.integer(field, blocks) != blocks:
+        problem = f"{f.get(field)}, the tensors have {blocks}; use the file's own config.json"
+        raise f.error(field, problem)
     return HeadConfig(
         kind="medusa",
         layer=msgspec.structs.replace(target, num_layers=0, sliding_window=()),
@@ -214,31 +215,31 @@ def _draft_vocab(f: Fields, target: ModelConfig, field: str = "draft_vocab_size"
 
 
 def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadConfig]:
-    """Return the possible readings. Layer ids mean the state before a layer (vLLM, speculators) or
-    after it (SGLang). `norm_before_residual` defaults to True in one framework, else to False."""
+    """Return the possible readings. A layer id means the state before the layer (vLLM, speculators)
+    or after it (SGLang). Frameworks have different defaults of `norm_before_residual`."""
     count = target.num_layers
     eagle = f.get("eagle_config", {})
-    given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
-    if given is None:
-        given = f.get("eagle_aux_hidden_state_layer_ids")
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
+    if layers is None:
+        layers = f.get("eagle_aux_hidden_state_layer_ids")
         by_sglang = False
     else:
         by_sglang = f.get("speculators_model_type") is None
-    if given is None:
+    if layers is None:
         ids = [(2, count // 2, count - 3)]
-    elif not isinstance(given, list) or not given or not all(isinstance(i, int) for i in given):
+    elif not isinstance(layers, list) or not layers or not all(isinstance(i, int) for i in layers):
         field = "eagle_aux_hidden_state_layer_ids"
-        raise f.error(field, f"must be a list of layer numbers, got {given!r:.40}")
+        raise f.error(field, f"must be a list of layer numbers, got {layers!r:.40}")
     else:
-        before, after = tuple(given), tuple(i + 1 for i in given)
+        before, after = tuple(layers), tuple(i + 1 for i in layers)
         ids = [after, before] if by_sglang else [before, after]
     fits = [each for each in ids if all(0 <= i <= count for i in each)]
     if not fits:
         field, problem = "eagle_aux_hidden_state_layer_ids", f"{list(ids[0])} of {count} layers"
         raise f.error(field, f"{problem}; use a head that was trained for this model")
-    stated = f.get("norm_before_residual") is not None
+    is_stated = f.get("norm_before_residual") is not None
     residual = [config.norm_before_residual]
-    if not stated:
+    if not is_stated:
         residual.append(not config.norm_before_residual)
     return [
         msgspec.structs.replace(config, hidden_layers=each, norm_before_residual=normed)

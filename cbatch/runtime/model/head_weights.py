@@ -44,7 +44,7 @@ class HeadWeights(WeightSource):
     def __init__(self, file: Path) -> None:
         self.file = file
         self._tensors = _read_safe(file) if file.match(_SAFE) else _read_pickle(file)
-        self._stored = {_spelled(name): name for name in self._tensors.names}
+        self._stored = {_canonical_name(name): name for name in self._tensors.names}
         self.names = frozenset(self._stored)
 
     @classmethod
@@ -74,13 +74,13 @@ class HeadWeights(WeightSource):
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the tensor exists and has this shape."""
-        have = self.shape_of(name)
-        if have is None:
+        actual = self.shape_of(name)
+        if actual is None:
             raise self._error(
                 name, "is missing; the download may be incomplete, or the layout not supported"
             )
-        if have != shape:
-            problem = f"has shape {list(have)}, this model and config.json need {list(shape)}"
+        if actual != shape:
+            problem = f"has shape {list(actual)}, this model and config.json need {list(shape)}"
             raise self._error(name, f"{problem}; use a head that was trained for this model")
 
     def _error(self, name: str, problem: str) -> ModelError:
@@ -92,7 +92,7 @@ def weight_files(path: Path) -> list[Path]:
     return [file for pattern in (_SAFE, *_PICKLES) for file in sorted(path.glob(pattern))]
 
 
-def _spelled(name: str) -> str:
+def _canonical_name(name: str) -> str:
     medusa = _MEDUSA_NAME.fullmatch(name)
     if medusa is not None:
         head, block, kind = medusa.groups()

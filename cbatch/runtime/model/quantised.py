@@ -21,7 +21,7 @@ from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _BLOCK_TYPES = {each.name: each for each in TYPES.values()}
 _BLOCK = 32  # columns of a block
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0 .. 7 in a 32-bit word
+AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of columns 0 .. 7 in a 32-bit word
 _FP8 = "F8_E4M3"  # the name of the dtype in safetensors files
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
@@ -53,13 +53,13 @@ class QuantisedWeights(WeightSource):
     def __init__(
         self,
         files: Safetensors,
-        how: Quantisation,
+        quantisation: Quantisation,
         config: ModelConfig,
         dtype: torch.dtype,
         *,
         as_stored: bool,
     ) -> None:
-        self._files, self._how, self._dtype = files, how, dtype
+        self._files, self._quantisation, self._dtype = files, quantisation, dtype
         self._as_stored = as_stored
         self._shapes = {name: shape for name, shape in _matrices(config)}
 
@@ -87,13 +87,13 @@ class QuantisedWeights(WeightSource):
 
     def _main(self, module: str) -> str:
         """Return the name of the tensor that only a quantised matrix has."""
-        return f"{module}.{_MAIN.get(self._how.method, '')}"
+        return f"{module}.{_MAIN.get(self._quantisation.method, '')}"
 
     def _error(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self._files.directory}: tensor {name}: {problem}")
 
     def _codes(self, module: str, out: int, columns: int) -> Codes:
-        if self._how.method == "compressed-tensors":
+        if self._quantisation.method == "compressed-tensors":
             return self._packed(module, out, columns)
         return self._transposed(module, out, columns)
 
@@ -106,33 +106,35 @@ class QuantisedWeights(WeightSource):
         half = 1 << (bits - 1)
         scales = self._scales(f"{module}.weight_scale", out, columns, rows_first=True)
         zeros = torch.full(scales.shape, half, dtype=torch.int32)
-        place = f"{module}.weight_zero_point"
-        if place in self._files:
-            stored = self._files.read(place)
+        zeros_name = f"{module}.weight_zero_point"
+        if zeros_name in self._files:
+            stored = self._files.read(zeros_name)
             if stored.dtype == torch.int32:
-                stored = self._integers(place).t()
+                stored = self._integers(zeros_name).t()
                 stored = _unpacked(stored, bits, range(32 // bits)).t()[:out].int()
             else:
                 stored = stored.int() + half
-            zeros = self._fitting(place, stored, tuple(scales.shape))
+            zeros = self._fitting(zeros_name, stored, tuple(scales.shape))
         order = self._order(f"{module}.weight_g_idx", columns, scales.shape[1])
         return Codes(codes, scales, zeros, bits, order)
 
     def _transposed(self, module: str, out: int, columns: int) -> Codes:
         """Read GPTQ or AWQ, stored as [in, out]. GPTQ packs words along the inputs, AWQ along the
-        outputs, in an order of its own."""
-        name, awq = f"{module}.qweight", self._how.method == "awq"
+        outputs, in the order `AWQ_POSITIONS`."""
+        name, awq = f"{module}.qweight", self._quantisation.method == "awq"
         words, bits = self._words(name, columns, out, along=1 if awq else 0)
-        places = AWQ_PLACES if awq else range(32 // bits)
+        positions = AWQ_POSITIONS if awq else range(32 // bits)
         if awq and bits != 4:
             raise self._error(name, f"has {bits} bits, AWQ's have 4")
-        codes = _unpacked(words, bits, places).t() if awq else _unpacked(words.t(), bits, places)
+        codes = _unpacked(words if awq else words.t(), bits, positions)
+        codes = codes.t() if awq else codes
         scales = self._scales(f"{module}.scales", out, columns, rows_first=False)
         zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32)
-        place = f"{module}.qzeros"
-        if place in self._files:
-            stored = _unpacked(self._integers(place), bits, places).t()
-            zeros = self._fitting(place, stored.int() + self._how.zero_shift, tuple(scales.shape))
+        zeros_name = f"{module}.qzeros"
+        if zeros_name in self._files:
+            stored = _unpacked(self._integers(zeros_name), bits, positions).t()
+            stored = stored.int() + self._quantisation.zero_shift
+            zeros = self._fitting(zeros_name, stored, tuple(scales.shape))
         order = self._order(f"{module}.g_idx", columns, scales.shape[1])
         return Codes(codes, scales, zeros, bits, order)
 
@@ -194,18 +196,18 @@ class QuantisedWeights(WeightSource):
             return (weight.float() * scale.view(1, 1)).to(self._dtype)
         if tuple(scale.shape) in ((out, 1), (out,)):
             return (weight.float() * scale.view(-1, 1)).to(self._dtype)
-        rows, wide = self._how.block_rows or 128, self._how.block_columns or 128
-        if tuple(scale.shape) != (-(-out // rows), -(-columns // wide)):
+        rows, width = self._quantisation.block_rows or 128, self._quantisation.block_columns or 128
+        if tuple(scale.shape) != (-(-out // rows), -(-columns // width)):
             raise self._error(
-                name, f"{list(scale.shape)} does not fit {rows} x {wide} of {list(shape)}"
+                name, f"{list(scale.shape)} does not fit {rows} x {width} of {list(shape)}"
             )
-        scales = scale[torch.arange(out) // rows][:, torch.arange(columns) // wide]
+        scales = scale[torch.arange(out) // rows][:, torch.arange(columns) // width]
         return (weight.float() * scales).to(self._dtype)
 
 
-def _unpacked(words: Tensor, bits: int, places: Any) -> Tensor:
-    """Return uint8 [rows, values] of int32 [rows, words]. Value i of a word is at `places[i]`."""
-    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
+def _unpacked(words: Tensor, bits: int, positions: Any) -> Tensor:
+    """Return uint8 [rows, values] of int32 [rows, words], value i of a word at `positions[i]`."""
+    shifts = torch.tensor([bits * position for position in positions], dtype=torch.int32)
     values = (words.contiguous().unsqueeze(2) >> shifts) & ((1 << bits) - 1)
     return values.flatten(1).to(torch.uint8)
 
@@ -239,16 +241,16 @@ def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
 
 
 def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
-    hidden, wide = c.hidden_size, c.intermediate_size
+    hidden, inner = c.hidden_size, c.intermediate_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes = {
         "self_attn.q_proj": (q, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
     }
     layers = [
         (f"model.layers.{i}.{name}.weight", shape)

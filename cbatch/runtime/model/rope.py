@@ -129,8 +129,8 @@ class RotaryTable:
         return torch.view_as_real(self._by_position[:count]).contiguous()
 
     def _grow(self) -> None:
-        have = len(self._by_position)
-        self._by_position = torch.cat([self._by_position, self._segment(have, 2 * have)])
+        length = len(self._by_position)
+        self._by_position = torch.cat([self._by_position, self._segment(length, 2 * length)])
 
     def _segment(self, start: int, stop: int) -> Tensor:
         """Return cos + i sin of positions [start, stop), complex64 [positions, head_dim / 2].

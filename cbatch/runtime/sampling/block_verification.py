@@ -21,16 +21,16 @@ the mass
     R_i max(0, c_i p(y) - q(y)) / R_i + q(y) c_{i+1}(y)
         = max(0, c_i p(y) - q(y)) + min(c_i p(y), q(y)) = c_i p(y),
 so its distribution is p. The proof allows any k, also one that varies, as long as x_1 .. x_i decide
-whether another draft follows. By (1) the survival of i drafts has mean E[c_i] whatever k >= i is.
+whether another draft follows. By (1) i drafts survive with probability E[c_i], for every k >= i.
 
 *Noise.* The number of accepted drafts depends on every draft and every coin of the block, also on
 those after the last accepted draft. These later coins are known to have failed. Token-by-token
 verification may use their noise again at the same positions in the next step; here the next coins
 would then fail too often. One coin for the whole block would not help, since the drafts carry
 information, too. So the noise of drafts and coins depends on the position and on the depth in the
-block (`noise.at_depth`): no two blocks of a sequence share it. Replacement and bonus are drawn once
-for each position in any case. Each block's noise is thus independent of everything known before the
-block. By (3) the distribution is exact over any number of steps, and k may depend on the past.
+block (`noise.at_depth`): no two blocks of a sequence share it. A replacement or bonus is drawn only
+once at each position. Each block's noise is thus independent of everything known before the block.
+By (3) the distribution is exact over any number of steps, and k may depend on the past.
 
 A block of one draft gets the same result, bit for bit, as from `rejection_verify` in
 `rejection_sampler.py`. Drafts chosen with certainty are accepted equally often by both functions
@@ -56,7 +56,7 @@ class BlockVerdict(NamedTuple):
 
 
 class DraftPositions(NamedTuple):
-    """The place of every draft, as int64 vectors over all drafts of the step."""
+    """The position of every draft, as int64 vectors over all drafts of the step."""
 
     row: Tensor  # ascending
     depth: Tensor  # from 0
@@ -83,31 +83,33 @@ def block_verify(
     row = torch.repeat_interleave(num_drafts)
     flat = torch.arange(row.numel(), device=row.device)
     drafts = DraftPositions(row, flat - (num_drafts.cumsum(0) - num_drafts)[row], flat + row)
-    own = target_probs[drafts.at, draft_tokens]
-    own_q = torch.ones_like(own)
+    draft_p = target_probs[drafts.at, draft_tokens]
+    draft_q = torch.ones_like(draft_p)
     if draft_probs is not None:
-        own_q = draft_probs[flat, draft_tokens]
-    ratios = _joint_ratios(own, own_q, num_drafts, drafts)
-    before = ratios[row, drafts.depth]
-    masses = _masses(target_probs[drafts.at].mul_(before[:, None]), draft_tokens, draft_probs)
-    passes = accepting_coins(before * own, own_q, ratios, masses, num_drafts, rows, drafts)
+        draft_q = draft_probs[flat, draft_tokens]
+    ratios = _joint_ratios(draft_p, draft_q, num_drafts, drafts)
+    c_before = ratios[row, drafts.depth]
+    masses = _masses(target_probs[drafts.at].mul_(c_before[:, None]), draft_tokens, draft_probs)
+    passes = accepting_coins(c_before * draft_p, draft_q, ratios, masses, num_drafts, rows, drafts)
     accepts = torch.zeros_like(ratios, dtype=torch.int64)
     accepts[row, drafts.depth] = torch.where(passes, drafts.depth + 1, 0)
     num_accepted = accepts.amax(dim=1)
     following = _following(
         target_probs, draft_tokens, draft_probs, num_drafts, rows, num_accepted, ratios
     )
-    expected = _expected(before, masses, num_accepted, drafts)
+    expected = _expected(c_before, masses, num_accepted, drafts)
     return BlockVerdict(num_accepted, following, expected)
 
 
-def _joint_ratios(own: Tensor, own_q: Tensor, num_drafts: Tensor, drafts: DraftPositions) -> Tensor:
+def _joint_ratios(
+    draft_p: Tensor, draft_q: Tensor, num_drafts: Tensor, drafts: DraftPositions
+) -> Tensor:
     """Return c_0 .. c_k of each row, fp32 [B, max k + 1]: 0 from the first draft that the target
-    forbids. `own` and `own_q`: p and q of every draft."""
+    forbids. `draft_p` and `draft_q`: p and q of every draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))
-    p, q = own.new_zeros(shape), own.new_ones(shape)
-    p[drafts.row, drafts.depth], q[drafts.row, drafts.depth] = own, own_q
-    ratios = own.new_ones(shape[0], shape[1] + 1)
+    p, q = draft_p.new_zeros(shape), draft_p.new_ones(shape)
+    p[drafts.row, drafts.depth], q[drafts.row, drafts.depth] = draft_p, draft_q
+    ratios = draft_p.new_ones(shape[0], shape[1] + 1)
     for depth in range(shape[1]):
         weight = ratios[:, depth] * p[:, depth]
         ratio = torch.where(weight >= q[:, depth], 1.0, weight / q[:, depth])
@@ -127,7 +129,7 @@ def _masses(scaled: Tensor, draft_tokens: Tensor, draft_probs: Tensor | None) ->
 
 def accepting_coins(
     weights: Tensor,
-    own_q: Tensor,
+    draft_q: Tensor,
     ratios: Tensor,
     masses: Tensor,
     num_drafts: Tensor,
@@ -147,7 +149,7 @@ def accepting_coins(
     mass = masses.roll(-1)  # R of the prefix that ends with the draft
     passes = u * (mass + (1 - ratios[row, depth + 1])) <= mass
     ends = (depth + 1 == num_drafts[row]) | mass.isnan()
-    return (weights > 0) & torch.where(ends, u * own_q <= weights, passes)
+    return (weights > 0) & torch.where(ends, u * draft_q <= weights, passes)
 
 
 def _following(
@@ -161,22 +163,22 @@ def _following(
 ) -> Tensor:
     """Return the token after the accepted drafts of each row, int64 [B]."""
     draft_starts = num_drafts.cumsum(0) - num_drafts
-    lines = torch.arange(num_drafts.numel(), device=num_drafts.device)
-    weights = target_probs[draft_starts + lines + num_accepted]
+    batch_rows = torch.arange(num_drafts.numel(), device=num_drafts.device)
+    weights = target_probs[draft_starts + batch_rows + num_accepted]
     rejected = num_accepted < num_drafts
-    hit = rejected.nonzero().squeeze(1)
-    if hit.numel():
-        at = draft_starts[hit] + num_accepted[hit]
+    replaced = rejected.nonzero().squeeze(1)
+    if replaced.numel():
+        at = draft_starts[replaced] + num_accepted[replaced]
         q = None if draft_probs is None else draft_probs[at]
-        scaled = weights[hit] * ratios[hit, num_accepted[hit], None]
-        weights[hit] = rejection_sampler.residual_of(scaled, q, draft_tokens[at])
+        scaled = weights[replaced] * ratios[replaced, num_accepted[replaced], None]
+        weights[replaced] = rejection_sampler.residual_of(scaled, q, draft_tokens[at])
     purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
     at_last = rows._replace(positions=rows.positions + num_accepted)
     return draw(weights, at_last, purposes)
 
 
 def _expected(
-    before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: DraftPositions
+    c_before: Tensor, masses: Tensor, num_accepted: Tensor, drafts: DraftPositions
 ) -> Tensor:
     """Return the expected number of accepted drafts, fp32 [B].
 
@@ -185,7 +187,7 @@ def _expected(
     martingale in i, so both have the same mean, and the sum has the lower variance. With c = 1
     throughout the result equals `rejection_sampler.expected_accepted`."""
     tried = drafts.depth <= num_accepted[drafts.row]
-    chances = 1 - (masses / before).clamp(max=1)
+    chances = 1 - (masses / c_before).clamp(max=1)
     total = chances.new_zeros(num_accepted.numel())
     total.index_add_(0, drafts.row[tried], chances[tried])
     return total.to(torch.float32)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Number of likeliest tokens that are sorted, enough for most rows. More would slow every row.
+# Number of most likely tokens that are sorted: enough for most rows, and fast for all.
 _LEADING_TOKENS = 256
 
 
@@ -36,18 +36,18 @@ def filtered_logits(logits: Tensor, filters: Filters) -> Tensor:
     # The maximum is subtracted first: a tiny temperature then gives -inf at most, never NaN.
     x = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature[:, None]
     if filters.top_k is not None or filters.top_p is not None:
-        x = _cut(x, filters)
+        x = _keep_top(x, filters)
     if filters.min_p is not None:
         # In fp64: the rounding of an fp32 logarithm may depend on its place in a vector.
         x = x.masked_fill(x < filters.min_p.double().log()[:, None], -torch.inf)
     return x
 
 
-def _cut(x: Tensor, filters: Filters) -> Tensor:
-    """Set the tokens of `x` that top-k and top-p drop to -inf. The maximum of `x` is 0.
+def _keep_top(x: Tensor, filters: Filters) -> Tensor:
+    """Set the tokens of `x` that top-k or top-p removes to -inf. The maximum of `x` is 0.
 
-    Nearly every cut lies among the first `_LEADING_TOKENS`, which need no sort of the vocabulary.
-    Whether a row is sorted completely depends on that row only.
+    Nearly always the last kept token is among the first `_LEADING_TOKENS`, and the vocabulary need
+    not be sorted. Whether a row is sorted completely depends on that row only.
     """
     rows, vocab = x.shape
     top_k, top_p = filters.top_k, filters.top_p
@@ -61,27 +61,27 @@ def _cut(x: Tensor, filters: Filters) -> Tensor:
     # Not exp: softmax works row by row; a library's exp of a whole matrix may not.
     mass = x.softmax(dim=-1).gather(1, ids).cumsum(dim=-1)
     nucleus = torch.where(top_k <= _LEADING_TOKENS, top_p * _mass_of(mass, top_k), top_p)
-    keep = _kept(mass, top_k, nucleus)
+    keep = _keep_mask(mass, top_k, nucleus)
     count = keep.sum(dim=-1)
-    # A cut is known if the mass that top-p refers to is known and the cut lies inside the leading
-    # tokens. These must also include all tokens that tie with the last kept token.
+    # A row is complete if the mass that top-p refers to is known, and the leading tokens include
+    # the last kept token and all tokens that tie with it.
     known = (top_k <= _LEADING_TOKENS) | (top_k >= vocab)
     last = values.gather(1, count[:, None] - 1).squeeze(1)
     complete = known & (count < _LEADING_TOKENS) & (last > edge)
     cut = torch.full_like(x, -torch.inf)
     cut.scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
-    whole = (top_k >= vocab) & torch.isinf(top_p)
-    cut = torch.where(whole[:, None], x, cut)
-    rest = (~complete & ~whole).nonzero().squeeze(1)
-    if rest.numel():
-        cut[rest] = _cut_sorted(x[rest], top_k[rest], top_p[rest])
+    unfiltered = (top_k >= vocab) & torch.isinf(top_p)
+    cut = torch.where(unfiltered[:, None], x, cut)
+    incomplete = (~complete & ~unfiltered).nonzero().squeeze(1)
+    if incomplete.numel():
+        cut[incomplete] = _cut_sorted(x[incomplete], top_k[incomplete], top_p[incomplete])
     return cut
 
 
 def _cut_sorted(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     values, ids = x.sort(dim=-1, descending=True, stable=True)
     mass = x.softmax(dim=-1).gather(1, ids).cumsum(dim=-1)
-    keep = _kept(mass, top_k, top_p * _mass_of(mass, top_k))
+    keep = _keep_mask(mass, top_k, top_p * _mass_of(mass, top_k))
     return torch.empty_like(x).scatter_(1, ids, values.masked_fill_(~keep, -torch.inf))
 
 
@@ -96,13 +96,13 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mass_of(mass: Tensor, top_k: Tensor) -> Tensor:
-    """Return the mass of the first `top_k` tokens of each row. Taken from a cumulative sum: threads
-    may share the sum of a single long row, and its bits would depend on their number."""
+    """Return the mass of the first `top_k` tokens of each row, read from the cumulative `mass`. A
+    sum of one long row may be shared among threads, and its bits would depend on their number."""
     last = top_k.clamp(max=mass.shape[-1]) - 1
     return mass.gather(1, last[:, None]).squeeze(1)
 
 
-def _kept(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
+def _keep_mask(mass: Tensor, top_k: Tensor, nucleus: Tensor) -> Tensor:
     """Return which tokens are kept, for tokens in descending order with cumulative `mass`. A kept
     token has a rank below top_k, and less than `nucleus` of mass before it. The first is kept."""
     rank = torch.arange(mass.shape[-1], device=mass.device)

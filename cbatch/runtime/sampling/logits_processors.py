@@ -66,27 +66,27 @@ class BannedTokens(_Stateless):
 
 
 class MinTokens:
-    """Forbids the stop ids for the next `count` tokens. With `yields` they stay allowed where no
-    other token is allowed."""
+    """Forbids the stop ids for the next `count` tokens. With `unless_empty`, they stay allowed at
+    positions where no other token is allowed."""
 
-    def __init__(self, stop_ids: Sequence[int], count: int, *, yields: bool = False) -> None:
+    def __init__(self, stop_ids: Sequence[int], count: int, *, unless_empty: bool = False) -> None:
         self._ids = _as_index(stop_ids)
-        self._left, self._yields = count, yields
+        self._remaining, self._unless_empty = count, unless_empty
 
     def shape(self, row: Tensor) -> None:
-        if self._left <= 0:
+        if self._remaining <= 0:
             return
         ids = self._ids.to(row.device)
         kept = row.index_select(0, ids)
         row.index_fill_(0, ids, -torch.inf)
-        if self._yields and _is_empty(row):
+        if self._unless_empty and _is_empty(row):
             row.index_copy_(0, ids, kept)
 
     def advance(self, token: int) -> None:
-        self._left -= 1
+        self._remaining -= 1
 
     def rollback(self, count: int) -> None:
-        self._left += count
+        self._remaining += count
 
 
 class LogitBias(_Stateless):
@@ -111,17 +111,17 @@ class Penalties:
     ) -> None:
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
         seen = dict.fromkeys(prompt) if repetition != 1 else {}
-        self._place = {token: place for place, token in enumerate(seen)}
-        self._num_of_prompt = len(seen)
+        self._index_of = {token: index for index, token in enumerate(seen)}
+        self._num_prompt_tokens = len(seen)
         self._ids = np.zeros(max(2 * len(seen), 64), dtype=np.int64)
         self._ids[: len(seen)] = list(seen)
-        # Indexed by place: the token's count in the output, and its presence + frequency penalty.
+        # By the token's index: its count in the output, and its presence + frequency penalty.
         self._counts = np.zeros(len(self._ids), dtype=np.int64)
         self._costs = np.zeros(len(self._ids), dtype=np.float32)
         self._output: list[int] = []
 
     def shape(self, row: Tensor) -> None:
-        used = len(self._place)
+        used = len(self._index_of)
         ids = torch.from_numpy(self._ids[:used]).to(row.device)
         logits = row.index_select(0, ids)
         if self._repetition != 1:
@@ -133,29 +133,29 @@ class Penalties:
         row.index_copy_(0, ids, logits)
 
     def advance(self, token: int) -> None:
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._ids):
+        index = self._index_of.setdefault(token, len(self._index_of))
+        if index == len(self._ids):
             self._ids, self._counts, self._costs = (
                 np.concatenate([array, np.zeros_like(array)])
                 for array in (self._ids, self._counts, self._costs)
             )
-        self._ids[place] = token
-        self._count(place, 1)
+        self._ids[index] = token
+        self._count(index, 1)
         self._output.append(token)
 
     def rollback(self, count: int) -> None:
         for _ in range(count):
             token = self._output.pop()
-            place = self._place[token]
-            self._count(place, -1)
-            # A token used for the first time has the last place, so removing it leaves no gap.
-            if not self._counts[place] and place >= self._num_of_prompt:
-                del self._place[token]
+            index = self._index_of[token]
+            self._count(index, -1)
+            # A token used for the first time has the last index, so removing it leaves no gap.
+            if not self._counts[index] and index >= self._num_prompt_tokens:
+                del self._index_of[token]
 
-    def _count(self, place: int, change: int) -> None:
-        self._counts[place] += change
-        count = int(self._counts[place])
-        self._costs[place] = self._frequency * count + (self._presence if count else 0.0)
+    def _count(self, index: int, change: int) -> None:
+        self._counts[index] += change
+        count = int(self._counts[index])
+        self._costs[index] = self._frequency * count + (self._presence if count else 0.0)
 
 
 class ProcessorChain:
@@ -215,8 +215,8 @@ def processors_of(
     # EOS ids come from the model's files, which may name more ids than there are logits.
     stop_ids = [i for i in stop_ids if i < vocab_size]
     if params.min_tokens and stop_ids:
-        yields = structured is not None
-        chain.append(MinTokens(stop_ids, params.min_tokens, yields=yields))
+        unless_empty = structured is not None
+        chain.append(MinTokens(stop_ids, params.min_tokens, unless_empty=unless_empty))
     if params.logit_bias:
         if "bias" not in shared:
             shared["bias"] = LogitBias(params.logit_bias)

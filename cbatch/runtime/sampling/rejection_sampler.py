@@ -93,11 +93,11 @@ def rejection_verify(
     )
     weights = target_probs[target_starts + num_accepted]
     rejected = num_accepted < num_drafts
-    hit = rejected.nonzero().squeeze(1)
-    if hit.numel():
-        at = draft_starts[hit] + num_accepted[hit]
+    replaced = rejected.nonzero().squeeze(1)
+    if replaced.numel():
+        at = draft_starts[replaced] + num_accepted[replaced]
         q = None if draft_probs is None else draft_probs[at]
-        weights[hit] = residual_of(weights[hit], q, draft_tokens[at])
+        weights[replaced] = residual_of(weights[replaced], q, draft_tokens[at])
     purposes = torch.where(rejected, noise.RESIDUAL, noise.BONUS)
     at_last = rows._replace(positions=rows.positions + num_accepted)
     return Verdict(num_accepted, draw(weights, at_last, purposes))
@@ -116,9 +116,9 @@ def expected_accepted(
     A draft is accepted with probability 1 - TV(p, q) = sum_x min(p(x), q(x)) (Leviathan et al.
     2023, Theorem 3.5); a draft chosen with certainty, with p(draft). The sum runs over the
     positions that were tried, up to and including the first rejection. Whether a position is tried
-    is known before its coin falls, so count minus sum is a martingale and both have the same mean
-    (Doob's optional stopping). The sum does not depend on the coins and has the lower variance.
-    Later positions must not enter the sum: the next step uses their noise again.
+    is known before its coin is drawn, so count minus sum is a martingale and both have the same
+    mean (Doob's optional stopping). The sum does not depend on the coins and has the lower
+    variance. Later positions must not enter the sum: the next step reuses their noise.
     """
     row = torch.repeat_interleave(num_drafts)
     flat = torch.arange(row.numel(), device=row.device)
@@ -131,9 +131,9 @@ def expected_accepted(
     else:
         p = target_probs[at]
         chance = torch.minimum(p, draft_probs[flat], out=p).sum(dim=-1).clamp_(max=1)
-    grid = chance.new_zeros(num_drafts.numel(), int(num_drafts.max()))
-    grid[row, depth] = chance
-    return grid.sum(dim=1)
+    by_depth = chance.new_zeros(num_drafts.numel(), int(num_drafts.max()))
+    by_depth[row, depth] = chance
+    return by_depth.sum(dim=1)
 
 
 def residual_of(p: Tensor, q: Tensor | None, rejected: Tensor) -> Tensor:
@@ -189,20 +189,20 @@ def coupled_verify(
     row = torch.repeat_interleave(lens)
     depth = torch.arange(row.numel(), device=row.device) - starts[row]
     token_rows = NoiseRows(rows.keys[row], rows.choices[row], rows.positions[row] + depth)
-    own = draw(target_probs, token_rows, noise.COUPLED)
+    target_tokens = draw(target_probs, token_rows, noise.COUPLED)
     drafted = depth < num_drafts[row]  # all but the last of each row
-    agrees = own[drafted] == draft_tokens
+    agrees = target_tokens[drafted] == draft_tokens
     num_accepted = leading_run(agrees, row[drafted], depth[drafted], num_drafts)
-    return Verdict(num_accepted, own[starts + num_accepted])
+    return Verdict(num_accepted, target_tokens[starts + num_accepted])
 
 
 def leading_run(accepted: Tensor, row: Tensor, depth: Tensor, num_drafts: Tensor) -> Tensor:
     """Return how many leading drafts of each row are accepted, int64 [B]. `accepted` bool
     [sum(k_i)] belongs to the drafts at `depth` of `row`; there is at least one draft."""
     shape = (num_drafts.numel(), int(num_drafts.max()))
-    grid = torch.zeros(shape, dtype=torch.int64, device=accepted.device)
-    grid[row, depth] = accepted.to(torch.int64)
-    return grid.cumprod(dim=1).sum(dim=1)
+    by_depth = torch.zeros(shape, dtype=torch.int64, device=accepted.device)
+    by_depth[row, depth] = accepted.to(torch.int64)
+    return by_depth.cumprod(dim=1).sum(dim=1)
 
 
 def check_rows(

@@ -65,15 +65,15 @@ class Structured:
     """
 
     def __init__(self, grammars: GrammarSource, spec: StructuredOutputs, vocab_size: int) -> None:
-        self._make = partial(grammars.matcher, spec)
-        self._matcher = self._make()
+        self._new_matcher = partial(grammars.matcher, spec)
+        self._matcher = self._new_matcher()
         self._eos_ids = frozenset(i for i in grammars.eos_ids if i < vocab_size)
         self._not_eos = np.ones(vocab_size, dtype=np.bool_)
         self._not_eos[list(self._eos_ids)] = False
-        self._taken: list[int] = []  # tokens that the matcher has consumed
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
         self._plain_token = grammars.plain_token
         self._forbid_repeats = grammars.forbid_repeats(spec)
-        self._num_unread = 0  # tokens after `_taken`; the first is EOS or forbidden
+        self._num_unread = 0  # tokens after `_consumed`; the first is EOS or forbidden
         self._ended = False  # whether the first unread token is EOS after a complete text
 
     def shape(self, row: Tensor) -> None:
@@ -88,30 +88,30 @@ class Structured:
     def advance(self, token: int) -> None:
         if self._num_unread:
             self._num_unread += 1
-        elif token not in self._eos_ids and self._take(token):
-            self._taken.append(token)
+        elif token not in self._eos_ids and self._consume(token):
+            self._consumed.append(token)
         else:
             self._num_unread = 1
             self._ended = token in self._eos_ids and self._matcher.is_accepting()
 
     def rollback(self, count: int) -> None:
-        counted = min(count, self._num_unread)
-        self._num_unread -= counted
-        if count > counted:
-            del self._taken[counted - count :]
-            self._matcher.rollback(count - counted)
+        num_unread = min(count, self._num_unread)
+        self._num_unread -= num_unread
+        if count > num_unread:
+            del self._consumed[num_unread - count :]
+            self._matcher.rollback(count - num_unread)
         if not self._num_unread and self._matcher.is_error():
-            self._renew()
+            self._restart_matcher()
 
     def num_allowed(self, drafts: list[int]) -> int:
         """Return how many leading `drafts` the grammar allows; after EOS it allows none."""
         return 0 if self._num_unread else self._matcher.validate_tokens(drafts)
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow `_taken`: bool [V]."""
+        """Return which tokens may follow `_consumed`: bool [V]."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self._renew()
+            self._restart_matcher()
             bits = self._matcher.compute_bitmask()
         size = len(self._not_eos)
         if self._matcher.is_error():
@@ -119,19 +119,19 @@ class Structured:
         packed = np.frombuffer(bits, dtype=np.uint8)
         allowed = np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
         if np.count_nonzero(allowed) == 1:
-            self._keep_text_plain(allowed)
+            self._prefer_plain_token(allowed)
         if self._forbid_repeats is not None:
-            self._forbid_repeats(allowed, self._taken, self._leads_on)
+            self._forbid_repeats(allowed, self._consumed, self._has_successor)
         return allowed
 
-    def _leads_on(self, token: int) -> bool:
+    def _has_successor(self, token: int) -> bool:
         """Return whether any token may follow `token`."""
         self.advance(token)
         has_next = bool(self._allowed().any())
         self.rollback(1)
         return has_next
 
-    def _keep_text_plain(self, allowed: NDArray[np.bool_]) -> None:
+    def _prefer_plain_token(self, allowed: NDArray[np.bool_]) -> None:
         """Correct, in place, a mask that allows one token.
 
         llguidance splits text that must follow as the tokenizer does. Where this text contains the
@@ -139,26 +139,26 @@ class Structured:
         plain token replaces it."""
         token = int(allowed.argmax())
         if token in self._eos_ids:
-            follows = self._matcher.is_accepting()
+            is_consumable = self._matcher.is_accepting()
         else:
-            follows = self._matcher.validate_tokens([token]) == 1
-        if not follows:
+            is_consumable = self._matcher.validate_tokens([token]) == 1
+        if not is_consumable:
             allowed[token] = False
             plain = self._plain_token(self._matcher.compute_ff_bytes())
             if plain is not None and self._matcher.validate_tokens([plain]) == 1:
                 allowed[plain] = True
 
-    def _take(self, token: int) -> bool:
-        taken = self._matcher.try_consume_tokens([token])
+    def _consume(self, token: int) -> bool:
+        num_consumed = self._matcher.try_consume_tokens([token])
         if self._matcher.is_error():
-            self._renew()
-            taken = self._matcher.try_consume_tokens([token])
-        return taken == 1
+            self._restart_matcher()
+            num_consumed = self._matcher.try_consume_tokens([token])
+        return num_consumed == 1
 
-    def _renew(self) -> None:
-        """Start again from `_taken`: drafts, not the known tokens, may have hit a limit."""
-        self._matcher = self._make()
-        self._matcher.try_consume_tokens(self._taken)
+    def _restart_matcher(self) -> None:
+        """Replace the matcher by a new one after `_consumed`: the error may be due to drafts."""
+        self._matcher = self._new_matcher()
+        self._matcher.try_consume_tokens(self._consumed)
 
 
 def _forbid(row: Tensor, forbidden: NDArray[np.bool_]) -> None:

@@ -39,7 +39,7 @@ def attention(
     Dv]."""
     layer: AttentionLayer | None = getattr(module, LAYER, None)
     if layer is None or layer.owner.registered is not None:
-        return enter(module, query, key, value, attention_mask, options), None
+        return register_layer(module, query, key, value, attention_mask, options), None
     step = layer.owner
     assert step.step is not None, "attention outside of a pass"
     out = step.step.compute(layer, query[0], key[0], value[0])
@@ -48,21 +48,21 @@ def attention(
     return out[None].to(query.dtype), None
 
 
-_entering: list[Pass] = []
+_registering: list[Pass] = []
 
 
-class entering:
-    """A context in which a pass registers its attention layers with `step`."""
+class registering:
+    """A context in which the attention layers that run are registered with `step`."""
 
     def __init__(self, step: Pass) -> None:
         self._step = step
 
     def __enter__(self) -> None:
         self._step.registered = []
-        _entering.append(self._step)
+        _registering.append(self._step)
 
     def __exit__(self, *_: object) -> None:
-        _entering.remove(self._step)
+        _registering.remove(self._step)
         self._step.registered = None
 
 
@@ -73,7 +73,7 @@ def probe(
     """Return the attention layers that `run` calls, and the number of logits per row. `run` is a
     pass over one token. Raises ModelError, naming `path`, for a model that we cannot compute."""
     name = type(net).__name__
-    with entering(step):
+    with registering(step):
         try:
             logits = run()
         except ModelError as error:
@@ -86,7 +86,7 @@ def probe(
     return step.layers, logits.shape[-1]
 
 
-def enter(
+def register_layer(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -96,7 +96,7 @@ def enter(
 ) -> Tensor:
     """Register a layer and return zeros. Raises ModelError for options that our attention does not
     support."""
-    (step,) = _entering
+    (step,) = _registering
     assert step.registered is not None
     name = type(module).__name__
     if any(module is other for other in step.registered):
@@ -104,8 +104,8 @@ def enter(
     if mask is not None:
         raise ModelError(f"{name}: passes its own attention mask")
     known = {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
-    for field, given in options.items():
-        if field not in known | _NEUTRAL and given is not None:
+    for field, option in options.items():
+        if field not in known | _NEUTRAL and option is not None:
             raise ModelError(f"{name}: needs {field} of attention, which is not supported")
     scale, sinks = options.get("scaling"), options.get("s_aux")
     layer = AttentionLayer(

@@ -40,9 +40,9 @@ def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: in
 
 
 def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> int:
-    """Return the longest context for which our results are those of the model. Limits are
-    the chunk of chunked attention, a window that only the modelling code's masks have, and the
-    length at which rotary angles change."""
+    """Return the longest context for which our results equal the model's. It is limited by the
+    chunk of chunked attention, by a window that the modelling code applies only in its masks, and
+    by the length at which rotary angles change."""
     tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(tokens, int) or tokens < 2:
         raise ModelError(f"{path}: max_position_embeddings: missing; it gives the context")

@@ -31,30 +31,30 @@ def load_net(
 def _load(path: Path, dtype: str | torch.dtype, seed: int | None) -> tuple[nn.Module, torch.dtype]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
         config = AutoConfig.from_pretrained(path)
         stored = config.dtype
         served = resolve_dtype(dtype, None if stored is None else str(stored).split(".")[-1])
         with torch.inference_mode(False), torch.no_grad():
             if seed is None:
-                how |= {"use_safetensors": True, "output_loading_info": True, "config": config}
-                net, report = AutoModelForCausalLM.from_pretrained(path, dtype=served, **how)
-                _tell(path, net, report)
+                options |= {"use_safetensors": True, "output_loading_info": True, "config": config}
+                net, report = AutoModelForCausalLM.from_pretrained(path, dtype=served, **options)
+                _report_tensors(path, net, report)
             else:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(seed)
-                    net = AutoModelForCausalLM.from_config(config, dtype=served, **how)
+                    net = AutoModelForCausalLM.from_config(config, dtype=served, **options)
     except ModelError:
         raise
     except Exception as error:  # there are many kinds
         refuse_unknown_rope(path)
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path}: transformers cannot load it: {said:.300}") from error
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{path}: transformers cannot load it: {message:.300}") from error
     return net.eval().requires_grad_(False), served
 
 
-def _tell(path: Path, net: Any, report: dict[str, Any]) -> None:
+def _report_tensors(path: Path, net: Any, report: dict[str, Any]) -> None:
     """Log tensors of the checkpoint that no parameter uses. Raise ModelError for missing tensors,
     which transformers would initialise at random."""
     for name in sorted(report["missing_keys"]):

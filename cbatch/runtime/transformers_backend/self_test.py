@@ -17,10 +17,10 @@ from cbatch.runtime.model.config import ModelConfig, ModelError
 _BLOCK_TOKENS = 4
 _LENGTHS = 23, 14
 _STEPS = (9, 5), (7, 1), (1, 6), (6, 2)  # tokens of each row per step: chunks with decodes
-# Limits of differences, in standard deviations of the logits. Half precision rounds between layers,
-# our pass does not, and a router may then choose another expert: so its limit is for the mean.
-_MOST_OF_FP32, _MOST_OF_HALF = 1e-3, 0.15
-_MOST_ALONE = 1e-3  # limit of the difference between a row in a batch and the row alone
+# Limits of differences, in standard deviations of the logits. The limit for half precision is for
+# the mean: the model's own code rounds between layers, and a router may choose another expert.
+_MAX_OF_FP32, _MAX_OF_HALF = 1e-3, 0.15
+_MAX_IN_BATCH = 1e-3  # limit of the difference between a row in a batch and the row alone
 _STATEFUL = re.compile(r"Mamba|SSM|DeltaNet|LinearAttention|Recurrent|RWKV|ShortConv|xLSTM")
 
 
@@ -59,9 +59,9 @@ def reference_of(net: nn.Module, path: Path) -> Reference:
     try:
         outputs = [net(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
         logits = [each.float().cpu() for each in outputs]
-    except Exception as error:  # whatever modelling code may raise
-        said = f"{type(error).__name__}: {error!s:.200}"
-        raise ModelError(f"{path}: {type(net).__name__} does not run: {said}") from error
+    except Exception as error:  # modelling code may raise anything
+        problem = f"{type(error).__name__}: {error!s:.200}"
+        raise ModelError(f"{path}: {type(net).__name__} does not run: {problem}") from error
     return Reference(rows, logits)
 
 
@@ -83,18 +83,18 @@ def compare(
     whole = model.dtype == torch.float32
     differences = (actual - torch.cat(alone)).abs() / spread
     exact = whole or own_bits
-    apart = (differences.max() if exact else differences.mean()).item()
-    if not apart <= (_MOST_ALONE if exact else _MOST_OF_HALF):
+    difference = (differences.max() if exact else differences.mean()).item()
+    if not difference <= (_MAX_IN_BATCH if exact else _MAX_OF_HALF):
         raise ModelError(
             f"{model.path}: {name} computes other logits for rows in a batch than for each "
-            f"alone: they are {apart:.2g} standard deviations apart; it cannot be served"
+            f"alone: they are {difference:.2g} standard deviations apart; it cannot be served"
         )
     differences = (actual - expected).abs() / spread
-    off = (differences.max() if whole else differences.mean()).item()
-    if not off <= (_MOST_OF_FP32 if whole else _MOST_OF_HALF):
+    difference = (differences.max() if whole else differences.mean()).item()
+    if not difference <= (_MAX_OF_FP32 if whole else _MAX_OF_HALF):
         raise ModelError(
             f"{model.path}: {name} computes other logits with our attention than with its own: "
-            f"they are {off:.2g} standard deviations apart; it cannot be served"
+            f"they are {difference:.2g} standard deviations apart; it cannot be served"
         )
     return differences.max().item()
 

@@ -1,18 +1,18 @@
 """Attention over paged KV for a ragged batch. The bits of a row depend only on its own position.
 
 Keys are gathered in tiles of a fixed width from absolute position 0 (or from a fixed boundary
-before a sliding window). So a row has the same keys in the same lanes however long the other rows
-are. Keys beyond a row are masked with a large finite number and have no effect:
+before a sliding window). So a row has the same keys in the same lanes, whatever the length of other
+rows. Keys beyond a row are masked with a large finite number and have no effect:
 
-- a score is a sum over `head_dim` only. Queries are scaled before the product, which would
-  apply a scale (unless a power of two) at different places for few rows and for many;
+- a score is a sum over `head_dim` only. Queries are scaled before the product: a product applies a
+  scale (unless a power of two) at different points for few and for many rows;
 - softmax adds lane by lane in order of position, and a masked key adds exactly 0;
 - the product with V runs over segments of `SEGMENT_TOKENS` at absolute positions. Each is short
   enough to be summed in one piece, and the segments are added in order.
 
-The number of rows in a product must not change the bits of a row. That holds from a small row count
-on (`product_rows`, measured). A batch of one product is doubled, since a library may split a single
-product among threads by its row count.
+The number of rows in a product must not change the bits of a row. This holds for products of at
+least `product_rows` rows, a measured number. A batch of one product is doubled, since a library may
+split a single product among threads by its row count.
 
 This module runs one group of queries; `layout` forms the groups.
 """
@@ -30,9 +30,9 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
 
 LANES = 16  # fp32 elements of the widest vector; keys are padded to multiples
-SEGMENT_TOKENS = 128  # positions of a sum; libraries split sums of more than 144 to 240
+SEGMENT_TOKENS = 128  # positions of a sum; libraries split sums of more than 144 (some: 240)
 MASKED = -1e30  # finite: exp gives 0, and 0 times a stale value is 0
-_MOST_PROBED_ROWS = 16
+_MAX_PROBED_ROWS = 16
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,8 +53,8 @@ def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
     twice = torch.baddbmm(out, p, values)
 
     def same_scores(rows: int, num_keys: int) -> bool:
-        some = torch.baddbmm(zero, q[:, :rows], keys[:, :, :num_keys])
-        return torch.equal(some, scores[:, :rows, :num_keys])
+        part = torch.baddbmm(zero, q[:, :rows], keys[:, :, :num_keys])
+        return torch.equal(part, scores[:, :rows, :num_keys])
 
     def same_values(rows: int, num_keys: int) -> bool:
         first, part = out[:, :rows], (p[:, :rows, :num_keys], values[:, :num_keys])
@@ -62,13 +62,13 @@ def product_rows(head_dim: int, threads: int) -> tuple[int, int]:
         return torch.equal(torch.bmm(*part), first) and torch.equal(added, twice[:, :rows])
 
     def smallest(same: Callable[[int, int], bool]) -> int:
-        # The narrowest product is tried, too: libraries have special kernels for tiny ones.
+        # The narrowest product is tried, too: libraries have special kernels for tiny products.
         differing = [
             rows
-            for rows in range(1, _MOST_PROBED_ROWS + 1)
+            for rows in range(1, _MAX_PROBED_ROWS + 1)
             if not (same(rows, SEGMENT_TOKENS) and same(rows, LANES))
         ]
-        return min(max(differing, default=0) + 1, _MOST_PROBED_ROWS)
+        return min(max(differing, default=0) + 1, _MAX_PROBED_ROWS)
 
     return smallest(same_scores), smallest(same_values)
 
@@ -130,12 +130,12 @@ class Operands:
 class Group:
     """Queries that share one batched product.
 
-    A group has either consecutive single rows of the batch or any pieces (rows of one sequence).
-    The products of single rows read the step's buffers in place. The (token, KV head) units of
-    pieces are copied (`pack`, `unpack`). The planner fills `gather` and `mask` in every step.
+    A group has either consecutive rows of the batch, one per sequence, or pieces: several rows of a
+    sequence each. Products of single rows read the step's buffers in place. The (token, KV head)
+    units of pieces are copied (`pack`, `unpack`). The planner sets `gather` and `mask` every step.
     """
 
-    gather: Tensor  # int64 [pairs * blocks]: rows of `block_rows` to read
+    gather: Tensor  # int64 [pairs * blocks]: rows of `layer_blocks` to read
     mask: Tensor  # additive, fp32 [pairs, query_rows, keys]
 
     def __init__(self, operands: Operands, heads: HeadShape) -> None:
@@ -167,10 +167,10 @@ class Group:
         self.pack, self.unpack = pack, unpack
         self.direct = False
 
-    def run(self, block_rows: Tensor) -> None:
+    def run(self, layer_blocks: Tensor) -> None:
         """Attend to K and V in one layer's blocks with the queries of the bound buffer."""
         op = self.operands
-        torch.index_select(block_rows, 0, self.gather, out=op.blocks)
+        torch.index_select(layer_blocks, 0, self.gather, out=op.blocks)
         if op.wide is not op.blocks:
             op.wide.copy_(op.blocks)
         query = self.source

@@ -51,13 +51,14 @@ class GroupBuilder:
         self.kv, self.heads = kv, heads
         self._operands: OrderedDict[GroupShape, Operands] = OrderedDict()
 
-    def width(self, count: int, longest: int, window: int | None, times: int = 1) -> int:
-        """Return the number of contexts per group: `count` contexts form groups of similar size,
-        whose K and V fit in `times` the L2 cache."""
+    def width(self, count: int, longest: int, window: int | None, cache_factor: int = 1) -> int:
+        """Return the number of contexts per group, so that `count` contexts form groups of similar
+        size, each with K and V of at most `cache_factor` times the L2 cache."""
         h = self.heads
         num_keys = longest if window is None else window + SEGMENT_TOKENS
-        most_contexts = max(1, times * _CACHE_FLOATS // (num_keys * h.kv_heads * 2 * h.head_dim))
-        return -(-count // -(-count // most_contexts))
+        floats = num_keys * h.kv_heads * 2 * h.head_dim
+        max_contexts = max(1, cache_factor * _CACHE_FLOATS // floats)
+        return -(-count // -(-count // max_contexts))
 
     def rows(self, step: StepBuffers, contexts: I64, window: int | None) -> list[Group]:
         """Build groups of single rows, sized so that K and V of each group stay in the L2 cache."""
@@ -80,7 +81,7 @@ class GroupBuilder:
         return groups
 
     def pieces(self, step: StepBuffers, pieces: I64, window: int | None) -> Group:
-        """Build one group of any pieces, [4, P] (see `AttentionPlanner`)."""
+        """Build one group of pieces, [4, P] (see `AttentionPlanner`)."""
         h = self.heads
         sequences, rows, query_lens, contexts = pieces
         first_key = _first_keys(self.kv, contexts - query_lens + 1, window)
@@ -97,8 +98,8 @@ class GroupBuilder:
         return group
 
     def _padded_queries(self, query_len: int) -> int:
-        least = max(self._product_rows())
-        return max(query_len, -(-least // self.heads.group))
+        min_rows = max(self._product_rows())
+        return max(query_len, -(-min_rows // self.heads.group))
 
     def _product_rows(self) -> tuple[int, int]:
         return product_rows(self.heads.head_dim, torch.get_num_threads())
@@ -114,9 +115,9 @@ class GroupBuilder:
         rows = queries * h.group
         query_rows = value_rows = rows
         if rows_in_place:
-            least = self._product_rows()
-            value_rows = max(rows, least[1])
-            query_rows = max(value_rows, least[0])
+            min_rows = self._product_rows()
+            value_rows = max(rows, min_rows[1])
+            query_rows = max(value_rows, min_rows[0])
         pairs = count * h.kv_heads
         shape = GroupShape(2 if pairs == 1 else pairs, query_rows, value_rows, keys)
         operands = self._operands.get(shape)

@@ -16,7 +16,7 @@ from cbatch.runtime.model.config import ModelConfig
 
 _CHUNK_TOKENS = 128  # longer queries are cut at multiples of this, so that few keys are masked
 _MAX_SCORES = 1 << 24  # elements of one score buffer
-_MAX_WASTE = 1 << 18  # padded scores (elements) that cost less than another group
+_MAX_WASTE = 1 << 18  # number of padded scores that cost less than another group
 
 
 class StepLayout(NamedTuple):
@@ -27,10 +27,10 @@ class StepLayout(NamedTuple):
     groups: dict[int | None, list[Group]]
 
 
-# Maximum K and V of a group of pieces, as a multiple of the L2 cache. Queries of pieces are copied,
-# so larger groups are faster. Of 2, 3 and 5, only 3 was never slower than a single group at 8 to 64
-# ragged rows.
-_PIECES_TIMES = 3
+# Maximum size of K and V of a group of pieces, as a multiple of the L2 cache. Queries of pieces are
+# copied, so larger groups are faster. Of 2, 3 and 5, only 3 was never slower than a single group at
+# 8 to 64 ragged rows.
+_PIECES_CACHE_FACTOR = 3
 
 
 class AttentionPlanner:
@@ -57,7 +57,7 @@ class AttentionPlanner:
         by_window = {w: groups[window] for w, window in effective.items()}
         return StepLayout(_token_slots(step, query_lens, positions), by_window)
 
-    def _built(self, kv: KVCache) -> GroupBuilder:
+    def _builder_for(self, kv: KVCache) -> GroupBuilder:
         if self._builder is None or self._builder.kv is not kv:
             self._builder = GroupBuilder(kv, self.heads)
         return self._builder
@@ -66,17 +66,17 @@ class AttentionPlanner:
         self, step: StepBuffers, query_lens: I64, contexts: I64, window: int | None
     ) -> list[Group]:
         """Return the groups of one window."""
-        builder = self._built(step.kv)
+        builder = self._builder_for(step.kv)
         if len(contexts) < step.num_rows:
             starts = query_lens.cumsum() - query_lens
-        elif self._wasteful(contexts):
+        elif self._pads_too_much(contexts):
             starts = iota(len(contexts))
         else:  # one row each
             return builder.rows(step, contexts, window)
         parts = self._partition(self._pieces(query_lens, contexts, starts), window)
         return [builder.pieces(step, part, window) for part in parts]
 
-    def _wasteful(self, contexts: I64) -> bool:
+    def _pads_too_much(self, contexts: I64) -> bool:
         padded = int(contexts.max()) * len(contexts) - int(contexts.sum())
         return padded * self.heads.kv_heads * 8 > _MAX_WASTE
 
@@ -121,7 +121,7 @@ class AttentionPlanner:
     def _split(self, pieces: I64, window: int | None) -> list[I64]:
         count = pieces.shape[1]
         assert self._builder is not None
-        width = self._builder.width(count, int(pieces[3].max()), window, _PIECES_TIMES)
+        width = self._builder.width(count, int(pieces[3].max()), window, _PIECES_CACHE_FACTOR)
         if width >= count:
             return [pieces]
         pieces = pieces[:, np.lexsort((pieces[3], pieces[2]))]

@@ -156,25 +156,25 @@ class CompiledHead:
     ) -> tuple[I64, I64, NDArray[np.bool_]]:
         """Draft up to `depths[i]` >= 1 tokens greedily for slots[i], which has `known[i]` tokens.
 
-        Returns drafts [R, deepest], the number of drafts of each row, and bool [R]: True for a row
-        whose drafting ended early because its logits were not finite."""
+        Return the drafts [R, deepest], the number of drafts of each row, and bool [R]: whether a
+        row's drafting ended early because its logits were not finite."""
         rows, deepest = len(slots), int(depths.max())
         longest = int((known + depths).max())
         table_width = min(-(-longest // states.kv.block_size), states.table.blocks.shape[1])
         setting = self._setting(states, rows, rows, longest, table_width)
         drafts = np.zeros((rows, deepest), dtype=np.int64)
-        broken = np.zeros(rows, dtype=np.bool_)
+        failed = np.zeros(rows, dtype=np.bool_)
         counts = np.array(depths, dtype=np.int64)
         arrays = [_longs(slots), _longs(known), counts]
         addresses = map(_address, arrays)
         sizes = rows, deepest, table_width
-        self._raise(self._draft(setting, *addresses, *sizes, _address(drafts), _address(broken)))
-        return drafts, counts, broken
+        self._raise(self._draft(setting, *addresses, *sizes, _address(drafts), _address(failed)))
+        return drafts, counts, failed
 
     def _setting(
         self, states: SlotStates, rows: int, sequences: int, positions: int, table_width: int
     ) -> _Setting:
-        step = ctypes.pointer(self._decoder.step_like(rows, positions, states.kv))
+        step = ctypes.pointer(self._decoder.step_template(rows, positions, states.kv))
         work = self._work_address(rows, sequences, table_width)
         return _Setting(self._pointer, self._slot_table_pointer(states), step, work)
 
@@ -192,9 +192,9 @@ class CompiledHead:
 
     def _work_address(self, *sizes: int) -> int:
         """Return the address of working memory for rows, sequences and blocks of a sequence."""
-        need = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
-        if len(self._work) < need:
-            self._work = torch.empty(2 * need, dtype=torch.uint8)
+        num_bytes = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
+        if len(self._work) < num_bytes:
+            self._work = torch.empty(2 * num_bytes, dtype=torch.uint8)
         address = self._work.data_ptr()
         return address + -address % _ALIGNMENT_BYTES
 

@@ -1,8 +1,8 @@
 """Drafting with a small model.
 
-A drafter lives in the executor. It may propose fewer tokens than planned, never more. It cannot
-change the distribution of the output: it only has to report the true distribution that each draft
-was drawn from (or None for a draft chosen with certainty).
+The executor runs the drafter, which may propose fewer tokens than planned, never more. It does not
+change the distribution of the output, if it reports the true distribution from which each draft was
+drawn (or None for a draft chosen with certainty).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DraftModel(ModelDrafter):
     first pass of a proposal computes the missing tokens together with the last known token.
     """
 
-    # The token id of each logit, ascending, int64; None: the logits are those of the first ids.
+    # The token id of each logit, ascending, int64; None: logit i is that of token id i.
     vocabulary: Tensor | None = None
 
     def __init__(self, model: Model) -> None:
@@ -103,7 +103,7 @@ class DraftModel(ModelDrafter):
             if len(at) < len(active):
                 active, tokens, tables = active[at], tokens[at], tables[at]
                 positions, depths = positions[at], depths[at]
-                self._go_on_with(at)
+                self._keep_rows(at)
             slots = None
             batch = self._next_tokens(tokens, positions + (depth - 1), tables)
 
@@ -112,8 +112,8 @@ class DraftModel(ModelDrafter):
         draft."""
         return self.model.forward(batch, self.kv)
 
-    def _go_on_with(self, at: I64) -> None:
-        """Note that only the sequences `at` of the latest batch are drafted further."""
+    def _keep_rows(self, at: I64) -> None:
+        """Drop the state of all rows of the latest batch but `at`: only these draft further."""
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, num_logits: I64
@@ -163,7 +163,7 @@ class Drafting:
         self._q_rows: list[I64] = []
 
     def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
-        """Return the next token of each active row, and whether all these rows are finite."""
+        """Return the next token of each active row, and whether all their logits are finite."""
         if logits.shape[1] > self.table.vocab_size:  # the draft model's vocabulary may be padded
             logits = logits[:, : self.table.vocab_size]
         if self.processed:  # processors know the target's ids
@@ -173,8 +173,8 @@ class Drafting:
         if logits.shape[1] == self._num_reduced:
             assert self.vocabulary is not None
             tokens = self.vocabulary.numpy()[tokens]
-        all_are = bool(finite.all())
-        if not all_are:
+        all_finite = bool(finite.all())
+        if not all_finite:
             self.non_finite[active[~finite]] = True
             self.depths[active[~finite]] = depth
         if self.sampled is not None:
@@ -184,7 +184,7 @@ class Drafting:
             advanced = np.ones_like(active)
             self.processors.advance(self.rows.slots[active], tokens[:, None], advanced)
             self._advanced[active] += 1
-        return tokens, all_are
+        return tokens, all_finite
 
     def close(self) -> None:
         """Remove the drafts from the prefixes of the logits processors."""
@@ -213,7 +213,7 @@ class Drafting:
         if np.count_nonzero(coupled):  # coupled drafts are verified without q
             keep = np.flatnonzero(~coupled)
             q, rows = q[torch.from_numpy(keep)], rows[keep]
-        if len(rows):  # a row that stopped does not continue, so each q is one draft deeper
+        if len(rows):  # a row that stopped never resumes, so `_q[i]` is of depth i
             self._q.append(self._widened(q, 0.0))
             self._q_rows.append(rows)
 

@@ -30,8 +30,8 @@ from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
-# Maximum number of states (one per token) that wait while no row drafts; bounds their memory.
-MOST_WAITING = 512
+# Maximum number of states (one per token) that wait while no row drafts, to bound their memory.
+MAX_WAITING_STATES = 512
 
 
 class EagleDrafter(DraftModel):
@@ -48,7 +48,7 @@ class EagleDrafter(DraftModel):
         super().bind(table, num_blocks)
         size = self.head.config.hidden_size
         self._states = LastStates(table, num_blocks, size)
-        self._carried = torch.empty(0, size)  # the head's output states, by row of the latest batch
+        self._output_states = torch.empty(0, size)  # of the head, by row of the latest batch
         self._waiting: list[StepStates] = []
         self._num_waiting = 0
 
@@ -93,15 +93,15 @@ class EagleDrafter(DraftModel):
         """Propose as `DraftModel.propose` does, in one call of the C kernel."""
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - rows.num_tokens)
         drafts = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
-        num_drafted, broken = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
+        num_drafted, non_finite = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
         at = (depths > 0).nonzero()[0]
         if len(at):
             slots, known = rows.slots[at], rows.num_tokens[at]
-            proposed = self.head.compiled.draft(self._places(), slots, known, depths[at])
-            drafts[at], num_drafted[at], broken[at] = proposed
+            proposed = self.head.compiled.draft(self._slot_states(), slots, known, depths[at])
+            drafts[at], num_drafted[at], non_finite[at] = proposed
             self.kv_len[slots] = known - 1 + num_drafted[at]
-        self.kv_len[rows.slots[broken]] = 0
-        return Proposal(drafts, num_drafted, None, broken)
+        self.kv_len[rows.slots[non_finite]] = 0
+        return Proposal(drafts, num_drafted, None, non_finite)
 
     def read_states(self, states: StepStates) -> None:
         if not len(states.slots):
@@ -109,7 +109,7 @@ class EagleDrafter(DraftModel):
         self._waiting.append(states)
         self._num_waiting += len(states.hidden)
         self.kv_len[states.slots] = states.starts + states.lens
-        if self._num_waiting >= MOST_WAITING:
+        if self._num_waiting >= MAX_WAITING_STATES:
             self._ingest_waiting()
 
     def _ingest_waiting(self) -> None:
@@ -126,17 +126,17 @@ class EagleDrafter(DraftModel):
             )
             # NumPy, because torch would first wake its threads, which takes longer than the copy.
             hidden = torch.from_numpy(np.concatenate([step.hidden.numpy() for step in steps]))
-        self.head.compiled.ingest(self._places(), slots.astype(np.int64), starts, lens, hidden)
+        self.head.compiled.ingest(self._slot_states(), slots.astype(np.int64), starts, lens, hidden)
 
-    def _places(self) -> SlotStates:
+    def _slot_states(self) -> SlotStates:
         return SlotStates(self.table, self.kv, self._states.of_slot, self._states.of_block)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
-        states = self._carried
+        states = self._output_states
         if slots is not None:
             states = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
-        logits, self._carried = self.head.choices(batch, self.kv, states)
+        logits, self._output_states = self.head.choices(batch, self.kv, states)
         return logits
 
-    def _go_on_with(self, at: I64) -> None:
-        self._carried = self._carried[torch.from_numpy(at)]
+    def _keep_rows(self, at: I64) -> None:
+        self._output_states = self._output_states[torch.from_numpy(at)]

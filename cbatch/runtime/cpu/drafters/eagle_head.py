@@ -44,21 +44,21 @@ class EagleHead(Head):
     def _build(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        c, own = head.layer, _Tensors(head, weights, target)
+        c, tensors = head.layer, _Tensors(head, weights, target)
         self.vocabulary = eagle_vocabulary(head, weights)
-        norms, fc = own.read_norms(target), own.fusing(target)
-        layer, front = own.layer(), own.front()
-        reading = StateReading(front, None, None, None, plain_in=True, plain_out=True)
-        if front is None:
+        norms, fc = tensors.read_norms(target), tensors.state_fusing_layer(target)
+        layer, input_layer = tensors.layer(), tensors.input_layer()
+        reading = StateReading(input_layer, None, None, None, plain_in=True, plain_out=True)
+        if input_layer is None:
             reading = StateReading(
-                front=None,
-                only_kv=own.projected("kv"),
-                token_norm=own.norm("layers.0.input_layernorm"),
-                state_norm=own.norm("layers.0.hidden_norm"),
+                input_layer=None,
+                only_kv=tensors.projected("kv"),
+                token_norm=tensors.norm("layers.0.input_layernorm"),
+                state_norm=tensors.norm("layers.0.hidden_norm"),
                 normed_residual=head.norm_before_residual,
             )
-        lm_head = own.lm_head(self.vocabulary, target_head)
-        embedding = own.embedding(target)
+        lm_head = tensors.lm_head(self.vocabulary, target_head)
+        embedding = tensors.embedding(target)
         products = [p for p in (*layer.products(), lm_head, fc, *reading[:2]) if p]
         if any(linear.compiled is None for linear in products):
             raise ModelError("draft: heads need the project's kernels: install a C compiler (gcc)")
@@ -84,12 +84,13 @@ class EagleHead(Head):
     def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [N, vocab] of the rows `batch.logits_index`, -inf for tokens that the
         head cannot draft, and the states [N, hidden] that the next drafts continue from."""
-        logits, carried = self.choices(batch, kv, states)
-        return self.over_vocabulary(logits), carried
+        logits, states_out = self.choices(batch, kv, states)
+        return self.over_vocabulary(logits), states_out
 
     def choices(self, batch: RaggedBatch, kv: KVCache, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as `forward`, but logits [N, ids] only of the ids in `vocabulary`."""
-        carried = torch.empty(len(batch.logits_index), 1, self.config.hidden_size)
+        size = (self.config.hidden_size,)
+        states_out = torch.empty(len(batch.logits_index), 1, *size)
         logits = self._decoder.run(
             batch.tokens,
             batch.query_lens,
@@ -99,9 +100,9 @@ class EagleHead(Head):
             kv,
             None,
             states=states.contiguous(),
-            hidden=carried,
+            hidden=states_out,
         )
-        carried = carried[:, 0]
+        states_out = states_out[:, 0]
         if self.head.norm_output:
-            carried = F.rms_norm(carried, carried.shape[-1:], self._norm, self.config.rms_norm_eps)
-        return logits, carried
+            states_out = F.rms_norm(states_out, size, self._norm, self.config.rms_norm_eps)
+        return logits, states_out

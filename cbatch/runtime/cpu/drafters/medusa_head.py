@@ -38,9 +38,9 @@ class MedusaHead(Head):
         self.vocabulary = medusa_vocabulary(head, weights)
         self._norm = target.final_norm
         with torch.inference_mode():
-            own = _Tensors(head, weights, target)
-            self._blocks = [own.blocks(i) for i in range(head.num_heads)]
-            self._heads = own.heads(self.vocabulary, target_head)
+            tensors = _Tensors(head, weights, target)
+            self._blocks = [tensors.blocks(i) for i in range(head.num_heads)]
+            self._heads = tensors.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for blocks in self._blocks for linear in blocks)]
         size = self.dtype.itemsize
         self.matrix_bytes = sum(

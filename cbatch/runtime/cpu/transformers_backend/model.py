@@ -18,7 +18,7 @@ from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.transformers_backend import experts
 from cbatch.runtime.cpu.transformers_backend.attention import CpuAttention
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
-from cbatch.runtime.cpu.transformers_backend.sharing import Shares
+from cbatch.runtime.cpu.transformers_backend.sharing import RankShard
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.rank_group import RankGroup
@@ -57,13 +57,13 @@ class TransformersModel:
         attention.register()
         experts.register()
         with torch.no_grad():
-            shares = None if ranks is None else Shares(net, ranks)
+            shard = None if ranks is None else RankShard(net, ranks)
             self._experts = [each for each in net.modules() if experts.compile_experts(each)]
             self._products = Products(numerics)
             self._products.replace(net)
             widen(net)
-            if shares is not None:
-                shares.complete(net)
+            if shard is not None:
+                shard.complete(net)
         net.set_attn_implementation(attention.NAME)
         if self._experts:
             net.set_experts_implementation(experts.NAME)

@@ -66,8 +66,8 @@ class Products:
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
-        self._made: dict[tuple[int, tuple[int, ...], int | None], Linear] = {}
-        self._kept: list[Tensor] = []  # tensors whose addresses are keys of `_made`
+        self._linears: dict[tuple[int, tuple[int, ...], int | None], Linear] = {}
+        self._key_tensors: list[Tensor] = []  # tensors whose addresses are keys of `_linears`
 
     def replace(self, net: nn.Module) -> None:
         from transformers.pytorch_utils import Conv1D
@@ -89,10 +89,10 @@ class Products:
                     and min(weight.shape) > 1
                 ):
                     self._wrap(module, name, weight)
-        self._kept.clear()
+        self._key_tensors.clear()
 
     def linears(self) -> Iterator[Linear]:
-        yield from self._made.values()
+        yield from self._linears.values()
 
     def _wrap(self, module: nn.Module, name: str, weight: nn.Parameter) -> None:
         wrapped = torch.Tensor._make_subclass(ProductWeight, weight.detach().float())
@@ -100,20 +100,20 @@ class Products:
         del module._parameters[name]
         object.__setattr__(module, name, wrapped)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, turned: bool = False) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, transposed: bool = False) -> Linear:
         key = weight.data_ptr(), tuple(weight.shape), None if bias is None else bias.data_ptr()
-        if key not in self._made:
-            self._kept.append(weight)
-            matrix = (weight.detach().T if turned else weight.detach()).contiguous()
+        if key not in self._linears:
+            self._key_tensors.append(weight)
+            matrix = (weight.detach().T if transposed else weight.detach()).contiguous()
             plan = make_plan(
                 tuple(matrix.shape),
                 matrix.dtype,
                 invariant=self._numerics.mode == "invariant",
                 may_pack=self._numerics.may_pack,
             )
-            given = None if bias is None else bias.detach().float()
-            self._made[key] = Linear(matrix, given, None, plan)
-        return self._made[key]
+            bias_fp32 = None if bias is None else bias.detach().float()
+            self._linears[key] = Linear(matrix, bias_fp32, None, plan)
+        return self._linears[key]
 
 
 def widen(net: nn.Module) -> None:

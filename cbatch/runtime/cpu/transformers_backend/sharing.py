@@ -22,11 +22,11 @@ from cbatch.runtime.model.sharding import FIELD
 from cbatch.runtime.rank_group import RankGroup
 
 _ROWS, _GATHERED = "colwise", "colwise_gather_output"
-_COLUMNS, _CUT = "rowwise", "rowwise_split_input"
+_COLUMNS, _SPLIT_INPUT = "rowwise", "rowwise_split_input"
 _HALVES, _EXPERTS = "packed_colwise", "moe_tp_experts"
 # Not split: embeddings, norms of a head, and MLA's weights that all heads share.
 _WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-_KNOWN = (_ROWS, _GATHERED, _COLUMNS, _CUT, _HALVES, _EXPERTS, *_WHOLE)
+_KNOWN = (_ROWS, _GATHERED, _COLUMNS, _SPLIT_INPUT, _HALVES, _EXPERTS, *_WHOLE)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
 _REMEDY = "leave it out"
 
@@ -59,19 +59,18 @@ def _checked_plan(config: Any, size: int) -> dict[str, str]:
 
 
 def _halved(plan: dict[str, str]) -> dict[str, str]:
-    """Return the entries of a plan to replace for fused gate and up projections. The plan gathers
-    their output and splits it again for the next product. A rank with a part of both halves needs
-    neither step."""
+    """Return the changes of a plan for fused gate and up projections. The plan gathers their output
+    and splits it again; a rank with a part of each half needs neither step."""
     halved = {}
     for name, style in plan.items():
         mlp, _, last = name.rpartition(".")
         down = f"{mlp}.down_proj"
-        if last == "gate_up_proj" and style == _GATHERED and plan.get(down) == _CUT:
+        if last == "gate_up_proj" and style == _GATHERED and plan.get(down) == _SPLIT_INPUT:
             halved |= {name: _HALVES, down: _COLUMNS}
     return halved
 
 
-class _Planned(NamedTuple):
+class _PlannedWeight(NamedTuple):
     """A module or parameter `name` of `owner`, with its full `path` and its style of splitting."""
 
     path: str
@@ -84,9 +83,9 @@ class _Planned(NamedTuple):
         return getattr(self.owner, self.name)
 
 
-class Shares:
-    """Narrows the weights of `net`, a model as loaded by transformers, to those of this rank. After
-    its modules are replaced by ours, `complete` joins the partial results of the ranks."""
+class RankShard:
+    """Narrows the weights of `net`, a model as loaded by transformers, to this rank's shard. Once
+    its modules are replaced by ours, `complete` lets them join the partial results of ranks."""
 
     def __init__(self, net: nn.Module, ranks: RankGroup) -> None:
         """Narrow the weights. Raises FieldError if a weight cannot be divided."""
@@ -97,50 +96,53 @@ class Shares:
             problem = f"the plan of {net.config.model_type} matches none of its modules"
             raise FieldError(FIELD, problem, _REMEDY)
         planned += _planned(net, "", dict(type(net)._tp_plan or {}))
-        self._joins = [entry for entry in planned if entry.style in (_GATHERED, _COLUMNS, _CUT)]
-        self._joins = [entry for entry in self._joins if isinstance(entry.target, nn.Linear)]
-        self._joins += [entry for entry in planned if entry.style == _EXPERTS]
-        self._outputs = {p.path: p.target.out_features for p in self._joins if p.style == _GATHERED}
+        styles = _GATHERED, _COLUMNS, _SPLIT_INPUT
+        linears = [each for each in planned if isinstance(each.target, nn.Linear)]
+        self._partial = [each for each in linears if each.style in styles]
+        self._partial += [each for each in planned if each.style == _EXPERTS]
+        self._outputs = {p.path: p.target.out_features for p in linears if p.style == _GATHERED}
         for entry in planned:
             self._narrow(entry)
 
-    def _narrow(self, at: _Planned) -> None:
-        target = at.target
+    def _narrow(self, entry: _PlannedWeight) -> None:
+        target = entry.target
         if isinstance(target, nn.Linear):
-            if at.style in (_ROWS, _GATHERED):
-                _replace(target, "weight", self._part(at, target.weight, 0))
+            if entry.style in (_ROWS, _GATHERED):
+                _replace(target, "weight", self._part(entry, target.weight, 0))
                 if target.bias is not None:
-                    _replace(target, "bias", self._part(at, target.bias, 0))
-            elif at.style == _HALVES:
+                    _replace(target, "bias", self._part(entry, target.bias, 0))
+            elif entry.style == _HALVES:
                 for name in ("weight", "bias"):
                     if getattr(target, name) is not None:
-                        _replace(target, name, self._half_parts(at, getattr(target, name), 0))
-            elif at.style in (_COLUMNS, _CUT):
-                _replace(target, "weight", self._part(at, target.weight, 1))
+                        _replace(target, name, self._half_parts(entry, getattr(target, name), 0))
+            elif entry.style in (_COLUMNS, _SPLIT_INPUT):
+                _replace(target, "weight", self._part(entry, target.weight, 1))
                 if target.bias is not None and self._ranks.rank:  # only rank 0 adds the bias
                     _replace(target, "bias", torch.zeros_like(target.bias))
-        elif at.style == _EXPERTS:
+        elif entry.style == _EXPERTS:
             if getattr(target, "has_bias", False) or getattr(target, "is_transposed", False):
-                problem = f"{at.path}: experts with biases or transposed weights cannot be sharded"
+                problem = (
+                    f"{entry.path}: experts with biases or transposed weights cannot be sharded"
+                )
                 raise FieldError(FIELD, problem, _REMEDY)
-        elif isinstance(target, nn.Parameter) and at.style == _HALVES:
-            _replace(at.owner, at.name, self._half_parts(at, target, 1))
-        elif isinstance(target, nn.Parameter) and at.style == _COLUMNS:
-            _replace(at.owner, at.name, self._part(at, target, target.dim() - 1))
+        elif isinstance(target, nn.Parameter) and entry.style == _HALVES:
+            _replace(entry.owner, entry.name, self._half_parts(entry, target, 1))
+        elif isinstance(target, nn.Parameter) and entry.style == _COLUMNS:
+            _replace(entry.owner, entry.name, self._part(entry, target, target.dim() - 1))
         else:
-            problem = f"{at.path}: the plan asks for {at.style} of a {type(target).__name__}"
+            problem = f"{entry.path}: the plan asks for {entry.style} of a {type(target).__name__}"
             raise FieldError(FIELD, problem, _REMEDY)
 
-    def _half_parts(self, at: _Planned, whole: Tensor, along: int) -> Tensor:
+    def _half_parts(self, entry: _PlannedWeight, whole: Tensor, along: int) -> Tensor:
         """Return this rank's share of the gates and of the ups, which are concatenated."""
-        return torch.cat([self._part(at, half, along) for half in whole.chunk(2, along)], along)
+        return torch.cat([self._part(entry, half, along) for half in whole.chunk(2, along)], along)
 
-    def _part(self, at: _Planned, whole: Tensor, along: int) -> Tensor:
+    def _part(self, entry: _PlannedWeight, whole: Tensor, along: int) -> Tensor:
         """Return a copy of this rank's part: a view would keep the whole tensor. An LM head is
         padded with zero rows if it cannot be divided evenly."""
         size, count = self._ranks.size, whole.shape[along]
-        if count % size and not (at.style == _GATHERED and at.path in _HEAD_NAMES):
-            problem = f"{size} does not divide the {count} of {at.path}"
+        if count % size and not (entry.style == _GATHERED and entry.path in _HEAD_NAMES):
+            problem = f"{size} does not divide the {count} of {entry.path}"
             raise FieldError(FIELD, problem, _REMEDY)
         count_per_rank = columns_per_rank(count, size)
         part = (
@@ -150,39 +152,39 @@ class Shares:
         )
         if part.shape[along] == count_per_rank:
             return part
-        missing = list(part.shape)
-        missing[along] = count_per_rank - part.shape[along]
-        return torch.cat([part, part.new_zeros(missing)], dim=along)
+        padding = list(part.shape)
+        padding[along] = count_per_rank - part.shape[along]
+        return torch.cat([part, part.new_zeros(padding)], dim=along)
 
     def complete(self, net: nn.Module) -> None:
-        """Join partial results, after products, experts and feed-forwards are ours. Raises
-        ModelError if a path of the plan no longer names a module."""
+        """Let modules join their partial results. Call it once products, experts and feed-forwards
+        are ours. Raises ModelError if a path of the plan no longer names a module."""
         modules = dict(net.named_modules())
-        for at in self._joins:
-            parent, _, name = at.path.rpartition(".")
+        for entry in self._partial:
+            parent, _, name = entry.path.rpartition(".")
             owner = modules[parent]
             module = getattr(owner, name, None)
             if isinstance(module, Joined):
                 continue
             if not isinstance(module, nn.Module):
-                raise ModelError(f"{at.path}: it cannot be sharded as it is computed here")
-            setattr(owner, name, Joined(module, self._join_of(at)))
+                raise ModelError(f"{entry.path}: it cannot be sharded as it is computed here")
+            setattr(owner, name, Joined(module, self._join_of(entry)))
 
-    def _join_of(self, at: _Planned) -> Join:
+    def _join_of(self, entry: _PlannedWeight) -> Join:
         ranks = self._ranks
-        if at.style == _GATHERED:
-            return Join(None, lambda y: _gathered(ranks, y, self._outputs[at.path]))
-        if at.style == _CUT:
+        if entry.style == _GATHERED:
+            return Join(None, lambda y: _gathered(ranks, y, self._outputs[entry.path]))
+        if entry.style == _SPLIT_INPUT:
             return Join(lambda x: x.chunk(ranks.size, -1)[ranks.rank], ranks.sum)
         return Join(None, ranks.sum)
 
 
 class Join(NamedTuple):
-    """The functions around a rank's part of a module: `take` cuts its input (None: the whole
-    input), `put` combines its output with the outputs of the other ranks."""
+    """The functions around a rank's part of a module: `split_input` cuts the input (None: the part
+    reads the whole input), `combine_output` combines the output with those of other ranks."""
 
-    take: Callable[[Tensor], Tensor] | None
-    put: Callable[[Tensor], Tensor]
+    split_input: Callable[[Tensor], Tensor] | None
+    combine_output: Callable[[Tensor], Tensor]
 
 
 class Joined(nn.Module):
@@ -194,24 +196,24 @@ class Joined(nn.Module):
         # For code that reads the type of the weight; a product's weight has no contents.
         self.weight, self.bias = getattr(part, "weight", None), None
 
-    def forward(self, x: Tensor, *given: Any, **more: Any) -> Tensor:
-        taken = x if self._join.take is None else self._join.take(x)
-        return self._join.put(self.part(taken, *given, **more))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own_input = x if self._join.split_input is None else self._join.split_input(x)
+        return self._join.combine_output(self.part(own_input, *args, **kwargs))
 
 
 _HEAD_NAMES = ("lm_head",)
 
 
-def _planned(root: nn.Module, prefix: str, plan: dict[str, str]) -> Iterator[_Planned]:
+def _planned(root: nn.Module, prefix: str, plan: dict[str, str]) -> Iterator[_PlannedWeight]:
     """Yield the modules and parameters of `root` that the plan names."""
-    before = f"{prefix}." if prefix else ""
+    path_prefix = f"{prefix}." if prefix else ""
     for name, module in root.named_modules():
-        inside = f"{name}." if name else ""
+        module_prefix = f"{name}." if name else ""
         for child, _ in (*module.named_children(), *module.named_parameters(recurse=False)):
-            path = inside + child
+            path = module_prefix + child
             style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
             if style is not None and style not in _WHOLE:
-                yield _Planned(before + path, module, child, style)
+                yield _PlannedWeight(path_prefix + path, module, child, style)
 
 
 def _replace(owner: nn.Module, name: str, part: Tensor) -> None:

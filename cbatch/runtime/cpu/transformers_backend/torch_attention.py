@@ -17,28 +17,28 @@ from cbatch.runtime.transformers_backend.step import AttentionLayer
 
 
 class TorchStep(NamedTuple):
-    """A planned step. `blocks` and `places` [T] say where K and V of each row are written; `lens`,
+    """A planned step. K and V of row t are written to `blocks[t]`, at `offsets[t]`. `lens`,
     `contexts` and `tables` have one entry per sequence."""
 
     lens: list[int]
     contexts: list[int]
     tables: list[Tensor]
     blocks: Tensor
-    places: Tensor
+    offsets: Tensor
 
 
 def plan_step(
     query_lens: np.ndarray, context_lens: np.ndarray, tables: np.ndarray, block_size: int
 ) -> TorchStep:
     lens, contexts = query_lens.tolist(), context_lens.tolist()
-    own, blocks, places = [], [], []
+    own_tables, blocks, offsets = [], [], []
     for n, context, table in zip(lens, contexts, tables, strict=True):
         positions = np.arange(context - n, context)
-        own.append(torch.from_numpy(table[: -(-context // block_size)].astype(np.int64)))
+        own_tables.append(torch.from_numpy(table[: -(-context // block_size)].astype(np.int64)))
         blocks.append(table[positions // block_size])
-        places.append(positions % block_size)
-    flat = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in (blocks, places))
-    return TorchStep(lens, contexts, own, *flat)
+        offsets.append(positions % block_size)
+    flat = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in (blocks, offsets))
+    return TorchStep(lens, contexts, own_tables, *flat)
 
 
 def attend(
@@ -46,8 +46,8 @@ def attend(
 ) -> Tensor:
     """Write K [Hkv, T, Dk] and V [Hkv, T, Dv]; return fp32 [T, H, Dv] for queries [H, T, Dk]."""
     keys, values = _views(kv, layer.index, layer.kv)
-    keys[:, step.blocks, step.places] = k.to(keys.dtype)
-    values[:, step.blocks, step.places] = v.to(values.dtype)
+    keys[:, step.blocks, step.offsets] = k.to(keys.dtype)
+    values[:, step.blocks, step.offsets] = v.to(values.dtype)
     out, at = q.new_empty(q.shape[1], q.shape[0], layer.kv.value_dim, dtype=torch.float32), 0
     for n, context, table in zip(step.lens, step.contexts, step.tables, strict=True):
         own_k = keys[:, table].flatten(1, 2)[:, :context].float()
@@ -74,10 +74,10 @@ def _sequence(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if layer.softcap:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
     n, context = q.shape[1], k.shape[1]
-    own, seen = torch.arange(context - n, context)[:, None], torch.arange(context)
-    hidden = seen > own
+    queries, keys = torch.arange(context - n, context)[:, None], torch.arange(context)
+    hidden = keys > queries
     if layer.window is not None:
-        hidden |= own - seen >= layer.window
+        hidden |= queries - keys >= layer.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.sinks is None:
         return torch.matmul(torch.softmax(scores, -1), v)

@@ -27,24 +27,24 @@ class EagleTensors(HeadBuilder[P]):
             window=None,
             qkv=self.projected("qkv"),
             qk_weight=self._qk_weight(_ATTENTION) if c.qk_norm else None,
-            out=self._below([f"{_ATTENTION}.o_proj.weight"], (hidden, width), None, None),
-            gate_up=self._below(
+            out=self._product([f"{_ATTENTION}.o_proj.weight"], (hidden, width), None, None),
+            gate_up=self._product(
                 [f"{mlp}.{half}_proj.weight" for half in ("gate", "up")],
                 (inner, hidden),
                 None,
                 norm,
             ),
-            down=self._below([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
+            down=self._product([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
         )
 
     def norm(self, module: str) -> Tensor:
         return self._norm(module)
 
-    def front(self) -> P | None:
+    def input_layer(self) -> P | None:
         """Return EAGLE-1's linear layer from (embedding, state) to one state; None for EAGLE-3."""
         return None if self.head.kind == "eagle3" else self._fc(2 * self.config.hidden_size)
 
-    def fusing(self, target: Any) -> P | None:
+    def state_fusing_layer(self, target: Any) -> P | None:
         """Return the EAGLE-3 linear layer that fuses the states of several target layers; None for
         EAGLE-1. Raises ModelError for an EAGLE-1 head whose hidden size is not the target's."""
         size, width = self.config.hidden_size, target.config.hidden_size
@@ -58,7 +58,7 @@ class EagleTensors(HeadBuilder[P]):
     def _fc(self, reads: int) -> P:
         size = self.config.hidden_size
         bias = self._get("fc.bias", size) if self.head.fc_bias else None
-        return self._below(["fc.weight"], (size, reads), bias, None)
+        return self._product(["fc.weight"], (size, reads), bias, None)
 
     def lm_head(self, vocabulary: Tensor | None, target_head: Tensor) -> P:
         hidden, name = self.config.hidden_size, "lm_head.weight"

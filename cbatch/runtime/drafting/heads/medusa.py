@@ -20,7 +20,7 @@ class MedusaTensors(HeadBuilder[P]):
     def _block(self, name: str) -> P:
         size, biased = self.config.hidden_size, f"{name}.bias" in self.names
         bias = self._get(f"{name}.bias", size) if biased else None
-        return self._below([f"{name}.weight"], (size, size), bias, None)
+        return self._product([f"{name}.weight"], (size, size), bias, None)
 
     def heads(self, vocabulary: Tensor | None, target_head: Tensor) -> list[P]:
         """Return one output matrix per head, or one for all: from the file, else the target's."""

@@ -23,9 +23,9 @@ _logger = logging.getLogger("cbatch")
 H = TypeVar("H", bound=Head)
 
 
-class Tested(NamedTuple, Generic[H]):
-    """The first drafts of a head on a text: `hits` (bool [trials]) marks drafts equal to the
-    target's greedy choice. `chance` is the share of hits of the best constant draft."""
+class HeadTrial(NamedTuple, Generic[H]):
+    """The first drafts of a head on sample text: `hits` (bool [trials]) marks drafts equal to the
+    target's greedy choice. `chance`: share of hits if every draft were the same token, the best."""
 
     head: H
     hits: Tensor
@@ -39,15 +39,15 @@ class Tested(NamedTuple, Generic[H]):
     def agreement(self) -> float:
         return float(self.hits.float().mean())
 
-    def beats(self, other: Tested[H]) -> bool:
-        """Return whether it has more hits than `other`, by over two standard errors of the
-        difference."""
+    def beats(self, other: HeadTrial[H]) -> bool:
+        """Return whether this head has more hits than the other, by more than two standard errors
+        of the difference."""
         wins, losses = int((self.hits & ~other.hits).sum()), int((other.hits & ~self.hits).sum())
         return wins - losses > 2 * (wins + losses) ** 0.5
 
     @property
-    def guesses(self) -> bool:
-        """Return whether it is no better than `chance`: at most two standard errors above."""
+    def is_chance(self) -> bool:
+        """Return whether the agreement is at most two standard errors above `chance`."""
         spread = (self.chance * (1 - self.chance) / self.trials) ** 0.5
         return self.agreement <= self.chance + 2 * spread
 
@@ -61,7 +61,7 @@ def take_head(
     best = best_reading(heads, target, texts)
     summary = f"draft {path}: {best.head.head}; {best.agreement:.0%} of {best.trials} first "
     summary += "drafts are the model's own choice"
-    if best.guesses:
+    if best.is_chance:
         problem = f"{summary}, no more than always guessing the same token ({best.chance:.0%})"
         raise FieldError("draft", problem, "use a head that was trained for this model")
     _logger.info("%s", summary)
@@ -69,14 +69,14 @@ def take_head(
 
 
 @torch.inference_mode()
-def best_reading(heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
+def best_reading(heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]) -> HeadTrial[H]:
     """Return the first (likeliest) reading, or a later reading that `beats` it. `texts` are token
     ids. `target` is a `Model` on a CPU, a `OneCall` on a GPU."""
-    kept = target.hidden_layers
+    previous = target.hidden_layers
     try:
         tested = [_test(head, target, texts) for head in heads]
     finally:
-        target.keep_hidden(kept)
+        target.keep_hidden(previous)
     best = tested[0]
     for other in tested[1:]:
         if other.beats(best):
@@ -84,7 +84,7 @@ def best_reading(heads: Sequence[H], target: Any, texts: Sequence[Sequence[int]]
     return best
 
 
-def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
+def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> HeadTrial[H]:
     hits, choices = [], []
     for tokens in texts:
         ids = torch.tensor(tokens, dtype=torch.int64)
@@ -94,7 +94,7 @@ def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> Tested[H]:
         choices.append(chosen[1:])
     hit, all_choices = torch.cat(hits), torch.cat(choices)
     chance = float(all_choices.bincount().max()) / len(all_choices)
-    return Tested(head, hit, chance)
+    return HeadTrial(head, hit, chance)
 
 
 def read_states(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
