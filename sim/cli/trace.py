@@ -15,7 +15,7 @@ from rich.table import Table
 from cbatch.cli.output import add_json_option, print_figures
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
-from sim.cli import trace_generate as tracegen
+from sim.cli import trace_generate
 from sim.cli.scenario import PacedTrace, TraceFile
 from sim.cli.trace_generate import checked_seed, write_trace
 from sim.workload.options import OpenedTrace
@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "request.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    tracegen.add_parser(actions)
+    trace_generate.add_parser(actions)
     show = actions.add_parser("show", help="print statistics of a trace")
     add_flags(show, TraceFile)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")

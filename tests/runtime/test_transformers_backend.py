@@ -150,15 +150,15 @@ def test_auto_is_our_own_pass_where_it_knows_the_family(tmp_path: Path) -> None:
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some windows are too wide, and some rows see each other."""
     make_tiny("mistral", tmp_path)
-    entered = attention.enter
+    register = attention.register_layer
 
     def widened(*given: Any) -> Any:
-        out = entered(*given)
+        out = register(*given)
         getattr(given[0], LAYER).window += 2
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "enter", widened)
+        patch.setattr(attention, "register_layer", widened)
         with pytest.raises(
             ModelError, match="MistralForCausalLM computes other logits with our attention"
         ):
