@@ -111,8 +111,11 @@ async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: ran
         assert not any(each.over.is_set() for each in watched), "the streams were too short"
         await asyncio.sleep(0.001)
         cut = sum(each.streaming for each in watched)
+    starts = client.num_starts
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
+    while client.num_starts == starts:  # tokens of the killed engine may still arrive
+        await asyncio.sleep(0.001)
     return cut
 
 
