@@ -33,30 +33,7 @@ MOST_WORDS, MOST_WORDS_OF_DOCUMENTS = 30, 25
 NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Offences that a reader would not see as such: (file, text).
-EXCEPTIONS = frozenset(
-    (
-        ("tests/test_prose.py", "told"),
-        # Names inside kernels, and a field that kernels read. Other names would change the code
-        # that Triton compiles, and its cache keys.
-        ("triton_kernels/attention/kernel.py", "held"),
-        ("triton_kernels/attention/work_items.py", "held"),
-        ("triton_kernels/attention/work_items.py", "wanted"),
-        ("triton_kernels/layers/kv_write.py", "held"),
-        ("triton_kernels/products/dense.py", "held"),
-        ("triton_kernels/products/quantised.py", "held"),
-        *(
-            ("triton_kernels/sampling/laws.py", name)
-            for name in ("found", "held", "most", "wanted")
-        ),
-        ("triton_kernels/sampling/shape.py", "held"),
-        ("triton_kernels/slots/draft_batch.py", "held"),
-        ("triton_kernels/slots/state.py", "asked"),
-        ("triton_kernels/slots/target_batch.py", "held"),
-        ("triton_kernels/slots/target_batch.py", "wanted"),
-        ("triton_kernels/verification/kernel.py", "found"),
-        ("triton_kernels/verification/residual.py", "held"),
-    )
-)
+EXCEPTIONS = frozenset((("tests/test_prose.py", "told"),))
 
 
 class Problem(NamedTuple):

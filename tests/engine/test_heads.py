@@ -132,7 +132,7 @@ def test_a_head_of_a_quantised_model_is_quantised(tmp_path):
     assert 0.5 < rounded.matrix_bytes / whole.matrix_bytes < 0.56
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:60]
     plain.keep_hidden(whole.head.hidden_layers)
-    hidden = plain.room_for_hidden(len(tokens))
+    hidden = plain.allocate_hidden(len(tokens))
     plain.forward(Cold.batch(tokens), KVCache(plain.config, 64, 4, plain.dtype, "cpu"), hidden)
     heads = [
         each.first_logits(

@@ -97,7 +97,7 @@ def test_on_every_target(size: Size, target: str) -> None:
 
 
 def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "WEIGHING", capture.WEIGHING[:1])
+    monkeypatch.setattr(capture, "MODEL_FEATURES", capture.MODEL_FEATURES[:1])
     launches, run = launches_of(SIZE, "sm_90")
     names = {each.split(":")[0] for each in late(launches)}
     assert names >= {"residual_kernel", "finish_kernel", "coins_kernel"} and run.device.missed

@@ -14,4 +14,4 @@ if __name__ == "__main__":
         for _ in range(8000):
             for layers in ((2,), ()):
                 model.keep_hidden(layers)
-                model.forward(batch, kv, model.room_for_hidden(len(ids)))
+                model.forward(batch, kv, model.allocate_hidden(len(ids)))

@@ -63,7 +63,7 @@ class Cold:
     def states(self, tokens: list[int]) -> Tensor:
         model = self.model
         kv = KVCache(model.config, 64, 4, model.dtype, model.device)
-        hidden = model.room_for_hidden(len(tokens))
+        hidden = model.allocate_hidden(len(tokens))
         model.forward(self.batch(tokens), kv, hidden)
         assert hidden is not None
         return hidden

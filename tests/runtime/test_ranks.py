@@ -101,7 +101,7 @@ def test_states_that_are_kept_are_those_of_one_rank(tmp_path: Path, decoder_pass
         tokens = torch.tensor(PROMPTS[0])
         lens = np.array([len(tokens)], dtype=np.int32)
         table = np.arange(8, dtype=np.int32)[None]
-        hidden = model.room_for_hidden(len(tokens))
+        hidden = model.allocate_hidden(len(tokens))
         assert hidden is not None
         places = torch.tensor([2, 5])
         batch = RaggedBatch(tokens, torch.arange(len(tokens)), lens, lens, table, places)

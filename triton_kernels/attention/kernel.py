@@ -79,8 +79,8 @@ def _attend_tile(
     if DESCRIPTORS:
         k, v = _load_whole(pool, page, tile % PAGE, KEYS, q.shape[1])
     else:
-        held = (keys >= first_key) & (keys < stop)
-        k, v = _load_held(pool, page, keys % PAGE, held, HEAD_DIM, q.shape[1])
+        valid = (keys >= first_key) & (keys < stop)
+        k, v = _load_valid(pool, page, keys % PAGE, valid, HEAD_DIM, q.shape[1])
     x = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if SOFT_CAP is not None:
         x, scale = _capped(x * scale, SOFT_CAP), 1.0
@@ -112,13 +112,13 @@ def _page_ids(table_ptr, tile, first_key, stop, PAGE: tl.constexpr, KEYS: tl.con
 
 
 @jit
-def _load_held(pool, page, offset, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Load K and V through pointers. Keys with `held` false are not read: their memory may have
+def _load_valid(pool, page, offset, valid, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Load K and V through pointers. Keys with `valid` false are not read: their memory may have
     NaN, which a weight of 0 does not remove."""
     k_ptr, v_ptr, kv_head, stride_page, stride_slot, stride_kv_head = pool
     dims = tl.arange(0, BLOCK_DIM)
     at = (page * stride_page + offset * stride_slot)[:, None] + dims[None, :]
-    inside = held[:, None]
+    inside = valid[:, None]
     if BLOCK_DIM != HEAD_DIM:
         inside = inside & (dims < HEAD_DIM)[None, :]
     head = kv_head.to(tl.int64) * stride_kv_head
@@ -145,16 +145,16 @@ def _capped(x, SOFT_CAP: tl.constexpr):
 
 @jit
 def _load_partial(
-    stats_ptr, sums_ptr, place, rows, held, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    stats_ptr, sums_ptr, place, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Load a partial result, not from the L1 cache: it misses other processors' stores."""
     dims = tl.arange(0, BLOCK_DIM)
     stats_at = stats_ptr + place * (2 * ROWS) + rows
     sums_at = sums_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
-    inside = held[:, None] & (dims < HEAD_DIM)[None, :]
-    peak = tl.load(stats_at, mask=held, other=float("-inf"), cache_modifier=".cg")
-    mass = tl.load(stats_at + ROWS, mask=held, other=0.0, cache_modifier=".cg")
+    inside = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    peak = tl.load(stats_at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(stats_at + ROWS, mask=valid, other=0.0, cache_modifier=".cg")
     acc = tl.load(sums_at, mask=inside, other=0.0, cache_modifier=".cg")
     return peak, mass, acc
 
@@ -170,13 +170,13 @@ def _combine(
     STRIP: tl.constexpr = 16
     for start in range(0, tokens * GROUP, STRIP):
         rows = start + tl.arange(0, STRIP)
-        held = rows < tokens * GROUP
+        valid = rows < tokens * GROUP
         peak, mass, acc = _load_partial(
-            stats_ptr, sums_ptr, first, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
+            stats_ptr, sums_ptr, first, rows, valid, HEAD_DIM, BLOCK_DIM, ROWS
         )
         for i in tl.range(1, count, num_stages=4):  # stages: several loads in flight
             next_peak, next_mass, next_acc = _load_partial(
-                stats_ptr, sums_ptr, first + i * step, rows, held, HEAD_DIM, BLOCK_DIM, ROWS
+                stats_ptr, sums_ptr, first + i * step, rows, valid, HEAD_DIM, BLOCK_DIM, ROWS
             )
             peak, mass, acc = _fold(peak, mass, acc, next_peak, next_mass, next_acc)
         _store_result(out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP, HEAD_DIM)
@@ -188,12 +188,12 @@ def _store_partial(
 ):
     ROWS: tl.constexpr = acc.shape[0]
     rows, dims = tl.arange(0, ROWS), tl.arange(0, acc.shape[1])
-    held = rows // GROUP < tokens
+    valid = rows // GROUP < tokens
     stats_at = stats_ptr + place * (2 * ROWS) + rows
     sums_at = sums_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(stats_at, peak, mask=held)
-    tl.store(stats_at + ROWS, mass, mask=held)
-    tl.store(sums_at, acc, mask=held[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(stats_at, peak, mask=valid)
+    tl.store(stats_at + ROWS, mass, mask=valid)
+    tl.store(sums_at, acc, mask=valid[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @jit

@@ -203,47 +203,47 @@ def plan_kernel(
     The list has three sections: whole blocks of several splits; all parts but the last of each
     split block; the last parts, and blocks of a single split.
     """
-    mine = tl.program_id(0)
-    every = tl.arange(0, BLOCK_SEQUENCES)
-    some = every < num_sequences
-    starts = tl.load(query_starts_ptr + every, mask=some, other=0)
-    queries = tl.load(query_starts_ptr + every + 1, mask=some, other=0) - starts
-    contexts = tl.load(context_lens_ptr + every, mask=some, other=0)
-    taken = (queries >= least_query) & (queries <= most_query)
-    blocks = tl.where(taken, (queries + block_tokens - 1) // block_tokens, 0)
+    this = tl.program_id(0)
+    sequences = tl.arange(0, BLOCK_SEQUENCES)
+    in_range = sequences < num_sequences
+    starts = tl.load(query_starts_ptr + sequences, mask=in_range, other=0)
+    queries = tl.load(query_starts_ptr + sequences + 1, mask=in_range, other=0) - starts
+    contexts = tl.load(context_lens_ptr + sequences, mask=in_range, other=0)
+    served = (queries >= least_query) & (queries <= most_query)
+    blocks = tl.where(served, (queries + block_tokens - 1) // block_tokens, 0)
     first_splits = _first_split(contexts - queries, split, window)
     splits = (contexts + split - 1) // split - first_splits
     parts = splits
     if BALANCED:
         share = tl.maximum((tl.sum(blocks * splits, 0) + programs - 1) // programs, 1)
         parts = (2 * splits + share) // (2 * share)
-    wanted = tl.where((parts > 1) & (blocks <= most_blocks), blocks * parts, 0)
-    ends = tl.cumsum(wanted, 0)
-    is_split = (wanted > 0) & (ends <= most_partials)
-    whole = tl.where((splits > 1) & (is_split == 0), blocks, 0)
-    full = tl.where(is_split, blocks * (parts - 1), 0)
-    last = blocks - whole
-    total_whole, total_full = tl.sum(whole, 0), tl.sum(full, 0)
-    if mine == 0:
-        tl.store(num_items_ptr, total_whole + total_full + tl.sum(last, 0))
+    num_parts = tl.where((parts > 1) & (blocks <= most_blocks), blocks * parts, 0)
+    ends = tl.cumsum(num_parts, 0)
+    is_split = (num_parts > 0) & (ends <= most_partials)
+    whole_blocks = tl.where((splits > 1) & (is_split == 0), blocks, 0)
+    front_parts = tl.where(is_split, blocks * (parts - 1), 0)
+    last_parts = blocks - whole_blocks
+    total_whole, total_front = tl.sum(whole_blocks, 0), tl.sum(front_parts, 0)
+    if this == 0:
+        tl.store(num_items_ptr, total_whole + total_front + tl.sum(last_parts, 0))
 
-    before, me = every < mine, every == mine
+    before, is_this = sequences < this, sequences == this
     places = (
-        tl.sum(tl.where(before, whole, 0), 0),
-        total_whole + tl.sum(tl.where(before, full, 0), 0),
-        total_whole + total_full + tl.sum(tl.where(before, last, 0), 0),
-        tl.sum(tl.where(me, ends - wanted, 0), 0),
+        tl.sum(tl.where(before, whole_blocks, 0), 0),
+        total_whole + tl.sum(tl.where(before, front_parts, 0), 0),
+        total_whole + total_front + tl.sum(tl.where(before, last_parts, 0), 0),
+        tl.sum(tl.where(is_this, ends - num_parts, 0), 0),
     )
-    query = tl.sum(tl.where(me, queries, 0), 0)
+    query = tl.sum(tl.where(is_this, queries, 0), 0)
     sequence = (
-        mine,
-        tl.sum(tl.where(me, starts, 0), 0),
+        this,
+        tl.sum(tl.where(is_this, starts, 0), 0),
         query,
-        tl.sum(tl.where(me, contexts, 0), 0) - query,
-        tl.sum(tl.where(me, blocks, 0), 0),
-        tl.sum(tl.where(me, splits, 0), 0),
-        tl.sum(tl.where(me, first_splits, 0), 0),
-        tl.maximum(tl.sum(tl.where(me & is_split, parts, 0), 0), 1),
+        tl.sum(tl.where(is_this, contexts, 0), 0) - query,
+        tl.sum(tl.where(is_this, blocks, 0), 0),
+        tl.sum(tl.where(is_this, splits, 0), 0),
+        tl.sum(tl.where(is_this, first_splits, 0), 0),
+        tl.maximum(tl.sum(tl.where(is_this & is_split, parts, 0), 0), 1),
     )
     _write_items(items_ptr, sequence, places, block_tokens, split, window, LANES)
 
@@ -253,7 +253,7 @@ def _write_items(items_ptr, of_sequence, places, block_tokens, split, window, LA
     """Write the items of one sequence. `places`: where its items begin in each of the three
     sections, and its first slot for partial results."""
     sequence, row, query, position, num_blocks, splits, first_split, parts = of_sequence
-    at_whole, at_full, at_last, slots = places
+    at_whole, at_front, at_last, slots = places
     for start in range(0, num_blocks * parts, LANES):
         lane = start + tl.arange(0, LANES)
         block, part = lane // parts, lane % parts
@@ -266,15 +266,15 @@ def _write_items(items_ptr, of_sequence, places, block_tokens, split, window, LA
         stop = tl.where(parts > 1, first_split + (part + 1) * splits // parts, whole_stop)
         # The last whole block sees the most keys, and goes first.
         place = tl.where(splits > 1, at_whole + num_blocks - 1 - block, at_last + block)
-        shared = tl.where(part == parts - 1, at_last + block, at_full + lane - block)
-        item = items_ptr + tl.where(parts > 1, shared, place) * ITEM_FIELDS
-        held = block < num_blocks
-        tl.store(item + SEQUENCE, sequence, mask=held)
-        tl.store(item + ROW, row + skipped, mask=held)
-        tl.store(item + TOKENS, tokens, mask=held)
-        tl.store(item + POSITION, position + skipped, mask=held)
-        tl.store(item + FIRST_SPLIT, first, mask=held)
-        tl.store(item + STOP_SPLIT, stop, mask=held)
-        tl.store(item + SLOT, slots + lane, mask=held)
-        tl.store(item + PART, part, mask=held)
-        tl.store(item + PARTS, parts, mask=held)
+        part_place = tl.where(part == parts - 1, at_last + block, at_front + lane - block)
+        item = items_ptr + tl.where(parts > 1, part_place, place) * ITEM_FIELDS
+        valid = block < num_blocks
+        tl.store(item + SEQUENCE, sequence, mask=valid)
+        tl.store(item + ROW, row + skipped, mask=valid)
+        tl.store(item + TOKENS, tokens, mask=valid)
+        tl.store(item + POSITION, position + skipped, mask=valid)
+        tl.store(item + FIRST_SPLIT, first, mask=valid)
+        tl.store(item + STOP_SPLIT, stop, mask=valid)
+        tl.store(item + SLOT, slots + lane, mask=valid)
+        tl.store(item + PART, part, mask=valid)
+        tl.store(item + PARTS, parts, mask=valid)

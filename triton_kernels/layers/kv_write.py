@@ -47,8 +47,8 @@ def kv_write_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row_ptr = fused_ptr + token * stride_token + kv_head * ((GROUP + 2) * HEAD_DIM)
-    held = inside & (roles < GROUP + 2)
-    x = tl.load(row_ptr + roles * HEAD_DIM + dims, mask=held, other=0.0).to(tl.float32)
+    valid = inside & (roles < GROUP + 2)
+    x = tl.load(row_ptr + roles * HEAD_DIM + dims, mask=valid, other=0.0).to(tl.float32)
     if weight_ptr is not None:
         mean = tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM
         x = tl.where(rotated, x * (1.0 / tl.sqrt_rn(mean + eps)) * weight, x)

@@ -54,23 +54,23 @@ def dense_kernel(
     columns = tl.arange(0, COLUMNS)
     x_at = x_ptr + rows[:, None].to(tl.int64) * stride_x + columns[None, :]
     weight_at = weight_ptr + outs[None, :].to(tl.int64) * num_columns + columns[:, None]
-    row_held, out_held = (rows < num_rows)[:, None], (outs < num_outs)[None, :]
+    row_valid, out_valid = (rows < num_rows)[:, None], (outs < num_outs)[None, :]
     acc = tl.zeros([ROWS, OUTS], tl.float32)
     for start in range(0, num_columns, COLUMNS):
         if EVEN:
-            x = tl.load(x_at, mask=row_held, other=0.0)
-            weight = tl.load(weight_at, mask=out_held, other=0.0)
+            x = tl.load(x_at, mask=row_valid, other=0.0)
+            weight = tl.load(weight_at, mask=out_valid, other=0.0)
         else:
             inside = columns < num_columns - start
-            x = tl.load(x_at, mask=row_held & inside[None, :], other=0.0)
-            weight = tl.load(weight_at, mask=out_held & inside[:, None], other=0.0)
+            x = tl.load(x_at, mask=row_valid & inside[None, :], other=0.0)
+            weight = tl.load(weight_at, mask=out_valid & inside[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
         x_at += COLUMNS
         weight_at += COLUMNS
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0).to(tl.float32)[None, :]
     out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_held & out_held)
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_valid & out_valid)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -93,12 +93,12 @@ def described_kernel(
         for start in range(0, num_columns, COLUMNS):
             acc = tl.dot(x.load([row, start]), weight.load([first, start]).T, acc)
         rows, outs = row + tl.arange(0, ROWS), first + tl.arange(0, OUTS)
-        held = (rows < num_rows)[:, None] & (outs < num_outs)[None, :]
+        valid = (rows < num_rows)[:, None] & (outs < num_outs)[None, :]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=held)
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int) -> ProductTile:

@@ -39,15 +39,15 @@ class Packed(NamedTuple):
 
 
 @jit
-def _restored(codes_ptr, at, held, PAIRS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _restored(codes_ptr, at, valid, PAIRS: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the codes of a tile, fp32 [OUTS, COLUMNS]."""
     if PAIRS:
         columns = tl.arange(0, COLUMNS // 2)[None, :]
-        pairs = tl.load(codes_ptr + at // 2 + columns, mask=held, other=0)
+        pairs = tl.load(codes_ptr + at // 2 + columns, mask=valid, other=0)
         codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), [OUTS, COLUMNS])
     else:
         columns = tl.arange(0, COLUMNS)[None, :]
-        codes = tl.load(codes_ptr + at + columns, mask=held, other=0)
+        codes = tl.load(codes_ptr + at + columns, mask=valid, other=0)
     return codes.to(tl.float32)
 
 
@@ -62,18 +62,18 @@ def quantised_kernel(
     rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
     outs = (tl.program_id(0) // blocks) * OUTS + tl.arange(0, OUTS)
     columns, groups = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // _GROUP)
-    row_held, out_held = (rows < num_rows)[:, None], (outs < num_outs)[:, None]
+    row_valid, out_valid = (rows < num_rows)[:, None], (outs < num_outs)[:, None]
     x_at = x_ptr + rows[:, None].to(tl.int64) * stride_x + columns[None, :]
     weight_at = outs[:, None].to(tl.int64) * num_columns
     group_at = outs[:, None].to(tl.int64) * (num_columns // _GROUP) + groups[None, :]
     acc = tl.zeros([ROWS, OUTS], tl.float32)
     for start in range(0, num_columns, COLUMNS):
-        x = tl.load(x_at, mask=row_held, other=0.0)
-        scales = tl.load(scales_ptr + group_at, mask=out_held, other=0.0).to(tl.float32)
-        codes = _restored(codes_ptr, weight_at + start, out_held, PAIRS, OUTS, COLUMNS)
+        x = tl.load(x_at, mask=row_valid, other=0.0)
+        scales = tl.load(scales_ptr + group_at, mask=out_valid, other=0.0).to(tl.float32)
+        codes = _restored(codes_ptr, weight_at + start, out_valid, PAIRS, OUTS, COLUMNS)
         codes = tl.reshape(codes, [OUTS, COLUMNS // _GROUP, _GROUP])
         if offsets_ptr is not None:
-            offsets = tl.load(offsets_ptr + group_at, mask=out_held, other=0.0).to(tl.float32)
+            offsets = tl.load(offsets_ptr + group_at, mask=out_valid, other=0.0).to(tl.float32)
             weight = codes * scales[:, :, None] + offsets[:, :, None]
         elif PAIRS:
             weight = (codes - 8.0) * scales[:, :, None]
@@ -85,9 +85,9 @@ def quantised_kernel(
         group_at += COLUMNS // _GROUP
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0).to(tl.float32)[None, :]
-    held = row_held & (outs < num_outs)[None, :]
+    valid = row_valid & (outs < num_outs)[None, :]
     out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 def quantised(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> None:

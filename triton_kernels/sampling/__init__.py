@@ -2,9 +2,9 @@
 
 `scan` reads the logits of a step once, with a program for each tile of a row. Before it, where
 requests shape their logits, `shape` writes the listed tokens of each row to an overlay. After it,
-where requests have filters, `laws` finds the cut of each row and rereads only the pieces of the row
-that can contain it. `launch` runs these kernels on the `inputs`; `order` has device functions that
-they share. `mask` forbids tokens before all of these.
+where requests have filters, `distributions` finds the cut of each row, and reads again only the
+pieces of the row that can contain it. `launch` runs these kernels on the `inputs`; `order` has
+device functions that they share. `mask` forbids tokens before all of these.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,
     REJECTION,
+    Distributions,
     DraftTokens,
-    Laws,
     LogitsBatch,
     LogitsShaping,
     Noise,
@@ -35,7 +35,7 @@ __all__ = [
     "REJECTION",
     "TILING",
     "DraftTokens",
-    "Laws",
+    "Distributions",
     "LogitsBatch",
     "Noise",
     "Proposals",

@@ -86,7 +86,7 @@ class LogitsBatch(NamedTuple):
     shaping: LogitsShaping | None  # None: no request changes its logits
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """Distributions of N rows after temperature and filters. A token before the cut has the
     probability exp(-y) / mass, with y = (maximum - logit) / temperature; others have 0."""
 
@@ -95,7 +95,7 @@ class Laws(NamedTuple):
     tokens: Tensor  # int32 [N, 2]: the token drawn, and 1 if every logit was finite
 
     @classmethod
-    def allocate(cls, num_rows: int, device: torch.device) -> Laws:
+    def allocate(cls, num_rows: int, device: torch.device) -> Distributions:
         return cls(
             torch.empty((num_rows, 3), dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -122,7 +122,7 @@ class Proposals(NamedTuple):
 
     logits: Tensor  # bf16, fp16 or fp32 [M, V], as `draw` left them; rows may be strided
     listed: Tensor | None  # fp32 [M, L]: logits of the overlays; None if logits are not shaped
-    laws: Laws  # [M]
+    dists: Distributions  # [M]
     certain: Tensor  # int32 [B]: 1: drafts were chosen with certainty, and q is not read
 
 

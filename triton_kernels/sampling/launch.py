@@ -10,18 +10,20 @@ from torch import Tensor
 
 from triton_kernels.build import case as build_case
 from triton_kernels.build.case import CaseLimits, KernelCase
-from triton_kernels.build.check import check_fields
+from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.hopper import is_hopper
 from triton_kernels.sampling import inputs as r
 from triton_kernels.sampling import scan
-from triton_kernels.sampling.inputs import Laws, LogitsBatch, Overlay
-from triton_kernels.sampling.laws import laws_kernel
+from triton_kernels.sampling.distributions import distributions_kernel
+from triton_kernels.sampling.inputs import Distributions, LogitsBatch, Overlay
 from triton_kernels.sampling.scan import scan_kernel
 from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
-_LEAST_TILES = 64  # least tiles per row in kernel code; with fewer, `laws_kernel` would spill
-_SPARE = 8  # kernels are compiled for the vocabulary's tiles, plus 1/8 for listed tokens
+# Least tiles per row in kernel code; with fewer, `distributions_kernel` would spill registers.
+_LEAST_TILES = 64
+# Kernels are compiled for the tiles of the vocabulary, plus 1/8 of their number for listed tokens.
+_LISTED_TILES_DIVISOR = 8
 
 
 class CompileOptions(NamedTuple):
@@ -33,15 +35,15 @@ class CompileOptions(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Sizes of the parts of a row, powers of two. They affect the drawn tokens only by rounding."""
+    """Sizes of the parts of a row, powers of two. They affect drawn tokens only by rounding."""
 
     pieces: int = 32  # per tile
     piece: int = 128  # tokens
-    chunk: int = 16  # pieces that `laws` reads at once
-    list_tokens: int = 4096  # one more than `laws` can list; at most 4096
+    chunk: int = 16  # pieces that `distributions` reads at once
+    list_tokens: int = 4096  # one more than `distributions` can list; at most 4096
     scan: CompileOptions = CompileOptions(8, 64)
     shape: CompileOptions = CompileOptions(16)
-    laws: CompileOptions = CompileOptions(16)
+    distributions: CompileOptions = CompileOptions(16)
     residual: CompileOptions = CompileOptions(16, 64)
 
     @property
@@ -65,7 +67,7 @@ class Scanned(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of `laws` for N rows."""
+    """Memory of `distributions` for N rows."""
 
     pieces: Tensor  # int32 [N, T, pieces]
     codes: Tensor  # int64 [N, list_tokens]
@@ -76,25 +78,26 @@ def draw(
     purpose: int,
     tiling: Tiling = TILING,
     *,
-    laws: Laws | None = None,
+    dists: Distributions | None = None,
     first: int = 0,
     step: int = 1,
     listed: Tensor | None = None,
-) -> Laws:
+) -> Distributions:
     """Draw a token of each row, and return the distributions of the rows.
 
     Greedy requests get the likeliest token. Others get a draw, with COUPLED noise for coupled
     requests and noise of `purpose` for the rest. Ties go to the lowest id. Masses and cuts are
     exact if the purpose is DRAFT and the request is verified by rejection.
 
-    If `laws` is given, the distribution of row i is stored there at `first + i * step`. If
+    If `dists` is given, the distribution of row i is stored there at `first + i * step`. If
     `listed` fp32 [N, L] is given, it gets the shaped logits of listed tokens. If logits are shaped,
     forbidden tokens are marked in `batch.logits`. Raises ValueError naming the argument that does
     not fit."""
-    values = scan_rows(batch, purpose, None, tiling, listed)
-    laws = Laws.allocate(len(batch.logits), batch.logits.device) if laws is None else laws
-    find_laws(values, laws, first, step)
-    return laws
+    kernel_args = scan_rows(batch, purpose, None, tiling, listed)
+    if dists is None:
+        dists = Distributions.allocate(len(batch.logits), batch.logits.device)
+    find_distributions(kernel_args, dists, first, step)
+    return dists
 
 
 def sample(batch: LogitsBatch, purpose: int, tiling: Tiling = TILING) -> Tensor:
@@ -111,30 +114,33 @@ def scan_rows(
 ) -> dict[str, Any]:
     """Scan all logits. Return the arguments of the kernels that follow, by name."""
     check(batch)
-    values = kernel_arguments(batch, purpose, certain, tiling, listed)
-    num_rows, dense = len(batch.logits), values["num_dense"]
+    kernel_args = kernel_arguments(batch, purpose, certain, tiling, listed)
+    num_rows, dense = len(batch.logits), kernel_args["num_dense"]
     if num_rows:
         if batch.shaping is not None:
-            grid = num_rows, values["num_tiles"] - dense
-            launch(shape_kernel, grid, values, tiling.shape)
-        aligned = values["vocab"] % 16 == 0  # else loads of single logits need more registers
+            grid = num_rows, kernel_args["num_tiles"] - dense
+            launch(shape_kernel, grid, kernel_args, tiling.shape)
+        aligned = kernel_args["vocab"] % 16 == 0  # else loads of single logits need more registers
         options = tiling.scan if aligned else CompileOptions(tiling.scan.num_warps)
-        launch(scan_kernel, (num_rows, dense), values, options)
-    return values
+        launch(scan_kernel, (num_rows, dense), kernel_args, options)
+    return kernel_args
 
 
-def find_laws(values: dict[str, Any], laws: Laws, first: int = 0, step: int = 1) -> None:
-    """Find the distribution of each row from the `values` of `scan_rows`; see `draw` for places."""
-    scanned, tiling = values["scanned"], values["tiling"]
-    num_rows, num_pieces = len(scanned.tiles), values["num_tiles"] * tiling.pieces
+def find_distributions(
+    kernel_args: dict[str, Any], dists: Distributions, first: int = 0, step: int = 1
+) -> None:
+    """Find the distribution of each row from the results of `scan_rows`. Row i is stored at place
+    `first + i * step`."""
+    scanned, tiling = kernel_args["scanned"], kernel_args["tiling"]
+    num_rows, num_pieces = len(scanned.tiles), kernel_args["num_tiles"] * tiling.pieces
     if num_rows:
         pieces, codes = (num_rows, num_pieces), (num_rows, tiling.list_tokens)
         scratch = Scratch(
             torch.empty(pieces, dtype=torch.int32, device=scanned.tiles.device),
             torch.empty(codes, dtype=torch.int64, device=scanned.tiles.device),
         )
-        own_arguments = {"scratch": scratch, "laws": laws, "first_out": first, "out_step": step}
-        launch(laws_kernel, (num_rows,), values | own_arguments, tiling.laws)
+        own_arguments = {"scratch": scratch, "dists": dists, "first_out": first, "out_step": step}
+        launch(distributions_kernel, (num_rows,), kernel_args | own_arguments, tiling.distributions)
 
 
 def kernel_arguments(
@@ -145,7 +151,8 @@ def kernel_arguments(
     (num_rows, vocab), shaping = batch.logits.shape, batch.shaping
     width = 0 if shaping is None else shaping.listed.shape[1]
     dense = tiling.num_tiles(vocab)
-    num_tiles, most_tiles = dense + tiling.num_tiles(width), dense + triton.cdiv(dense, _SPARE)
+    num_tiles = dense + tiling.num_tiles(width)
+    most_tiles = dense + triton.cdiv(dense, _LISTED_TILES_DIVISOR)
     tiles, device = (num_rows, num_tiles), batch.logits.device
     scanned = Scanned(
         torch.empty((*tiles, scan.TILE_FIELDS.value), dtype=torch.float32, device=device),
@@ -175,7 +182,7 @@ def kernel_arguments(
         "num_tiles": num_tiles,
         "num_dense": dense,
         "purpose": purpose,
-        "drawn": int(certain is not None),
+        "any_drawn": int(certain is not None),
         "shaped": int(shaping is not None),
         "PIECES": tiling.pieces,
         "PIECE": tiling.piece,
@@ -187,14 +194,14 @@ def kernel_arguments(
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], values: dict[str, Any], build: CompileOptions
+    kernel: Any, grid: tuple[int, ...], kernel_args: dict[str, Any], build: CompileOptions
 ) -> None:
-    """Launch a kernel with those of `values` that it takes."""
-    given = {name: value for name, value in values.items() if name in kernel.arg_names}
+    """Launch a kernel with those of `kernel_args` that it takes."""
+    used_args = {name: value for name, value in kernel_args.items() if name in kernel.arg_names}
     if build.registers is not None and is_hopper():
-        given["maxnreg"] = build.registers
+        used_args["maxnreg"] = build.registers
     # Fused operations would not give the specified noise.
-    kernel[grid](**given, num_warps=build.num_warps, num_stages=1, enable_fp_fusion=False)
+    kernel[grid](**used_args, num_warps=build.num_warps, num_stages=1, enable_fp_fusion=False)
 
 
 def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
@@ -205,7 +212,7 @@ def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
 
 def check(batch: LogitsBatch) -> None:
     """Raise ValueError naming the argument that does not fit."""
-    logits, rows, requests, where, drafts, shaping = batch
+    logits, rows, requests, noise, drafts, shaping = batch
     if logits.dim() != 2 or logits.dtype not in LOGITS or logits.stride(1) != 1:
         raise ValueError(
             f"logits: {logits.dtype} {list(logits.shape)} does not fit; give bf16, fp16 or fp32 "
@@ -214,21 +221,21 @@ def check(batch: LogitsBatch) -> None:
     (num_rows, vocab), count = logits.shape, len(requests.modes)
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     check_fields("rows", rows, {n: (i32, (num_rows,)) for n in rows._fields})
-    of_requests = {n: (f32, (count,)) for n in ("temperatures", "top_p", "min_p")}
-    of_requests |= {n: (i32, (count,)) for n in ("modes", "top_k")}
-    check_fields("requests", requests, of_requests)
-    of_noise = {"keys": (i64, (count, 2)), "choices": (i64, (count,)), "positions": (i64, (count,))}
-    check_fields("noise", where, of_noise)
-    of_drafts = {"tokens": (i32, (None,)), "starts": (i32, (count,)), "counts": (i32, (count,))}
-    check_fields("drafts", drafts, of_drafts)
+    request_fields = {n: (f32, (count,)) for n in ("temperatures", "top_p", "min_p")}
+    request_fields |= {n: (i32, (count,)) for n in ("modes", "top_k")}
+    check_fields("requests", requests, request_fields)
+    check_fields("noise", noise, {n: (i64, (count,)) for n in ("choices", "positions")})
+    check_tensor("noise.keys", noise.keys, i64, (count, 2))
+    draft_fields = {"tokens": (i32, (None,)), "starts": (i32, (count,)), "counts": (i32, (count,))}
+    check_fields("drafts", drafts, draft_fields)
     if shaping is None:
         return
     width = shaping.listed.shape[-1]
-    of_shaping = {n: (i32, (count, width)) for n in ("listed", "counts", "marks")}
-    of_shaping |= {n: (i32, (count,)) for n in ("num_listed", "min_tokens")}
-    of_shaping["plain"] = (i32, (count, triton.cdiv(vocab, 32)))
-    of_shaping["bias"], of_shaping["penalties"] = (f32, (count, width)), (f32, (count, 3))
-    check_fields("shaping", shaping, of_shaping)
+    shaping_fields = {n: (i32, (count, width)) for n in ("listed", "counts", "marks")}
+    shaping_fields |= {n: (i32, (count,)) for n in ("num_listed", "min_tokens")}
+    shaping_fields["plain"] = (i32, (count, triton.cdiv(vocab, 32)))
+    shaping_fields["bias"], shaping_fields["penalties"] = (f32, (count, width)), (f32, (count, 3))
+    check_fields("shaping", shaping, shaping_fields)
 
 
 def cases() -> list[KernelCase]:
@@ -239,7 +246,7 @@ def cases() -> list[KernelCase]:
     return [
         case_of("sample_shape", "listed tokens", shape_kernel, tile, TILING.shape),
         case_of("sample_scan", "tiles", scan_kernel, tile, TILING.scan),
-        case_of("sample_laws", "rows", laws_kernel, row, TILING.laws),
+        case_of("sample_distributions", "rows", distributions_kernel, row, TILING.distributions),
     ]
 
 
@@ -269,7 +276,7 @@ def case_of(
 LIMITS = {
     "sample_shape": CaseLimits(128, 32 << 10),
     "sample_scan": CaseLimits(112, 4 << 10),
-    "sample_laws": CaseLimits(128, 24 << 10),
+    "sample_distributions": CaseLimits(128, 24 << 10),
     "verify_decide": CaseLimits(184, 4 << 10),
     "verify_residual": CaseLimits(104, 4 << 10),
     "verify_coins": CaseLimits(64, 1 << 10),
@@ -278,12 +285,12 @@ LIMITS = {
 _ROWS = r.Rows("*i32", "*i32")
 _REQUESTS = r.Requests("*i32", "*fp32", "*i32", "*fp32", "*fp32")
 _NOISE, _DRAFTS = r.Noise(*["*i64"] * 3), r.DraftTokens(*["*i32"] * 3)
-LAWS = Laws("*fp32", "*i64", "*i32")
+DISTRIBUTION_TYPES = Distributions("*fp32", "*i64", "*i32")
 _TYPES: dict[str, Any] = {
     "batch": LogitsBatch("*bf16", _ROWS, _REQUESTS, _NOISE, _DRAFTS, None),
     "shaping": r.LogitsShaping(*["*i32"] * 8)._replace(bias="*fp32", penalties="*fp32"),
     "overlay": Overlay("*i32", "*fp32"),
     "scanned": Scanned("*fp32", "*i64", "*fp32", "*fp32"),
     "scratch": Scratch("*i32", "*i64"),
-    "laws": LAWS,
+    "dists": DISTRIBUTION_TYPES,
 }

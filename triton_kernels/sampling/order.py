@@ -37,7 +37,7 @@ NEVER = tl.constexpr(0x7F800000 << 32)  # race key of a token that cannot win
 
 @jit
 def lowest_of(kind: tl.constexpr):
-    """Return the least finite number of a type of logits: it marks forbidden tokens in memory."""
+    """Return the least finite number of a type of logits, the mark of a forbidden token."""
     lowest = -3.4028234663852886e38
     if kind == tl.bfloat16:
         lowest = -3.3895313892515355e38
@@ -87,38 +87,42 @@ def distance_of(code):
 @jit
 def is_filtered(requests, request, vocab):
     """Return whether a request is sampled and has a filter."""
-    some = tl.load(requests.top_k + request) < vocab
-    some = some | (tl.load(requests.top_p + request) < float("inf"))
-    some = some | (tl.load(requests.min_p + request) > 0.0)
-    return some & (tl.load(requests.modes + request) != GREEDY)
+    filtered = tl.load(requests.top_k + request) < vocab
+    filtered = filtered | (tl.load(requests.top_p + request) < float("inf"))
+    filtered = filtered | (tl.load(requests.min_p + request) > 0.0)
+    return filtered & (tl.load(requests.modes + request) != GREEDY)
 
 
 @jit
-def race_of(batch, certain_ptr, request, depth, purpose, drawn):
-    """Return whether a row races, the purpose of its noise, and the token that must not win (-1:
-    none).
+def race_of(batch, certain_ptr, request, depth, purpose, any_drawn):
+    """Return whether a row needs a race, the purpose of its noise, and the token that must not win
+    (-1: none).
 
     Coupled rows have a purpose of their own, others `purpose`. With VERIFY, a row races if its
     winner may be the next token: after all drafts, or as the replacement of a draft chosen with
-    certainty. `drawn` is 0 if all drafts were chosen with certainty. Otherwise `certain_ptr` int32
-    [B] is 1 for the requests whose drafts were."""
+    certainty. `any_drawn` is 0 if no draft was drawn. Otherwise `certain_ptr` int32 [B] is 1 for
+    the requests whose drafts were chosen with certainty."""
     mode = tl.load(batch.requests.modes + request)
-    drafted = (mode >= REJECTION) & (depth < tl.load(batch.drafts.counts + request))
-    drafted = drafted & (purpose == VERIFY)
-    unsure = (drawn != 0) & (tl.load(certain_ptr + request) == 0)
+    has_draft = (mode >= REJECTION) & (depth < tl.load(batch.drafts.counts + request))
+    has_draft = has_draft & (purpose == VERIFY)
+    sampled = (any_drawn != 0) & (tl.load(certain_ptr + request) == 0)
     at = tl.load(batch.drafts.starts + request) + depth
-    excluded = tl.load(batch.drafts.tokens + at, mask=drafted, other=-1)
-    stream = tl.where(drafted, RESIDUAL, tl.where(purpose == VERIFY, BONUS, purpose))
-    in_block = (mode == BLOCK_MODE) & (purpose == DRAFT)
-    stream = tl.where(mode == COUPLED_MODE, COUPLED, stream + in_block * DEPTH_STEP * depth)
-    return (mode != GREEDY) & ~(drafted & unsure), stream, excluded
+    excluded = tl.load(batch.drafts.tokens + at, mask=has_draft, other=-1)
+    stream = tl.where(has_draft, RESIDUAL, tl.where(purpose == VERIFY, BONUS, purpose))
+    drafts_block = (mode == BLOCK_MODE) & (purpose == DRAFT)
+    stream = tl.where(mode == COUPLED_MODE, COUPLED, stream + drafts_block * DEPTH_STEP * depth)
+    return (mode != GREEDY) & ~(has_draft & sampled), stream, excluded
 
 
 @jit
-def draw_of(where, request, depth):
+def draw_of(coordinates, request, depth):
     """Return seed, position and choice of a row's noise."""
-    seed = noise_device.load_seeds(where.keys, request)
-    return seed, tl.load(where.positions + request) + depth, tl.load(where.choices + request)
+    seed = noise_device.load_seeds(coordinates.keys, request)
+    return (
+        seed,
+        tl.load(coordinates.positions + request) + depth,
+        tl.load(coordinates.choices + request),
+    )
 
 
 @jit

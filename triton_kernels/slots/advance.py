@@ -34,22 +34,22 @@ def advance_kernel(
     result_width, DECIDED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    there = slot < num_slots
-    phase = tl.load(layout.states + slot, mask=there, other=IDLE)
+    in_range = slot < num_slots
+    phase = tl.load(layout.states + slot, mask=in_range, other=IDLE)
     runs = phase == RUNS
-    wants = tl.load(state.asked + WANTS * num_slots + slot, mask=there, other=0) != 0
-    drafting = tl.load(state.asked + DRAFTING * num_slots + slot, mask=there, other=0) != 0
-    known = tl.load(state.num_tokens + slot, mask=there, other=0)
-    kv = tl.load(state.kv_len + slot, mask=there, other=0)
-    failed = tl.load(state.failed + slot, mask=there, other=0) != 0
+    wants = tl.load(state.work + WANTS * num_slots + slot, mask=in_range, other=0) != 0
+    drafting = tl.load(state.work + DRAFTING * num_slots + slot, mask=in_range, other=0) != 0
+    known = tl.load(state.num_tokens + slot, mask=in_range, other=0)
+    kv = tl.load(state.kv_len + slot, mask=in_range, other=0)
+    failed = tl.load(state.failed + slot, mask=in_range, other=0) != 0
     out_ptr = result_ptr + slot * result_width
     accepted, emits = known * 0, known * 0
     if DECIDED:
-        decides = runs & wants
-        accepted = tl.load(decision.num_accepted + slot, mask=decides, other=0)
-        next_token = tl.load(decision.next_tokens + slot, mask=decides, other=0)
-        finite = tl.load(decision.finite + slot, mask=decides, other=1) != 0
-        emits = tl.where(decides & finite, accepted + 1, 0)
+        has_logits = runs & wants
+        accepted = tl.load(decision.num_accepted + slot, mask=has_logits, other=0)
+        next_token = tl.load(decision.next_tokens + slot, mask=has_logits, other=0)
+        finite = tl.load(decision.finite + slot, mask=has_logits, other=1) != 0
+        emits = tl.where(has_logits & finite, accepted + 1, 0)
         failed = failed | (finite == 0)
         # Accepted drafts are stored already.
         end_ptr = state.tokens + slot.to(tl.int64) * token_width + known
@@ -58,27 +58,27 @@ def advance_kernel(
             token = tl.where(i < accepted, draft, next_token)
             tl.store(out_ptr + _AT_TOKENS + i, token, mask=i < emits)
         tl.store(end_ptr + accepted, next_token, mask=emits > 0)
-        tl.store(state.num_tokens + slot, known + emits, mask=there)
-        tl.store(state.failed + slot, failed.to(tl.int32), mask=there)
-    new_tokens = tl.load(state.asked + NEW_TOKENS * num_slots + slot, mask=runs, other=0)
+        tl.store(state.num_tokens + slot, known + emits, mask=in_range)
+        tl.store(state.failed + slot, failed.to(tl.int32), mask=in_range)
+    new_tokens = tl.load(state.work + NEW_TOKENS * num_slots + slot, mask=runs, other=0)
     kv += tl.where(runs, new_tokens + accepted, 0)
-    tl.store(state.kv_len + slot, kv, mask=there)
-    drafting = drafting & there
+    tl.store(state.kv_len + slot, kv, mask=in_range)
+    drafting = drafting & in_range
     broken = tl.load(broken_ptr + slot, mask=drafting, other=0) != 0
-    draft_kv = tl.load(state.draft_kv_len + slot, mask=there, other=0)
+    draft_kv = tl.load(state.draft_kv_len + slot, mask=in_range, other=0)
     next_draft_kv = tl.load(next_draft_kv_ptr + slot, mask=drafting, other=0)
     draft_kv = tl.minimum(tl.where(drafting, next_draft_kv, draft_kv), kv)
     draft_kv = tl.where(broken, 0, draft_kv)
-    tl.store(state.draft_kv_len + slot, draft_kv, mask=there)
+    tl.store(state.draft_kv_len + slot, draft_kv, mask=in_range)
 
     status = tl.where(failed, _NON_FINITE, tl.where(broken, _DRAFT_NON_FINITE, _OK))
     status = tl.where(phase == MISFIT, _DOES_NOT_FIT, status)
-    tl.store(out_ptr + _AT_STATUS, status, mask=there)
-    drafted = tl.load(layout.num_drafted + slot, mask=there, other=0)
-    tl.store(out_ptr + _AT_DRAFTED, drafted, mask=there)
-    tl.store(out_ptr + _AT_ACCEPTED, tl.maximum(emits - 1, 0), mask=there)
-    tl.store(out_ptr + _AT_EMITTED, emits, mask=there)
-    tl.store(out_ptr + _AT_DRAFT_KV, draft_kv, mask=there)
+    tl.store(out_ptr + _AT_STATUS, status, mask=in_range)
+    drafted = tl.load(layout.num_drafted + slot, mask=in_range, other=0)
+    tl.store(out_ptr + _AT_DRAFTED, drafted, mask=in_range)
+    tl.store(out_ptr + _AT_ACCEPTED, tl.maximum(emits - 1, 0), mask=in_range)
+    tl.store(out_ptr + _AT_EMITTED, emits, mask=in_range)
+    tl.store(out_ptr + _AT_DRAFT_KV, draft_kv, mask=in_range)
 
 
 @jit(do_not_specialize=["plain_words"])
@@ -90,8 +90,8 @@ def count_kernel(
     row_ptr = result_ptr + slot * result_width
     emitted = tl.load(row_ptr + _AT_EMITTED)
     if emitted > 0:
-        left = tl.load(shaping.min_tokens + slot)
-        tl.store(shaping.min_tokens + slot, tl.maximum(left - emitted, 0))
+        remaining = tl.load(shaping.min_tokens + slot)
+        tl.store(shaping.min_tokens + slot, tl.maximum(remaining - emitted, 0))
         used = tl.load(shaping.num_listed + slot)
         if _has_penalties(shaping.penalties + 3 * slot):
             for i in range(emitted):

@@ -79,57 +79,58 @@ def draft_batch_kernel(
     state, layout, num_slots, token_width, block_width, most_tokens, most_rows, most_drafts,
     most_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    every = tl.arange(0, BLOCK_SLOTS)
-    some = every < num_slots
-    new_tokens = tl.load(state.asked + NEW_TOKENS * num_slots + every, mask=some, other=0)
-    planned = tl.load(state.asked + NUM_DRAFTS * num_slots + every, mask=some, other=0)
-    catch_up = tl.load(state.asked + CATCH_UP * num_slots + every, mask=some, other=0)
-    wants = tl.load(state.asked + WANTS * num_slots + every, mask=some, other=0) != 0
-    known = tl.load(state.num_tokens + every, mask=some, other=0)
-    kv = tl.load(state.draft_kv_len + every, mask=some, other=0)
-    total = tl.load(state.max_total + every, mask=some, other=0)
-    failed = tl.load(state.failed + every, mask=some, other=0) != 0
-    works = (new_tokens > 0) & (failed == 0) & ((known < total) | (wants == 0))
+    slots = tl.arange(0, BLOCK_SLOTS)
+    in_range = slots < num_slots
+    new_tokens = tl.load(state.work + NEW_TOKENS * num_slots + slots, mask=in_range, other=0)
+    planned = tl.load(state.work + NUM_DRAFTS * num_slots + slots, mask=in_range, other=0)
+    catch_up = tl.load(state.work + CATCH_UP * num_slots + slots, mask=in_range, other=0)
+    wants = tl.load(state.work + WANTS * num_slots + slots, mask=in_range, other=0) != 0
+    known = tl.load(state.num_tokens + slots, mask=in_range, other=0)
+    kv = tl.load(state.draft_kv_len + slots, mask=in_range, other=0)
+    total = tl.load(state.max_total + slots, mask=in_range, other=0)
+    failed = tl.load(state.failed + slots, mask=in_range, other=0) != 0
+    active = (new_tokens > 0) & (failed == 0) & ((known < total) | (wants == 0))
     # A sequence never exceeds `max_total`; a row without drafts left must not catch up either.
     allowed = tl.minimum(planned, tl.maximum(total - known - 1, 0))
     catch_up = tl.where((planned > 0) & (allowed == 0), 0, catch_up)
     missing = known - kv
     # The last draft has position known + k - 1; the token before it must fit the context.
     depths = tl.minimum(allowed, context_tokens + 1 - known)
-    able = works & (missing <= catch_up + 1)
-    depths = tl.where(able, tl.maximum(depths, 0), 0)
-    slices = tl.maximum(tl.minimum(catch_up, missing - 1), 0)
-    slices = tl.where(works & (allowed == 0), slices, 0)
-    queries = tl.where(depths > 0, missing, slices)
-    drafts = (depths > 0).to(tl.int32)
-    ends, row_ends = tl.cumsum(queries, 0), tl.cumsum(drafts, 0)
-    rows, last = row_ends - drafts, ends - 1
+    can_draft = active & (missing <= catch_up + 1)
+    depths = tl.where(can_draft, tl.maximum(depths, 0), 0)
+    catch_up_tokens = tl.maximum(tl.minimum(catch_up, missing - 1), 0)
+    catch_up_tokens = tl.where(active & (allowed == 0), catch_up_tokens, 0)
+    queries = tl.where(depths > 0, missing, catch_up_tokens)
+    has_drafts = (depths > 0).to(tl.int32)
+    ends, row_ends = tl.cumsum(queries, 0), tl.cumsum(has_drafts, 0)
+    first_rows, last_tokens = row_ends - has_drafts, ends - 1
     if tl.program_id(0) == 0:
-        tl.store(layout.query_starts + every, ends - queries, mask=some)
+        tl.store(layout.query_starts + slots, ends - queries, mask=in_range)
         tl.store(layout.query_starts + num_slots, tl.sum(queries, 0))
-        tl.store(layout.contexts + every, tl.where(queries > 0, kv + queries, 0), mask=some)
-        tl.store(layout.row_starts + every, rows, mask=some)
-        tl.store(layout.row_starts + num_slots, tl.sum(drafts, 0))
-        tl.store(layout.depths + every, depths, mask=some)
-        tl.store(layout.starts + every, rows * drafts * most_drafts, mask=some)
-        tl.store(layout.broken + every, every * 0, mask=some)
-        reached = tl.where(depths > 0, known - 1 + depths, kv + queries)
-        tl.store(layout.next_kv + every, reached, mask=some)
-        tl.store(layout.noise_positions + every, known.to(tl.int64), mask=some)
+        tl.store(layout.contexts + slots, tl.where(queries > 0, kv + queries, 0), mask=in_range)
+        tl.store(layout.row_starts + slots, first_rows, mask=in_range)
+        tl.store(layout.row_starts + num_slots, tl.sum(has_drafts, 0))
+        tl.store(layout.depths + slots, depths, mask=in_range)
+        tl.store(layout.starts + slots, first_rows * has_drafts * most_drafts, mask=in_range)
+        tl.store(layout.broken + slots, slots * 0, mask=in_range)
+        kv_after = tl.where(depths > 0, known - 1 + depths, kv + queries)
+        tl.store(layout.next_kv + slots, kv_after, mask=in_range)
+        tl.store(layout.noise_positions + slots, known.to(tl.int64), mask=in_range)
 
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     owners = owners_of(ends, lanes, BLOCK_SLOTS)
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
-    held = lanes < tl.sum(queries, 0)
+    valid = lanes < tl.sum(queries, 0)
     store_tokens(
-        state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+        state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
         most_token, PAGE,
     )  # fmt: skip
     owners = owners_of(row_ends, lanes, BLOCK_SLOTS)
-    held = lanes < tl.sum(drafts, 0)
+    valid = lanes < tl.sum(has_drafts, 0)
     inside = lanes < most_rows
-    tl.store(layout.row_slots + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
-    tl.store(layout.row_tokens + lanes, tl.where(held, tl.gather(last, owners, 0), 0), mask=inside)
+    tl.store(layout.row_slots + lanes, tl.where(valid, owners, num_slots - 1), mask=inside)
+    token = tl.gather(last_tokens, owners, 0)
+    tl.store(layout.row_tokens + lanes, tl.where(valid, token, 0), mask=inside)
 
 
 def make_draft_batch(
@@ -163,29 +164,29 @@ def take_drafts_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     slot = tl.load(layout.row_slots + row, mask=live, other=num_slots - 1)
-    deep = tl.load(layout.depths + slot, mask=slot < num_slots - 1, other=0)
+    num_drafts = tl.load(layout.depths + slot, mask=slot < num_slots - 1, other=0)
     known = tl.load(state.num_tokens + slot)
     draft = row * most_drafts + depth
     token = tl.load(drawn_ptr + 2 * draft, mask=live, other=0)
-    sound = tl.load(drawn_ptr + 2 * draft + 1, mask=live, other=1) != 0
-    decides = depth < deep
-    breaks = decides & (sound == 0)
+    finite = tl.load(drawn_ptr + 2 * draft + 1, mask=live, other=1) != 0
+    is_draft = depth < num_drafts
+    breaks = is_draft & (finite == 0)
     # Earlier drafts still count: dropping them for a later result would change the distribution.
     tl.store(layout.broken + slot, row * 0 + 1, mask=breaks)
     tl.store(layout.depths + slot, row * 0 + depth, mask=breaks)
-    stands = decides & sound
+    kept = is_draft & finite
     tl.store(layout.drafts + draft, token, mask=live)
     position = known + depth
     slot = slot.to(tl.int64)
-    tl.store(state.tokens + slot * token_width + position, token, mask=stands)
-    # The next pass. A row that goes no deeper attends to its first key only, and writes no KV.
-    goes = stands & (depth + 1 < deep)
-    block = tl.load(state.blocks + slot * block_width + position // PAGE, mask=goes, other=0)
-    kv_slot = tl.where(goes, block * PAGE + position % PAGE, -1)
-    tl.store(layout.tokens + row, tl.where(goes, tl.minimum(token, most_token), 0), mask=live)
-    tl.store(layout.positions + row, tl.where(goes, position, 0), mask=live)
+    tl.store(state.tokens + slot * token_width + position, token, mask=kept)
+    # The next pass. A row that does not continue attends to its first key only, and writes no KV.
+    continues = kept & (depth + 1 < num_drafts)
+    block = tl.load(state.blocks + slot * block_width + position // PAGE, mask=continues, other=0)
+    kv_slot = tl.where(continues, block * PAGE + position % PAGE, -1)
+    tl.store(layout.tokens + row, tl.where(continues, tl.minimum(token, most_token), 0), mask=live)
+    tl.store(layout.positions + row, tl.where(continues, position, 0), mask=live)
     tl.store(layout.kv_slots + row, kv_slot, mask=live)
-    context = tl.where(goes, position + 1, 1)
+    context = tl.where(continues, position + 1, 1)
     tl.store(layout.row_contexts + slot, context, mask=live & (slot < num_slots - 1))
 
 

@@ -30,39 +30,39 @@ def guess_kernel(
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    there = slot < num_slots
-    planned = tl.load(state.asked + LOOKED_UP * num_slots + slot, mask=there, other=0)
-    guesses = there & (planned > 0)
-    known = tl.load(state.num_tokens + slot, mask=there, other=0)
-    total = tl.load(state.max_total + slot, mask=guesses, other=0)
-    failed = tl.load(state.failed + slot, mask=guesses, other=0) != 0
+    in_range = slot < num_slots
+    planned = tl.load(state.work + LOOKED_UP * num_slots + slot, mask=in_range, other=0)
+    has_guess = in_range & (planned > 0)
+    known = tl.load(state.num_tokens + slot, mask=in_range, other=0)
+    total = tl.load(state.max_total + slot, mask=has_guess, other=0)
+    failed = tl.load(state.failed + slot, mask=has_guess, other=0) != 0
     guess_ptr = state.guess + slot.to(tl.int64) * guess_width
-    count = tl.load(guess_ptr, mask=guesses, other=0)
-    start = tl.load(guess_ptr + 1, mask=guesses, other=0)
+    count = tl.load(guess_ptr, mask=has_guess, other=0)
+    start = tl.load(guess_ptr + 1, mask=has_guess, other=0)
     text_ptr = state.tokens + slot.to(tl.int64) * token_width
-    passed = known - start
-    agrees = guesses & (failed == 0) & (passed >= 0) & (passed < count)
-    for i in range(tl.max(tl.where(agrees, passed, 0))):
-        inside = agrees & (i < passed)
+    num_emitted = known - start
+    agrees = has_guess & (failed == 0) & (num_emitted >= 0) & (num_emitted < count)
+    for i in range(tl.max(tl.where(agrees, num_emitted, 0))):
+        inside = agrees & (i < num_emitted)
         guessed = tl.load(guess_ptr + _HEAD + i, mask=inside, other=0)
         emitted = tl.load(text_ptr + start + i, mask=inside, other=0)
         agrees = agrees & (guessed == emitted)
     # A sequence never exceeds `max_total`.
     depths = tl.minimum(planned, tl.maximum(total - known - 1, 0))
-    depths = tl.where(agrees, tl.minimum(depths, count - passed), 0)
+    depths = tl.where(agrees, tl.minimum(depths, count - num_emitted), 0)
     first = (num_slots - 1 + slot) * most_drafts  # after the drafts of a model's rows
     for j in range(tl.max(depths)):
-        deep = j < depths
-        token = tl.load(guess_ptr + _HEAD + passed + j, mask=deep, other=0)
-        tl.store(layout.drafts + first + j, token, mask=deep)
-        tl.store(text_ptr + known + j, token, mask=deep)
-    writes = there if ALONE else guesses
+        is_draft = j < depths
+        token = tl.load(guess_ptr + _HEAD + num_emitted + j, mask=is_draft, other=0)
+        tl.store(layout.drafts + first + j, token, mask=is_draft)
+        tl.store(text_ptr + known + j, token, mask=is_draft)
+    writes = in_range if ALONE else has_guess
     tl.store(layout.depths + slot, depths, mask=writes)
     tl.store(layout.starts + slot, tl.where(depths > 0, first, 0), mask=writes)
     if ALONE:
-        tl.store(layout.broken + slot, slot * 0, mask=there)
-        kv = tl.load(state.draft_kv_len + slot, mask=there, other=0)
-        tl.store(layout.next_kv + slot, kv, mask=there)
+        tl.store(layout.broken + slot, slot * 0, mask=in_range)
+        kv = tl.load(state.draft_kv_len + slot, mask=in_range, other=0)
+        tl.store(layout.next_kv + slot, kv, mask=in_range)
 
 
 def take_guesses(state: SlotState, layout: DraftLayout, *, most_drafts: int, alone: bool) -> None:

@@ -59,13 +59,13 @@ class ArenaSizes(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        """The number of words of all fields and of `asked`, without padding for alignment."""
+        """The number of words of all fields and of `work`, without padding for alignment."""
         words = sum(math.prod(shape) * dtype.itemsize // 4 for dtype, shape in self.fields.values())
-        return self.slots * (words + len(Asked._fields))
+        return self.slots * (words + len(SlotWork._fields))
 
 
-class Asked(NamedTuple):
-    """The work that a plan gives a slot. The values are row numbers in the field `asked`, which is
+class SlotWork(NamedTuple):
+    """The work that a plan gives a slot. The values are row numbers in the field `work`, which is
     [6, slots] and zero for slots without work."""
 
     num_new_tokens: int = 0  # known tokens to compute: a chunk, or the last one; 0 means no row
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
     looked_up: int = 5  # drafts from a lookup on the host, instead of the model's
 
 
-NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING, LOOKED_UP = map(tl.constexpr, Asked())
+NEW_TOKENS, NUM_DRAFTS, CATCH_UP, WANTS, DRAFTING, LOOKED_UP = map(tl.constexpr, SlotWork())
 
 
 class SlotState(NamedTuple):
@@ -107,7 +107,7 @@ class SlotState(NamedTuple):
     penalties: Tensor
     min_tokens: Tensor
     guess: Tensor  # int32 [slots, n], see `guesses`
-    asked: Tensor  # int32 [6, slots], see `Asked`
+    work: Tensor  # int32 [6, slots], see `SlotWork`
 
     @property
     def shaping(self) -> LogitsShaping:
@@ -136,17 +136,17 @@ class Arena(NamedTuple):
     def allocate(cls, sizes: ArenaSizes, device: torch.device | str) -> Arena:
         """Allocate zeros, with parameters that shape no logits."""
         places, shapes, used = {}, {}, 0
-        num_requested = len(Asked._fields)
+        num_work_fields = len(SlotWork._fields)
         for name, (dtype, shape) in sizes.fields.items():
             width = math.prod(shape) * dtype.itemsize // 4
             places[name], shapes[name] = FieldPlace(used, width), (dtype, (sizes.slots, *shape))
             used += _aligned(sizes.slots * width)
         # [6, slots], unlike the other fields: a plan sends this field as a whole.
-        places["asked"], shapes["asked"] = (
-            FieldPlace(used, num_requested),
-            (torch.int32, (num_requested, sizes.slots)),
+        places["work"], shapes["work"] = (
+            FieldPlace(used, num_work_fields),
+            (torch.int32, (num_work_fields, sizes.slots)),
         )
-        used += _aligned(sizes.slots * num_requested)
+        used += _aligned(sizes.slots * num_work_fields)
         words = torch.zeros(used, dtype=torch.int32, device=device)
         views = {
             name: words[place.offset : place.offset + sizes.slots * place.stride]

@@ -73,24 +73,24 @@ def owners_of(ends, items, BLOCK: tl.constexpr):
     low = items * 0
     for i in tl.static_range(1, 32):
         if (BLOCK >> i) > 0:
-            passed = tl.gather(ends, low + (BLOCK >> i) - 1, 0) <= items
-            low += tl.where(passed, BLOCK >> i, 0)
+            ends_before = tl.gather(ends, low + (BLOCK >> i) - 1, 0) <= items
+            low += tl.where(ends_before, BLOCK >> i, 0)
     return low
 
 
 @jit
 def store_tokens(
-    state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+    state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
     most_token, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Store ids, positions and KV slots of flat tokens; tokens not `held` are padding."""
+    """Store ids, positions and KV slots of flat tokens; tokens not `valid` are padding."""
     owners = owners.to(tl.int64)
-    token = tl.load(state.tokens + owners * token_width + positions, mask=held, other=0)
-    block = tl.load(state.blocks + owners * block_width + positions // PAGE, mask=held, other=0)
-    kv_slot = tl.where(held, block * PAGE + positions % PAGE, -1)
+    token = tl.load(state.tokens + owners * token_width + positions, mask=valid, other=0)
+    block = tl.load(state.blocks + owners * block_width + positions // PAGE, mask=valid, other=0)
+    kv_slot = tl.where(valid, block * PAGE + positions % PAGE, -1)
     inside = lanes < most_tokens
     tl.store(layout.tokens + lanes, tl.minimum(token, most_token), mask=inside)
-    tl.store(layout.positions + lanes, tl.where(held, positions, 0), mask=inside)
+    tl.store(layout.positions + lanes, tl.where(valid, positions, 0), mask=inside)
     tl.store(layout.kv_slots + lanes, kv_slot, mask=inside)
 
 
@@ -99,58 +99,58 @@ def target_batch_kernel(
     state, depths_ptr, layout, num_slots, token_width, block_width, most_tokens, most_logits,
     most_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    every = tl.arange(0, BLOCK_SLOTS)
-    some = every < num_slots
-    new_tokens = tl.load(state.asked + NEW_TOKENS * num_slots + every, mask=some, other=0)
-    wants = tl.load(state.asked + WANTS * num_slots + every, mask=some, other=0) != 0
-    drafting = tl.load(state.asked + DRAFTING * num_slots + every, mask=some, other=0) != 0
-    known = tl.load(state.num_tokens + every, mask=some, other=0)
-    kv = tl.load(state.kv_len + every, mask=some, other=0)
-    total = tl.load(state.max_total + every, mask=some, other=0)
-    failed = tl.load(state.failed + every, mask=some, other=0) != 0
-    drafted = tl.load(depths_ptr + every, mask=some & drafting, other=0)
+    slots = tl.arange(0, BLOCK_SLOTS)
+    in_range = slots < num_slots
+    new_tokens = tl.load(state.work + NEW_TOKENS * num_slots + slots, mask=in_range, other=0)
+    wants = tl.load(state.work + WANTS * num_slots + slots, mask=in_range, other=0) != 0
+    drafting = tl.load(state.work + DRAFTING * num_slots + slots, mask=in_range, other=0) != 0
+    known = tl.load(state.num_tokens + slots, mask=in_range, other=0)
+    kv = tl.load(state.kv_len + slots, mask=in_range, other=0)
+    total = tl.load(state.max_total + slots, mask=in_range, other=0)
+    failed = tl.load(state.failed + slots, mask=in_range, other=0) != 0
+    drafted = tl.load(depths_ptr + slots, mask=in_range & drafting, other=0)
     idle = (new_tokens == 0) | failed | ((known >= total) & wants)
-    reached = kv + new_tokens
-    runs = (idle == 0) & tl.where(wants, reached == known, reached <= known)
+    kv_after = kv + new_tokens
+    runs = (idle == 0) & tl.where(wants, kv_after == known, kv_after <= known)
     drafted = tl.where(runs, drafted, 0)
     queries = tl.where(runs, new_tokens + drafted, 0)
-    wanted = tl.where(runs & wants, 1 + drafted, 0)
-    ends, logit_ends = tl.cumsum(queries, 0), tl.cumsum(wanted, 0)
+    num_logits = tl.where(runs & wants, 1 + drafted, 0)
+    ends, logit_ends = tl.cumsum(queries, 0), tl.cumsum(num_logits, 0)
     if tl.program_id(0) == 0:
-        tl.store(layout.query_starts + every, ends - queries, mask=some)
+        tl.store(layout.query_starts + slots, ends - queries, mask=in_range)
         tl.store(layout.query_starts + num_slots, tl.sum(queries, 0))
-        tl.store(layout.contexts + every, tl.where(queries > 0, kv + queries, 0), mask=some)
-        first_logits = tl.where(wanted > 0, logit_ends - wanted, 0)
-        tl.store(layout.logit_starts + every, first_logits, mask=some)
+        tl.store(layout.contexts + slots, tl.where(queries > 0, kv + queries, 0), mask=in_range)
+        first_logits = tl.where(num_logits > 0, logit_ends - num_logits, 0)
+        tl.store(layout.logit_starts + slots, first_logits, mask=in_range)
         phase = tl.where(runs, RUNS, tl.where(idle, IDLE, MISFIT))
-        tl.store(layout.states + every, phase, mask=some)
-        tl.store(layout.num_drafted + every, drafted, mask=some)
-        mode = tl.load(state.modes + every, mask=some, other=GREEDY)
-        tl.store(layout.modes + every, tl.where(wanted > 0, mode, GREEDY), mask=some)
-        tl.store(layout.noise_positions + every, known.to(tl.int64), mask=some)
+        tl.store(layout.states + slots, phase, mask=in_range)
+        tl.store(layout.num_drafted + slots, drafted, mask=in_range)
+        mode = tl.load(state.modes + slots, mask=in_range, other=GREEDY)
+        tl.store(layout.modes + slots, tl.where(num_logits > 0, mode, GREEDY), mask=in_range)
+        tl.store(layout.noise_positions + slots, known.to(tl.int64), mask=in_range)
 
     lanes = tl.program_id(0) * LANES + tl.arange(0, LANES)
     owners = owners_of(ends, lanes, BLOCK_SLOTS)
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
-    held = lanes < tl.sum(queries, 0)
+    valid = lanes < tl.sum(queries, 0)
     store_tokens(
-        state, layout, lanes, owners, positions, held, token_width, block_width, most_tokens,
+        state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
         most_token, PAGE,
     )  # fmt: skip
     owners = owners_of(logit_ends, lanes, BLOCK_SLOTS)
-    held = lanes < tl.sum(wanted, 0)
-    depths = lanes - tl.gather(logit_ends - wanted, owners, 0)
-    token = tl.gather(ends - wanted, owners, 0) + depths
+    valid = lanes < tl.sum(num_logits, 0)
+    depths = lanes - tl.gather(logit_ends - num_logits, owners, 0)
+    token = tl.gather(ends - num_logits, owners, 0) + depths
     inside = lanes < most_logits
-    tl.store(layout.logit_tokens + lanes, tl.where(held, token, 0), mask=inside)
-    tl.store(layout.logit_slots + lanes, tl.where(held, owners, num_slots - 1), mask=inside)
-    tl.store(layout.logit_depths + lanes, tl.where(held, depths, 0), mask=inside)
+    tl.store(layout.logit_tokens + lanes, tl.where(valid, token, 0), mask=inside)
+    tl.store(layout.logit_slots + lanes, tl.where(valid, owners, num_slots - 1), mask=inside)
+    tl.store(layout.logit_depths + lanes, tl.where(valid, depths, 0), mask=inside)
 
 
 def make_target_batch(
     state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, most_token: int
 ) -> None:
-    """Fill `layout` for the work in `state.asked`. Token ids are clamped to `most_token`.
+    """Fill `layout` for the work in `state.work`. Token ids are clamped to `most_token`.
     `depths` int32 [S] counts the drafts after the known tokens; it is read only in drafting
     steps."""
     slots = len(state.num_tokens)

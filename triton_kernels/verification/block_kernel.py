@@ -15,8 +15,8 @@ import triton.language as tl
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
+from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order
-from triton_kernels.sampling import laws as law
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
@@ -36,12 +36,12 @@ def coin_accepts(u, mass, ratio):
 
 
 @jit(
-    do_not_specialize=["num_tiles", "drawn"],
+    do_not_specialize=["num_tiles", "any_drawn"],
     do_not_specialize_on_alignment=["certain_ptr"],
 )
 def coins_kernel(
-    batch, starts_ptr, certain_ptr, laws, q_laws, decision, chances_ptr, ratios_ptr, masses_ptr,
-    num_tiles, drawn, TILES: tl.constexpr,
+    batch, starts_ptr, certain_ptr, dists, q_dists, decision, chances_ptr, ratios_ptr, masses_ptr,
+    num_tiles, any_drawn, TILES: tl.constexpr,
 ):  # fmt: skip
     """Accept the drafts of a block up to the last one whose coin succeeds. The next token is the
     one drawn by the scan; `finish_kernel` replaces it if a sampled draft is rejected."""
@@ -49,15 +49,15 @@ def coins_kernel(
     if tl.load(batch.requests.modes + request) == order.BLOCK_MODE:
         count = tl.load(batch.drafts.counts + request)
         start, first_draft = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
-        unsure = (drawn != 0) & (tl.load(certain_ptr + request) == 0)
+        sampled = (any_drawn != 0) & (tl.load(certain_ptr + request) == 0)
         seed, position, choice = order.draw_of(batch.noise, request, 0)
         one = tl.zeros([1], tl.int64)
         accepted = count * 0
         for j in range(count):
             row = start + j
             weight = tl.load(ratios_ptr + row) * tl.load(chances_ptr + row)
-            at = q_laws.floats + (first_draft + j) * law.LAW_FIELDS + law.LAW_CHANCE
-            q = tl.load(at, mask=unsure, other=1.0)
+            q_at = q_dists.floats + (first_draft + j) * dist.DIST_FIELDS + dist.DIST_CHANCE
+            q = tl.load(q_at, mask=sampled, other=1.0)
             words = noise_device.scalar_words(
                 seed, position + j + one, choice, (j + one) * DEPTH_STEP + ACCEPT
             )
@@ -66,18 +66,18 @@ def coins_kernel(
             ratio = tl.load(ratios_ptr + row + 1)
             tile = tl.arange(0, TILES)
             masses = masses_ptr + (row + 1).to(tl.int64) * num_tiles + tile
-            there = unsure & ~last & (tile < num_tiles)
-            mass = tl.sum(tl.load(masses, mask=there, other=0.0), axis=0)
+            in_range = sampled & ~last & (tile < num_tiles)
+            mass = tl.sum(tl.load(masses, mask=in_range, other=0.0), axis=0)
             # The residual after a certain draft is all of p but the next draft.
             chance = tl.load(chances_ptr + row + 1, mask=~last, other=0.0)
-            mass = tl.where(unsure, mass, ratio * (1.0 - chance))
-            passes = tl.where(last, u * q <= weight, coin_accepts(u, mass, ratio))
-            accepted = tl.where((weight > 0.0) & passes, j + 1, accepted)
+            mass = tl.where(sampled, mass, ratio * (1.0 - chance))
+            accepts = tl.where(last, u * q <= weight, coin_accepts(u, mass, ratio))
+            accepted = tl.where((weight > 0.0) & accepts, j + 1, accepted)
         tl.store(decision.num_accepted + request, accepted)
-        tl.store(decision.next_tokens + request, tl.load(laws.tokens + 2 * (start + accepted)))
+        tl.store(decision.next_tokens + request, tl.load(dists.tokens + 2 * (start + accepted)))
 
 
-def verify_blocks(values: dict[str, Any], num_requests: int) -> None:
-    """Verify the requests of mode BLOCK; `values` are those of `kernel.verify_logits`."""
-    arguments = {"masses_ptr": values["scanned"].tiles} | values
+def verify_blocks(kernel_args: dict[str, Any], num_requests: int) -> None:
+    """Verify the requests of mode BLOCK; `kernel_args` are those of `kernel.verify_logits`."""
+    arguments = {"masses_ptr": kernel_args["scanned"].tiles} | kernel_args
     launch.launch(coins_kernel, (num_requests,), arguments, launch.CompileOptions(1))

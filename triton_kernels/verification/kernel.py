@@ -3,8 +3,8 @@
 Greedy, coupled, rejection and block requests with any number of drafts share one batch.
 
 `decide_kernel` accepts the drafts of a request up to the first rejection. The scan has already
-drawn the next token, except after the rejection of a sampled draft. That token is drawn from the
-residual, for which the rejected draft's row of logits is read again.
+drawn the next token, except after the rejection of a sampled draft. Then the next token is drawn
+from the residual, for which the rejected draft's row of logits is read again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
+from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order, scan
-from triton_kernels.sampling import laws as law
-from triton_kernels.sampling.inputs import VERIFY, Laws, LogitsBatch, Proposals
+from triton_kernels.sampling.inputs import VERIFY, Distributions, LogitsBatch, Proposals
 from triton_kernels.sampling.launch import TILING, CompileOptions, Tiling
 from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification.block_kernel import joint_ratio
@@ -47,56 +47,59 @@ def ratio_accepts(threshold, p):
 
 
 @jit(
-    do_not_specialize=["num_tiles", "num_dense", "drawn", "found"],
+    do_not_specialize=["num_tiles", "num_dense", "any_drawn", "has_dists"],
     do_not_specialize_on_alignment=["certain_ptr"],
 )
 def decide_kernel(
-    batch, starts_ptr, certain_ptr, scanned, laws, q_laws, decision, chances_ptr, ratios_ptr,
-    vocab, stride, num_tiles, num_dense, drawn, found, ROWS: tl.constexpr, TILES: tl.constexpr,
+    batch, starts_ptr, certain_ptr, scanned, dists, q_dists, decision, chances_ptr, ratios_ptr,
+    vocab, stride, num_tiles, num_dense, any_drawn, has_dists, ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """Verify the drafts of a request; `block_kernel` verifies those of mode BLOCK.
 
-    `found`: `find_laws` has stored the distributions of the rows; otherwise those needed later are
-    stored here. Rows of mode BLOCK get the probabilities of their drafts, fp32 [N], and the joint
-    ratios before them."""
+    `has_dists`: 1 if `find_distributions` has stored the distributions of the rows; if 0, those
+    needed later are stored here. For rows of mode BLOCK this kernel stores the probability of the
+    row's draft, fp32 [N], and the joint ratio before it."""
     request = tl.program_id(0)
     mode = tl.load(batch.requests.modes + request)
     count = tl.load(batch.drafts.counts + request)
     start, first_draft = tl.load(starts_ptr + request), tl.load(batch.drafts.starts + request)
-    weighed = mode >= order.REJECTION
-    unsure = weighed & (drawn != 0) & (tl.load(certain_ptr + request) == 0)
+    by_rejection = mode >= order.REJECTION
+    sampled = by_rejection & (any_drawn != 0) & (tl.load(certain_ptr + request) == 0)
     inverse = order.inverse_of(batch.requests, request)
     seed, position, choice = order.draw_of(batch.noise, request, 0)
     accepted, next_token, finite, ratio = count, count * 0, count * 0 + 1, inverse * 0.0 + 1.0
     for first in range(0, count + 1, ROWS):
         depth = first + tl.arange(0, ROWS)
-        live, drafted = depth <= count, depth < count
-        row = start + tl.where(live, depth, 0)
-        if found != 0:
-            top, mass, cut, token, sound = law.load_laws(laws, row, live)
+        has_row, has_draft = depth <= count, depth < count
+        row = start + tl.where(has_row, depth, 0)
+        if has_dists != 0:
+            top, mass, cut, token, row_finite = dist.load_dists(dists, row, has_row)
         else:
-            top, mass, sound, key, _ = law.combined(
-                scanned, row, live, num_tiles, inverse, live & (mode == order.GREEDY),
-                live & (mode != order.GREEDY) & ~(drafted & unsure), TILES,
+            top, mass, row_finite, key, _ = dist.combined(
+                scanned, row, has_row, num_tiles, inverse, has_row & (mode == order.GREEDY),
+                has_row & (mode != order.GREEDY) & ~(has_draft & sampled), TILES,
             )  # fmt: skip
             token, cut = (key & order.ID).to(tl.int32), key * 0 + order.LAST
-            law.store_laws(laws, row, top, mass, mass, cut, token, sound, live & weighed)
-        draft = tl.load(batch.drafts.tokens + first_draft + depth, mask=drafted, other=0)
+            stored = has_row & by_rejection
+            dist.store_dists(dists, row, top, mass, mass, cut, token, row_finite, stored)
+        draft = tl.load(batch.drafts.tokens + first_draft + depth, mask=has_draft, other=0)
         x = _logits_of(
-            batch.logits + row.to(tl.int64) * stride + draft, scanned, row, drafted & weighed,
-            num_tiles, num_dense, TILES,
+            batch.logits + row.to(tl.int64) * stride + draft, scanned, row,
+            has_draft & by_rejection, num_tiles, num_dense, TILES,
         )  # fmt: skip
-        p = tl.where(drafted, law.chance_of(x, draft, top, mass, cut, inverse), 0.0)
-        at = q_laws.floats + (first_draft + depth) * law.LAW_FIELDS + law.LAW_CHANCE
-        q = tl.load(at, mask=drafted & unsure, other=1.0)
+        p = tl.where(has_draft, dist.chance_of(x, draft, top, mass, cut, inverse), 0.0)
+        at = q_dists.floats + (first_draft + depth) * dist.DIST_FIELDS + dist.DIST_CHANCE
+        q = tl.load(at, mask=has_draft & sampled, other=1.0)
         purpose = tl.full([ROWS], ACCEPT, tl.int32)
         u = noise_device.uniform(noise_device.scalar_words(seed, position + depth, choice, purpose))
-        passes = tl.where(weighed, ratio_accepts(u * q, p), token == draft)
-        accepted = tl.minimum(accepted, tl.min(tl.where(drafted & ~passes, depth, count), axis=0))
-        next_token += tl.sum(tl.where(live & (depth == accepted), token, 0), axis=0)
-        finite = tl.minimum(finite, tl.min(sound, axis=0))
+        accepts = tl.where(by_rejection, ratio_accepts(u * q, p), token == draft)
+        first_rejected = tl.min(tl.where(has_draft & ~accepts, depth, count), axis=0)
+        accepted = tl.minimum(accepted, first_rejected)
+        next_token += tl.sum(tl.where(has_row & (depth == accepted), token, 0), axis=0)
+        finite = tl.minimum(finite, tl.min(row_finite, axis=0))
         if mode == order.BLOCK_MODE:
-            tl.store(chances_ptr + row, p, mask=drafted)
+            tl.store(chances_ptr + row, p, mask=has_draft)
             for i in range(ROWS):
                 tl.store(ratios_ptr + start + first + i, ratio, mask=first + i <= count)
                 weight = ratio * tl.sum(tl.where(depth == first + i, p, 0.0), axis=0)
@@ -120,11 +123,11 @@ def _logits_of(logits_ptr, scanned, row, mask, num_tiles, num_dense, TILES: tl.c
 
 @jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["certain_ptr"])
 def finish_kernel(batch, certain_ptr, decision, keys_ptr, num_tiles, TILES: tl.constexpr):
-    """Store the next token of requests that had a drawn draft rejected (see `residual`)."""
+    """Store the next token of requests whose rejected draft was sampled (see `residual`)."""
     request = tl.program_id(0)
-    weighed = tl.load(batch.requests.modes + request) >= order.REJECTION
+    by_rejection = tl.load(batch.requests.modes + request) >= order.REJECTION
     rejected = tl.load(decision.num_accepted + request) < tl.load(batch.drafts.counts + request)
-    if weighed & rejected & (tl.load(certain_ptr + request) == 0):
+    if by_rejection & rejected & (tl.load(certain_ptr + request) == 0):
         tile = tl.arange(0, TILES)
         at = keys_ptr + request.to(tl.int64) * num_tiles + tile
         best = tl.max(tl.load(at, mask=tile < num_tiles, other=0), axis=0)
@@ -152,38 +155,38 @@ def verify_logits(
     check_tensor("starts", starts, torch.int32, (count,))
     _check_proposals(batch, proposals)
     certain = None if proposals is None else proposals.certain
-    values = launch.scan_rows(batch, VERIFY, certain, tiling)
+    kernel_args = launch.scan_rows(batch, VERIFY, certain, tiling)
     decision = VerifyOutput(
         *(torch.empty(count, dtype=torch.int32, device=device) for _ in VerifyOutput._fields)
     )
     if not count:
         return decision
     num_rows = len(batch.logits)
-    laws = Laws.allocate(num_rows, device)
+    dists = Distributions.allocate(num_rows, device)
     if filtered:
-        launch.find_laws(values, laws)
-    values |= {
+        launch.find_distributions(kernel_args, dists)
+    kernel_args |= {
         "starts_ptr": starts,
-        "laws": laws,
-        "q_laws": laws if proposals is None else proposals.laws,
+        "dists": dists,
+        "q_dists": dists if proposals is None else proposals.dists,
         "decision": decision,
         **{
             name: torch.empty(num_rows, dtype=torch.float32, device=device)
             for name in ("chances_ptr", "ratios_ptr")
         },
-        "found": int(filtered),
+        "has_dists": int(filtered),
         "ROWS": ROWS,
     }
-    launch.launch(decide_kernel, (count,), values, _DECIDE)
+    launch.launch(decide_kernel, (count,), kernel_args, _DECIDE)
     if proposals is not None:
-        values |= residual.arguments(values, proposals, count)
+        kernel_args |= residual.arguments(kernel_args, proposals, count)
     if blocks:
         if proposals is not None:
-            residual.measure(values)
-        block_kernel.verify_blocks(values, count)
+            residual.compute_masses(kernel_args)
+        block_kernel.verify_blocks(kernel_args, count)
     if proposals is not None:
-        residual.race(values)
-        launch.launch(finish_kernel, (count,), values, _ONE_WARP)
+        residual.draw_tokens(kernel_args)
+        launch.launch(finish_kernel, (count,), kernel_args, _ONE_WARP)
     return decision
 
 
@@ -204,7 +207,11 @@ def _check_proposals(batch: LogitsBatch, proposals: Proposals | None) -> None:
 def cases() -> list[KernelCase]:
     """Return the cases for bf16 logits."""
     tiles = {"TILES": 64}
-    types = {"decision": VerifyOutput(*["*i32"] * 3), "q_laws": launch.LAWS, "keys_ptr": "*i64"}
+    types = {
+        "decision": VerifyOutput(*["*i32"] * 3),
+        "q_dists": launch.DISTRIBUTION_TYPES,
+        "keys_ptr": "*i64",
+    }
     types |= dict.fromkeys(("chances_ptr", "ratios_ptr", "masses_ptr", "q_listed_ptr"), "*fp32")
     types |= {"q_logits_ptr": "*bf16"}
     tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}

@@ -1,6 +1,7 @@
-"""The residual max(0, c p - q), from which the token that replaces a sampled draft is drawn.
+"""The residual max(0, c p - q): the token that replaces a rejected draft is drawn from it.
 
-c is the joint ratio of the block's earlier drafts, else 1. A program handles a tile of a row.
+p and q are the probabilities of a token under the target and under the draft. c is 1, or in block
+verification the joint ratio of the earlier drafts.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from torch import Tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
+from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order, scan
-from triton_kernels.sampling import laws as law
 from triton_kernels.sampling.inputs import Proposals
 
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
-SCORE = tl.constexpr(1 << 31)  # factor of the score in a key: above the id, below MARK
+# A key orders the tokens of a draw: the score's bits above the inverted id, so that ties go to the
+# lowest id. FROM_RESIDUAL above both puts tokens with a residual before all others.
+SCORE = tl.constexpr(1 << 31)
 ALL_IDS = tl.constexpr((1 << 31) - 1)
-MARK = tl.constexpr(1 << 62)
+FROM_RESIDUAL = tl.constexpr(1 << 62)
 
 
 @jit
@@ -36,58 +39,61 @@ def token_of(key):
 
 
 @jit(
-    do_not_specialize=["num_tiles", "num_dense", "races"],
+    do_not_specialize=["num_tiles", "num_dense", "draws"],
     do_not_specialize_on_alignment=["certain_ptr"],
 )
 def residual_kernel(
-    batch, starts_ptr, certain_ptr, scanned, overlay, laws, q_logits_ptr, q_listed_ptr, q_laws,
+    batch, starts_ptr, certain_ptr, scanned, overlay, dists, q_logits_ptr, q_listed_ptr, q_dists,
     decision, ratios_ptr, masses_ptr, keys_ptr, vocab, stride, q_stride, list_width, logits_step,
-    q_step, num_tiles, num_dense, races, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    q_step, num_tiles, num_dense, draws, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Store one value for a tile of the residual. For rows of blocks, it is the mass, fp32 [N,
-    tiles]. With `races`, it is the key of the winner, int64 [B, tiles], for the first rejected row
-    of each request."""
-    place, tile, by_row = tl.program_id(0), tl.program_id(1), races == 0
-    request = tl.load(batch.rows.requests + place, mask=by_row, other=place)
-    depth = tl.load(batch.rows.depths + place, mask=by_row, other=0)
-    depth += tl.load(decision.num_accepted + request, mask=races != 0, other=0)
+    """Compute the residual of one tile of a row whose draft was sampled.
+
+    With `draws` 0, programs are (row of logits, tile): store the tile's mass, fp32 [N, tiles], for
+    the rows of blocks. With `draws` 1, programs are (request, tile): store the tile's largest key,
+    int64 [B, tiles], for the row of the first rejected draft."""
+    index, tile, by_row = tl.program_id(0), tl.program_id(1), draws == 0
+    request = tl.load(batch.rows.requests + index, mask=by_row, other=index)
+    depth = tl.load(batch.rows.depths + index, mask=by_row, other=0)
+    depth += tl.load(decision.num_accepted + request, mask=draws != 0, other=0)
     mode = tl.load(batch.requests.modes + request)
-    asks = tl.where(by_row, (mode == order.BLOCK_MODE) & (depth > 0), mode >= order.REJECTION)
-    asks = asks & (depth < tl.load(batch.drafts.counts + request))
+    needed = tl.where(by_row, (mode == order.BLOCK_MODE) & (depth > 0), mode >= order.REJECTION)
+    needed = needed & (depth < tl.load(batch.drafts.counts + request))
     row = tl.load(starts_ptr + request) + depth
-    if asks & (tl.load(certain_ptr + request) == 0):
+    if needed & (tl.load(certain_ptr + request) == 0):
         q_row = (tl.load(batch.drafts.starts + request) + depth).to(tl.int64)
         inverse = order.inverse_of(batch.requests, request)
         piece = tile * PIECES + tl.arange(0, PIECES)[:, None]
         ids = piece * PIECE + tl.arange(0, PIECE)[None, :]
         if tile < num_dense:
             inside = ids < vocab
-            x = _dense(batch.logits + row.to(tl.int64) * stride + ids, inside)
-            q_x = _dense(q_logits_ptr + q_row * q_stride + ids, inside)
+            p_logits = _load_dense(batch.logits + row.to(tl.int64) * stride + ids, inside)
+            q_logits = _load_dense(q_logits_ptr + q_row * q_stride + ids, inside)
         else:
             entry = ids - num_dense * PIECES * PIECE
-            top_at = (row.to(tl.int64) * num_tiles + tile) * scan.TILE_FIELDS + scan.TILE_TOP
-            used = tl.where(tl.load(scanned.tiles + top_at) > order.LOWEST, list_width, 0)
-            held = entry < used
-            listed = overlay.ids + row.to(tl.int64) * list_width + entry
-            ids = tl.load(listed, mask=held, other=0)
-            shaped = overlay.logits + row.to(tl.int64) * logits_step + entry
-            x = tl.load(shaped, mask=held, other=order.LOWEST)
-            q_x = tl.load(q_listed_ptr + q_row * q_step + entry, mask=held, other=order.LOWEST)
-        top, mass, cut, _, _ = law.load_laws(laws, row, True)
-        p = law.chance_of(x, ids, top, mass, cut, inverse)
+            max_at = (row.to(tl.int64) * num_tiles + tile) * scan.TILE_FIELDS + scan.TILE_TOP
+            has_entries = tl.load(scanned.tiles + max_at) > order.LOWEST
+            valid = entry < tl.where(has_entries, list_width, 0)
+            listed_ids = overlay.ids + row.to(tl.int64) * list_width + entry
+            ids = tl.load(listed_ids, mask=valid, other=0)
+            listed_logits = overlay.logits + row.to(tl.int64) * logits_step + entry
+            p_logits = tl.load(listed_logits, mask=valid, other=order.LOWEST)
+            q_listed = q_listed_ptr + q_row * q_step + entry
+            q_logits = tl.load(q_listed, mask=valid, other=order.LOWEST)
+        top, mass, cut, _, _ = dist.load_dists(dists, row, True)
+        p = dist.chance_of(p_logits, ids, top, mass, cut, inverse)
         if mode == order.BLOCK_MODE:
             p *= tl.load(ratios_ptr + row)
-        top, mass, cut, _, _ = law.load_laws(q_laws, q_row, True)
-        rest = residual_of(p, law.chance_of(q_x, ids, top, mass, cut, inverse))
-        if races == 0:
-            total = tl.sum(tl.sum(rest, axis=1), axis=0)
+        top, mass, cut, _, _ = dist.load_dists(q_dists, q_row, True)
+        residual = residual_of(p, dist.chance_of(q_logits, ids, top, mass, cut, inverse))
+        if draws == 0:
+            total = tl.sum(tl.sum(residual, axis=1), axis=0)
             tl.store(masses_ptr + row.to(tl.int64) * num_tiles + tile, total)
         else:
             # Where p and q are nearly equal, rounding may leave no residual at all. Then the token
             # is drawn from p.
-            some = tl.max(tl.max(rest, axis=1), axis=0) > 0.0
-            score = tl.where(some, rest, p)
+            has_residual = tl.max(tl.max(residual, axis=1), axis=0) > 0.0
+            weight = tl.where(has_residual, residual, p)
             seed, position, choice = order.draw_of(batch.noise, request, depth)
             purpose = depth * 0 + RESIDUAL
             if tile < num_dense:
@@ -97,45 +103,47 @@ def residual_kernel(
                 )
             else:
                 words = noise_device.words_of(seed, ids, position, choice, purpose)
-            score /= noise_device.exponential(words)
+            score = weight / noise_device.exponential(words)
             best = tl.max(tl.max(score, axis=1), axis=0)
             token = tl.min(tl.min(tl.where(score == best, ids, ALL_IDS), axis=1), axis=0)
-            key = order.key_of(best) * SCORE + (token ^ ALL_IDS) + tl.where(some, MARK, 0)
+            key = order.key_of(best) * SCORE + (token ^ ALL_IDS)
+            key += tl.where(has_residual, FROM_RESIDUAL, 0)
             tl.store(keys_ptr + request.to(tl.int64) * num_tiles + tile, key)
 
 
 @jit
-def _dense(logits_ptr, inside):
+def _load_dense(logits_ptr, inside):
     lowest = order.lowest_of(logits_ptr.dtype.element_ty)
     x, _ = order.cleaned(tl.load(logits_ptr, mask=inside, other=lowest))
     return x
 
 
-def arguments(values: dict[str, Any], proposals: Proposals, num_requests: int) -> dict[str, Any]:
-    """Return the further arguments of `residual_kernel`; `values`: see `kernel.verify_logits`."""
-    num_rows, num_tiles = values["scanned"].winners.shape
-    new = values["scanned"].winners.new_empty
-    listed = proposals.listed
+def arguments(
+    kernel_args: dict[str, Any], proposals: Proposals, num_requests: int
+) -> dict[str, Any]:
+    """Return the arguments that `residual_kernel` adds to those of `kernel.verify_logits`."""
+    winners, listed = kernel_args["scanned"].winners, proposals.listed
+    num_rows, num_tiles = winners.shape
     return {
         "q_logits_ptr": proposals.logits,
-        "q_listed_ptr": values["scanned"].tiles if listed is None else listed,
+        "q_listed_ptr": kernel_args["scanned"].tiles if listed is None else listed,
         "q_stride": proposals.logits.stride(0),
         "q_step": 0 if listed is None else listed.stride(0),
-        "masses_ptr": new((num_rows, num_tiles), dtype=torch.float32),
-        "keys_ptr": new((num_requests, num_tiles)),
+        "masses_ptr": winners.new_empty((num_rows, num_tiles), dtype=torch.float32),
+        "keys_ptr": winners.new_empty((num_requests, num_tiles)),
     }
 
 
-def measure(values: dict[str, Any]) -> None:
+def compute_masses(kernel_args: dict[str, Any]) -> None:
     """Compute the residual masses for block verification."""
-    _launch(values | {"races": 0}, values["masses_ptr"])
+    _launch(kernel_args | {"draws": 0}, kernel_args["masses_ptr"])
 
 
-def race(values: dict[str, Any]) -> None:
-    """Draw from the residual of the first rejected row of each request."""
-    _launch(values | {"races": 1}, values["keys_ptr"])
+def draw_tokens(kernel_args: dict[str, Any]) -> None:
+    """Draw from the residual after the first rejected draft of each request."""
+    _launch(kernel_args | {"draws": 1}, kernel_args["keys_ptr"])
 
 
-def _launch(values: dict[str, Any], out: Tensor) -> None:
+def _launch(kernel_args: dict[str, Any], out: Tensor) -> None:
     """Launch a program for each element of `out`."""
-    launch.launch(residual_kernel, tuple(out.shape), values, values["tiling"].residual)
+    launch.launch(residual_kernel, tuple(out.shape), kernel_args, kernel_args["tiling"].residual)

@@ -87,7 +87,7 @@ class Model:
         if self.compiled is not None:
             self.compiled.keep(layers)
 
-    def room_for_hidden(self, num_rows: int) -> Tensor | None:
+    def allocate_hidden(self, num_rows: int) -> Tensor | None:
         """Return memory for the hidden states of `num_rows` rows; None if none are kept."""
         if not self.hidden_layers:
             return None

@@ -207,7 +207,7 @@ class TorchExecutor:
         if prompt_logits is not None:
             num_logits = num_logits + prompt_logits
         batch = self.table.ragged(rows.slots, rows.start, query_lens, num_logits)
-        hidden = self.model.room_for_hidden(len(batch.tokens))
+        hidden = self.model.allocate_hidden(len(batch.tokens))
         logits = self.model.forward(batch, self.kv, hidden)
         self._hidden = None if hidden is None else (query_lens, hidden)
         if prompt_logits is not None:

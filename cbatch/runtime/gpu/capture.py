@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from cbatch.runtime.gpu.buckets import ladder
-from cbatch.runtime.gpu.device import Device, Instead
+from cbatch.runtime.gpu.device import CallbackDevice, Device
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.host_side import HostSide
 from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
 from cbatch.runtime.gpu.pending import HostBuffers
 from cbatch.runtime.gpu.slot_update import SlotUpdate
-from cbatch.runtime.gpu.target_pass import BY_LOOKUPS, PLAIN, WEIGHING
+from cbatch.runtime.gpu.target_pass import LOOKUP_FEATURES, MODEL_FEATURES, PLAIN
 from triton_kernels.products.dense import MANY_ROWS
 
 _logger = logging.getLogger("cbatch")
@@ -53,11 +53,11 @@ class StepCapture:
                 deferred.add(key)
 
         with torch.inference_mode(), queue.working():
-            run_all = partial(self.run_all, Instead(note), _smallest)
+            run_all = partial(self.run_all, CallbackDevice(note), _smallest)
             by_groups[frozenset()] |= queue.kernels_of(run_all)
             self.late = LateKernels(by_groups)
             _logger.info("capturing steps")
-            self.run_all(Instead(capture), ladder)
+            self.run_all(CallbackDevice(capture), ladder)
             queue.deferred = deferred
             queue.synchronize()
 
@@ -65,18 +65,18 @@ class StepCapture:
         """Run every kind of step, without slots. `sizes` maps a largest count to those to run."""
         steps, limits = self._steps, self._steps.limits
         message = SlotUpdate(steps.places)
-        message.put_all("asked", np.zeros(steps.state.asked.shape, dtype=np.int32))
+        message.put_all("work", np.zeros(steps.state.work.shape, dtype=np.int32))
         steps.send(message, self._buffers)
         lengths = steps.target_pass.attention.lengths
         for count, longest in product(sizes(limits.max_num_batched_tokens), lengths):
             steps.target_pass.compute(device, count, longest)
-        ways = WEIGHING[:1]
+        variants = MODEL_FEATURES[:1]
         if self._host_side.chains is not None:
-            ways = BY_LOOKUPS
+            variants = LOOKUP_FEATURES
             for alone in {True, steps.draft_passes is None}:
                 steps.take_guesses(device, alone=alone)
         if steps.draft_passes is not None:
-            ways = WEIGHING
+            variants = MODEL_FEATURES
             lengths, depths = steps.draft_passes.lengths, range(steps.draft_passes.most_drafts)
             for count, longest in product(sizes(limits.most_catch_up), lengths):
                 steps.draft_passes.ingest(device, count, longest)
@@ -88,11 +88,11 @@ class StepCapture:
         steps.target_pass.decide(device, 0, PLAIN)
         for count in sizes(steps.target_pass.most_logits):
             steps.target_pass.find_logits(device, count)
-            for how, shaped, filtered in product(ways, (False, True), (False, True)):
-                if count > 1 or not how.blocks and not how.weighs:
+            for features, shaped, filtered in product(variants, (False, True), (False, True)):
+                if count > 1 or not features.blocks and not features.rejection_sampled:
                     # A row with a draft has at least two rows of logits.
-                    how = how._replace(shaped=shaped, filtered=filtered)
-                    steps.target_pass.decide(device, count, how)
+                    features = features._replace(shaped=shaped, filtered=filtered)
+                    steps.target_pass.decide(device, count, features)
 
 
 def _smallest(largest: int) -> list[int]:

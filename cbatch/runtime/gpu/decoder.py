@@ -23,7 +23,7 @@ from triton_kernels.layers.norm import rms_norm
 from triton_kernels.products.dense import MANY_ROWS, dense, keeps_bits
 from triton_kernels.products.quantised import Packed, pack, quantised
 
-_PROBED_ROWS = MANY_ROWS + 44  # rows of the batch-invariance test; above MANY_ROWS tiles differ
+_INVARIANCE_TEST_ROWS = MANY_ROWS + 44  # with more than MANY_ROWS rows, tiles differ
 
 
 class Dense(NamedTuple):
@@ -119,8 +119,8 @@ class ProductBuilder(LayerBuilder[Any]):
 
         def fuse(qkv: list[Tensor]) -> Tensor:
             q, k, v = qkv
-            turned = (*(interleave_halves(part, c.rope, c.head_dim) for part in (q, k)), v)
-            heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in turned]
+            parts = (*(interleave_halves(part, c.rope, c.head_dim) for part in (q, k)), v)
+            heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in parts]
             return torch.cat(heads, dim=1).flatten(0, 2)
 
         bias = self._fuse(attention, "bias") if c.attention_bias else None
@@ -130,15 +130,15 @@ class ProductBuilder(LayerBuilder[Any]):
         return self._norm_weight(module)
 
 
-class Flat(NamedTuple):
+class FlatTokens(NamedTuple):
     """The T tokens of a pass. Padding rows have slot -1: their K and V are not written."""
 
     tokens: Tensor  # int32 [T]
     positions: Tensor  # int32 [T], absolute
     slots: Tensor  # int32 [T]: place of K and V in the cache, block * block_size + offset
 
-    def first(self, count: int) -> Flat:
-        return Flat(*(field[:count] for field in self))
+    def first(self, count: int) -> FlatTokens:
+        return FlatTokens(*(field[:count] for field in self))
 
 
 class Hidden(NamedTuple):
@@ -208,7 +208,7 @@ class Decoder:
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode():
             for (_, (_, columns)), product in shapes.items():
-                x = torch.randn(_PROBED_ROWS, columns, generator=generator)
+                x = torch.randn(_INVARIANCE_TEST_ROWS, columns, generator=generator)
                 if not keeps_bits(product, x.to(self.dtype).to(self.device)):
                     return False
         return True
@@ -234,7 +234,7 @@ class Decoder:
         """Choose the layers whose inputs `forward` keeps, as `Model.keep_hidden` does."""
         self.hidden_layers = layers
 
-    def room_for_hidden(self, num_rows: int) -> Tensor | None:
+    def allocate_hidden(self, num_rows: int) -> Tensor | None:
         """Return memory for the states [T, layers, hidden] that `forward` keeps, if any."""
         if not self.hidden_layers:
             return None
@@ -243,7 +243,7 @@ class Decoder:
 
     def forward(
         self,
-        flat: Flat,
+        flat: FlatTokens,
         attention: PagedAttention,
         cos_sin: Tensor,
         hidden: Hidden,
@@ -262,7 +262,7 @@ class Decoder:
             if states is not None and index in kept:
                 states[:, kept.index(index)].copy_(residual)
             fused = project(c, layer, index, normed, flat, attention, cos_sin)
-            x = finish(c, layer, index, fused, attention, residual)
+            x = attend_and_gate(c, layer, index, fused, attention, residual)
             if index < last:
                 x = layer.down(x)
         self.layers[last].down.into(x, hidden.last[:count])
@@ -282,7 +282,7 @@ def project(
     layer: Layer[Any],
     index: int,
     normed: Tensor,
-    flat: Flat,
+    flat: FlatTokens,
     attention: PagedAttention,
     cos_sin: Tensor,
 ) -> Tensor:
@@ -307,7 +307,7 @@ def project(
     return fused
 
 
-def finish(
+def attend_and_gate(
     c: ModelConfig,
     layer: Layer[Any],
     index: int,

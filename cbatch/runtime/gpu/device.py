@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_kernels.build import ahead
 
 
-class Mark:
+class QueueEvent:
     """A point in the device's queue of work. CPU work is finished once it is queued."""
 
     def __init__(self) -> None:
@@ -21,8 +21,8 @@ class Mark:
     def wait(self) -> None:
         """Wait until the device has reached this point."""
 
-    def seconds_since(self, earlier: Mark) -> float:
-        """Return the seconds between two marks; both must have been waited for."""
+    def seconds_since(self, earlier: QueueEvent) -> float:
+        """Return the seconds between two events; both must have been waited for."""
         return self._at_s - earlier._at_s
 
 
@@ -51,11 +51,11 @@ class Device:
         return torch.zeros(words, dtype=torch.int32)
 
     def fetch(self, source: Tensor, to: Tensor) -> None:
-        """Queue a copy to memory of `staging`. It is done once a later mark has been waited for."""
+        """Queue a copy to memory of `staging`, complete once a later event has been waited for."""
         to.copy_(source, non_blocking=True)
 
-    def mark(self) -> Mark:
-        return Mark()
+    def record_event(self) -> QueueEvent:
+        return QueueEvent()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Device:
         """Wait until all queued work is done."""
 
 
-class DeviceMark(Mark):
+class CudaQueueEvent(QueueEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
@@ -74,8 +74,8 @@ class DeviceMark(Mark):
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, DeviceMark)
+    def seconds_since(self, earlier: QueueEvent) -> float:
+        assert isinstance(earlier, CudaQueueEvent)
         return earlier._event.elapsed_time(self._event) * 1e-3
 
 
@@ -119,8 +119,8 @@ class CudaDevice(Device):
     def staging(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def mark(self) -> DeviceMark:
-        return DeviceMark(self._stream)
+    def record_event(self) -> CudaQueueEvent:
+        return CudaQueueEvent(self._stream)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class CudaDevice(Device):
         self._stream.synchronize()
 
 
-class Instead(Device):
+class CallbackDevice(Device):
     """Replacement of a device that passes every key and function to a callback."""
 
     def __init__(self, run: Callable[[Hashable, Callable[[], None]], None]) -> None:

@@ -16,7 +16,7 @@ from cbatch.runtime.gpu.passes import PassBuilder
 from cbatch.runtime.gpu.pending import HostBuffers
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.slots import Bounds
-from cbatch.runtime.gpu.target_pass import Deciding
+from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.guesses import take_guesses
 from triton_kernels.slots.state import Arena, SlotState, apply
@@ -125,6 +125,6 @@ class DeviceSteps:
 
     def decide(self, bounds: Bounds, rows: int) -> None:
         """Queue verification and sampling from `rows` rows of logits."""
-        weighs = bounds.weighs and self.draft_passes is not None
-        how = Deciding(bounds.shaped, bounds.filtered, weighs, bounds.blocks)
-        self.target_pass.decide(self.queue, rows, how)
+        sampled = bounds.rejection_sampled and self.draft_passes is not None
+        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled, bounds.blocks)
+        self.target_pass.decide(self.queue, rows, features)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
-from cbatch.runtime.gpu.decoder import Flat, Hidden
+from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.gpu.device import Device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
+    Distributions,
     DraftTokens,
-    Laws,
     LogitsBatch,
     Noise,
     Proposals,
@@ -25,7 +25,7 @@ from triton_kernels.sampling.inputs import (
 )
 from triton_kernels.sampling.launch import draw
 from triton_kernels.slots.draft_batch import DraftLayout, make_draft_batch, take_drafts
-from triton_kernels.slots.state import Asked, SlotState
+from triton_kernels.slots.state import SlotState, SlotWork
 
 
 class DraftPasses:
@@ -65,7 +65,7 @@ class DraftPasses:
         # too low to be drawn.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
-        self._laws = Laws.allocate(rows * most_drafts, device)
+        self._dists = Distributions.allocate(rows * most_drafts, device)
         width = state.listed.shape[1]
         self._listed = torch.zeros(rows, most_drafts, width, dtype=torch.float32, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
@@ -110,11 +110,11 @@ class DraftPasses:
         """Return the distributions that the drafts were sampled from."""
         logits = self._logits.flatten(0, 1)[:, : self._vocab]
         listed = self._listed.flatten(0, 1) if shaped else None
-        return Proposals(logits, listed, self._laws, self._state.asked[Asked().looked_up])
+        return Proposals(logits, listed, self._dists, self._state.work[SlotWork().looked_up])
 
     def _ingest(self, most_tokens: int, longest: int) -> None:
         layout = self.layout
-        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
+        flat = FlatTokens(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
         make_draft_batch(
             self._state,
             layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
@@ -125,19 +125,19 @@ class DraftPasses:
         )
         self._begin(flat, longest)
 
-    def _begin(self, flat: Flat, longest: int) -> None:
+    def _begin(self, flat: FlatTokens, longest: int) -> None:
         """Run the first pass over the tokens of `layout`."""
         self.attention.plan(self.layout.query_starts, self.layout.contexts, longest)
         self._forward(flat, first=True)
 
-    def _forward(self, flat: Flat, *, first: bool) -> None:
+    def _forward(self, flat: FlatTokens, *, first: bool) -> None:
         self._decoder.forward(flat, self.attention, self._cos_sin, self._hidden)
 
     def _find_logits(self, rows: int, depth: int, out: Tensor) -> None:
         layout = self.layout
         last = layout.row_tokens[:rows]
         if depth:
-            flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(rows)
+            flat = FlatTokens(layout.tokens, layout.positions, layout.kv_slots).first(rows)
             self.attention.plan(layout.row_starts, layout.row_contexts, 1)
             self._forward(flat, first=False)
             last = self._rows[:rows]
@@ -150,7 +150,7 @@ class DraftPasses:
         draw(
             self._batch(rows, depth, shaped),
             noise.DRAFT,
-            laws=self._laws,
+            dists=self._dists,
             first=depth,
             step=self._most_drafts,
             listed=self._listed[:rows, depth] if shaped else None,
@@ -158,7 +158,7 @@ class DraftPasses:
         take_drafts(
             self._state,
             layout,
-            self._laws.tokens,
+            self._dists.tokens,
             rows,
             depth,
             block_size=self._block_size,

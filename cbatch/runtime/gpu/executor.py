@@ -79,7 +79,7 @@ class GpuExecutor:
                 self.draft_passes.context_tokens,
                 limits.most_catch_up,
                 self.draft_passes.most_drafts,
-                reads=limits.reads,
+                is_head=limits.is_head,
             )
         vocab = target.config.vocab_size
         self.host_side = HostSide.of(limits, num_blocks, vocab, model, lookups, grammars)
@@ -141,24 +141,24 @@ class GpuExecutor:
 
     def _begin(self, plan: StepPlan) -> Pending:
         """Queue a step, up to and including the target's forward pass."""
-        started = self.queue.mark()
-        self.host_side.take_in(plan.deltas)
+        started = self.queue.record_event()
+        self.host_side.apply_deltas(plan.deltas)
         draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))
-        message = self._slots.take_in(plan, draft_plan)
+        message = self._slots.update(plan, draft_plan)
         bounds = self._checked(plan, self._slots.bounds(plan, draft_plan))
-        self._logprobs.take_in(plan.deltas)
+        self._logprobs.apply_deltas(plan.deltas)
         buffers = self._buffers.popleft()
         self.steps.send(message, buffers)
         if len(plan.deltas.zeroed_blocks):
             self.steps.zero_blocks(plan.deltas.zeroed_blocks)
         step = Pending(plan, draft_plan, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
-            begun = self.queue.mark()
+            drafting_started = self.queue.record_event()
             self.steps.draft(bounds)
             if len(self.host_side.masked(plan)):
                 assert self.steps.layout is not None
                 self.steps.masking.fetch_drafts(self.steps.layout, buffers)
-            step.drafts = begun, self.queue.mark()
+            step.drafting = drafting_started, self.queue.record_event()
         self.steps.compute(bounds)
         return step
 
@@ -171,15 +171,15 @@ class GpuExecutor:
         self._logprobs.keep(plan, np.union1d(masked, shaped))
         if len(masked):
             assert self.host_side.known is not None
-            drafts = step.drafts is not None
-            if step.drafts is not None:
-                step.drafts[1].wait()
+            drafts = step.drafting is not None
+            if step.drafting is not None:
+                step.drafting[1].wait()
             known = self.host_side.known
             step.dead_ends = self.steps.masking.mask(known, masked, step.buffers, drafts=drafts)
         self.steps.decide(bounds, rows)
         self.steps.fetch(step.buffers)
         step.logprobs = self._logprobs.queue(plan, self.queue)
-        step.done, step.decided = self.queue.mark(), True
+        step.done, step.decided = self.queue.record_event(), True
 
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, count, limit in (

@@ -16,10 +16,10 @@ from cbatch.runtime.drafting.heads.medusa import MedusaTensors, medusa_vocabular
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import (
     Decoder,
-    Flat,
+    FlatTokens,
     Hidden,
     ProductBuilder,
-    finish,
+    attend_and_gate,
     project,
     weight_of,
 )
@@ -123,18 +123,23 @@ class GpuEagleHead(GpuHead):
         return fused
 
     def forward(
-        self, flat: Flat, states: Tensor, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
+        self,
+        flat: FlatTokens,
+        states: Tensor,
+        attention: PagedAttention,
+        cos_sin: Tensor,
+        hidden: Hidden,
     ) -> None:
         """Compute as `Decoder.forward` does, from tokens and the states [T, hidden] before them."""
         count = len(flat.tokens)
         fused, residual = self.project(flat, states, attention, cos_sin)
         hidden.residual[:count].copy_(residual)
         residual = hidden.residual[:count]
-        x = finish(self.config, self._layer, 0, fused, attention, residual)
+        x = attend_and_gate(self.config, self._layer, 0, fused, attention, residual)
         self._layer.down.into(x, hidden.last[:count])  # type: ignore[union-attr]
 
     def project(
-        self, flat: Flat, states: Tensor, attention: PagedAttention, cos_sin: Tensor
+        self, flat: FlatTokens, states: Tensor, attention: PagedAttention, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Write K and V of tokens, each with the state [T, hidden] before it. Return the
         projections and the residual stream."""

@@ -31,12 +31,12 @@ class DraftPlan(NamedTuple):
     catch_up: I32  # tokens that the draft model ingests before it drafts
     looked_up: I32  # drafts from a lookup
     guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
-    credits: Credits | None = None
+    owners: DraftOwners | None = None
 
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
-        catch_up = plan.catch_up * (not model.reads)
+        catch_up = plan.catch_up * (not model.is_head)
         drafts = np.minimum(plan.num_drafts, model.most_drafts)
         return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
 
@@ -46,12 +46,12 @@ class DraftPlan(NamedTuple):
         return cls(zeros, zeros, zeros, {})
 
 
-class Credits(NamedTuple):
+class DraftOwners(NamedTuple):
     """Slots that draft in a step, and their drafters; kept until the step's result."""
 
     slots: I32
     num_requested: I64  # drafts requested for each of `slots`
-    owners: dict[str, I32]  # slots by drafter
+    slots_by_drafter: dict[str, I32]  # slots by drafter
 
 
 class LookupSettings(NamedTuple):
@@ -64,16 +64,16 @@ class LookupSettings(NamedTuple):
 
 class DeviceModel(NamedTuple):
     """The host's description of the draft on the device. Its first pass of a step takes up to
-    `most_catch_up` tokens, and a row gets up to `most_drafts` drafts. With `reads` it is a head,
+    `most_catch_up` tokens, and a row gets up to `most_drafts` drafts. With `is_head` it is a head,
     whose KV cache is always up to date."""
 
     context_tokens: int
     most_catch_up: int
     most_drafts: int
-    reads: bool = False
+    is_head: bool = False
 
 
-class _NotedDrafter(ModelDrafter):
+class _PlaceholderDrafter(ModelDrafter):
     """Placeholder for the device's draft model in the chain: it records the requested drafts by
     slot. `kv_len`: the draft model's KV lengths in the last result, by slot."""
 
@@ -89,11 +89,11 @@ class _NotedDrafter(ModelDrafter):
         self.drafts[:] = self.catch_up[:] = 0
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.kv_len[slots] if self.on_device.reads else None
+        return self.kv_len[slots] if self.on_device.is_head else None
 
     def propose(self, rows: DraftRows) -> Proposal:
-        room = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
-        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.most_drafts), room)
+        available = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
+        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.most_drafts), available)
         works = (depths > 0) | (rows.num_drafts == 0)
         self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.most_drafts) * works
         self.catch_up[rows.slots] = rows.catch_up * works
@@ -102,7 +102,7 @@ class _NotedDrafter(ModelDrafter):
 
 
 class _AheadLookup(LookupDrafter):
-    """A lookup that guesses `ahead` [slots] more tokens, the most that the pending step may emit.
+    """A lookup that guesses `ahead` [slots] added tokens, the most that the pending step may emit.
     `guesses` are those of the latest `propose`, see `DraftPlan`."""
 
     def __init__(self, lookup: Lookup) -> None:
@@ -135,7 +135,7 @@ class HostDrafts:
         model: DeviceModel | None,
     ) -> None:
         self._table = table
-        self._model = None if model is None else _NotedDrafter(model)
+        self._model = None if model is None else _PlaceholderDrafter(model)
         self._lookups = {name: _AheadLookup(each) for name, each in settings.lookups.items()}
         self._chain = ChainDrafter(
             model=self._model,
@@ -148,7 +148,7 @@ class HostDrafts:
     def reset(self) -> None:
         self._chain.reset()
 
-    def take_in(self, deltas: Deltas) -> None:
+    def apply_deltas(self, deltas: Deltas) -> None:
         """Apply deltas, after `table` has. Raises FieldError for a drafter that is not loaded."""
         for slot in deltas.released.tolist():
             self._chain.release(slot)
@@ -160,8 +160,8 @@ class HostDrafts:
     def plan(self, plan: StepPlan, ahead: I64) -> DraftPlan:
         """Return the drafts of a step. `ahead` [slots]: tokens that the pending step may emit."""
         slots, known = plan.slots, self._table.num_tokens[plan.slots]
-        room = self._table.max_total[slots] - known
-        drafts = np.maximum(np.minimum(plan.num_drafts, room - 1), 0)
+        available = self._table.max_total[slots] - known
+        drafts = np.maximum(np.minimum(plan.num_drafts, available - 1), 0)
         catch_up = plan.catch_up * (drafts >= np.minimum(plan.num_drafts, 1))
         at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
         if not len(at):
@@ -170,7 +170,7 @@ class HostDrafts:
             lookup.ahead, lookup.guesses = ahead, {}
         if self._model is not None:
             self._model.begin()
-            if self._model.on_device.reads:
+            if self._model.on_device.is_head:
                 self._model.kv_len[slots] = known - 1
         rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
         proposal = self._chain.propose(rows)
@@ -182,35 +182,35 @@ class HostDrafts:
         if self._model is not None:
             draft_plan = self._of_model(plan, draft_plan, ahead)
         drafted = rows.slots[proposal.num_drafted > 0]
-        return draft_plan._replace(credits=self._credits(drafted, drafts, slots))
+        return draft_plan._replace(owners=self._draft_owners(drafted, drafts, slots))
 
     def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
         """Add the draft model's part, for as many rows as fit its first pass."""
         assert self._model is not None
         model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
         model = model * (draft_plan.looked_up == 0)
-        if self._model.on_device.reads:
+        if self._model.on_device.is_head:
             return draft_plan._replace(model=model)
         # The chain raised these rows' catch-up by itself, from the tokens before the pending step.
-        made_up = catch_up > plan.catch_up
-        more = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
-        catch_up = catch_up + more.astype(np.int32)
+        is_raised = catch_up > plan.catch_up
+        added = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
+        catch_up = catch_up + added.astype(np.int32)
         cost = catch_up + (model > 0)
-        room = self._model.on_device.most_catch_up - int(cost[~made_up].sum())
-        fits = ~made_up | ((cost * made_up).cumsum() <= room)
+        available = self._model.on_device.most_catch_up - int(cost[~is_raised].sum())
+        fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
         return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 
-    def _credits(self, drafted: I32, drafts: I64, slots: I32) -> Credits:
+    def _draft_owners(self, drafted: I32, drafts: I64, slots: I32) -> DraftOwners:
         by_slot = dict(zip(slots.tolist(), drafts.tolist(), strict=True))
         num_requested = np.array([by_slot[slot] for slot in drafted.tolist()], dtype=np.int64)
-        owners = {
+        slots_by_drafter = {
             name: np.array([s for s in drafted.tolist() if s in lookup.guesses], dtype=np.int32)
             for name, lookup in self._lookups.items()
         }
         if self._model is not None:
             looked_up = [slot for lookup in self._lookups.values() for slot in lookup.guesses]
-            owners[MODEL] = drafted[~np.isin(drafted, looked_up)]
-        return Credits(drafted, num_requested, owners)
+            slots_by_drafter[MODEL] = drafted[~np.isin(drafted, looked_up)]
+        return DraftOwners(drafted, num_requested, slots_by_drafter)
 
     def learn(
         self, plan: StepPlan, draft_plan: DraftPlan, known: I64, num_drafted: I32, draft_kv: I32
@@ -226,11 +226,11 @@ class HostDrafts:
         kv_lens = None
         if self._model is not None:
             self._model.kv_len[slots[at]] = draft_kv[at]
-        if draft_plan.credits is not None:
+        if draft_plan.owners is not None:
             if self._chain.kv_lens(slots) is not None:
                 kv_lens = draft_kv.copy()
-            self._chain.recall(slots[at], known[at], *draft_plan.credits)
-        drafts = None if draft_plan.credits is None else num_drafted[at].astype(np.int64)
+            self._chain.recall(slots[at], known[at], *draft_plan.owners)
+        drafts = None if draft_plan.owners is None else num_drafted[at].astype(np.int64)
         shadow = self._chain.score(slots[at], drafts) if len(at) else None
         if shadow is not None:
             shadow = structs.replace(shadow, rows=at[shadow.rows].astype(np.int32))

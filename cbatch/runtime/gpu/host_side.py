@@ -53,7 +53,7 @@ class HostSide:
         if self.chains is not None:
             self.chains.reset()
 
-    def take_in(self, deltas: Deltas) -> None:
+    def apply_deltas(self, deltas: Deltas) -> None:
         """Apply a plan's deltas. Raises FieldError for a request that cannot be served here."""
         if deltas.reset:
             self.forget()
@@ -63,10 +63,10 @@ class HostSide:
             for admission in deltas.new_sequences:
                 self.known.admit(admission)
         if self.chains is not None:
-            self.chains.take_in(deltas)
+            self.chains.apply_deltas(deltas)
 
-    def plan_drafts(self, plan: StepPlan, under_way: Iterable[StepPlan]) -> DraftPlan:
-        """Choose the drafts of a step; steps `under_way` may still emit tokens."""
+    def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
+        """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
         if self.chains is None:
             return (
                 DraftPlan.empty(plan)
@@ -75,9 +75,9 @@ class HostSide:
             )
         assert self.known is not None
         ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)
-        for before in under_way:
-            stays = self.known.generation[before.slots] == before.generations
-            ahead[before.slots] = stays * before.wants_logits * (1 + before.num_drafts)
+        for pending in pending_plans:
+            is_same = self.known.generation[pending.slots] == pending.generations
+            ahead[pending.slots] = is_same * pending.wants_logits * (1 + pending.num_drafts)
         return self.chains.plan(plan, ahead)
 
     def masked(self, plan: StepPlan) -> I32:
@@ -91,7 +91,7 @@ class HostSide:
         has a row for each row of the plan, packed by `triton_kernels.slots.advance`."""
         drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
         # A head's KV length is known after every step, whichever drafter was used.
-        kv_lens = draft_kv.copy() if self._model is not None and self._model.reads else None
+        kv_lens = draft_kv.copy() if self._model is not None and self._model.is_head else None
         if self.known is None:
             return kv_lens, None
         before = self.known.num_tokens[plan.slots]

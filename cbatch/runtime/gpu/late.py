@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu.logits_processors import shapes_logits
-from cbatch.runtime.gpu.target_pass import Deciding
+from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from triton_kernels.build import ahead
 
 Kernels = dict[str, ahead.Specialisation]  # by key, see `ahead.listed`
@@ -25,8 +25,8 @@ def groups_of_key(key: Hashable) -> frozenset[str]:
     match key:
         case ("draft", _, _, bool(shaped)):
             return _named(shaped, False)
-        case ("decide", _, Deciding() as how):
-            return _named(how.shaped, how.blocks)
+        case ("decide", _, SamplingFeatures() as features):
+            return _named(features.shaped, features.blocks)
     return frozenset()
 
 

@@ -73,7 +73,7 @@ class LogprobsReader:
         self._computed: dict[int, int] = {}  # by slot: prompt tokens computed so far
         self._kept: dict[int, Tensor] = {}  # by slot: logits before penalties and masks
 
-    def take_in(self, deltas: Deltas) -> None:
+    def apply_deltas(self, deltas: Deltas) -> None:
         if deltas.reset:
             self.clear()
         for slot in deltas.released.tolist():

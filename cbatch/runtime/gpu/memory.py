@@ -37,17 +37,17 @@ class StepLimits(NamedTuple):
     max_num_batched_tokens: int
     block_size: int
     max_drafts: int  # of a row; 0: no speculation
-    reads: bool = False  # the draft is a head, which reads the target's states and never catches up
+    is_head: bool = False  # the draft reads the target's states, and never catches up
 
     @classmethod
     def of(cls, draft: Draft | None, *step: int) -> StepLimits:
-        """Return the limits of a step with this draft; `step` are the fields before `reads`."""
-        return cls(*step, reads=isinstance(draft, GpuHead))
+        """Return the limits of a step with this draft; `step` are the fields before `is_head`."""
+        return cls(*step, is_head=isinstance(draft, GpuHead))
 
     @property
     def most_catch_up(self) -> int:
         """The most tokens that the draft computes in its first pass of a step."""
-        return self.max_num_seqs + (0 if self.reads else self.max_num_batched_tokens)
+        return self.max_num_seqs + (0 if self.is_head else self.max_num_batched_tokens)
 
     @property
     def most_logits(self) -> int:

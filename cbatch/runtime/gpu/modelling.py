@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.decoder import Flat, Hidden
+from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.transformers_backend import attention as interface
@@ -24,7 +24,7 @@ from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 from triton_kernels.layers.kv_write import kv_write
 
 _PAGE_TOKENS = 16  # page size of the self test after loading
-_WIDTHS_OF_A_PASS = 12  # estimate: a layer's activations per token, in widths of its widest tensor
+_ACTIVATION_WIDTHS = 12  # estimate: a layer's activations per token, in widths of its widest tensor
 # Operations that no graph can hold: they wait for the device, or the shape of their output depends
 # on data.
 _WAITS = {
@@ -38,9 +38,9 @@ class _Step(NamedTuple):
     """The attention of one pass, which its layers call."""
 
     attention: PagedAttention
-    flat: Flat
+    flat: FlatTokens
     # Rotary table of angle 0 for `kv_write`; the modules rotate q and k themselves.
-    unturned: Tensor
+    no_rotation: Tensor
 
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V to the cache and return the attention output [T, heads, head_dim]. The
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
         k_scale, v_scale = self.attention.scales[layer.index]
         here = torch.zeros_like(self.flat.slots)
         kv_write(
-            fused, here, self.flat.slots, self.unturned, *pages, k_scale=k_scale, v_scale=v_scale
+            fused, here, self.flat.slots, self.no_rotation, *pages, k_scale=k_scale, v_scale=v_scale
         )
         queries = fused[:, :, : heads // kv_heads]
         out = self.attention.run(
@@ -86,8 +86,8 @@ class ModellingDecoder:
         self.config = _served(config, net.config, layers, path)
         self.matrix_bytes = sum(parameter.nbytes for parameter in net.parameters())
         self.kv_scales = [(1.0, 1.0)] * len(layers)
-        self._unturned = torch.tensor([1.0, 0.0], device=self.device)
-        self._unturned = self._unturned.repeat(self.config.head_dim // 2, 1)[None].contiguous()
+        no_rotation = torch.tensor([1.0, 0.0], device=self.device)  # cosine and sine of angle 0
+        self._no_rotation = no_rotation.repeat(1, self.config.head_dim // 2, 1)
 
     @property
     def code(self) -> str:
@@ -104,15 +104,15 @@ class ModellingDecoder:
         """Return the estimated bytes of one layer's activations for `tokens` tokens."""
         c = self.config
         widest = max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim)
-        return tokens * widest * _WIDTHS_OF_A_PASS * 4
+        return tokens * widest * _ACTIVATION_WIDTHS * 4
 
     def cos_sin(self, most_tokens: int) -> Tensor:
         """Return the rotary table of angle 0: the modules have rotated queries and keys already."""
-        return self._unturned
+        return self._no_rotation
 
     @torch.inference_mode()
     def forward(
-        self, flat: Flat, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
+        self, flat: FlatTokens, attention: PagedAttention, cos_sin: Tensor, hidden: Hidden
     ) -> None:
         """Compute all layers over `flat`; fills `hidden.last`."""
         self._pass.step = _Step(attention, flat, cos_sin)

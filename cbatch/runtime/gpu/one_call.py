@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
-from cbatch.runtime.gpu.decoder import Flat, Hidden
+from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.kv_cache import KVCache
 
 
@@ -30,7 +30,7 @@ class OneCall:
         kept = () if states is None else (states,)
         cos_sin = self._decoder.cos_sin(int(batch.context_lens.max()))
         self._decoder.forward(flat, attention, cos_sin, hidden, *kept)
-        rows = _there(batch.logits_index.numpy(), self.device)
+        rows = _int32_on(batch.logits_index.numpy(), self.device)
         out = torch.empty(len(rows), self.config.vocab_size, dtype=self.dtype, device=self.device)
         self._decoder.logits(hidden, rows, out)
         return out.float().cpu()
@@ -38,22 +38,23 @@ class OneCall:
 
 def lay_out(
     decoder: Any, batch: RaggedBatch, kv: KVCache, *, first_key: int = 0
-) -> tuple[Flat, PagedAttention]:
+) -> tuple[FlatTokens, PagedAttention]:
     """Return a batch's tokens on the decoder's device, and attention planned for them."""
     lens, device = batch.query_lens, decoder.device
     positions = batch.positions.numpy()
     owners = np.repeat(np.arange(len(lens)), lens)
     blocks = batch.block_tables[owners, positions // kv.block_size]
     slots = blocks * kv.block_size + positions % kv.block_size
-    flat = Flat(*(_there(each, device) for each in (batch.tokens.numpy(), positions, slots)))
+    arrays = batch.tokens.numpy(), positions, slots
+    flat = FlatTokens(*(_int32_on(each, device) for each in arrays))
     heads = heads_of(decoder.config)
     tuning = Tuning.of(heads, decoder.dtype, device, kv.block_size, decoder.dtype)
-    tables, count = _there(batch.block_tables, device), len(flat.tokens)
+    tables, count = _int32_on(batch.block_tables, device), len(flat.tokens)
     attention = PagedAttention(decoder.config, kv, tables, count, tuning, first_key=first_key)
-    contexts = _there(batch.context_lens, device)
-    attention.plan(_there(np.cumsum([0, *lens]), device), contexts)
+    contexts = _int32_on(batch.context_lens, device)
+    attention.plan(_int32_on(np.cumsum([0, *lens]), device), contexts)
     return flat, attention
 
 
-def _there(array: Any, device: torch.device) -> Tensor:
+def _int32_on(array: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(np.array(array, np.int32)).to(device)

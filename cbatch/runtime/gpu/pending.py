@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.runtime.gpu.device import Mark
+from cbatch.runtime.gpu.device import QueueEvent
 from cbatch.runtime.gpu.host_drafts import DraftPlan
 from cbatch.runtime.gpu.slots import Bounds
 
@@ -31,10 +31,10 @@ class Pending:
     draft_plan: DraftPlan
     bounds: Bounds
     buffers: HostBuffers
-    started: Mark
-    drafts: tuple[Mark, Mark] | None  # before and after drafting; None if no row drafts
+    started: QueueEvent
+    drafting: tuple[QueueEvent, QueueEvent] | None  # start and end; None if no row drafts
     decided: bool = False
-    done: Mark = field(default_factory=Mark)
+    done: QueueEvent = field(default_factory=QueueEvent)
     logprobs: tuple[Any, ...] = ()  # returned by `LogprobsReader.queue`
     dead_ends: dict[int, int] = field(default_factory=dict)  # see `Masks`
 
@@ -43,7 +43,7 @@ class Pending:
         """Device time of drafting and of the rest of the step, in seconds, including gaps in which
         the device waited for the host."""
         draft_s = 0.0
-        if self.drafts is not None:
-            begun, drafted = self.drafts
-            draft_s = drafted.seconds_since(begun)
+        if self.drafting is not None:
+            start, end = self.drafting
+            draft_s = end.seconds_since(start)
         return draft_s, self.done.seconds_since(self.started) - draft_s

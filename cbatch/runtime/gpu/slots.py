@@ -14,7 +14,7 @@ from cbatch.runtime.gpu.host_drafts import DraftPlan
 from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
-from triton_kernels.slots.state import ArenaSizes, Asked, FieldPlace
+from triton_kernels.slots.state import ArenaSizes, FieldPlace, SlotWork
 
 Flags = NDArray[np.bool_]
 
@@ -32,7 +32,7 @@ class Bounds(NamedTuple):
     depth: int  # most drafts of a row by the draft model
     drafting: bool  # the draft model runs
     looked_up: int  # most drafts of a row from a lookup
-    weighs: bool  # some drafts are sampled, and verified by rejection sampling
+    rejection_sampled: bool  # some drafts are sampled, and verified by rejection sampling
     blocks: bool  # some rows use block verification
     shaped: bool  # some row has penalties, biases or token restrictions
     filtered: bool  # some row that is not greedy has top-k, top-p or min-p
@@ -49,14 +49,15 @@ class HostSlots:
         self.mode = np.full(count, GREEDY, dtype=np.int32)
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
         self._filtered: Flags = np.zeros(count, dtype=np.bool_)
-        self._lists: Flags = np.zeros(count, dtype=np.bool_)  # slots whose lists are not neutral
+        # Slots whose lists on the device are not neutral.
+        self._has_lists: Flags = np.zeros(count, dtype=np.bool_)
         self.clear()
 
     def clear(self) -> None:
         self._occupied: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
-        self._lists[:] = True  # the last message may have been applied in part
+        self._has_lists[:] = True  # the last message may have been applied in part
 
-    def take_in(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
+    def update(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
         """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
         a plan that does not fit the slots, FieldError for a request that cannot be served here."""
         message = SlotUpdate(self._places)
@@ -73,8 +74,8 @@ class HostSlots:
                 f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
                 "send a plan with `deltas.reset` and the whole state"
             )
-        work = np.zeros((len(Asked._fields), self._sizes.slots), dtype=np.int32)
-        fields = Asked()
+        work = np.zeros((len(SlotWork._fields), self._sizes.slots), dtype=np.int32)
+        fields = SlotWork()
         work[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
         work[fields.wants_logits, slots] = plan.wants_logits
         work[fields.num_drafts, slots] = draft_plan.model
@@ -85,7 +86,7 @@ class HostSlots:
         ).any()
         for slot, (known, guess) in draft_plan.guesses.items():
             message.put("guess", slot, np.array([len(guess), known, *guess], dtype=np.int32))
-        message.put_all("asked", work)
+        message.put_all("work", work)
         return message
 
     def bounds(self, plan: StepPlan, draft_plan: DraftPlan) -> Bounds:
@@ -103,7 +104,7 @@ class HostSlots:
             depth=int(draft_plan.model.max(initial=0)),
             drafting=bool((draft_plan.model | draft_plan.catch_up).any()),
             looked_up=int(draft_plan.looked_up.max(initial=0)),
-            weighs=blocks or bool((modes[deep] == REJECTION).any()),
+            rejection_sampled=blocks or bool((modes[deep] == REJECTION).any()),
             blocks=blocks,
             shaped=bool(self.shaped[plan.slots].any()),
             filtered=bool(self._filtered[plan.slots].any()),
@@ -126,9 +127,9 @@ class HostSlots:
         self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:
             self._put_shaping(slot, sparse_of(a, sizes.vocab, sizes.listed), message)
-        elif self._lists[slot]:
+        elif self._has_lists[slot]:
             self._put_shaping(slot, neutral(sizes.vocab), message)
-        self._lists[slot] = self.shaped[slot]
+        self._has_lists[slot] = self.shaped[slot]
 
     def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
         message.put("tokens", a.slot, a.tokens.astype(np.int32, copy=False))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
-from cbatch.runtime.gpu.decoder import Decoder, Flat, Hidden
+from cbatch.runtime.gpu.decoder import Decoder, FlatTokens, Hidden
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.head_pass import HeadPasses
@@ -23,18 +23,19 @@ from triton_kernels.slots.target_batch import RUNS, TargetLayout, make_target_ba
 from triton_kernels.verification.kernel import VerifyOutput, verify_logits
 
 
-class Deciding(NamedTuple):
+class SamplingFeatures(NamedTuple):
     """Sampling features that some row of a step needs; they choose the kernel."""
 
     shaped: bool = False  # penalties, biases or token restrictions
     filtered: bool = False  # top-k, top-p or min-p, of a row that is not greedy
-    weighs: bool = False  # rejection sampling of drafts that were sampled
+    rejection_sampled: bool = False  # some drafts were sampled, so rejection sampling verifies them
     blocks: bool = False  # block verification
 
 
-PLAIN = Deciding()
-BY_LOOKUPS = (PLAIN, Deciding(blocks=True))  # for lookups, which do not sample their drafts
-WEIGHING = (PLAIN, Deciding(weighs=True), Deciding(weighs=True, blocks=True))
+PLAIN = SamplingFeatures()
+LOOKUP_FEATURES = (PLAIN, SamplingFeatures(blocks=True))  # lookups do not sample their drafts
+_SAMPLED = SamplingFeatures(rejection_sampled=True)
+MODEL_FEATURES = (PLAIN, _SAMPLED, _SAMPLED._replace(blocks=True))
 
 
 class TargetPass:
@@ -87,11 +88,11 @@ class TargetPass:
         if count:
             device.run(("logits", count), partial(self._find_logits, count))
 
-    def decide(self, device: Device, count: int, how: Deciding) -> None:
+    def decide(self, device: Device, count: int, features: SamplingFeatures) -> None:
         """Queue verification and sampling with up to `count` rows of logits; fills `result`."""
         if not count:
-            how = PLAIN
-        device.run(("decide", count, how), partial(self._decide, count, how))
+            features = PLAIN
+        device.run(("decide", count, features), partial(self._decide, count, features))
 
     def num_rows(self) -> Tensor:
         """Return each slot's number of rows of logits, int32 [slots]."""
@@ -99,7 +100,7 @@ class TargetPass:
 
     def _forward(self, tokens: int, longest: int) -> None:
         layout, drafts = self.layout, self._drafts
-        flat = Flat(layout.tokens, layout.positions, layout.kv_slots).first(tokens)
+        flat = FlatTokens(layout.tokens, layout.positions, layout.kv_slots).first(tokens)
         make_target_batch(
             self._state,
             self._zeros if drafts is None else drafts.depths,
@@ -109,7 +110,7 @@ class TargetPass:
         )
         self.attention.plan(layout.query_starts, layout.contexts, longest)
         reader = self._reader
-        states = () if reader is None else (self._decoder.room_for_hidden(tokens),)
+        states = () if reader is None else (self._decoder.allocate_hidden(tokens),)
         self._decoder.forward(flat, self.attention, self._cos_sin, self.hidden, *states)
         if reader is not None:
             reader.read(flat, layout, *states)
@@ -118,18 +119,18 @@ class TargetPass:
         rows = self.layout.logit_tokens[:count]
         self._decoder.logits(self.hidden, rows, self.logits[:count])
 
-    def _decide(self, num_logits: int, how: Deciding) -> None:
+    def _decide(self, num_logits: int, features: SamplingFeatures) -> None:
         decision: VerifyOutput | None = None
         if num_logits:
             logits = self.logits[:num_logits]
             proposals = None
-            if how.weighs:
+            if features.rejection_sampled:
                 assert self._drafting is not None
-                proposals = self._drafting.proposals(how.shaped)
-            batch = self._batch(logits, how.shaped)
+                proposals = self._drafting.proposals(features.shaped)
+            batch = self._batch(logits, features.shaped)
             starts = self.layout.logit_starts
             decision = verify_logits(
-                batch, starts, proposals, filtered=how.filtered, blocks=how.blocks
+                batch, starts, proposals, filtered=features.filtered, blocks=features.blocks
             )
         drafts = self._drafts
         advance(
@@ -139,10 +140,10 @@ class TargetPass:
             self._zeros if drafts is None else drafts.broken,
             self._zeros if drafts is None else drafts.next_kv,
             self.result,
-            shaped=how.shaped,
+            shaped=features.shaped,
         )
         if self._reader is not None:
-            self._reader.settle(self.layout, self.result)
+            self._reader.after_verification(self.layout, self.result)
 
     def _batch(self, logits: Tensor, shaped: bool) -> LogitsBatch:
         state, layout, count = self._state, self.layout, len(logits)

@@ -76,15 +76,15 @@ def test_captured_steps_are_those_of_the_cpu(
 def test_a_host_that_reads_states_is_caught(
     tmp_path: Path, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = DeviceStates.settle
+    real = DeviceStates.after_verification
 
-    def settle(self: DeviceStates, layout: Any) -> None:
+    def after_verification(self: DeviceStates, layout: Any) -> None:
         real(self, layout)
         int(self._state.kv_len.sum())
 
     target = Pair()
     head = medusa(tmp_path, target, prompts(9, max_tokens=8))
-    monkeypatch.setattr(DeviceStates, "settle", settle)
+    monkeypatch.setattr(DeviceStates, "after_verification", after_verification)
     with pytest.raises(HostReads):
         run_twins(prompts(9, max_tokens=8), target, head, lookahead="fixed:2")
 

@@ -113,9 +113,9 @@ def test_of_drawn_drafts_the_rejected_rows_are_read_once_more(mode: int) -> None
     of_drafts = Rows(*(field[batch.rows.depths < DRAFTS] for field in batch.rows))
     near = recorded_logits(COUNT * DRAFTS, VOCAB, seed=1)
     near += 0.5 * batch.logits[batch.rows.depths < DRAFTS]
-    laws = draw(batch._replace(logits=near, rows=of_drafts), noise.DRAFT)
-    batch = batch._replace(drafts=batch.drafts._replace(tokens=laws.tokens[:, 0].contiguous()))
-    proposals = Proposals(near, None, laws, torch.zeros(COUNT, dtype=torch.int32))
+    dists = draw(batch._replace(logits=near, rows=of_drafts), noise.DRAFT)
+    batch = batch._replace(drafts=batch.drafts._replace(tokens=dists.tokens[:, 0].contiguous()))
+    proposals = Proposals(near, None, dists, torch.zeros(COUNT, dtype=torch.int32))
     verdict, (target, draft) = passes(batch, starts, proposals, filtered=False)
     again = int((verdict.num_accepted < DRAFTS).sum()) + (mode == BLOCK) * COUNT * (DRAFTS - 1)
     assert again > 2

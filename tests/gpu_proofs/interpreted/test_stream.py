@@ -13,7 +13,7 @@ import torch
 from cbatch.core.scheduler.plan import StepResult
 from cbatch.runtime.gpu import device_steps, masking
 from cbatch.runtime.gpu import target_pass as verifying
-from cbatch.runtime.gpu.device import CudaDevice, DeviceMark
+from cbatch.runtime.gpu.device import CudaDevice, CudaQueueEvent
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
@@ -239,7 +239,7 @@ def private_tokens(real: Any, target: Any, *arguments: Any) -> None:
     "owner, name, broken, raised",
     [
         (verifying, "advance", reading, HostReads),
-        (DeviceMark, "wait", waiting_for_nothing, (Differs, AssertionError)),
+        (CudaQueueEvent, "wait", waiting_for_nothing, (Differs, AssertionError)),
         (DeviceSteps, "send", one_message, Differs),
         (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_shaping, Differs),
@@ -345,8 +345,8 @@ def drafts_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     decide = GpuExecutor.decide
 
     def deciding(executor: GpuExecutor, step: Any) -> None:
-        if step.drafts is not None:
-            patch.setattr(step.drafts[1], "wait", lambda: None)
+        if step.drafting is not None:
+            patch.setattr(step.drafting[1], "wait", lambda: None)
         decide(executor, step)
 
     patch.setattr(GpuExecutor, "decide", deciding)

@@ -52,7 +52,7 @@ def test_what_is_trained_is_what_is_served():
     head = load_heads(demo_head(), target, TARGET, HEADS)[0]
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
     target.keep_hidden(LAYERS[:3])
-    hidden = target.room_for_hidden(len(tokens))
+    hidden = target.allocate_hidden(len(tokens))
     kv = KVCache(target.config, 64, 4, target.dtype, target.device)
     target.forward(Cold.batch(tokens), kv, hidden)
     assert hidden is not None
@@ -88,7 +88,7 @@ def test_states_are_recorded_as_one_pass_has_them_and_once(tmp_path, capsys):
     target.keep_hidden(LAYERS)
     for lesson in lessons:
         assert len(lesson.tokens) == lesson.num_given + 9
-        hidden = target.room_for_hidden(len(lesson.tokens))
+        hidden = target.allocate_hidden(len(lesson.tokens))
         kv = KVCache(target.config, 64, 4, target.dtype, target.device)
         target.forward(Cold.batch(lesson.tokens.tolist()), kv, hidden)
         assert hidden is not None
@@ -233,7 +233,7 @@ def test_trained_medusa_heads_are_what_is_served(tmp_path, capsys):
     assert load_heads(tmp_path / "whole", target, TARGET, HEADS)[0].vocabulary is None
     tokens = tokenizer_of(TARGET).encode(demo_prompts()[0])[:40]
     target.keep_hidden(LAYERS[3:])
-    hidden = target.room_for_hidden(len(tokens))
+    hidden = target.allocate_hidden(len(tokens))
     kv = KVCache(target.config, 64, 4, target.dtype, target.device)
     target.forward(Cold.batch(tokens), kv, hidden)
     assert hidden is not None

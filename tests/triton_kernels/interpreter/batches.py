@@ -18,8 +18,8 @@ from triton_kernels.sampling.inputs import (
     IN_PROMPT,
     IS_STOP,
     REJECTION,
+    Distributions,
     DraftTokens,
-    Laws,
     LogitsBatch,
     LogitsShaping,
     Noise,
@@ -212,7 +212,7 @@ def proposals_for(rng: np.random.Generator, batch: LogitsBatch) -> tuple[LogitsB
 
 
 def proposals_of(batch: LogitsBatch, logits: Tensor, rows: Rows, certain: Tensor) -> Proposals:
-    """Return proposals with the laws of the reference."""
+    """Return proposals with the distributions of the reference."""
     x = shaped_logits(logits, rows, batch.drafts, batch.shaping)
     weights = weights_of(x, rows, batch.requests)
     maxima, masses = x.amax(dim=-1), weights.sum(dim=-1)
@@ -223,8 +223,8 @@ def proposals_of(batch: LogitsBatch, logits: Tensor, rows: Rows, certain: Tensor
     listed = None
     if batch.shaping is not None:
         logits, listed = overlaid(batch, logits, rows, x)
-    laws = Laws(torch.stack((maxima, masses, chances), dim=1), cuts, tokens)
-    return Proposals(logits, listed, laws, certain)
+    dists = Distributions(torch.stack((maxima, masses, chances), dim=1), cuts, tokens)
+    return Proposals(logits, listed, dists, certain)
 
 
 def codes_of(x: Tensor, maxima: Tensor, rows: Rows, requests: Requests) -> Tensor:
@@ -258,9 +258,9 @@ def overlaid(batch: LogitsBatch, logits: Tensor, rows: Rows, x: Tensor) -> tuple
     return logits, listed
 
 
-def kept_by(laws: Laws, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y of shaped logits `x`, and the tokens kept by the cuts of `laws` (bool); both [N,
+def kept_by(dists: Distributions, batch: LogitsBatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y of shaped logits `x`, and the tokens kept by the cuts of `dists` (bool); both [N,
     V]."""
     codes = codes_of(x, x.amax(dim=-1), batch.rows, batch.requests)
-    kept = (codes < laws.cuts[:, None]) & (x > -torch.inf)
+    kept = (codes < dists.cuts[:, None]) & (x > -torch.inf)
     return (codes >> 32).int().view(torch.float32), kept

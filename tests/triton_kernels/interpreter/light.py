@@ -27,8 +27,8 @@ from triton_kernels.layers.norm import rms_norm_reference
 from triton_kernels.sampling.inputs import (
     BLOCK,
     GREEDY,
+    Distributions,
     DraftTokens,
-    Laws,
     LogitsBatch,
     Proposals,
     Rows,
@@ -104,14 +104,14 @@ def _draw(
     batch: LogitsBatch,
     purpose: int,
     *,
-    laws: Laws,
+    dists: Distributions,
     first: int,
     step: int,
     listed: Tensor | None,
 ) -> None:
     at = first + step * torch.arange(len(batch.logits))
-    laws.tokens[at, 0] = sample_reference(*batch, purpose)
-    laws.tokens[at, 1] = batch.logits.isfinite().all(dim=-1).int()
+    dists.tokens[at, 0] = sample_reference(*batch, purpose)
+    dists.tokens[at, 1] = batch.logits.isfinite().all(dim=-1).int()
     if listed is not None:
         x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
         logits, shaped = overlaid(batch, batch.logits, batch.rows, x)
@@ -167,7 +167,7 @@ def _verify(
         drawn = Proposals(
             proposals.logits[where],
             None if proposals.listed is None else proposals.listed[where],
-            Laws(*(field[where] for field in proposals.laws)),
+            Distributions(*(field[where] for field in proposals.dists)),
             proposals.certain[deciding],
         )
     for field, values in zip(decision, verify_reference(compact, drawn), strict=True):

@@ -295,7 +295,7 @@ def test_drafting_is_not_charged_with_what_the_host_prepares(
         return result
 
     monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    goes_on(HostSlots, "take_in", 100.0)
+    goes_on(HostSlots, "update", 100.0)
     goes_on(DraftPasses, "_draft", 7.0)
     reported = GpuExecutor.report
     monkeypatch.setattr(GpuExecutor, "report", report)

@@ -238,29 +238,29 @@ def a_position_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceStates, "read", lambda *given: real(*given) * 0 + given[-1])
 
 
-def never_settled(patch: pytest.MonkeyPatch) -> None:
+def states_never_kept(patch: pytest.MonkeyPatch) -> None:
     """Broken: slots keep the states of other steps."""
-    patch.setattr(DeviceStates, "settle", lambda self, layout: None)
+    patch.setattr(DeviceStates, "after_verification", lambda self, layout: None)
 
 
 def last_row(patch: pytest.MonkeyPatch) -> None:
     """Broken: slots keep the state of their last row, which may be a rejected draft."""
-    real = DeviceStates.settle
+    real = DeviceStates.after_verification
 
-    def settle(self: DeviceStates, layout: Any) -> None:
+    def after_verification(self: DeviceStates, layout: Any) -> None:
         kv = self._state.kv_len.clone()
         self._state.kv_len.copy_(torch.where(kv > 0, layout.contexts, kv))
         real(self, layout)
         self._state.kv_len.copy_(kv)
 
-    patch.setattr(DeviceStates, "settle", settle)
+    patch.setattr(DeviceStates, "after_verification", after_verification)
 
 
 def blocks_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Broken: after a prefix hit a sequence continues from the state of the slot's last one."""
 
     def before(self: DeviceStates) -> Tensor:
-        return self._of_slot.masked_fill((self._state.kv_len == 0)[:, None], 0.0)
+        return self._slot_states.masked_fill((self._state.kv_len == 0)[:, None], 0.0)
 
     patch.setattr(DeviceStates, "before", before)
 
@@ -280,11 +280,11 @@ def position_0_is_seen(patch: pytest.MonkeyPatch) -> None:
     "make, plant",
     [
         (eagle3, a_position_late),
-        (eagle3, never_settled),
+        (eagle3, states_never_kept),
         (eagle3, last_row),
         (eagle3, blocks_forgotten),
         (eagle3, position_0_is_seen),
-        (medusa, never_settled),
+        (medusa, states_never_kept),
         (medusa, last_row),
     ],
 )

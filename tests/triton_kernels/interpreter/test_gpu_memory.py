@@ -19,7 +19,7 @@ from cbatch.runtime.gpu import loaded, memory
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
-from cbatch.runtime.gpu.target_pass import Deciding
+from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.model.head_config import HeadConfig
 from tests.gpu_proofs.sizes import HeadTensors
 from tests.triton_kernels.interpreter.light import without_overflow_checks
@@ -103,29 +103,31 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         other = Pair(noise=0.1, vocab_size=4000)
         draft = other.decoder if drafts == "model" else head_of(drafts, target)
     limits = LIMITS if drafts else LIMITS._replace(max_drafts=0)
-    limits = limits._replace(reads=drafts not in ("model", None))
+    limits = limits._replace(is_head=drafts not in ("model", None))
     with torch.inference_mode(), np.errstate(all="ignore"), LiveBytes() as live:
         executor = GpuExecutor(
             target.decoder,
             num_blocks=NUM_BLOCKS,
             draft=draft,
-            **{name: value for name, value in limits._asdict().items() if name != "reads"},
+            **{name: value for name, value in limits._asdict().items() if name != "is_head"},
         )
         kept = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
         logits = executor.target_pass.most_logits
         rows = limits.max_num_seqs if drafts else 0
-        how = Deciding(shaped=True, weighs=draft is not None, blocks=draft is not None)
+        features = SamplingFeatures(
+            shaped=True, rejection_sampled=draft is not None, blocks=draft is not None
+        )
         tokens = limits.max_num_batched_tokens
         executor.target_pass.compute(executor.queue, tokens, tokens)
         executor.target_pass.find_logits(executor.queue, logits)
-        executor.target_pass.decide(executor.queue, logits, how)
+        executor.target_pass.decide(executor.queue, logits, features)
         if executor.draft_passes is not None:
             tokens = limits.most_catch_up
             executor.draft_passes.run(executor.queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
     counted = step_memory_bytes(target.decoder, draft, limits)
-    if limits.reads:
+    if limits.is_head:
         kept -= NUM_BLOCKS * draft.state_bytes  # it is counted in addition to KV
     assert kept + peak <= counted < 1.6 * (kept + peak), (kept, peak, counted)
 

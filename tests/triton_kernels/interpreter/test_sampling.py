@@ -19,7 +19,7 @@ from tests.triton_kernels.sampling_reference import sample_reference, shaped_log
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order, shape
-from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Laws, LogitsBatch
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Distributions, LogitsBatch
 from triton_kernels.sampling.launch import Tiling
 
 PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows have two tiles or more
@@ -35,7 +35,7 @@ def reference_tokens(batch: LogitsBatch) -> Tensor:
     return sample_reference(logits, rows, requests, where, drafts, shaping, noise.BONUS)
 
 
-def drawn(batch: LogitsBatch, purpose: int = noise.BONUS, tiling: Tiling = SMALL) -> Laws:
+def drawn(batch: LogitsBatch, purpose: int = noise.BONUS, tiling: Tiling = SMALL) -> Distributions:
     """Draw without changing the logits."""
     return launch.draw(batch._replace(logits=batch.logits.clone()), purpose, tiling)
 

@@ -132,8 +132,8 @@ def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.Monk
     batch, proposals = proposals_for(rng, batch)
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
     rows = Rows(*(field[drafted] for field in batch.rows))
-    laws = launch.draw(batch._replace(logits=batch.logits[drafted], rows=rows), noise.DRAFT, SMALL)
-    proposals = Proposals(batch.logits[drafted], None, laws, proposals.certain)
+    dists = launch.draw(batch._replace(logits=batch.logits[drafted], rows=rows), noise.DRAFT, SMALL)
+    proposals = Proposals(batch.logits[drafted], None, dists, proposals.certain)
     monkeypatch.setattr(verify_logits, "ratio_accepts", never)
     ratio = (batch.requests.modes == REJECTION) & (batch.drafts.counts > 0)
     ratio &= proposals.certain == 0

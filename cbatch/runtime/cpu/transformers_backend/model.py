@@ -113,7 +113,7 @@ class TransformersModel:
                 "give a draft model, or drafter ngram or suffix",
             )
 
-    def room_for_hidden(self, num_rows: int) -> None:
+    def allocate_hidden(self, num_rows: int) -> None:
         """Return None: no hidden states are kept."""
         return None
 

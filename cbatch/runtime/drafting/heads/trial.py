@@ -100,7 +100,7 @@ def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> HeadTrial[H]:
 def read_states(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's greedy token after each position, and its hidden states there."""
     target.keep_hidden(layers)
-    hidden = target.room_for_hidden(len(ids))
+    hidden = target.allocate_hidden(len(ids))
     logits = target.forward(whole_text(ids), fresh_kv(target, len(ids)), hidden)
     assert hidden is not None
     return logits.argmax(-1), hidden

@@ -1,5 +1,5 @@
-"""The kernel that finds the distribution (*law*) of a row after temperature and filters, without a
-sort. One program handles a row, after the scan.
+"""The kernel that finds the distribution of a row after temperature and filters, without a sort.
+One program handles a row, after the scan.
 
 The cut of a filter is the least code that has top_k tokens, or the mass of the nucleus, before it
 (Holtzman et al. 2020, "The curious case of neural text degeneration", section 3.1). The
@@ -28,15 +28,15 @@ GUESS_STEP = tl.constexpr(1.0 / 16)
 FARTHEST_GUESS = tl.constexpr(512)
 GUESSES = tl.constexpr(10)
 # Share of a piece's other tokens that a guess assumes to be as likely as a token at the end.
-REST = tl.constexpr(0.1)
+REST_SHARE = tl.constexpr(0.1)
 NEAR = tl.constexpr(0.125)  # tokens within this distance before an end give the density there
 MOST_GUESSES = tl.constexpr(8)  # most ends chosen by density; later ends halve the interval
 
-# Fields of a row of `Laws.floats`.
-LAW_TOP = tl.constexpr(0)
-LAW_MASS = tl.constexpr(1)
-LAW_CHANCE = tl.constexpr(2)
-LAW_FIELDS = tl.constexpr(3)
+# Fields of a row of `Distributions.floats`.
+DIST_MAX = tl.constexpr(0)
+DIST_MASS = tl.constexpr(1)
+DIST_CHANCE = tl.constexpr(2)
+DIST_FIELDS = tl.constexpr(3)
 
 
 @jit
@@ -44,48 +44,48 @@ def combined(scanned, rows, live, num_tiles, inverse, greedy, raced, TILES: tl.c
     """Return, of rows [R] from their tiles: maximum, mass, whether all is finite, the race key of
     the winner (see `order.race_key`) and its logit."""
     tile = tl.arange(0, TILES)[None, :]
-    there = live[:, None] & (tile < num_tiles)
+    in_range = live[:, None] & (tile < num_tiles)
     at = rows[:, None].to(tl.int64) * num_tiles + tile
     tiles = scanned.tiles + at * scan.TILE_FIELDS
-    tops = tl.load(tiles + scan.TILE_TOP, mask=there, other=LOWEST)
-    masses = tl.load(tiles + scan.TILE_MASS, mask=there, other=0.0)
+    tops = tl.load(tiles + scan.TILE_TOP, mask=in_range, other=LOWEST)
+    masses = tl.load(tiles + scan.TILE_MASS, mask=in_range, other=0.0)
     top = tl.max(tops, axis=1)
-    behind = (top[:, None] - tops) * inverse
-    sound = masses == masses
-    mass = tl.sum(tl.where(sound, masses, 0.0) * order.weight_of(behind), axis=1)
-    there = there & (greedy | raced)[:, None]
-    keys = tl.load(scanned.winners + at, mask=there, other=order.NEVER)
+    distance = (top[:, None] - tops) * inverse
+    finite_tiles = masses == masses
+    mass = tl.sum(tl.where(finite_tiles, masses, 0.0) * order.weight_of(distance), axis=1)
+    in_range = in_range & (greedy | raced)[:, None]
+    keys = tl.load(scanned.winners + at, mask=in_range, other=order.NEVER)
     scores = order.distance_of(keys)
-    raced_scores = scores * tl.exp2(tl.minimum(behind * order.LOG2_E, 126.0))
-    scores = tl.where(greedy[:, None], scores + behind, raced_scores)
-    keys = tl.where(there, order.code_of(scores, keys & order.ID), order.NEVER)
+    raced_scores = scores * tl.exp2(tl.minimum(distance * order.LOG2_E, 126.0))
+    scores = tl.where(greedy[:, None], scores + distance, raced_scores)
+    keys = tl.where(in_range, order.code_of(scores, keys & order.ID), order.NEVER)
     best = tl.min(keys, axis=1)
-    won = tl.load(tiles + scan.TILE_WINNER_LOGIT, mask=there, other=LOWEST)
-    logit = tl.max(tl.where(keys == best[:, None], won, LOWEST), axis=1)
-    finite = tl.min(sound.to(tl.int32), axis=1)
+    winner_logits = tl.load(tiles + scan.TILE_WINNER_LOGIT, mask=in_range, other=LOWEST)
+    logit = tl.max(tl.where(keys == best[:, None], winner_logits, LOWEST), axis=1)
+    finite = tl.min(finite_tiles.to(tl.int32), axis=1)
     return top, tl.where(top > LOWEST, mass, 0.0), finite, best, logit
 
 
 @jit
-def store_laws(laws, out, top, mass, chance, cut, token, finite, mask):
-    tl.store(laws.floats + out * LAW_FIELDS + LAW_TOP, top, mask=mask)
-    tl.store(laws.floats + out * LAW_FIELDS + LAW_MASS, mass, mask=mask)
-    tl.store(laws.floats + out * LAW_FIELDS + LAW_CHANCE, chance, mask=mask)
-    tl.store(laws.cuts + out, cut, mask=mask)
-    tl.store(laws.tokens + 2 * out, token, mask=mask)
-    tl.store(laws.tokens + 2 * out + 1, finite, mask=mask)
+def store_dists(dists, out, top, mass, chance, cut, token, finite, mask):
+    tl.store(dists.floats + out * DIST_FIELDS + DIST_MAX, top, mask=mask)
+    tl.store(dists.floats + out * DIST_FIELDS + DIST_MASS, mass, mask=mask)
+    tl.store(dists.floats + out * DIST_FIELDS + DIST_CHANCE, chance, mask=mask)
+    tl.store(dists.cuts + out, cut, mask=mask)
+    tl.store(dists.tokens + 2 * out, token, mask=mask)
+    tl.store(dists.tokens + 2 * out + 1, finite, mask=mask)
 
 
 @jit
-def load_laws(laws, rows, mask):
-    """Return maximum, mass, cut, token drawn and whether all was finite, of rows [R]."""
-    floats = laws.floats + rows * LAW_FIELDS
+def load_dists(dists, rows, mask):
+    """Return maximum, mass, cut, drawn token and whether all was finite, of rows [R]."""
+    floats = dists.floats + rows * DIST_FIELDS
     return (
-        tl.load(floats + LAW_TOP, mask=mask, other=0.0),
-        tl.load(floats + LAW_MASS, mask=mask, other=1.0),
-        tl.load(laws.cuts + rows, mask=mask, other=0),
-        tl.load(laws.tokens + 2 * rows, mask=mask, other=0),
-        tl.load(laws.tokens + 2 * rows + 1, mask=mask, other=1),
+        tl.load(floats + DIST_MAX, mask=mask, other=0.0),
+        tl.load(floats + DIST_MASS, mask=mask, other=1.0),
+        tl.load(dists.cuts + rows, mask=mask, other=0),
+        tl.load(dists.tokens + 2 * rows, mask=mask, other=0),
+        tl.load(dists.tokens + 2 * rows + 1, mask=mask, other=1),
     )
 
 
@@ -98,23 +98,23 @@ def chance_of(x, ids, top, mass, cut, inverse):
 
 
 @jit(
-    do_not_specialize=["num_tiles", "num_dense", "purpose", "drawn", "first_out", "out_step"],
+    do_not_specialize=["num_tiles", "num_dense", "purpose", "any_drawn", "first_out", "out_step"],
     do_not_specialize_on_alignment=["certain_ptr"],
 )
-def laws_kernel(
-    batch, certain_ptr, overlay, scanned, scratch, laws, vocab, stride, list_width, logits_step,
-    num_tiles, num_dense, purpose, drawn, first_out, out_step, TILES: tl.constexpr,
+def distributions_kernel(
+    batch, certain_ptr, overlay, scanned, scratch, dists, vocab, stride, list_width, logits_step,
+    num_tiles, num_dense, purpose, any_drawn, first_out, out_step, TILES: tl.constexpr,
     PIECES: tl.constexpr, PIECE: tl.constexpr, ALL_PIECES: tl.constexpr, CHUNK: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
-    """Store the law of row i at place `first_out + i * out_step`. Tiles from `num_dense` on hold
-    listed tokens."""
+    """Store the distribution of row i at place `first_out + i * out_step`. Tiles from `num_dense`
+    on hold listed tokens."""
     row = tl.program_id(0)
     request = tl.load(batch.rows.requests + row)
     depth = tl.load(batch.rows.depths + row)
     mode = tl.load(batch.requests.modes + request)
     inverse = order.inverse_of(batch.requests, request)
-    raced, stream, excluded = order.race_of(batch, certain_ptr, request, depth, purpose, drawn)
+    raced, stream, excluded = order.race_of(batch, certain_ptr, request, depth, purpose, any_drawn)
     one = tl.zeros([1], tl.int32)
     tops, masses, finites, bests, logits = combined(
         scanned, row + one, one == 0, num_tiles, inverse, mode + one == order.GREEDY,
@@ -131,10 +131,10 @@ def laws_kernel(
             overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
         )  # fmt: skip
         pieces = _pieces(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
-        # Drafts are weighed against the law: its mass is needed, and not the winner alone.
-        drafted = depth < tl.load(batch.drafts.counts + request)
-        weighed = (purpose == order.DRAFT) | ((purpose == order.VERIFY) & drafted)
-        weighed = weighed & (mode >= order.REJECTION)
+        # Verification needs the exact mass of a row with a draft, and not the winner alone.
+        has_draft = depth < tl.load(batch.drafts.counts + request)
+        exact = (purpose == order.DRAFT) | ((purpose == order.VERIFY) & has_draft)
+        exact = exact & (mode >= order.REJECTION)
         memory = (
             scratch.pieces + row.to(tl.int64) * num_tiles * PIECES,
             scratch.codes + row.to(tl.int64) * LIST,
@@ -142,11 +142,11 @@ def laws_kernel(
         race = (raced, order.draw_of(batch.noise, request, depth), stream, excluded)
         limits = _limits(batch.requests, request, vocab)
         cut, mass, winner = _filtered(
-            view, pieces, memory, limits, race, weighed, winner, mass, PIECE, CHUNK, LIST
+            view, pieces, memory, limits, race, exact, winner, mass, PIECE, CHUNK, LIST
         )
     chance = order.weight_of(order.distance_of(winner)) / tl.where(mass > 0.0, mass, 1.0)
     out = first_out + row.to(tl.int64) * out_step
-    store_laws(laws, out, top, mass, chance, cut, (winner & order.ID).to(tl.int32), finite, True)
+    store_dists(dists, out, top, mass, chance, cut, (winner & order.ID).to(tl.int32), finite, True)
 
 
 @jit
@@ -154,14 +154,14 @@ def _pieces(scanned, row, num_tiles, top, inverse, PIECES: tl.constexpr, ALL: tl
     """Return, of each piece of a row, fp32 [ALL]: the distance of its likeliest token, the weight
     of that token, and the weight of all."""
     piece = tl.arange(0, ALL)
-    there = piece < num_tiles * PIECES
+    in_range = piece < num_tiles * PIECES
     first = row.to(tl.int64) * num_tiles
-    tops = tl.load(scanned.piece_tops + first * PIECES + piece, mask=there, other=LOWEST)
-    masses = tl.load(scanned.piece_masses + first * PIECES + piece, mask=there, other=0.0)
+    tops = tl.load(scanned.piece_tops + first * PIECES + piece, mask=in_range, other=LOWEST)
+    masses = tl.load(scanned.piece_masses + first * PIECES + piece, mask=in_range, other=0.0)
     tiles = scanned.tiles + (first + piece // PIECES) * scan.TILE_FIELDS + scan.TILE_TOP
-    of_tile = tl.load(tiles, mask=there, other=LOWEST)
-    masses = masses * order.weight_of((top - of_tile) * inverse)
-    nearest = tl.where(there, (top - tops) * inverse, float("inf"))
+    tile_tops = tl.load(tiles, mask=in_range, other=LOWEST)
+    masses = masses * order.weight_of((top - tile_tops) * inverse)
+    nearest = tl.where(in_range, (top - tops) * inverse, float("inf"))
     return nearest, order.weight_of(nearest), masses
 
 
@@ -177,112 +177,116 @@ def _limits(requests, request, vocab):
 
 @jit
 def _filtered(
-    view, pieces, memory, limits, race, weighed, winner, mass, PIECE: tl.constexpr,
+    view, pieces, memory, limits, race, exact, winner, mass, PIECE: tl.constexpr,
     CHUNK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Return the cut, the mass before it, and the code of the winner before it. If the law is not
-    `weighed` any cut after the given winner is as good, and the mass is not exact."""
+    """Return the cut, the mass before it, and the code of the winner before it. Without `exact` the
+    cut may lie anywhere after the given winner, and the mass is not exact."""
     top_k, by_count, top_p, nearest = limits
     by_mass = top_p < float("inf")
-    bound = tl.where(weighed, nearest, tl.minimum(nearest, winner + 1))
-    wanted = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
-    expected = guess_cut(pieces, wanted, by_count, PIECE)
+    bound = tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
+    target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
+    first_end = guess_cut(pieces, target, by_count, PIECE)
     cut = winner * 0 + LAST
-    held, num_held = winner * 0, 0
-    for stage in range(3):  # by count, by mass, and the race of what they leave
+    list_end, list_length = winner * 0, 0
+    for stage in range(3):  # top-k by count, top-p by mass, and the race of the remaining tokens
         end = tl.where((stage == 0) & by_mass, LAST, tl.minimum(cut, bound))
         share = mass * tl.minimum(top_p, 1.0)
         nucleus = tl.where(by_mass, tl.maximum((share * UNIT).to(tl.int64), 1), ENDLESS)
         limit = tl.where(stage == 0, top_k.to(tl.int64), nucleus)
-        asks = tl.where(stage == 0, by_count, by_mass | (weighed & ~by_count))
-        asks = tl.where(stage == 2, race[0] & (winner >= end), asks)
-        if asks:
-            first = tl.where((stage == 2) | (limit == ENDLESS), end, tl.minimum(expected, end))
-            low, before, held, num_held, through, reached, won = _read(
-                view, pieces[0], memory, race, stage, first, end, limit, held, num_held, PIECE,
-                CHUNK, LIST,
+        needed = tl.where(stage == 0, by_count, by_mass | (exact & ~by_count))
+        needed = tl.where(stage == 2, race[0] & (winner >= end), needed)
+        if needed:
+            first = tl.where((stage == 2) | (limit == ENDLESS), end, tl.minimum(first_end, end))
+            low, before, list_end, list_length, mass_before_end, reached, race_winner = _read(
+                view, pieces[0], memory, race, stage, first, end, limit, list_end, list_length,
+                PIECE, CHUNK, LIST,
             )  # fmt: skip
             if stage == 2:
-                winner = won
+                winner = race_winner
             else:
-                cut, kept = end, through
+                cut, kept = end, mass_before_end
                 if reached:
+                    last = tl.minimum(list_end, end) - 1
                     cut, kept = search(
-                        memory[1], num_held, stage, before, limit, low, tl.minimum(held, end) - 1,
-                        CHUNK * PIECE,
-                    )  # fmt: skip
+                        memory[1], list_length, stage, before, limit, low, last, CHUNK * PIECE
+                    )
                 mass = kept.to(tl.float32) * (1.0 / UNIT)
-                held = tl.where((low == 0) & (num_held < LIST), held, 0)
+                list_end = tl.where((low == 0) & (list_length < LIST), list_end, 0)
     return tl.minimum(cut, bound), mass, winner
 
 
 @jit
-def guess_cut(pieces, wanted, by_count, PIECE: tl.constexpr):
-    """Return an end before which `wanted` tokens, or as much mass, are expected."""
+def guess_cut(pieces, target, by_count, PIECE: tl.constexpr):
+    """Return an end before which `target` tokens, or as much mass, are expected."""
     low = tl.program_id(1)  # 0
     high = low + FARTHEST_GUESS
     for _ in range(GUESSES):
         middle = (low + high) // 2
         y = middle.to(tl.float32) * GUESS_STEP
-        rest = (REST * (PIECE - 1)) * order.weight_of(y)
+        rest = (REST_SHARE * (PIECE - 1)) * order.weight_of(y)
         more = tl.where(by_count, 1.0, tl.maximum(pieces[1], pieces[2] - rest))
-        enough = tl.sum(tl.where(pieces[0] <= y, more, 0.0), axis=0) >= wanted
+        enough = tl.sum(tl.where(pieces[0] <= y, more, 0.0), axis=0) >= target
         low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
     return order.key_of((high + 1).to(tl.float32) * GUESS_STEP) << 32
 
 
 @jit
 def _read(
-    view, nearest, memory, race, stage, pivot, end, limit, held, num_held, PIECE: tl.constexpr,
-    CHUNK: tl.constexpr, LIST: tl.constexpr,
+    view, nearest, memory, race, stage, pivot, end, limit, list_end, list_length,
+    PIECE: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens among which the limit is reached, unless they are listed already.
+    """List the tokens among which the limit is reached, unless they are listed already. `pivot` is
+    the first end to try.
 
-    Return where the list begins and the count and mass before it; where it ends and its length; the
-    mass before its end; whether the limit is reached; and the winner, if the stage is the race."""
+    Return where the list begins, with the count and mass before it; where it ends, and its length;
+    the mass before its end; whether the limit is reached; and in the race the winner."""
     low, high = end * 0, end
-    low_count, low_mass, mass, won = 0, end * 0, end * 0, end * 0
-    reached = held >= end
-    open, rounds = (stage == 2) | ~reached, 0
-    while open:
+    low_count, low_mass, mass, winner = 0, end * 0, end * 0, end * 0
+    reached = list_end >= end
+    searching, rounds = (stage == 2) | ~reached, 0
+    while searching:
         num_pieces = choose(nearest, pivot, memory[0])
-        num_held, mass, near, won = _measure(
+        list_length, mass, num_near, winner = _measure(
             view, memory, num_pieces, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
         )
-        found = tl.where(stage == 0, low_count + num_held, low_mass + mass)
-        reached = found >= limit
-        open = (stage < 2) & tl.where(reached, num_held >= LIST, pivot < end)
-        held = pivot
-        if open:
+        before_pivot = tl.where(stage == 0, low_count + list_length, low_mass + mass)
+        reached = before_pivot >= limit
+        searching = (stage < 2) & tl.where(reached, list_length >= LIST, pivot < end)
+        list_end = pivot
+        if searching:
             low = tl.where(reached, low, pivot)
             high = tl.where(reached, pivot, high)
-            low_count += tl.where(reached, 0, num_held)
+            low_count += tl.where(reached, 0, list_length)
             low_mass += tl.where(reached, 0, mass)
-            pivot = _next(pivot, low, high, end, reached, limit - found, stage == 0, near, rounds)
+            pivot = _next(
+                pivot, low, high, end, reached, limit - before_pivot, stage == 0, num_near, rounds
+            )
             rounds += 1
     before = ((low_mass * 0 + low_count), low_mass)
-    return low, before, held, num_held, low_mass + mass, reached, won
+    return low, before, list_end, list_length, low_mass + mass, reached, winner
 
 
 @jit
-def _next(pivot, low, high, end, reached, gap, by_count, near, rounds):
-    """Return another end in (low, high], by the density of tokens near the last one."""
+def _next(pivot, low, high, end, reached, gap, by_count, num_near, rounds):
+    """Return another end in (low, high], by the number of tokens near `pivot`, the last one."""
     y = order.distance_of(pivot)
     tokens = gap.to(tl.float32)
     by_mass = tokens * (1.0 / UNIT) * tl.exp2(y * order.LOG2_E)
-    step = 1.25 * NEAR * tl.where(by_count, tokens, by_mass) / tl.maximum(near, 2).to(tl.float32)
+    missing = tl.where(by_count, tokens, by_mass)
+    step = 1.25 * NEAR * missing / tl.maximum(num_near, 2).to(tl.float32)
     step += tl.where(reached, -1.0 / 64, 1.0 / 32)
     y_next = tl.maximum(y + tl.minimum(tl.maximum(step, -4.0), 4.0), 0.0)
     guess = order.key_of(y_next) << 32
     halved = low + tl.maximum((high - low) // 2, 1)
     further = tl.where(y < 64.0, tl.minimum(order.key_of(2.0 * y + 1.0) << 32, end), end)
-    sure = tl.where(reached | (high < end), halved, further)
-    return tl.where((guess > low) & (guess < high) & (rounds < MOST_GUESSES), guess, sure)
+    fallback = tl.where(reached | (high < end), halved, further)
+    return tl.where((guess > low) & (guess < high) & (rounds < MOST_GUESSES), guess, fallback)
 
 
 @jit
 def choose(nearest, end, pieces_ptr):
-    """List the pieces with tokens before `end`. Return their number."""
+    """List the pieces with tokens before `end`, and return their number."""
     chosen = (order.key_of(nearest) << 32 < end) & (nearest < float("inf"))
     chosen = chosen.to(tl.int32)
     tl.debug_barrier()  # what was listed before has been read
@@ -298,15 +302,15 @@ def _measure(
     LIST: tl.constexpr,
 ):  # fmt: skip
     """List the codes of the tokens in [low, end) as far as there is room. Return their number,
-    their mass, how many of them are near the end, and the winner if the stage is the race."""
+    their mass, how many of them are near the end, and with `races` the winner of the race."""
     _, draw, stream, excluded = race
     seed, position, choice = draw
     sums = tl.zeros([CHUNK, PIECE], tl.int64)  # the mass, and above it the number of near tokens
     edge = order.key_of(tl.maximum(order.distance_of(end) - NEAR, 0.0)) << 32
-    count, best, won = 0, end * 0 + ENDLESS, end * 0
+    count, best, winner = 0, end * 0 + ENDLESS, end * 0
     for chunk in range(tl.cdiv(num_pieces, CHUNK)):
-        slot = chunk * CHUNK + tl.arange(0, CHUNK)
-        piece = tl.load(memory[0] + slot, mask=slot < num_pieces, other=-1)[:, None]
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        piece = tl.load(memory[0] + index, mask=index < num_pieces, other=-1)[:, None]
         ids, x = _tokens(view, piece, PIECE)
         y = (view[6] - x) * view[7]
         codes = order.code_of(y, ids)
@@ -314,22 +318,22 @@ def _measure(
         amount = (order.weight_of(y) * UNIT).to(tl.int64) + tl.where(codes >= edge, ONE, 0)
         sums += tl.where(inside, amount, 0)
         ones = inside.to(tl.int32)
-        of_pieces = tl.sum(ones, axis=1)
-        place = count + tl.cumsum(of_pieces, 0) - of_pieces
+        piece_counts = tl.sum(ones, axis=1)
+        place = count + tl.cumsum(piece_counts, 0) - piece_counts
         place = place[:, None] + tl.cumsum(ones, 1) - 1
         tl.store(memory[1] + place, codes, mask=inside & (place < LIST))
-        count += tl.sum(of_pieces, axis=0)
+        count += tl.sum(piece_counts, axis=0)
         if races:
             words = noise_device.words_of(seed, ids, position, choice, stream)
             keys = order.race_key(noise_device.exponential(words), y, ids)
             keys = tl.where(inside & (ids != excluded), keys, order.NEVER)
             least = tl.min(tl.min(keys, axis=1), axis=0)
-            winner = tl.max(tl.max(tl.where(keys == least, codes, 0), axis=1), axis=0)
-            won = tl.where(least < best, winner, won)
+            chunk_winner = tl.max(tl.max(tl.where(keys == least, codes, 0), axis=1), axis=0)
+            winner = tl.where(least < best, chunk_winner, winner)
             best = tl.minimum(best, least)
     tl.debug_barrier()  # the list is read by other threads
     mass = tl.sum(tl.sum(sums & (ONE - 1), axis=1), axis=0)
-    return count, mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0), won
+    return count, mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0), winner
 
 
 @jit
@@ -350,27 +354,27 @@ def _tokens(view, piece, PIECE: tl.constexpr):
 @jit
 def search(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
     """Return the least cut in a list that has the limit before it, else the one after `last`, and
-    the mass before it. `before`: count and mass before the list."""
+    the mass before the cut. `before`: count and mass before the list."""
     high, probe, mass = last, last, last * 0
-    open, failed = length > 0, length == 0
-    while open:
+    searching, failed = length > 0, length == 0
+    while searching:
         sums = tl.zeros([LANES], tl.int64)
-        most, least = sums, sums + ENDLESS
+        last_inside, first_outside = sums, sums + ENDLESS
         for first in range(0, length, LANES):
             lane = first + tl.arange(0, LANES)
             codes = tl.load(codes_ptr + lane, mask=lane < length, other=ENDLESS)
             inside = codes <= probe
             weights = order.weight_of(order.distance_of(tl.where(inside, codes, 0)))
             sums += tl.where(inside, (weights * UNIT).to(tl.int64) + ONE, 0)
-            most = tl.maximum(most, tl.where(inside, codes, 0))
-            least = tl.minimum(least, tl.where(inside, ENDLESS, codes))
+            last_inside = tl.maximum(last_inside, tl.where(inside, codes, 0))
+            first_outside = tl.minimum(first_outside, tl.where(inside, ENDLESS, codes))
         total = tl.sum(sums, axis=0)
-        count, of_list = before[0] + (total >> 50), before[1] + (total & (ONE - 1))
-        enough = tl.where(stage == 0, count, of_list) >= limit
+        count, mass_before = before[0] + (total >> 50), before[1] + (total & (ONE - 1))
+        enough = tl.where(stage == 0, count, mass_before) >= limit
         failed = ~enough & (probe == last)
-        mass = tl.where(enough | failed, of_list, mass)
-        high = tl.where(enough, tl.max(most, axis=0), high)
-        low = tl.where(enough, low, tl.min(least, axis=0))
+        mass = tl.where(enough | failed, mass_before, mass)
+        high = tl.where(enough, tl.max(last_inside, axis=0), high)
+        low = tl.where(enough, low, tl.min(first_outside, axis=0))
         probe = low + (high - low) // 2
-        open = ~failed & (low < high)
+        searching = ~failed & (low < high)
     return tl.where(failed, last, high) + 1, mass

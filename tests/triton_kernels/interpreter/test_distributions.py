@@ -13,14 +13,14 @@ from torch import Tensor
 from tests.triton_kernels.interpreter.batches import SMALL, kept_by, noise_of, random_batch
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.noise import host as noise
-from triton_kernels.sampling import launch, laws, order
+from triton_kernels.sampling import distributions, launch, order
 from triton_kernels.sampling.inputs import (
     BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
+    Distributions,
     DraftTokens,
-    Laws,
     LogitsBatch,
     Requests,
     Rows,
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-def drawn(batch: LogitsBatch, tiling: Tiling = SMALL) -> Laws:
+def drawn(batch: LogitsBatch, tiling: Tiling = SMALL) -> Distributions:
     """Draw drafts; masses are exact for weighed rows."""
     return launch.draw(batch, noise.DRAFT, tiling)
 
@@ -48,19 +48,21 @@ def batch() -> LogitsBatch:
 
 
 @pytest.fixture(scope="module")
-def result(batch: LogitsBatch) -> Laws:
+def result(batch: LogitsBatch) -> Distributions:
     return drawn(batch)
 
 
-def differ(mine: Laws, other: Laws, batch: LogitsBatch) -> int:
-    """Return the number of rows that differ in the token or, where weighed, in the law."""
+def differ(mine: Distributions, other: Distributions, batch: LogitsBatch) -> int:
+    """Return the number of rows that differ in the token or, where weighed, in the distribution."""
     weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
     rows = mine.tokens[:, 0] != other.tokens[:, 0]
     rows |= weighed & ((mine.cuts != other.cuts) | (mine.floats != other.floats).any(dim=1))
     return int(rows.sum())
 
 
-def test_laws_are_those_of_the_reference(batch: LogitsBatch, result: Laws) -> None:
+def test_distributions_are_those_of_the_reference(
+    batch: LogitsBatch, result: Distributions
+) -> None:
     x = shaped_logits(batch.logits, batch.rows, batch.drafts, batch.shaping)
     weights = weights_of(x, batch.rows, batch.requests)
     weighed = batch.requests.modes[batch.rows.requests.long()] >= REJECTION
@@ -73,31 +75,35 @@ def test_laws_are_those_of_the_reference(batch: LogitsBatch, result: Laws) -> No
     torch.testing.assert_close(result.floats[weighed, 2], of_token[weighed], rtol=1e-5, atol=0)
 
 
-def test_lists_that_overflow_change_no_bit(batch: LogitsBatch, result: Laws) -> None:
+def test_lists_that_overflow_change_no_bit(batch: LogitsBatch, result: Distributions) -> None:
     assert differ(drawn(batch, SHORT), result, batch) == 0
 
 
 @triton.jit
 def next_to_nothing(pieces, target, by_count, PIECE):
-    return order.key_of(laws.tl.max(pieces[1], axis=0) * 1e-3) << 32
+    return order.key_of(distributions.tl.max(pieces[1], axis=0) * 1e-3) << 32
 
 
 @triton.jit
 def far_too_far(pieces, target, by_count, PIECE):
-    return order.key_of(laws.tl.max(pieces[1], axis=0) * 90.0) << 32
+    return order.key_of(distributions.tl.max(pieces[1], axis=0) * 90.0) << 32
 
 
 @pytest.mark.parametrize("tiling", [SMALL, SHORT])
 @pytest.mark.parametrize("guess", [next_to_nothing, far_too_far])
 def test_a_wrong_guess_changes_no_bit(
-    batch: LogitsBatch, result: Laws, guess: object, tiling: Tiling, monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch,
+    result: Distributions,
+    guess: object,
+    tiling: Tiling,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
-    monkeypatch.setattr(laws, "guess_cut", guess)
-    assert differ(drawn(few, tiling), Laws(*(field[:10] for field in result)), few) == 0
+    monkeypatch.setattr(distributions, "guess_cut", guess)
+    assert differ(drawn(few, tiling), Distributions(*(field[:10] for field in result)), few) == 0
 
 
-right_choice = laws.choose
+right_choice = distributions.choose
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def not_far_enough(codes_ptr, length, stage, before, limit, low, last, LANES):
     return last * 0 + low + 1, last * 0 + 1
 
 
-right_search = laws.search
+right_search = distributions.search
 
 
 @triton.jit
@@ -127,15 +133,19 @@ def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.c
         ("search", without_ties),
     ],
 )
-def test_broken_laws_are_seen(
-    batch: LogitsBatch, result: Laws, name: str, broken: object, monkeypatch: pytest.MonkeyPatch
+def test_broken_distributions_are_seen(
+    batch: LogitsBatch,
+    result: Distributions,
+    name: str,
+    broken: object,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(laws, name, broken)
+    monkeypatch.setattr(distributions, name, broken)
     assert differ(drawn(batch), result, batch) > 0
 
 
 def test_memory_holds_poison_before_and_margins_stay(
-    batch: LogitsBatch, result: Laws, monkeypatch: pytest.MonkeyPatch
+    batch: LogitsBatch, result: Distributions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = []
 
