@@ -70,5 +70,5 @@ def test_with_a_cache_that_cannot_be_written(
     expected = (
         r"kernels cannot be cached in /proc/nobody/cbatch/compiled \(.*\): they are compiled for .*"
     )
-    kernels = f"products: compiled Q8_0; kernels: {build.builds.offered()[0].name}"
+    kernels = f"products: compiled Q8_0; kernels: {build.builds.candidate_builds()[0].name}"
     serves(as_gguf(tmp_path, Q8_0), caplog, expected, kernels)

@@ -55,7 +55,7 @@ static char *panels_for(int type, long out, long in, long threads) {
 static linear linear_of(int type, long out, long in, const float *bias, const float *scale) {
     segment *part = room(sizeof *part);
     *part = (segment){panels_for(type, out, in, 1 + below(2)), out, out, out, 0, type};
-    return (linear){part, scale, bias, 1, in, in_blocks(type)};
+    return (linear){part, scale, bias, 1, in};
 }
 
 static void let_go(linear *of) { free((void *)of->parts->panels), free((void *)of->parts); }
@@ -83,19 +83,19 @@ static void lookups(void) {
     for (long i = 0; i < 400; i++) {
         const long rows = 1 + below(3), length = 1 + below(70), depth = below(12), letters = 1 + below(4);
         const lookup by = {1 + below(3), 3 + below(9), below(2), 0.5 + (double)below(4), 0.1};
-        int64_t *tokens = room(rows * length * 8), *asked = room(rows * (4 + depth) * 8);
+        int64_t *tokens = room(rows * length * 8), *requests = room(rows * (4 + depth) * 8);
         int64_t *scored = room(rows * 5 * 8);
         for (long k = 0; k < rows * length; k++) tokens[k] = below(letters);
         for (long r = 0; r < rows; r++) {
             const int64_t row[] = {r, 1 + below(length), depth ? below(depth + 1) : 0, 0};
-            memcpy(asked + r * (4 + depth), row, sizeof row);
+            memcpy(requests + r * (4 + depth), row, sizeof row);
             memcpy(scored + r * 5, row, sizeof row);
             scored[r * 5 + 2] = length;
         }
         const long half = 1 + below(40);
-        if (look_up(&by, tokens, length, half, asked, rows, depth)) abort();
+        if (look_up(&by, tokens, length, half, requests, rows, depth)) abort();
         if (score_drafts(&by, tokens, length, half, scored, rows)) abort();
-        free(tokens), free(asked), free(scored);
+        free(tokens), free(requests), free(scored);
     }
 }
 
@@ -182,30 +182,30 @@ static void unmake(made *m) {
 }
 
 // Runs a pass of three sequences, each of `query` rows after `before` earlier positions. `wrong`
-// plants an invalid token (1), block (2) or wanted row (3), or a table that is too narrow (4).
+// plants an invalid token (1), block (2) or row of logits (3), or a table that is too narrow (4).
 static void one_pass(const made *m, long query, long before, int half, int wrong) {
     const decoder *of = &m->model;
     const long size = 16, context = query + before, width = (context + size - 1) / size;
-    const long rows = 3 * query, blocks = 3 * width, threads = 1 + below(3), wanted = below(rows + 1);
-    int64_t *tokens = room(rows * 8), *rows_wanted = room((wanted + 1) * 8), progress = 0;
+    const long rows = 3 * query, blocks = 3 * width, threads = 1 + below(3), num_logit_rows = below(rows + 1);
+    int64_t *tokens = room(rows * 8), *logit_rows = room((num_logit_rows + 1) * 8), progress = 0;
     int32_t *queries = room(12), *contexts = room(12), *tables = room(blocks * 4);
     for (long i = 0; i < rows; i++) tokens[i] = below(of->vocab);
-    for (long i = 0; i <= wanted; i++) rows_wanted[i] = below(rows);
+    for (long i = 0; i <= num_logit_rows; i++) logit_rows[i] = below(rows);
     for (long i = 0; i < 3; i++) queries[i] = (int32_t)query, contexts[i] = (int32_t)context;
     for (long i = 0; i < blocks; i++) tables[i] = (int32_t)(blocks - 1 - i);
     if (wrong == 1) tokens[below(rows)] = below(2) ? of->vocab : -1;
     if (wrong == 2) tables[below(blocks)] = below(2) ? (int32_t)blocks : -1;
-    if (wrong == 3) rows_wanted[0] = below(2) ? rows : -1;
+    if (wrong == 3) logit_rows[0] = below(2) ? rows : -1;
     if (wrong == 4) contexts[2] += (int32_t)size;
     const long kv_bytes = 2 * of->kv_heads * blocks * size * 2 * of->dim * (half ? 2 : 4);
-    const long most_rows = most(rows, wanted);
-    step s = {tokens, rows_wanted, queries, contexts, tables, bits(kv_bytes),
-              room((wanted + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
-              &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width, wrong == 3 ? wanted + 1 : wanted, blocks, size, half, threads, 2};
-    const int told = decode(of, &s);
+    const long most_rows = max_long(rows, num_logit_rows);
+    step s = {tokens, logit_rows, queries, contexts, tables, bits(kv_bytes),
+              room((num_logit_rows + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
+              &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width, wrong == 3 ? num_logit_rows + 1 : num_logit_rows, blocks, size, half, threads, 2};
+    const int status = decode(of, &s);
     rest();
-    if (told != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", told, wrong), abort();
-    free(tokens), free(rows_wanted), free(queries), free(contexts), free(tables);
+    if (status != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", status, wrong), abort();
+    free(tokens), free(logit_rows), free(queries), free(contexts), free(tables);
     free(s.kv), free(s.logits), free(s.memory), free(s.hidden);
 }
 
@@ -236,7 +236,7 @@ static void layers(void) {
         const long floats_of_one = attention_floats(group, dim, value_dim);
         const attention_step s = {{lens, contexts, tables, rows, 2, width, blocks, size},
                                   room(rows * 8), room(rows * 8), room(rows * sizeof(piece)),
-                                  room(threads * floats_of_one * 4), 0, floats_of_one, threads};
+                                  room(threads * floats_of_one * 4), floats_of_one, threads};
         attention_layer l = {bits(kv_heads * blocks * size * (dim + value_dim) * (half ? 2 : 4)),
                              floats(rows * heads * dim), floats(rows * kv_heads * dim),
                              floats(rows * kv_heads * value_dim), below(2) ? floats(heads) : 0,
@@ -269,14 +269,14 @@ static void mixtures(void) {
                          floats(pairs * stride), room(rows * out * 4), 0, experts, rows, choices,
                          in, stride, out, below(4), 3, 1 + below(3), 1.5f, 1.7f};
         s.memory = room(experts_bytes(&s));
-        if (s.gating == GIVEN) s.parts = 1 + below(2);
+        if (s.gating == CALLER) s.parts = 1 + below(2);
         if (run_experts(&s) < 0) abort();
         chosen[below(pairs)] = below(2) ? -1 : experts + 1;
         if (run_experts(&s) >= 0) abort();
         rest();
         for (long e = 0; e < experts; e++) let_go(up + e), let_go(down + e);
         free((void *)s.x), free((void *)s.weights), free((void *)s.inner), free(chosen);
-        free(s.between), free(s.y), free(s.memory);
+        free(s.gate_up_out), free(s.y), free(s.memory);
     }
 }
 

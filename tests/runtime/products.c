@@ -21,9 +21,9 @@ int main(void) {
         const float *x = filled(rows * in * 4);
         float *y = malloc(rows * out * sizeof *y);
         if (blocks) {
-            const uint8_t *given = (uint8_t *)panels;
+            const uint8_t *blocks_of_file = (uint8_t *)panels;
             panels = aligned_alloc(64, rounded(out, LANES) / LANES * bytes_of_panel((int)type, in));
-            pack((int)type, given, out, in, panels, 2);
+            pack((int)type, blocks_of_file, out, in, panels, 2);
         }
         const segment part = {panels, out, out, out, 0, (int)type};
         const linear by = {.parts = &part, .num_parts = 1, .in = in};

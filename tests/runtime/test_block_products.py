@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.compiled import Blocks, CompiledProduct, Run
+from cbatch.runtime.compiled import Blocks, CompiledProduct, OutputRuns
 from cbatch.runtime.compiled import product as product_module
 from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.model.gguf_blocks import dequantised
@@ -38,7 +38,7 @@ def whole(
     matrix: Blocks, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> CompiledProduct:
     out = len(matrix.rows)
-    return CompiledProduct.of_blocks([(matrix, Run(out, out, 0))], bias, scale)
+    return CompiledProduct.of_blocks([(matrix, OutputRuns(out, out, 0))], bias, scale)
 
 
 def representable(rows: int) -> Tensor:
@@ -76,7 +76,7 @@ def test_values(name: str) -> None:
 @EVERY_TYPE
 @pytest.mark.parametrize("threads", [1, 2])
 def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_module, "ALONE_BELOW", 0)
+    monkeypatch.setattr(product_module, "SINGLE_THREAD_BELOW", 0)
     product, x = whole(stored(name, 410)[0]), torch.randn(70, COLUMNS)
     torch.set_num_threads(3 - threads)
     expected = product(x, 70)
@@ -90,7 +90,7 @@ def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.Mon
 def test_outputs_by_turns() -> None:
     """Queries, keys and values share the heads of a row; each part equals the part alone."""
     (first, _), (second, _) = stored("Q4_K", 96), stored("Q6_K", 48)
-    parts = [(first, Run(32, 48, 0)), (second, Run(16, 48, 32))]
+    parts = [(first, OutputRuns(32, 48, 0)), (second, OutputRuns(16, 48, 32))]
     x = torch.randn(5, COLUMNS)
     parts_together = CompiledProduct.of_blocks(parts, None, None)(x, 5).view(5, 3, 48)
     assert torch.equal(parts_together[..., :32].flatten(1), whole(first)(x, 5))
@@ -118,7 +118,7 @@ def test_rows_of_zeros() -> None:
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledProduct, Tensor, Tensor]:
     """Return a product shared by two threads, its rows, and the expected result."""
-    monkeypatch.setattr(product_module, "ALONE_BELOW", 0)
+    monkeypatch.setattr(product_module, "SINGLE_THREAD_BELOW", 0)
     product, x = whole(stored("Q8_0", 999)[0]), torch.randn(20, COLUMNS)
     torch.set_num_threads(1)
     expected = product(x, 20)
@@ -158,11 +158,11 @@ def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None
 
 FORKED = """
 import os, numpy as np, torch
-from cbatch.runtime.compiled import Blocks, CompiledProduct, Run, product
-product.ALONE_BELOW = 0
+from cbatch.runtime.compiled import Blocks, CompiledProduct, OutputRuns, product
+product.SINGLE_THREAD_BELOW = 0
 torch.set_num_threads(2)
 rows = np.full((999, 544), 40, dtype=np.uint8)
-made = CompiledProduct.of_blocks([(Blocks("Q8_0", 512, rows), Run(999, 999, 0))], None, None)
+made = CompiledProduct.of_blocks([(Blocks("Q8_0", 512, rows), OutputRuns(999, 999, 0))], None, None)
 x = torch.arange(512.0).view(1, -1)
 expected = made(x, 1)
 child = os.fork()

@@ -74,8 +74,8 @@ def test_the_best_that_the_processor_runs_is_taken(
 ) -> None:
     monkeypatch.delenv(builds.KERNELS, raising=False)
     pretend(monkeypatch, machine, features)
-    assert builds.offered()[0].name == expected
-    assert builds.offered()[-1].name == "portable"
+    assert builds.candidate_builds()[0].name == expected
+    assert builds.candidate_builds()[-1].name == "portable"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: str) -> None:
@@ -96,7 +96,7 @@ def test_tiles_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "x86_64", f"{V3} avx_vnni")
     monkeypatch.setenv("CBATCH_KERNELS", "avx2")
-    assert [each.name for each in builds.offered()] == ["avx2"]
+    assert [each.name for each in builds.candidate_builds()] == ["avx2"]
     others = "use one of avx_vnni, avx2, portable, or leave it out"
     monkeypatch.setenv("CBATCH_KERNELS", "avx3")
     with pytest.raises(FieldError, match=f"CBATCH_KERNELS: 'avx3' is not known; {others}"):
@@ -122,7 +122,7 @@ def test_a_name_fixes_the_instructions(made: Build) -> None:
     """The instructions are those that our kernels test for with the compiler's macros."""
     compiler = find_compiler()
     assert compiler is not None
-    if not compiler.takes(made):
+    if not compiler.supports(made):
         pytest.skip("the compiler is older")
     command = [*compiler.command, *compiler.flags(made), "-E", "-dM", "-x", "c", os.devnull]
     macros = subprocess.check_output(command, text=True).split()
@@ -135,7 +135,7 @@ def test_a_name_fixes_the_instructions(made: Build) -> None:
 def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
     compiler = find_compiler()
     assert compiler is not None
-    if not compiler.takes(made):
+    if not compiler.supports(made):
         pytest.skip("the compiler is older")
     flags = (*build.FLAGS, "-O0", *compiler.flags(made))
     compiler.run(*flags, "-c", str(build.SOURCE), "-o", str(tmp_path / "library.o"))
@@ -150,7 +150,7 @@ def libraries() -> dict[str, ctypes.CDLL]:
     it."""
     compiler = find_compiler()
     assert compiler is not None
-    known = {name: each for name, each in RUNNABLE.items() if compiler.takes(each)}
+    known = {name: each for name, each in RUNNABLE.items() if compiler.supports(each)}
     folder = cache_folder("compiled")
     with ThreadPoolExecutor(2) as pool:
         by_hand = None

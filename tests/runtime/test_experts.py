@@ -43,7 +43,7 @@ GATES = {
     "silu": (Gate(Gating.SILU), halves(F.silu)),
     "gelu": (Gate(Gating.GELU_TANH), halves(lambda x: F.gelu(x, approximate="tanh"))),
     "clamped": (Gate(Gating.CLAMPED, LIMIT, ALPHA), clamped),
-    "given": (Gate(Gating.GIVEN, function=halves(F.relu)), halves(F.relu)),
+    "given": (Gate(Gating.CALLER, function=halves(F.relu)), halves(F.relu)),
 }
 
 
@@ -140,7 +140,7 @@ def test_bits_are_those_of_the_products() -> None:
     types = ("Q4_K", "Q8_0")
     up, down = ([whole(stored(name)[0])] * 3 for name in types)
     (wide, columns), (out, inner) = up[0].shape, down[0].shape
-    gate = Gate(Gating.GIVEN, function=lambda x: F.pad(x, (0, inner - wide)))
+    gate = Gate(Gating.CALLER, function=lambda x: F.pad(x, (0, inner - wide)))
     compiled = CompiledExperts(up, down, gate)
     gen = torch.Generator().manual_seed(0)
     x, weights = torch.randn(9, columns, generator=gen), torch.ones(9, 1)
@@ -160,14 +160,14 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="x, chosen and weights"):
         compiled(made.x[:, 1:], made.chosen, made.weights)
     with pytest.raises(ValueError, match="without a function"):
-        made.compiled(Gate(Gating.GIVEN))
+        made.compiled(Gate(Gating.CALLER))
     with pytest.raises(ValueError, match="for 27 inputs"):
         CompiledExperts.of(made.gate_up[:, 1:], made.down, Gate(Gating.SILU))
     one = [CompiledProduct(torch.zeros(2 * n, n), None, None) for n in (4, 6)]
     with pytest.raises(ValueError, match="gate_up: experts of 2"):
         CompiledExperts(one, one, Gate(Gating.SILU))
     with pytest.raises(ValueError, match="gate: "):
-        made.compiled(Gate(Gating.GIVEN, function=lambda x: x))(made.x, made.chosen, made.weights)
+        made.compiled(Gate(Gating.CALLER, function=lambda x: x))(made.x, made.chosen, made.weights)
 
 
 # ---- experts of transformers ---------------------------------------------------------------------
@@ -184,7 +184,7 @@ def modules() -> dict[str, tuple[Any, Gating]]:
         intermediate_size=INNER, num_local_experts=EXPERTS, swiglu_limit=LIMIT, **sizes
     )
     qwen3 = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, **sizes}
-    acts = {"silu": Gating.SILU, "gelu_pytorch_tanh": Gating.GELU_TANH, "relu": Gating.GIVEN}
+    acts = {"silu": Gating.SILU, "gelu_pytorch_tanh": Gating.GELU_TANH, "relu": Gating.CALLER}
     modules_by_family: dict[str, tuple[Any, Gating]] = {
         act: (Qwen3MoeExperts(configs.Qwen3MoeConfig(hidden_act=act, **qwen3)), gating)
         for act, gating in acts.items()

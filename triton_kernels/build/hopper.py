@@ -1,8 +1,9 @@
 """Features of NVIDIA devices since compute capability 9: descriptors (TMA) and early launches.
 
 A kernel with an early launch begins before the previous kernel has ended (programmatic dependent
-launch). It waits (`gdc_wait`) before it reads or writes data that other kernels use meanwhile. What
-it reads earlier must have been written before the latest normally launched kernel began.
+launch). It calls `gdc_wait` before it reads or writes data that other kernels still use. Data that
+it reads before `gdc_wait` must have been complete when the latest normally launched kernel began:
+that kernel had waited for all earlier ones, while kernels with early launches may overlap.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cbatch.runtime.compiled.product import (
     MOST_LANES,
     Blocks,
     CompiledProduct,
-    Run,
+    OutputRuns,
     compiles,
     compiles_blocks,
 )
@@ -28,7 +28,7 @@ __all__ = [
     "MOST_LANES",
     "Blocks",
     "CompiledProduct",
-    "Run",
+    "OutputRuns",
     "build_name",
     "compiles",
     "compiles_blocks",

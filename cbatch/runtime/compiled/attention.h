@@ -13,7 +13,7 @@
 static void values_of(const paged *kv, const scratch *s, long chunk, long from, long to,
                       const char **values) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
-    const long half = kv->scoring != WHOLE, step = half ? 2 : 1;
+    const long half = kv->scoring != AS_FP32, step = half ? 2 : 1;
 #if defined(__AMX_TILE__)
     if (kv->scoring == BY_TILES) {
         for (long group = from / TILE; group * TILE < to; group++)
@@ -22,7 +22,7 @@ static void values_of(const paged *kv, const scratch *s, long chunk, long from, 
     }
 #endif
     for (long k = from / step * step; k < to; k += step) {
-        const long first = chunk + most(k, from), last = chunk + least(k + step, to);
+        const long first = chunk + max_long(k, from), last = chunk + min_long(k + step, to);
         const long block = first / size, at = first - block * size;
         if (half && (size % 2 || last - first < 2))
             values[k / 2] = gathered(kv, s->values + k / 2 * s->width, first, last);
@@ -34,7 +34,7 @@ static void values_of(const paged *kv, const scratch *s, long chunk, long from, 
 
 // Returns fp32 cells, or the first or second bf16 of each cell converted to fp32.
 INLINE vec number(pairs cells, enum scoring scoring, int second) {
-    if (scoring == WHOLE) return (vec)cells;
+    if (scoring == AS_FP32) return (vec)cells;
     return second ? (vec)(cells & 0xffff0000u) : (vec)(cells << 16);
 }
 
@@ -47,7 +47,7 @@ INLINE void score(const scratch *s, const columns *of, long first, long key, lon
     vec sums[QUERIES][SPAN];
     UNROLLED for (int i = 0; i < queries; i++)
         UNROLLED for (int v = 0; v < SPAN; v++) sums[i][v] = (vec){0};
-    const long step = scoring == WHOLE ? 1 : 2;
+    const long step = scoring == AS_FP32 ? 1 : 2;
     for (long d = 0; d < dim; d += step) {
         pairs cells[SPAN];
         UNROLLED for (int v = 0; v < SPAN; v++)
@@ -81,9 +81,9 @@ INLINE void score(const scratch *s, const columns *of, long first, long key, lon
 
 // Adds V of the chunk's positions [from, to), weighted, to the outputs of queries from `first` on:
 // `wide` vectors from dimension `d` on. Inlined: the last three arguments are constants.
-INLINE void weigh(const scratch *s, const char *const *values, long first, long from, long to,
+INLINE void add_values(const scratch *s, const char *const *values, long first, long from, long to,
                   long d, long dim, enum scoring scoring, int queries, int wide) {
-    const long step = scoring == WHOLE ? 1 : 2;
+    const long step = scoring == AS_FP32 ? 1 : 2;
     float *out = s->out + first * s->width + d;
     const float *weights = s->scores + first * KEYS;
     vec sums[QUERIES][SPAN];
@@ -119,7 +119,7 @@ INLINE void weigh(const scratch *s, const char *const *values, long first, long 
 
 // Raises a query's highest score to `highest` and rescales its output, if `highest` is larger.
 // Returns the highest score.
-INLINE float raised(const scratch *s, long query, float highest, long dim) {
+INLINE float raise_top(const scratch *s, long query, float highest, long dim) {
     float *out = s->out + query * s->width, *sums = s->sums + query * LANES;
     if (highest > s->top[query]) {
         const vec shrink = exponential(all(s->top[query] - highest));
@@ -132,7 +132,8 @@ INLINE float raised(const scratch *s, long query, float highest, long dim) {
 
 // Turns the scores of the chunk's first `count` keys into softmax weights, for a query that sees
 // keys [from, to).
-INLINE void soften(const scratch *s, long query, long from, long to, long count, long dim) {
+INLINE void softmax_weights(const scratch *s, long query, long from, long to, long count,
+                            long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -143,7 +144,7 @@ INLINE void soften(const scratch *s, long query, long from, long to, long count,
     }
     float top = MASKED;
     for (int i = 0; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
-    top = raised(s, query, top, dim);
+    top = raise_top(s, query, top, dim);
     vec sum = {0};
     for (long k = 0; k < count; k += LANES) {
         const ints seen = (lane + (int)k >= (int)from) & (lane + (int)k < (int)to);
@@ -159,15 +160,16 @@ INLINE uint64_t first_bits(long count) {
     return count <= 0 ? 0 : count >= 64 ? ~0ull : (1ull << count) - 1;
 }
 
-// Does the same as `soften` with bf16 weights, whose sum is of the rounded weights.
-INLINE void soften_pairs(const scratch *s, long query, long from, long to, long count, long dim) {
+// Does the same as `softmax_weights` with bf16 weights, whose sum is of the rounded weights.
+INLINE void softmax_weights_of_pairs(const scratch *s, long query, long from, long to, long count,
+                                     long dim) {
     float *scores = s->scores + query * KEYS, *sums = s->sums + query * LANES;
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     const uint64_t seen = first_bits(to) & ~first_bits(from);
     __m512 highest = _mm512_set1_ps(MASKED);
     for (long k = 0; k < count; k += LANES)
         highest = _mm512_mask_max_ps(highest, seen >> k, (__m512)load(scores + k), highest);
-    const float top = raised(s, query, _mm512_reduce_max_ps(highest), dim);
+    const float top = raise_top(s, query, _mm512_reduce_max_ps(highest), dim);
     const __m512 by = _mm512_set1_ps(LOG2_E), less = _mm512_set1_ps(top * LOG2_E);
     __m512 sum = (__m512)load(sums);
     for (long k = 0; k < count; k += 2 * LANES) {
@@ -185,17 +187,17 @@ _Static_assert(KEYS == 64, "a chunk's keys are bits of a word");
 
 #define SCORE(Q) \
     for (long key = 0; key < to; key += LANES * SPAN) score(s, of, first, key, dim, scoring, Q);
-#define WEIGH(Q)                                                                        \
+#define ADD_VALUES(Q)                                                                        \
     for (long d = 0; d < dim;) {                                                        \
         const int wide = dim - d > (SPAN - 1) * LANES ? SPAN : dim - d > LANES ? 2 : 1; \
-        if (wide == SPAN) weigh(s, values, first, from, to, d, dim, scoring, Q, SPAN);       \
-        else if (wide == 2) weigh(s, values, first, from, to, d, dim, scoring, Q, 2);        \
-        else weigh(s, values, first, from, to, d, dim, scoring, Q, 1);                       \
+        if (wide == SPAN) add_values(s, values, first, from, to, d, dim, scoring, Q, SPAN);       \
+        else if (wide == 2) add_values(s, values, first, from, to, d, dim, scoring, Q, 2);        \
+        else add_values(s, values, first, from, to, d, dim, scoring, Q, 1);                       \
         d += wide * LANES;                                                              \
     }
 #define EACH(DO)                                          \
     for (long first = 0; first < count; first += QUERIES) \
-        switch (least(count - first, QUERIES)) {          \
+        switch (min_long(count - first, QUERIES)) {          \
         case 1: DO(1) break;                              \
         case 2: DO(2) break;                              \
         case 3: DO(3) break;                              \
@@ -204,16 +206,16 @@ _Static_assert(KEYS == 64, "a chunk's keys are bits of a word");
         default: DO(6)                                    \
         }
 
-INLINE void soften_as(const scratch *s, long query, long from, long to, long count, long dim,
-                      enum scoring scoring) {
+INLINE void softmax_weights_as(const scratch *s, long query, long from, long to, long count,
+                               long dim, enum scoring scoring) {
 #if defined(__AVX512BF16__)
     if (scoring == BY_PAIRS || scoring == BY_TILES) {
-        soften_pairs(s, query, from, to, count, dim);
+        softmax_weights_of_pairs(s, query, from, to, count, dim);
         return;
     }
 #endif
     (void)scoring;
-    soften(s, query, from, to, count, dim);
+    softmax_weights(s, query, from, to, count, dim);
 }
 
 INLINE void score_all(const scratch *s, const columns *of, long count, long to, long dim,
@@ -227,19 +229,19 @@ INLINE void score_all(const scratch *s, const columns *of, long count, long to, 
     EACH(SCORE)
 }
 
-INLINE void weigh_all(const scratch *s, const char *const *values, long count, long from, long to,
-                      long dim, enum scoring scoring) {
+INLINE void add_all_values(const scratch *s, const char *const *values, long count, long from,
+                           long to, long dim, enum scoring scoring) {
 #if defined(__AMX_TILE__)
     if (scoring == BY_TILES) {
-        weigh_tiles(s, values, count, from, to, dim);
+        add_value_tiles(s, values, count, from, to, dim);
         return;
     }
 #endif
-    EACH(WEIGH)
+    EACH(ADD_VALUES)
 }
 
 // Copies the queries, multiplied by their scale, as fp32 or bf16 depending on `scoring`.
-INLINE void take_queries(const attending *of, const scratch *s, long dim, enum scoring scoring) {
+INLINE void copy_queries(const query_rows *of, const scratch *s, long dim, enum scoring scoring) {
     float scaled[dim];
     for (long q = 0; q < of->rows * of->group; q++) {
         const long row = q / of->group, head = q % of->group;
@@ -254,7 +256,7 @@ INLINE void take_queries(const attending *of, const scratch *s, long dim, enum s
 }
 
 // Replaces x [count] by cap * tanh(x / cap).
-static void bend(float *x, long count, float cap) {
+static void softcap(float *x, long count, float cap) {
     long k = 0;
     for (; k + LANES <= count; k += LANES) store(x + k, tangent(load(x + k) * (1 / cap)) * cap);
     if (k == count) return;
@@ -262,12 +264,13 @@ static void bend(float *x, long count, float cap) {
     memcpy(x + k, &last, (count - k) * 4);
 }
 
-INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
+INLINE void attend_to(const query_rows *of, const paged *kv, const scratch *s,
                       enum scoring scoring) {
     const long dim = kv->dim, value_dim = kv->value_dim;
     const long count = of->rows * of->group;
-    const long end = of->position + of->rows, begin = most(of->position + 1 - kv->window, kv->first);
-    take_queries(of, s, dim, scoring);
+    const long end = of->position + of->rows;
+    const long begin = max_long(of->position + 1 - kv->window, kv->first);
+    copy_queries(of, s, dim, scoring);
 #if defined(__AMX_TILE__)
     if (scoring == BY_TILES) shape_attention(count);
 #endif
@@ -275,18 +278,19 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
     memset(s->out, 0, count * s->width * 4);
     memset(s->sums, 0, count * LANES * 4);
     for (long chunk = begin / KEYS * KEYS; chunk < end; chunk += KEYS) {
-        const long from = most(begin - chunk, 0), to = least(end - chunk, KEYS);
+        const long from = max_long(begin - chunk, 0), to = min_long(end - chunk, KEYS);
         const columns keys = columns_of(kv, s, chunk, from, to);
         const char *values[KEYS];
         values_of(kv, s, chunk, from, to, values);
         score_all(s, &keys, count, to, dim, scoring);
-        for (long q = 0; q < count && of->cap; q++) bend(s->scores + q * KEYS, to, of->cap);
+        for (long q = 0; q < count && of->cap; q++) softcap(s->scores + q * KEYS, to, of->cap);
         for (long q = 0; q < count; q++) {
             const long position = of->position + q / of->group;
-            const long seen = most(position + 1 - kv->window, kv->first) - chunk;
-            soften_as(s, q, most(seen, 0), least(position + 1 - chunk, KEYS), to, value_dim, scoring);
+            const long seen = max_long(position + 1 - kv->window, kv->first) - chunk;
+            softmax_weights_as(s, q, max_long(seen, 0), min_long(position + 1 - chunk, KEYS), to,
+                               value_dim, scoring);
         }
-        weigh_all(s, values, count, from, to, value_dim, scoring);
+        add_all_values(s, values, count, from, to, value_dim, scoring);
     }
 #if defined(__AMX_TILE__)
     if (scoring == BY_TILES) _tile_release();
@@ -300,10 +304,10 @@ INLINE void attend_to(const attending *of, const paged *kv, const scratch *s,
     }
 }
 
-static void attend(const attending *of, const paged *kv, const scratch *s) {
+static void attend(const query_rows *of, const paged *kv, const scratch *s) {
     switch (kv->scoring) {
-    case WHOLE: attend_to(of, kv, s, WHOLE); return;
-    case WIDENED: attend_to(of, kv, s, WIDENED); return;
+    case AS_FP32: attend_to(of, kv, s, AS_FP32); return;
+    case BF16_AS_FP32: attend_to(of, kv, s, BF16_AS_FP32); return;
     case BY_PAIRS: attend_to(of, kv, s, BY_PAIRS); return;
     case BY_TILES: attend_to(of, kv, s, BY_TILES); return;
     }

@@ -45,11 +45,11 @@ INLINE form form_of(int type) {
 // The values of IQ4 codes, + 128.
 #define IQ4_VALUES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241
 
-// A cell of a rounded row: x is about by * codes. `sums` has the sum of the codes of each half;
-// `weighed` is by times the sum of all codes.
+// A cell of a rounded row: x is about factor * codes. `sums` has the sum of the codes of each half;
+// `code_sum` is the factor times the sum of all codes.
 typedef struct {
     int8_t codes[CELL];
-    float by, weighed;
+    float factor, code_sum;
     int32_t sums[2];
 } coded;
 
@@ -72,25 +72,25 @@ typedef struct {
 INLINE scale scale_of(form f, const char *at, long cell) {
     const char *own = at + scales_at(f, cell);
     const char *super = own - cell % SUPER_CELLS * scale_bytes(f) - super_bytes(f);
-    scale found = {{{0}}, {0}};
-    if (f.scales == D) found.s[0] = from_halves(own);
+    scale result = {{{0}}, {0}};
+    if (f.scales == D) result.s[0] = from_halves(own);
     else if (f.scales == DM) {
-        found.s[0] = from_halves(own), found.m = from_halves(own + 2 * LANES);
+        result.s[0] = from_halves(own), result.m = from_halves(own + 2 * LANES);
     } else if (f.scales == SIXES) {
         const ints six = __builtin_convertvector(*(const bytes_at *)own, ints);
         const ints less = __builtin_convertvector(*(const bytes_at *)(own + LANES), ints);
-        found.s[0] = from_halves(super) * __builtin_convertvector(six, vec);
-        found.m = -(from_halves(super + 2 * LANES) * __builtin_convertvector(less, vec));
+        result.s[0] = from_halves(super) * __builtin_convertvector(six, vec);
+        result.m = -(from_halves(super + 2 * LANES) * __builtin_convertvector(less, vec));
     } else
         for (int h = 0; h < (f.scales == HALVES ? 2 : 1); h++) {
             const ints by = __builtin_convertvector(*(const chars_at *)(own + h * LANES), ints);
-            found.s[h] = from_halves(super) * __builtin_convertvector(by, vec);
+            result.s[h] = from_halves(super) * __builtin_convertvector(by, vec);
         }
-    if (f.scales != HALVES) found.s[1] = found.s[0];
-    return found;
+    if (f.scales != HALVES) result.s[1] = result.s[0];
+    return result;
 }
 
-INLINE ints looked_up(ints codes) {
+INLINE ints look_up_codes(ints codes) {
     static const uint8_t table[16] __attribute__((aligned(16))) = {IQ4_VALUES};
 #if LANES == 16 && defined(__AVX512BW__)
     const __m512i all_of = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)table));
@@ -129,7 +129,7 @@ INLINE void unpack(form f, const char *at, ints codes[8]) {
             const int at_bit = v % 4 * 2;
             codes[v] |= (ints)((at_bit <= 4 ? upper << (4 - at_bit) : upper >> 2) & 0x30303030);
         }
-    if (f.table) UNROLLED for (int v = 0; v < 8; v++) codes[v] = looked_up(codes[v]);
+    if (f.table) UNROLLED for (int v = 0; v < 8; v++) codes[v] = look_up_codes(codes[v]);
 }
 
 #if LANES == 16
@@ -181,8 +181,8 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
 
 // Multiplies `rows` rows, `stride` bytes apart, by a panel. With `ahead`, prefetches the bytes that
 // follow; only the first rows need this. Inlined: form and number of rows are constants.
-INLINE void cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
-                  int rows, vec *found) {
+INLINE void multiply_cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
+                  int rows, vec *to) {
     const long count = in / CELL, whole = cell_bytes(f) + scale_bytes(f);
     const char *scales = panel + count * cell_bytes(f);
     vec sums[ROWS];
@@ -196,22 +196,22 @@ INLINE void cells(const char *panel, long in, form f, const char *x, long stride
         unpack(f, at, codes);
         const scale by = scale_of(f, scales, cell);
         UNROLLED for (int r = 0; r < rows; r++) {
-            const coded *of = (const coded *)(x + r * stride) + cell;
+            const coded *row = (const coded *)(x + r * stride) + cell;
             const int halves = f.scales == HALVES ? 2 : 1;
             UNROLLED for (int h = 0; h < halves; h++) {
-                const int32_t all_codes = halves == 2 ? of->sums[h] : of->sums[0] + of->sums[1];
+                const int32_t all_codes = halves == 2 ? row->sums[h] : row->sums[0] + row->sums[1];
                 ints product = (f.offset ? -f.offset * all_codes : 0) - (ints){0};
                 UNROLLED for (int v = 0; v < 8 / halves; v++) {
                     int32_t four;
-                    memcpy(&four, of->codes + (h * 4 + v) * 4, 4);
+                    memcpy(&four, row->codes + (h * 4 + v) * 4, 4);
                     product = dot4(product, codes[h * 4 + v], four, f.table ? 8 : f.bits);
                 }
-                sums[r] += by.s[h] * all(of->by) * __builtin_convertvector(product, vec);
+                sums[r] += by.s[h] * all(row->factor) * __builtin_convertvector(product, vec);
             }
-            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(of->weighed);
+            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(row->code_sum);
         }
     }
-    UNROLLED for (int r = 0; r < rows; r++) found[r] = sums[r];
+    UNROLLED for (int r = 0; r < rows; r++) to[r] = sums[r];
 }
 
 // Rounds a row of `in` floats, a multiple of CELL. A cell becomes codes in [-127, 127] times a
@@ -225,10 +225,10 @@ static void encode(const float *x, long in, coded *to) {
             largest = larger((vec)((ints)each & 0x7fffffff), largest);
             wrong += each * all(0);
         }
-        float most = 0, none = 0;
+        float magnitude = 0, none = 0;  // `none` is 0, or NaN if a value is not finite
         for (int i = 0; i < LANES; i++)
-            most = largest[i] > most ? largest[i] : most, none += wrong[i];
-        const float inverse = most > 0 ? 127 / most : 0;
+            magnitude = largest[i] > magnitude ? largest[i] : magnitude, none += wrong[i];
+        const float inverse = magnitude > 0 ? 127 / magnitude : 0;
         ints sums[2] = {{0}, {0}};
         for (int k = 0; k < CELL; k += LANES) {
             const ints code = (ints)(load(x + k) * all(inverse) + shift) - (ints)shift;
@@ -239,8 +239,8 @@ static void encode(const float *x, long in, coded *to) {
             to->sums[h] = 0;
             for (int i = 0; i < LANES; i++) to->sums[h] += sums[h][i];
         }
-        to->by = most / 127 + none;
-        to->weighed = to->by * (float)(to->sums[0] + to->sums[1]);
+        to->factor = magnitude / 127 + none;
+        to->code_sum = to->factor * (float)(to->sums[0] + to->sums[1]);
     }
 }
 
@@ -323,7 +323,7 @@ static void decode_cell(int type, const uint8_t *b, int at, decoded *to) {
 }
 
 // Writes the codes of a cell of output `lane`, in the layout that `unpack` reads.
-static void put_codes(form f, const decoded *from, long lane, char *to) {
+static void write_codes(form f, const decoded *from, long lane, char *to) {
     uint32_t each[8], fifth = 0, upper[2] = {0};
     memcpy(each, from->codes, sizeof each);
     to += lane * 4;
@@ -338,7 +338,7 @@ static void put_codes(form f, const decoded *from, long lane, char *to) {
     if (f.bits == 6) memcpy(to + 4 * CODE_BYTES, upper, 4), memcpy(to + 5 * CODE_BYTES, upper + 1, 4);
 }
 
-static void put_scales(form f, const decoded *from, long cell, long lane, char *at) {
+static void write_scales(form f, const decoded *from, long cell, long lane, char *at) {
     char *own = at + scales_at(f, cell);
     char *super = own - cell % SUPER_CELLS * scale_bytes(f) - super_bytes(f);
     char *halves = f.scales < SIXES ? own : super;
@@ -359,8 +359,8 @@ static void repack(int type, const uint8_t *blocks, long out, long in, long pane
             if (row < out)
                 decode_cell(type, blocks + row * row_bytes + cell / per * block_bytes(type),
                             (int)(cell % per), &each);
-            put_codes(f, &each, lane, to + cell * cell_bytes(f));
-            put_scales(f, &each, cell, lane, to + in / CELL * cell_bytes(f));
+            write_codes(f, &each, lane, to + cell * cell_bytes(f));
+            write_scales(f, &each, cell, lane, to + in / CELL * cell_bytes(f));
         }
     }
 }

@@ -56,7 +56,7 @@ def build_name() -> str | None:
 
 def _cached_or_built() -> ctypes.CDLL:
     """Return the library from the cache, or compile it. Raises OSError or SubprocessError."""
-    offered, compiler = builds.offered(), find_compiler()
+    candidates, compiler = builds.candidate_builds(), find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or set CC")
     folder = cache_folder("compiled")
@@ -64,23 +64,23 @@ def _cached_or_built() -> ctypes.CDLL:
         _logger.warning(
             "no cache folder (set HOME or XDG_CACHE_HOME): kernels are compiled at every start"
         )
-    build = _choice(offered, compiler, folder)
+    build = _choice(candidates, compiler, folder)
     kernels = library_of(build, compiler, folder)
-    if build is not offered[0]:
-        reason = f"{compiler} does not support {offered[0].name}"
+    if build is not candidates[0]:
+        reason = f"{compiler} does not support {candidates[0].name}"
         _logger.warning(
             "%s: kernels are %s; a newer compiler would support faster ones", reason, build.name
         )
     return kernels
 
 
-def _choice(offered: list[Build], compiler: Compiler, folder: Path | None) -> Build:
+def _choice(candidates: list[Build], compiler: Compiler, folder: Path | None) -> Build:
     """Return the first build that is cached or that the compiler supports. The last build is not
     tested: its failed compilation gives a better message."""
-    *others, last = offered
+    *others, last = candidates
     for build in others:
         kept = folder is not None and (folder / _file_name(build, compiler)).exists()
-        if kept or compiler.takes(build):
+        if kept or compiler.supports(build):
             return build
     return last
 

@@ -72,7 +72,7 @@ def may_use_tiles() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-def offered() -> list[Build]:
+def candidate_builds() -> list[Build]:
     """Return `runnable()`, or only the build named by CBATCH_KERNELS. Raises FieldError if that
     build does not run here."""
     runnable_builds, name = runnable(), os.environ.get(KERNELS)

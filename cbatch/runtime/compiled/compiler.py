@@ -35,7 +35,7 @@ class Compiler(NamedTuple):
     def flags(self, build: Build) -> tuple[str, ...]:
         return flags_of(build, platform.machine(), zig=self.is_zig)
 
-    def takes(self, build: Build) -> bool:
+    def supports(self, build: Build) -> bool:
         """Return whether the compiler supports the instructions of a build; an old one may not."""
         if self.is_zig:  # every zig is recent enough
             return True

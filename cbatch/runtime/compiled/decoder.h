@@ -4,15 +4,15 @@
 #include "attention.h"
 #include "step.h"
 
-#define BENT 4096  // logits that one iteration of the softcap loop handles
+#define SOFTCAP_LOGITS 4096  // logits that one iteration of the softcap loop handles
 
 static float squares(const float *x, long count) {
     vec sum = {0};
     long i = 0;
     for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
-    float found = total(sum);
-    for (; i < count; i++) found += x[i] * x[i];
-    return found;
+    float result = total(sum);
+    for (; i < count; i++) result += x[i] * x[i];
+    return result;
 }
 
 // Writes a token's embedding. `to` has room for whole vectors.
@@ -32,25 +32,25 @@ static void embed_row(const decoder *m, long token, float *to) {
 
 static void embed(pass *p) {
     const float scale = p->model->embedding_scale;
-    EACH_TAKEN(&p->me, p->rows, r) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
         float *to = p->residual + r * p->hidden_stride;
         embed_row(p->model, p->step->tokens[r], to);
         for (long k = 0; scale != 1 && k < p->model->hidden; k++) to[k] *= scale;
     }
 }
 
-// Converts an input row of the product `to` to the form that the product takes.
-static void give(const pass *p, const linear *to, const float *x, long row) {
-    hand_over(takes_of(to), x, to->in, p->taken + row * p->taken_stride);
+// Converts an input row of the product `to` to the form that the product reads.
+static void convert_input(const pass *p, const linear *to, const float *x, long row) {
+    convert_row(row_form_of(to), x, to->in, p->converted + row * p->converted_stride);
 }
 
 static float mean(const float *x, long count) {
     vec sum = {0};
     long i = 0;
     for (; i + LANES <= count; i += LANES) sum += load(x + i);
-    float found = total(sum);
-    for (; i < count; i++) found += x[i];
-    return found / count;
+    float result = total(sum);
+    for (; i < count; i++) result += x[i];
+    return result / count;
 }
 
 // Computes x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, with `scale` its weight times sqrt(n). With
@@ -65,53 +65,54 @@ static void norm(const decoder *m, const float *x, const float *scale, float *to
 }
 
 // Adds the pending sums to a row of the residual stream.
-static void settle(const pass *p, long row) {
+static void add_pending_sums(const pass *p, long row) {
     const long hidden = p->model->hidden;
-    if (!p->owes) return;
-    float *x = p->residual + row * p->hidden_stride, *made = p->partial + row * hidden;
+    if (!p->sums_pending) return;
+    float *x = p->residual + row * p->hidden_stride, *normed = p->partial + row * hidden;
     const float *sums = p->sums + row * hidden;
-    if (p->after) norm(p->model, sums, p->after, made), sums = made;
+    if (p->after) norm(p->model, sums, p->after, normed), sums = normed;
     for (long k = 0; k < hidden; k++) x[k] += p->model->residual_scale * sums[k];
 }
 
-static void keep(const pass *p, long kept, long row, const float *x) {
+static void save_state(const pass *p, long state, long row, const float *x) {
     const long hidden = p->model->hidden;
-    if (kept >= 0)
-        memcpy(p->step->hidden + (row * p->step->num_kept + kept) * hidden, x, hidden * 4);
+    if (state >= 0)
+        memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
-// Norms the residual stream (with `plain`, copies it) for a product; keeps it as state `kept`.
-// Unless the product takes floats, a normed row is needed only until it is converted.
-static void normalize(pass *p, const linear *to, int plain, long kept) {
-    EACH_TAKEN(&p->me, p->rows, r) {
+// Norms the residual stream (with `plain`, copies it) for a product, and saves the stream as state
+// `state`. Unless the product reads floats, a normed row is needed only until it is converted.
+static void normalize(pass *p, const linear *to, int plain, long state) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
-        float *normed = p->normed + (takes_of(to) == FLOATS ? r : p->me.thread) * p->hidden_stride;
-        settle(p, r);
-        keep(p, kept, r, x);
+        const long row = row_form_of(to) == FLOATS ? r : p->me.thread;
+        float *normed = p->normed + row * p->hidden_stride;
+        add_pending_sums(p, r);
+        save_state(p, state, r, x);
         if (plain) memcpy(normed, x, p->model->hidden * 4);
         else norm(p->model, x, to->scale, normed);
-        give(p, to, normed, r);
+        convert_input(p, to, normed, r);
     }
-    p->owes = 0;
+    p->sums_pending = 0;
 }
 
 // Builds the input rows of a drafter from tokens and states.
-static void pair_up(pass *p, const linear *to) {
+static void build_pairs(pass *p, const linear *to) {
     const decoder *m = p->model;
     const reader *by = m->reader;
     const long bytes = m->hidden * 4;
-    EACH_TAKEN(&p->me, p->rows, r) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
         float *residual = p->residual + r * p->hidden_stride;
         float *token = p->pairs + r * p->pair_stride, *state = token + m->hidden;
         float *embedded = p->normed + r * p->hidden_stride;
-        const float *given = p->step->states + r * m->hidden;
+        const float *input = p->step->states + r * m->hidden;
         embed_row(m, p->step->tokens[r], embedded);
         if (by->token_norm) norm(m, embedded, by->token_norm, token);
         else memcpy(token, embedded, bytes);
-        if (by->state_norm) norm(m, given, by->state_norm, state);
-        else memcpy(state, given, bytes);
-        memcpy(residual, by->normed_residual ? state : given, bytes);
-        give(p, to, token, r);
+        if (by->state_norm) norm(m, input, by->state_norm, state);
+        else memcpy(state, input, bytes);
+        memcpy(residual, by->normed_residual ? state : input, bytes);
+        convert_input(p, to, token, r);
     }
 }
 
@@ -125,8 +126,8 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
 
 // Norms, rotates and scales `queries` queries and the key of a row and KV head. Stores K and V at
 // place `at` of a block.
-static void place(const pass *p, const layer *l, long queries, float *heads, const float *cos_sin,
-                  char *block, long at) {
+static void rotate_and_store(const pass *p, const layer *l, long queries, float *heads,
+                             const float *cos_sin, char *block, long at) {
     const decoder *m = p->model;
     const long dim = m->dim, size = p->step->block_size, half = p->step->kv_half;
     float rotated[dim];
@@ -162,8 +163,8 @@ static void norm_whole(const decoder *m, const layer *l, float *heads) {
 
 // Returns pairs or tiles if products use pairs. Otherwise bits are the same on all processors.
 static enum scoring scoring_of(const pass *p) {
-    if (!p->step->kv_half) return WHOLE;
-    if (takes_of(&p->model->layers->qkv) != PAIRS) return WIDENED;
+    if (!p->step->kv_half) return AS_FP32;
+    if (row_form_of(&p->model->layers->qkv) != PAIRS) return BF16_AS_FP32;
 #if defined(__AMX_TILE__)
     if (fits_tiles(p->model->dim, p->model->dim)) return BY_TILES;
 #endif
@@ -176,20 +177,21 @@ static char *blocks_of(const pass *p, long layer, long head) {
     return s->kv + (layer * p->model->kv_heads + head) * s->blocks * bytes;
 }
 
-static void place_all(pass *p, long index, long queries) {
+static void rotate_and_store_all(pass *p, long index, long queries) {
     const decoder *m = p->model;
     const step *s = p->step;
     const long bytes = block_bytes_of(s->block_size, m->dim, m->dim, scoring_of(p));
-    EACH_TAKEN(&p->me, p->rows, r) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
         const long position = p->positions[r], which = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + which];
         const layer *l = m->layers + index;
         float *heads = p->fused + r * p->fused_stride;
         if (m->whole_heads) norm_whole(m, l, heads);
         for (long head = 0; head < m->kv_heads; head++)
-            place(p, l, queries, heads + head * (queries + 2) * m->dim,
-                  l->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
-                  position - which * s->block_size);
+            rotate_and_store(p, l, queries, heads + head * (queries + 2) * m->dim,
+                             l->cos_sin + position * m->dim,
+                             blocks_of(p, index, head) + block * bytes,
+                             position - which * s->block_size);
     }
 }
 
@@ -198,17 +200,17 @@ static void attend_all(pass *p, long index) {
     const step *s = p->step;
     const scratch mine =
         scratch_at(p->scratches + p->me.thread * p->scratch_size, p->queries, m->dim);
-    for (long i; (i = take(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
-        const piece *of = p->pieces + i / m->kv_heads;
+    for (long i; (i = claim(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
+        const piece *piece = p->pieces + i / m->kv_heads;
         const long head = i % m->kv_heads;
         const layer *l = m->layers + index;
-        const paged kv = {blocks_of(p, index, head), s->tables + of->sequence * s->table_width,
+        const paged kv = {blocks_of(p, index, head), s->tables + piece->sequence * s->table_width,
                           s->block_size, m->dim, m->dim, l->window, m->first, scoring_of(p)};
-        const attending queries = {
-            p->fused + of->row * p->fused_stride + head * (m->group + 2) * m->dim,
-            p->attended + of->row * p->attended_stride + head * m->group * m->dim,
-            of->rows, m->group, of->position, p->fused_stride, m->dim, p->attended_stride, 1, m->cap,
-            l->sinks ? l->sinks + head * m->group : 0};
+        const query_rows queries = {
+            p->fused + piece->row * p->fused_stride + head * (m->group + 2) * m->dim,
+            p->attended + piece->row * p->attended_stride + head * m->group * m->dim,
+            piece->rows, m->group, piece->position, p->fused_stride, m->dim, p->attended_stride, 1,
+            m->cap, l->sinks ? l->sinks + head * m->group : 0};
         attend(&queries, &kv, &mine);
     }
 }
@@ -216,46 +218,46 @@ static void attend_all(pass *p, long index) {
 // Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
 static void activate(pass *p, const linear *to) {
     const decoder *m = p->model;
-    EACH_TAKEN(&p->me, p->rows, r) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
         const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + to->in;
-        float *found = p->inner + r * p->inner_stride;
+        float *inner = p->inner + r * p->inner_stride;
         for (long k = 0; k < to->in; k += LANES) {
             const vec by = m->gated ? load(up + k) : all(1);
-            store(found + k, gated(m->gating, load(gate + k), by, 0, 0));
+            store(inner + k, gated(m->gating, load(gate + k), by, 0, 0));
         }
-        give(p, to, found, r);
+        convert_input(p, to, inner, r);
     }
 }
 
-static void look_at_wanted(pass *p) {
-    p->residual = p->some_residual, p->attended = p->some_attended, p->rows = p->num_wanted;
+static void use_logit_rows(pass *p) {
+    p->residual = p->logit_residual, p->attended = p->logit_attended, p->rows = p->num_logit_rows;
 }
 
-// Keeps only the wanted rows: from here on, rows do not read each other.
-static void select_wanted(pass *p) {
-    EACH_TAKEN(&p->me, p->num_wanted, i) {
-        const long row = p->step->wanted[i];
-        memcpy(p->some_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
+// Keeps only the rows that need logits: from here on, rows do not read each other.
+static void select_logit_rows(pass *p) {
+    EACH_CLAIMED(&p->me, p->num_logit_rows, i) {
+        const long row = p->step->logit_rows[i];
+        memcpy(p->logit_residual + i * p->hidden_stride, p->residual + row * p->hidden_stride,
                p->hidden_stride * 4);
-        memcpy(p->some_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
+        memcpy(p->logit_attended + i * p->attended_stride, p->attended + row * p->attended_stride,
                p->attended_stride * 4);
     }
-    look_at_wanted(p);
+    use_logit_rows(p);
 }
 
-static void give_attended(pass *p, const linear *to) {
-    if (takes_of(to) == FLOATS) return;
-    EACH_TAKEN(&p->me, p->rows, r)
-        give(p, to, p->attended + r * p->attended_stride, r);
+static void convert_attended(pass *p, const linear *to) {
+    if (row_form_of(to) == FLOATS) return;
+    EACH_CLAIMED(&p->me, p->rows, r)
+        convert_input(p, to, p->attended + r * p->attended_stride, r);
 }
 
-static void multiply(pass *p, const linear *by, const float *x, long x_stride, float *y,
+static void multiply(pass *p, const linear *weights, const float *x, long x_stride, float *y,
                      long y_stride, int add) {
-    const int floats = takes_of(by) == FLOATS;
-    const problem of = {.by = by, .x = floats ? (const char *)x : p->taken, .y = y,
-                        .x_stride = floats ? x_stride * 4 : p->taken_stride,
+    const int floats = row_form_of(weights) == FLOATS;
+    const problem args = {.weights = weights, .x = floats ? (const char *)x : p->converted, .y = y,
+                        .x_stride = floats ? x_stride * 4 : p->converted_stride,
                         .y_stride = y_stride, .add = add};
-    product_of(&of, p->rows, &p->me);
+    product_of(&args, p->rows, &p->me);
 }
 
 // Returns the address where `out` and `down` write their sums.
@@ -264,12 +266,14 @@ static long sums_stride(const pass *p) {
     return p->partial ? p->model->hidden : p->hidden_stride;
 }
 
-// Notes that the sums of half a layer are still to be normed by `after` and added to the residual.
-static void owe(pass *p, const float *after) { p->owes = p->partial != 0, p->after = after; }
+// Marks the sums of half a layer as pending: normed by `after`, they are still to be added.
+static void defer_sums(pass *p, const float *after) {
+    p->sums_pending = p->partial != 0, p->after = after;
+}
 
 // Computes residual += down(silu(gate) * up) of the normed rows, or the output of their experts.
 static void feed_forward(pass *p, const layer *l) {
-    owe(p, l->after_forward);
+    defer_sums(p, l->after_forward);
     if (l->experts) {
         multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
         expert_job job = {.me = p->me};
@@ -280,10 +284,10 @@ static void feed_forward(pass *p, const layer *l) {
         return;
     }
     if (gated_by_product(p->model, l)) {
-        const problem up = {.by = &l->gate_up, .x = p->taken, .x_stride = p->taken_stride,
+        const problem up = {.weights = &l->gate_up, .x = p->converted, .x_stride = p->converted_stride,
                             .gated = p->gated, .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
-        const problem down = {.by = &l->down, .x = p->gated, .y = sums_of(p),
+        const problem down = {.weights = &l->down, .x = p->gated, .y = sums_of(p),
                               .x_stride = p->gated_stride, .y_stride = sums_stride(p),
                               .add = !p->partial};
         product_of(&down, p->rows, &p->me);
@@ -294,22 +298,22 @@ static void feed_forward(pass *p, const layer *l) {
     multiply(p, &l->down, p->inner, p->inner_stride, sums_of(p), sums_stride(p), !p->partial);
 }
 
-static void keep_all(pass *p) {
-    EACH_TAKEN(&p->me, p->rows, r) {
-        settle(p, r);
-        keep(p, p->model->kept, r, p->residual + r * p->hidden_stride);
+static void save_all_states(pass *p) {
+    EACH_CLAIMED(&p->me, p->rows, r) {
+        add_pending_sums(p, r);
+        save_state(p, p->model->kept, r, p->residual + r * p->hidden_stride);
     }
-    p->owes = 0;
+    p->sums_pending = 0;
 }
 
-// Builds the rows of a drafter's first layer. Returns nonzero if its qkv takes [token | state].
+// Builds the rows of a drafter's first layer. Returns nonzero if its qkv reads [token | state].
 static int read_states(pass *p) {
     const reader *by = p->model->reader;
-    const linear *front = by->front.num_parts ? &by->front : 0;
-    const linear *kv = !p->num_wanted && by->only_kv.num_parts ? &by->only_kv : 0;
-    pair_up(p, front ? front : kv ? kv : &p->model->layers->qkv);
-    if (!front) return 1;
-    multiply(p, front, p->pairs, p->pair_stride, p->residual, p->hidden_stride, 0);
+    const linear *input_layer = by->input_layer.num_parts ? &by->input_layer : 0;
+    const linear *kv = !p->num_logit_rows && by->only_kv.num_parts ? &by->only_kv : 0;
+    build_pairs(p, input_layer ? input_layer : kv ? kv : &p->model->layers->qkv);
+    if (!input_layer) return 1;
+    multiply(p, input_layer, p->pairs, p->pair_stride, p->residual, p->hidden_stride, 0);
     return 0;
 }
 
@@ -318,33 +322,34 @@ static void project(pass *p, long index, int pairs) {
     const decoder *m = p->model;
     const layer *l = m->layers + index;
     const reader *by = index ? 0 : m->reader;
-    const int alone = by && !p->num_wanted && by->only_kv.num_parts;
-    const linear *qkv = alone ? &by->only_kv : &l->qkv;
+    const int kv_only = by && !p->num_logit_rows && by->only_kv.num_parts;
+    const linear *qkv = kv_only ? &by->only_kv : &l->qkv;
     if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride, 0);
     else {
         normalize(p, qkv, m->plain || (by && by->plain_in), l->kept);
         multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride, 0);
     }
-    place_all(p, index, alone ? 0 : m->group);
+    rotate_and_store_all(p, index, kv_only ? 0 : m->group);
 }
 
-static int keeps_all(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
+static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
 
 // Computes what follows the last layer: the kept output, the final norm, and the logits.
 static void finish(pass *p) {
     const decoder *m = p->model;
-    if (keeps_all(p)) {
-        keep_all(p);
-        if (!p->num_wanted) return;
-        select_wanted(p);
+    if (saves_all_states(p)) {
+        save_all_states(p);
+        if (!p->num_logit_rows) return;
+        select_logit_rows(p);
     }
     normalize(p, &m->head, m->reader && m->reader->plain_out, m->reader ? m->kept : -1);
     multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices, 0);
     if (!m->logit_cap) return;
-    const long pieces = (m->choices + BENT - 1) / BENT;
-    EACH_TAKEN(&p->me, p->rows * pieces, i) {
-        const long first = i % pieces * BENT, count = least(m->choices - first, BENT);
-        bend(p->logits + i / pieces * m->choices + first, count, m->logit_cap);
+    const long pieces = (m->choices + SOFTCAP_LOGITS - 1) / SOFTCAP_LOGITS;
+    EACH_CLAIMED(&p->me, p->rows * pieces, i) {
+        const long first = i % pieces * SOFTCAP_LOGITS;
+        const long count = min_long(m->choices - first, SOFTCAP_LOGITS);
+        softcap(p->logits + i / pieces * m->choices + first, count, m->logit_cap);
     }
 }
 
@@ -357,13 +362,13 @@ static int first_half(pass *p, long i) {
     if (!i && m->reader) pairs = read_states(p);
     else if (!i) embed(p);
     project(p, i, pairs);
-    if (i == last && !p->num_wanted && !keeps_all(p)) return 0;
+    if (i == last && !p->num_logit_rows && !saves_all_states(p)) return 0;
     if (m->parallel) normalize(p, &l->gate_up, 0, -1), feed_forward(p, l);
     attend_all(p, i);
-    if (i == last && !keeps_all(p)) select_wanted(p);
-    give_attended(p, &l->out);
+    if (i == last && !saves_all_states(p)) select_logit_rows(p);
+    convert_attended(p, &l->out);
     multiply(p, &l->out, p->attended, p->attended_stride, sums_of(p), sums_stride(p), !p->partial);
-    owe(p, l->after_attention);
+    defer_sums(p, l->after_attention);
     return 1;
 }
 
@@ -388,30 +393,30 @@ static void decode_all(void *job) {
         return;
     }
     const long layer = p.part / 2, end = 2 * m->num_layers;
-    if (p.part >= end - 1 && !keeps_all(&p)) look_at_wanted(&p);
+    if (p.part >= end - 1 && !saves_all_states(&p)) use_logit_rows(&p);
     if (p.part == end) finish(&p);
     else if (p.part % 2) second_half(&p, m->layers + layer);
     else first_half(&p, layer);
 }
 
-// Writes K and V of all rows, and the logits of the wanted ones; or runs one part of a pass.
+// Writes K and V of all rows, and the logits of `logit_rows`; or runs one part of a pass.
 // Returns nonzero, and computes nothing, if the step is invalid: see `plan`.
 int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
-    p.rows = step->rows, p.num_wanted = step->num_wanted, p.logits = step->logits;
-    carve(&p, step->memory, most(step->rows, step->num_wanted), step->threads);
+    p.rows = step->rows, p.num_logit_rows = step->num_logit_rows, p.logits = step->logits;
+    carve(&p, step->memory, max_long(step->rows, step->num_logit_rows), step->threads);
     if (!model->adds_later) p.partial = 0;
     p.sums = p.partial;
     if (step->partial) {
         p.partial = step->partial, p.sums = step->sums, p.part = step->part;
-        p.split = 1, p.owes = step->part > 0;
+        p.split = 1, p.sums_pending = step->part > 0;
     }
     const int wrong = plan(&p);
     if (wrong) return wrong;
-    together(decode_all, &p, sizeof p, step->threads,
+    run_job(decode_all, &p, sizeof p, step->threads,
              model->num_layers * LOOPS_OF_A_LAYER + OTHER_LOOPS);
     return 0;
 }
 
 // After this call, no thread reads arguments of an earlier `decode`.
-void rest(void) { wait_until_all_rest(); }
+void rest(void) { wait_until_all_idle(); }

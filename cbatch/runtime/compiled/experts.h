@@ -7,15 +7,15 @@
 #pragma once
 #include "product.h"
 
-#define GAP LANES  // padding after a row, in floats: rows then lie in different cache sets
+#define ROW_PADDING LANES  // padding after a row, in floats: rows then lie in different cache sets
 
 // Points `to` at the next `count` elements of `memory`, and adds their bytes to `used`.
-#define TAKE(to, count, type) \
+#define CARVE(to, count, type) \
     (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
 
 // The activation of a row [gate | up]: silu(gate) * up; gelu(gate) * up in the tanh form; gate *
-// sigmoid(alpha * gate) * (up + 1) of clamped inputs; GIVEN, the caller's; relu(gate)^2 * up.
-enum gating { SILU, GELU_TANH, CLAMPED, GIVEN, RELU_SQUARED };
+// sigmoid(alpha * gate) * (up + 1) of clamped inputs; a function of the caller; relu(gate)^2 * up.
+enum gating { SILU, GELU_TANH, CLAMPED, CALLER, RELU_SQUARED };
 
 // A layer's experts: gate_up [experts + shared] of one shape and type, likewise down, without
 // scale. A row uses the `choices` experts with the highest router scores, weighted by a softmax
@@ -29,17 +29,17 @@ typedef struct {
 
 // gate_up [experts] of one shape and type, likewise down, without scale; x [rows, gate_up->in],
 // rows x_stride floats apart; chosen and weights [rows, choices]: the number `experts` means no
-// expert; between [rows * choices, between_stride] floats, a multiple of 16 and at least 16 more
-// than gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1
-// computes gate_up, 2 the rest, 3 both. With GIVEN, the rest reads `inner` [pairs, down->in], whose
-// pairs are in the order of `between`.
+// expert; gate_up_out [rows * choices, gate_up_out_stride] floats, a multiple of 16 and at least
+// 16 more than gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1
+// computes gate_up, 2 the rest, 3 both. With CALLER, the rest reads `inner` [pairs, down->in], whose
+// pairs are in the order of `gate_up_out`.
 typedef struct {
     const linear *gate_up, *down;
     const float *x, *weights, *inner;
     const int64_t *chosen;
-    float *between, *y;
+    float *gate_up_out, *y;
     char *memory;
-    long experts, rows, choices, x_stride, between_stride, columns, gating, parts, threads;
+    long experts, rows, choices, x_stride, gate_up_out_stride, columns, gating, parts, threads;
     float limit, alpha;
 } expert_step;
 
@@ -49,7 +49,7 @@ typedef struct {
 } share;
 
 // A pair is a row and one of its experts; pairs are sorted by expert. For each pair: its row, its
-// index in `chosen`, its input in the form that products take, and its output. For each row: its
+// index in `chosen`, its input in the form that products read, and its output. For each row: its
 // number of pairs, and their indices `places` [rows, choices]. `num_shares` is an upper bound; the
 // last shares may have no rows.
 typedef struct {
@@ -58,15 +58,16 @@ typedef struct {
     long *row_of, *choice_of, *count, *places, *starts;
     int64_t *chosen;
     share *shares;
-    char *taken;
-    float *made, *weights;
-    long pairs, num_shares, taken_stride, made_stride;
+    char *inputs;
+    float *results, *weights;
+    long pairs, num_shares, input_stride, result_stride;
 } expert_job;
 
 _Static_assert(sizeof(expert_job) <= MOST_JOB_BYTES, "experts are handed over whole");
 
-static long bytes_taken(const linear *by) {
-    return rounded(takes_of(by) == FLOATS ? by->in * 4 : taken_bytes(by->in), 64) + 4 * GAP;
+static long input_bytes(const linear *weights) {
+    const long in = weights->in;
+    return rounded(row_form_of(weights) == FLOATS ? in * 4 : converted_bytes(in), 64) + 4 * ROW_PADDING;
 }
 
 static long carve_experts(expert_job *p) {
@@ -74,17 +75,17 @@ static long carve_experts(expert_job *p) {
     const long pairs = s->rows * s->choices;
     char *memory = s->memory;
     long used = 0;
-    TAKE(p->row_of, pairs, long);
-    TAKE(p->choice_of, pairs, long);
-    TAKE(p->places, pairs, long);
-    TAKE(p->count, s->rows, long);
-    TAKE(p->starts, s->experts + 1, long);
-    p->pairs = pairs, p->num_shares = least(s->experts, pairs) + pairs / CHUNK;
-    TAKE(p->shares, p->num_shares, share);
-    p->taken_stride = most(bytes_taken(s->gate_up), bytes_taken(s->down));
-    TAKE(p->taken, pairs * p->taken_stride, char);
-    p->made_stride = rounded(s->columns, LANES) + GAP;
-    TAKE(p->made, pairs * p->made_stride, float);
+    CARVE(p->row_of, pairs, long);
+    CARVE(p->choice_of, pairs, long);
+    CARVE(p->places, pairs, long);
+    CARVE(p->count, s->rows, long);
+    CARVE(p->starts, s->experts + 1, long);
+    p->pairs = pairs, p->num_shares = min_long(s->experts, pairs) + pairs / CHUNK;
+    CARVE(p->shares, p->num_shares, share);
+    p->input_stride = max_long(input_bytes(s->gate_up), input_bytes(s->down));
+    CARVE(p->inputs, pairs * p->input_stride, char);
+    p->result_stride = rounded(s->columns, LANES) + ROW_PADDING;
+    CARVE(p->results, pairs * p->result_stride, float);
     return used;
 }
 
@@ -92,10 +93,10 @@ static long carve_experts(expert_job *p) {
 // -1 if an entry of `chosen` is invalid.
 static long sort_pairs(const expert_job *p) {
     const expert_step *s = &p->step;
-    const long wanted = s->rows * s->choices;
+    const long num_chosen = s->rows * s->choices;
     memset(p->starts, 0, (s->experts + 1) * sizeof *p->starts);
     memset(p->count, 0, s->rows * sizeof *p->count);
-    for (long i = 0; i < wanted; i++) {
+    for (long i = 0; i < num_chosen; i++) {
         if (s->chosen[i] < 0 || s->chosen[i] > s->experts) return -1;
         if (s->chosen[i] < s->experts) p->starts[s->chosen[i] + 1]++;
     }
@@ -104,11 +105,11 @@ static long sort_pairs(const expert_job *p) {
         const long first = p->starts[e], end = first + p->starts[e + 1];
         p->starts[e + 1] = end;
         for (long row = first; row < end; row += CHUNK)
-            p->shares[shares++] = (share){e, row, least(CHUNK, end - row)};
+            p->shares[shares++] = (share){e, row, min_long(CHUNK, end - row)};
     }
     while (shares < p->num_shares) p->shares[shares++].rows = 0;
     const long pairs = p->starts[s->experts];
-    for (long i = 0; i < wanted; i++)
+    for (long i = 0; i < num_chosen; i++)
         if (s->chosen[i] < s->experts) {
             const long at = p->starts[s->chosen[i]]++;
             p->row_of[at] = i / s->choices, p->choice_of[at] = i;
@@ -127,33 +128,34 @@ static void multiply_shares(expert_job *p, const linear *experts, float *y, long
     const long width = panels * p->num_shares < 4 * WIDE * p->me.threads ? FULL : WIDE;
     for (long i = 0; i < experts->num_parts; i++)
         bands += (panels_of(experts->parts + i) + width - 1) / width;
-    for (long i; (i = take(&p->me, bands * p->num_shares)) >= 0;) {
-        const share *of = p->shares + i / bands;
-        if (!of->rows) continue;
-        const problem here = {.by = experts + of->expert, .x = p->taken + of->row * p->taken_stride,
-                              .y = y + of->row * y_stride, .x_stride = p->taken_stride,
+    for (long i; (i = claim(&p->me, bands * p->num_shares)) >= 0;) {
+        const share *share = p->shares + i / bands;
+        if (!share->rows) continue;
+        const problem here = {.weights = experts + share->expert,
+                              .x = p->inputs + share->row * p->input_stride,
+                              .y = y + share->row * y_stride, .x_stride = p->input_stride,
                               .y_stride = y_stride};
-        const segment *part = here.by->parts;
+        const segment *part = here.weights->parts;
         long band = i % bands;
         for (long count; band >= (count = (panels_of(part) + width - 1) / width); part++)
             band -= count;
-        const long first = band * width, last = least(first + width, panels_of(part));
-        any_band(&here, part, of->rows, first, last);
+        const long first = band * width, last = min_long(first + width, panels_of(part));
+        any_band(&here, part, share->rows, first, last);
     }
 }
 
-static void give_pair(const expert_job *p, const linear *to, const float *x, long at) {
-    char *taken = p->taken + at * p->taken_stride;
-    if (takes_of(to) == FLOATS) memcpy(taken, x, to->in * 4);
-    else hand_over(takes_of(to), x, to->in, taken);
+static void convert_pair(const expert_job *p, const linear *to, const float *x, long at) {
+    char *input = p->inputs + at * p->input_stride;
+    if (row_form_of(to) == FLOATS) memcpy(input, x, to->in * 4);
+    else convert_row(row_form_of(to), x, to->in, input);
 }
 
 INLINE vec gated(long gating, vec gate, vec up, float limit, float alpha) {
     if (gating == SILU) return silu(gate) * up;
     if (gating == RELU_SQUARED) return larger(gate, all(0)) * larger(gate, all(0)) * up;
     if (gating == GELU_TANH) {
-        const vec bent = tangent((gate * gate * gate * 0.044715f + gate) * 0.7978845608f);
-        return gate * 0.5f * (bent + 1) * up;
+        const vec bounded = tangent((gate * gate * gate * 0.044715f + gate) * 0.7978845608f);
+        return gate * 0.5f * (bounded + 1) * up;
     }
     const vec low = all(-limit), high = all(limit);
     gate = pick(gate > high, high, gate);
@@ -163,12 +165,12 @@ INLINE vec gated(long gating, vec gate, vec up, float limit, float alpha) {
 
 static void gate_row(const expert_job *p, long at) {
     const expert_step *s = &p->step;
-    float *gate = s->between + at * s->between_stride;
+    float *gate = s->gate_up_out + at * s->gate_up_out_stride;
     const float *up = gate + s->down->in;
-    float found[rounded(s->down->in, LANES)];
+    float inner[rounded(s->down->in, LANES)];
     for (long k = 0; k < s->down->in; k += LANES)
-        store(found + k, gated(s->gating, load(gate + k), load(up + k), s->limit, s->alpha));
-    give_pair(p, s->down, found, at);
+        store(inner + k, gated(s->gating, load(gate + k), load(up + k), s->limit, s->alpha));
+    convert_pair(p, s->down, inner, at);
 }
 
 static void sum_row(const expert_job *p, long row) {
@@ -177,8 +179,8 @@ static void sum_row(const expert_job *p, long row) {
     memset(to, 0, s->columns * 4);
     for (long i = 0; i < p->count[row]; i++) {
         const long at = p->places[row * s->choices + i];
-        const float weight = s->weights[p->choice_of[at]], *made = p->made + at * p->made_stride;
-        for (long k = 0; k < s->columns; k++) to[k] += weight * made[k];
+        const float weight = s->weights[p->choice_of[at]], *result = p->results + at * p->result_stride;
+        for (long k = 0; k < s->columns; k++) to[k] += weight * result[k];
     }
 }
 
@@ -186,34 +188,34 @@ static void experts_all(void *job) {
     expert_job *p = job;
     const expert_step *s = &p->step;
     if (s->parts & 1) {
-        EACH_TAKEN(&p->me, p->pairs, at)
-            give_pair(p, s->gate_up, s->x + p->row_of[at] * s->x_stride, at);
-        multiply_shares(p, s->gate_up, s->between, s->between_stride);
+        EACH_CLAIMED(&p->me, p->pairs, at)
+            convert_pair(p, s->gate_up, s->x + p->row_of[at] * s->x_stride, at);
+        multiply_shares(p, s->gate_up, s->gate_up_out, s->gate_up_out_stride);
     }
     if (s->parts & 2) {
-        EACH_TAKEN(&p->me, p->pairs, at)
-            if (s->gating == GIVEN) give_pair(p, s->down, s->inner + at * s->down->in, at);
+        EACH_CLAIMED(&p->me, p->pairs, at)
+            if (s->gating == CALLER) convert_pair(p, s->down, s->inner + at * s->down->in, at);
             else gate_row(p, at);
-        multiply_shares(p, s->down, p->made, p->made_stride);
-        EACH_TAKEN(&p->me, s->rows, row) sum_row(p, row);
+        multiply_shares(p, s->down, p->results, p->result_stride);
+        EACH_CLAIMED(&p->me, s->rows, row) sum_row(p, row);
     }
 }
 
 // Chooses a row's experts and their weights from its router scores; the first of equal scores wins.
 static void route(const mixture *m, const float *scores, int64_t *chosen, float *weights) {
     const float none = -__builtin_inff();
-    float left[m->experts], sum = 0, top = 0;
-    memcpy(left, scores, sizeof left);
+    float remaining[m->experts], sum = 0, top = 0;
+    memcpy(remaining, scores, sizeof remaining);
     for (long i = 0; i < m->choices; i++) {
         long best = 0;
         for (long e = 1; e < m->experts; e++)
-            if (left[e] > left[best]) best = e;
+            if (remaining[e] > remaining[best]) best = e;
         if (!i) top = scores[best];
-        chosen[i] = best, left[best] = none;
+        chosen[i] = best, remaining[best] = none;
         weights[i] = exponential(all(scores[best] - top))[0], sum += weights[i];
     }
     for (long e = 0; e < m->experts && !m->normalized; e++)
-        if (left[e] > none) sum += exponential(all(left[e] - top))[0];
+        if (remaining[e] > none) sum += exponential(all(remaining[e] - top))[0];
     for (long i = 0; i < m->choices; i++) weights[i] /= sum;
     for (long i = m->choices; i < m->choices + m->shared; i++) {
         chosen[i] = m->experts + i - m->choices;
@@ -223,15 +225,15 @@ static void route(const mixture *m, const float *scores, int64_t *chosen, float 
 
 // Lays out the memory of a layer's experts for `rows` rows; returns its bytes.
 static long carve_mixture(expert_job *p, const mixture *m, long rows, long columns, char *memory) {
-    const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + GAP;
+    const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + ROW_PADDING;
     long used = 0;
     p->step = (expert_step){.gate_up = m->gate_up, .down = m->down, .gating = m->gating,
                             .experts = m->experts + m->shared, .rows = rows, .choices = choices,
-                            .between_stride = stride, .columns = columns, .parts = 3,
+                            .gate_up_out_stride = stride, .columns = columns, .parts = 3,
                             .limit = m->limit, .alpha = m->alpha};
-    TAKE(p->chosen, rows * choices, int64_t);
-    TAKE(p->weights, rows * choices, float);
-    TAKE(p->step.between, rows * choices * stride, float);
+    CARVE(p->chosen, rows * choices, int64_t);
+    CARVE(p->weights, rows * choices, float);
+    CARVE(p->step.gate_up_out, rows * choices * stride, float);
     p->step.chosen = p->chosen, p->step.weights = p->weights, p->step.memory = memory + used;
     return used + carve_experts(p);
 }
@@ -239,8 +241,8 @@ static long carve_mixture(expert_job *p, const mixture *m, long rows, long colum
 // Computes a layer's experts from router scores, whose rows are `stride` floats apart.
 static void mix(expert_job *p, const mixture *m, const float *scores, long stride) {
     const expert_step *s = &p->step;
-    EACH_TAKEN(&p->me, s->rows, r)
+    EACH_CLAIMED(&p->me, s->rows, r)
         route(m, scores + r * stride, p->chosen + r * s->choices, p->weights + r * s->choices);
-    for (long i; (i = take(&p->me, 1)) >= 0;) sort_pairs(p);
+    for (long i; (i = claim(&p->me, 1)) >= 0;) sort_pairs(p);
     experts_all(p);
 }

@@ -18,7 +18,7 @@ from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.config import Experts
 
 _ALIGNMENT_BYTES = 64
-_ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster, as for one product
+_SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster
 
 
 class Gating(enum.IntEnum):
@@ -29,12 +29,12 @@ class Gating(enum.IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
-    GIVEN = 3
+    CALLER = 3
     RELU_SQUARED = 4
 
 
 class Gate(NamedTuple):
-    """An activation. CLAMPED uses `limit` and `alpha`. GIVEN uses `function`, which maps [pairs,
+    """An activation. CLAMPED uses `limit` and `alpha`. CALLER uses `function`, which maps [pairs,
     outputs of gate_up] to [pairs, inputs of down]; a pair is a row and one of its experts. The
     function must be batch-invariant."""
 
@@ -49,8 +49,8 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *fields(POINTER(LinearStruct), "gate_up down"),
-        *fields(c_void_p, "x weights inner chosen between y memory"),
-        *fields(c_long, "experts rows choices x_stride between_stride columns gating"),
+        *fields(c_void_p, "x weights inner chosen gate_up_out y memory"),
+        *fields(c_long, "experts rows choices x_stride gate_up_out_stride columns gating"),
         *fields(c_long, "parts threads"),
         *fields(c_float, "limit alpha"),
     ]
@@ -83,7 +83,7 @@ class CompiledExperts:
         self._gate_up = (LinearStruct * len(gate_up))(*(each.struct for each in gate_up))
         self._down = (LinearStruct * len(down))(*(each.struct for each in down))
         self.gate, self.num_experts = gate, len(gate_up)
-        self._between, self._columns = gate_up[0].shape
+        self._gate_up_width, self._columns = gate_up[0].shape
         self._out, self._inner = down[0].shape
         self._bytes, self._run = kernel.experts_bytes, kernel.run_experts
         self._bytes.argtypes, self._bytes.restype = [POINTER(_Step)], c_long
@@ -132,8 +132,8 @@ class CompiledExperts:
         x, weights = x.float().contiguous(), weights.float().contiguous()
         chosen = chosen.to(torch.int64).contiguous()
         y = x.new_empty(rows, self._out)
-        pairs, stride = rows * choices, (-(-self._between // MOST_LANES) + 1) * MOST_LANES
-        between = x.new_empty(pairs, stride)
+        pairs, stride = rows * choices, (-(-self._gate_up_width // MOST_LANES) + 1) * MOST_LANES
+        gate_up_out = x.new_empty(pairs, stride)
         step = _Step(
             self._gate_up,
             self._down,
@@ -141,7 +141,7 @@ class CompiledExperts:
             weights.data_ptr(),
             None,
             chosen.data_ptr(),
-            between.data_ptr(),
+            gate_up_out.data_ptr(),
             y.data_ptr(),
             None,
             self.num_experts,
@@ -162,7 +162,8 @@ class CompiledExperts:
             self._call(step, 3)
             return y
         num_pairs = self._call(step, 1)
-        inner = self.gate.function(between[:num_pairs, : self._between]).float().contiguous()
+        inputs = gate_up_out[:num_pairs, : self._gate_up_width]
+        inner = self.gate.function(inputs).float().contiguous()
         if inner.shape != (num_pairs, self._inner):
             raise ValueError(f"gate: {tuple(inner.shape)}, not {(num_pairs, self._inner)}")
         step.inner = inner.data_ptr()
@@ -170,8 +171,8 @@ class CompiledExperts:
         return y
 
     def _threads(self, pairs: int) -> int:
-        work = pairs * (self._between * self._columns + self._out * self._inner)
-        return 1 if work < _ALONE_BELOW else num_threads()
+        work = pairs * (self._gate_up_width * self._columns + self._out * self._inner)
+        return 1 if work < _SINGLE_THREAD_BELOW else num_threads()
 
     def _call(self, step: _Step, parts: int) -> int:
         """Run parts 1, 2 or both (3), see experts.h; return the number of (row, expert) pairs."""
@@ -191,7 +192,7 @@ def _check(gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], 
     if len(gate_up) != len(down):
         raise ValueError(f"experts: {len(gate_up)} of gate_up, {len(down)} of down")
     given, wide, inner = gate.function is not None, gate_up[0].shape[0], down[0].shape[1]
-    if given is not (gate.gating is Gating.GIVEN):
+    if given is not (gate.gating is Gating.CALLER):
         raise ValueError(f"gate: {gate.gating.name} {'with' if given else 'without'} a function")
     if not given and wide != 2 * inner:
         raise ValueError(f"gate: {wide} outputs of gate_up for {inner} inputs of down")

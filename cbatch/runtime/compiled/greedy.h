@@ -4,7 +4,7 @@
 #include "team.h"
 #include "vectors.h"
 
-#define STRETCH 1024  // logits: first the maximum of each stretch is found, then its index
+#define SPAN_LOGITS 1024  // first the maximum of each span of logits is found, then its index
 #define ACCUMULATORS 4  // vectors of independent maxima
 
 typedef struct {
@@ -13,7 +13,7 @@ typedef struct {
     int64_t *tokens;
     uint8_t *finite;
     long rows, vocab;
-} choosing;
+} choice_job;
 
 // Returns the highest of `count` logits; `odd` becomes NaN if a logit is not finite.
 static float highest_of(const float *x, long count, float *odd) {
@@ -27,24 +27,24 @@ static float highest_of(const float *x, long count, float *odd) {
             top[i] = larger(each, top[i]);
             zeros[i] += each * 0.0f;
         }
-    float found = -__builtin_inff();
+    float highest = -__builtin_inff();
     UNROLLED for (int i = 0; i < ACCUMULATORS; i++) {
-        for (int l = 0; l < LANES; l++) found = top[i][l] > found ? top[i][l] : found;
+        for (int l = 0; l < LANES; l++) highest = top[i][l] > highest ? top[i][l] : highest;
         *odd += total(zeros[i]);
     }
     for (; k < count; k++) {
-        found = x[k] > found ? x[k] : found;
+        highest = x[k] > highest ? x[k] : highest;
         *odd += x[k] * 0.0f;
     }
-    return found;
+    return highest;
 }
 
 // Returns the first index of the highest logit, or of a NaN if there is one.
 static long choice_of(const float *x, long vocab, uint8_t *finite) {
     float highest = -__builtin_inff(), odd = 0;
     long from = 0, token = 0;
-    for (long k = 0; k < vocab; k += STRETCH) {
-        const float here = highest_of(x + k, least(vocab - k, STRETCH), &odd);
+    for (long k = 0; k < vocab; k += SPAN_LOGITS) {
+        const float here = highest_of(x + k, min_long(vocab - k, SPAN_LOGITS), &odd);
         if (here > highest) highest = here, from = k;
     }
     *finite = odd == 0;
@@ -56,7 +56,7 @@ static long choice_of(const float *x, long vocab, uint8_t *finite) {
 }
 
 static void choose_all(void *job) {
-    choosing *p = job;
-    for (long r; (r = take(&p->me, p->rows)) >= 0;)
+    choice_job *p = job;
+    for (long r; (r = claim(&p->me, p->rows)) >= 0;)
         p->tokens[r] = choice_of(p->logits + r * p->vocab, p->vocab, p->finite + r);
 }

@@ -5,7 +5,7 @@
 #include "decoder.h"
 #include "greedy.h"
 
-#define ALONE_CHOICES (1 << 17)  // logits below which one thread is faster than several
+#define SINGLE_THREAD_CHOICES (1 << 17)  // logits below which one thread is faster than several
 
 // A position's states are [layers, width]. `norm` [layers * width], unless null, norms them in
 // groups of `normed` numbers, one layer or all; it is weights times sqrt(normed). Then `fc` maps
@@ -30,42 +30,42 @@ typedef struct {
     long token_stride, block_stride;
 } slot_table;
 
-// The common arguments of the functions below. `like` supplies kv, memory for `rows` rows, blocks,
-// block_size, kv_half and threads of their passes. `work` has `head_bytes` bytes.
+// The common arguments of the functions below. `step_template` supplies kv, memory for `rows`
+// rows, blocks, block_size, kv_half and threads of their passes. `work` has `head_bytes` bytes.
 typedef struct {
     const head *head;
     const slot_table *table;
-    const step *like;
+    const step *step_template;
     char *work;
-} setting;
+} head_call;
 
 typedef struct {
-    float *given, *states, *hidden, *logits;
-    int64_t *tokens, *wanted, *active;
+    float *inputs, *states, *hidden, *logits;
+    int64_t *tokens, *logit_rows, *active;
     int32_t *lens, *contexts, *tables;
-    char *taken;
+    char *converted;
     uint8_t *finite;
-    long taken_stride;
+    long converted_stride;
 } head_work;
 
 static long carve_work(head_work *w, char *memory, const head *h, long rows, long sequences,
                        long width) {
     const decoder *m = h->decoder;
-    const long widest = most(h->layers * h->width, m->hidden);
+    const long widest = max_long(h->layers * h->width, m->hidden);
     long used = 0;
-    w->taken_stride = taken_bytes(widest);
-    TAKE(w->given, rows * widest, float);
-    TAKE(w->states, rows * m->hidden, float);
-    TAKE(w->hidden, rows * m->hidden, float);
-    TAKE(w->logits, sequences * m->choices, float);
-    TAKE(w->tokens, rows, int64_t);
-    TAKE(w->wanted, rows, int64_t);
-    TAKE(w->active, rows, int64_t);
-    TAKE(w->lens, rows, int32_t);
-    TAKE(w->contexts, rows, int32_t);
-    TAKE(w->tables, sequences * width, int32_t);
-    TAKE(w->taken, rows * w->taken_stride, char);
-    TAKE(w->finite, rows, uint8_t);
+    w->converted_stride = converted_bytes(widest);
+    CARVE(w->inputs, rows * widest, float);
+    CARVE(w->states, rows * m->hidden, float);
+    CARVE(w->hidden, rows * m->hidden, float);
+    CARVE(w->logits, sequences * m->choices, float);
+    CARVE(w->tokens, rows, int64_t);
+    CARVE(w->logit_rows, rows, int64_t);
+    CARVE(w->active, rows, int64_t);
+    CARVE(w->lens, rows, int32_t);
+    CARVE(w->contexts, rows, int32_t);
+    CARVE(w->tables, sequences * width, int32_t);
+    CARVE(w->converted, rows * w->converted_stride, char);
+    CARVE(w->finite, rows, uint8_t);
     return used;
 }
 
@@ -78,12 +78,12 @@ long head_bytes(const head *h, long rows, long sequences, long width) {
 
 typedef struct {
     member me;
-    const head *by;
+    const head *head;
     head_work work;
     const float *hidden;
     float *fused;
     long rows;
-} fusing;
+} fuse_job;
 
 // Computes x / sqrt(sum(x^2) + n eps) * scale, of n numbers.
 static void norm_of(const float *x, long n, float eps, const float *scale, float *to) {
@@ -92,50 +92,52 @@ static void norm_of(const float *x, long n, float eps, const float *scale, float
 }
 
 static void fuse_all(void *job) {
-    const fusing f = *(const fusing *)job;
+    const fuse_job f = *(const fuse_job *)job;
     member me = f.me;
-    const head *h = f.by;
-    const long wide = h->layers * h->width, floats = !h->fc.num_parts || takes_of(&h->fc) == FLOATS;
-    EACH_TAKEN(&me, f.rows, r) {
+    const head *h = f.head;
+    const long wide = h->layers * h->width, floats = !h->fc.num_parts || row_form_of(&h->fc) == FLOATS;
+    EACH_CLAIMED(&me, f.rows, r) {
         const float *x = f.hidden + r * wide;
-        float *to = h->fc.num_parts ? f.work.given + r * wide : f.fused + r * wide;
+        float *to = h->fc.num_parts ? f.work.inputs + r * wide : f.fused + r * wide;
         if (!h->norm) memcpy(to, x, wide * 4);
         for (long k = 0; h->norm && k < wide; k += h->normed)
             norm_of(x + k, h->normed, h->decoder->eps, h->norm + k, to + k);
-        if (!floats) hand_over(takes_of(&h->fc), to, wide, f.work.taken + r * f.work.taken_stride);
+        char *converted = f.work.converted + r * f.work.converted_stride;
+        if (!floats) convert_row(row_form_of(&h->fc), to, wide, converted);
     }
     if (!h->fc.num_parts) return;
-    const problem of = {.by = &h->fc, .x = floats ? (const char *)f.work.given : f.work.taken,
-                        .y = f.fused, .x_stride = floats ? wide * 4 : f.work.taken_stride,
+    const problem args = {.weights = &h->fc,
+                          .x = floats ? (const char *)f.work.inputs : f.work.converted,
+                          .y = f.fused, .x_stride = floats ? wide * 4 : f.work.converted_stride,
                         .y_stride = h->decoder->hidden};
-    product_of(&of, f.rows, &me);
+    product_of(&args, f.rows, &me);
 }
 
-static void fuse_rows(const setting *s, const head_work *w, const float *hidden, long rows,
+static void fuse_rows(const head_call *s, const head_work *w, const float *hidden, long rows,
                       float *fused) {
-    fusing f = {.by = s->head, .work = *w, .hidden = hidden, .fused = fused, .rows = rows};
-    together(fuse_all, &f, sizeof f, s->like->threads, 2);
+    fuse_job f = {.head = s->head, .work = *w, .hidden = hidden, .fused = fused, .rows = rows};
+    run_job(fuse_all, &f, sizeof f, s->step_template->threads, 2);
 }
 
 // Computes the head's inputs `fused` [rows, hidden] from states `hidden` [rows, layers, width].
-void fuse(const setting *s, const float *hidden, long rows, float *fused) {
+void fuse(const head_call *s, const float *hidden, long rows, float *fused) {
     head_work w;
     carve_work(&w, s->work, s->head, rows, 1, 1);
     fuse_rows(s, &w, hidden, rows, fused);
     rest();
 }
 
-static void table_of(const setting *s, long slot, long width, int32_t *to) {
+static void table_of(const head_call *s, long slot, long width, int32_t *to) {
     memcpy(to, s->table->blocks + slot * s->table->block_stride, width * sizeof *to);
 }
 
 // Adds states to the head's KV. Piece i has those of positions [starts[i], starts[i] + lens[i]) of
 // slots[i]; the pieces of a slot are consecutive and in order. Returns nonzero as `decode` does.
-int ingest(const setting *s, const float *hidden, const int64_t *slots, const int64_t *starts,
+int ingest(const head_call *s, const float *hidden, const int64_t *slots, const int64_t *starts,
            const int64_t *lens, long count, long rows, long width) {
     const decoder *m = s->head->decoder;
     const slot_table *t = s->table;
-    const long size = s->like->block_size, bytes = m->hidden * sizeof(float);
+    const long size = s->step_template->block_size, bytes = m->hidden * sizeof(float);
     head_work w;
     carve_work(&w, s->work, s->head, rows, count, width);
     expect_jobs(1);  // keeps threads awake between the two jobs
@@ -154,10 +156,11 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
         }
         if (lens[i]) memcpy(last, w.hidden + (row - 1) * m->hidden, bytes);
     }
-    step of = *s->like;
-    of.tokens = w.tokens, of.query_lens = w.lens, of.context_lens = w.contexts, of.tables = w.tables;
-    of.states = w.states, of.rows = rows, of.sequences = count, of.table_width = width;
-    const int wrong = decode(m, &of);
+    step next = *s->step_template;
+    next.tokens = w.tokens, next.query_lens = w.lens, next.context_lens = w.contexts;
+    next.tables = w.tables;
+    next.states = w.states, next.rows = rows, next.sequences = count, next.table_width = width;
+    const int wrong = decode(m, &next);
     expect_jobs(0);
     rest();
     return wrong;
@@ -165,8 +168,8 @@ int ingest(const setting *s, const float *hidden, const int64_t *slots, const in
 
 // Keeps the active sequences that need more than `depth` drafts, with their next inputs; returns
 // their number.
-static long go_on(const setting *s, head_work *w, long count, long width, const int64_t *depths,
-                  const uint8_t *broken, long depth) {
+static long keep_unfinished(const head_call *s, head_work *w, long count, long width,
+                            const int64_t *depths,const uint8_t *broken, long depth) {
     const head *h = s->head;
     const long hidden = h->decoder->hidden;
     long kept = 0;
@@ -185,13 +188,14 @@ static long go_on(const setting *s, head_work *w, long count, long width, const 
 }
 
 // Chooses the most likely token of each active sequence, as its next input and as a draft.
-static void choose_drafts(const setting *s, head_work *w, long count, int64_t *drafts, long deepest,
+static void choose_drafts(const head_call *s, head_work *w, long count, int64_t *drafts, long deepest,
                           long depth, uint8_t *broken) {
     const head *h = s->head;
     const long choices = h->decoder->choices;
-    choosing c = {.logits = w->logits, .tokens = w->tokens, .finite = w->finite, .rows = count,
+    choice_job c = {.logits = w->logits, .tokens = w->tokens, .finite = w->finite, .rows = count,
                   .vocab = choices};
-    together(choose_all, &c, sizeof c, count * choices < ALONE_CHOICES ? 1 : s->like->threads, 1);
+    const long threads = count * choices < SINGLE_THREAD_CHOICES ? 1 : s->step_template->threads;
+    run_job(choose_all, &c, sizeof c, threads, 1);
     for (long i = 0; i < count; i++) {
         if (!w->finite[i]) broken[w->active[i]] = 1;
         if (h->vocabulary) w->tokens[i] = h->vocabulary[w->tokens[i]];
@@ -202,7 +206,7 @@ static void choose_drafts(const setting *s, head_work *w, long count, int64_t *d
 // Drafts greedily. Sequence i, in slots[i], has known[i] tokens, all but the last in the head's KV.
 // It gets depths[i] >= 1 drafts in drafts [count, deepest]. If its logits are not finite, broken[i]
 // is set and depths[i] becomes the number of drafts before. Returns nonzero as `decode` does.
-int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
+int draft(const head_call *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
           long deepest, long width, int64_t *drafts, uint8_t *broken) {
     const decoder *m = s->head->decoder;
     head_work w;
@@ -211,22 +215,23 @@ int draft(const setting *s, const int64_t *slots, const int64_t *known, int64_t 
         table_of(s, slots[i], width, w.tables + i * width);
         memcpy(w.states + i * m->hidden, s->table->of_slot + slots[i] * m->hidden, m->hidden * 4);
         w.tokens[i] = s->table->tokens[slots[i] * s->table->token_stride + known[i] - 1];
-        w.contexts[i] = (int32_t)known[i], w.lens[i] = 1, w.wanted[i] = w.active[i] = i;
+        w.contexts[i] = (int32_t)known[i], w.lens[i] = 1, w.logit_rows[i] = w.active[i] = i;
     }
-    step of = *s->like;
-    of.tokens = w.tokens, of.query_lens = w.lens, of.context_lens = w.contexts, of.tables = w.tables;
-    of.states = w.states, of.hidden = w.hidden, of.num_kept = 1, of.logits = w.logits;
-    of.wanted = w.wanted, of.table_width = width;
+    step next = *s->step_template;
+    next.tokens = w.tokens, next.query_lens = w.lens, next.context_lens = w.contexts;
+    next.tables = w.tables;
+    next.states = w.states, next.hidden = w.hidden, next.num_kept = 1, next.logits = w.logits;
+    next.logit_rows = w.logit_rows, next.table_width = width;
     int wrong = 0;
     expect_jobs(1);
     for (long depth = 0; count && !wrong; depth++) {
-        of.rows = of.sequences = of.num_wanted = count;
-        wrong = decode(m, &of);
+        next.rows = next.sequences = next.num_logit_rows = count;
+        wrong = decode(m, &next);
         if (wrong) break;
         choose_drafts(s, &w, count, drafts, deepest, depth, broken);
         for (long i = 0; i < count; i++)
             if (!w.finite[i]) depths[w.active[i]] = depth;
-        count = go_on(s, &w, count, width, depths, broken, depth + 1);
+        count = keep_unfinished(s, &w, count, width, depths, broken, depth + 1);
     }
     expect_jobs(0);
     rest();

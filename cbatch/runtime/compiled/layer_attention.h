@@ -5,7 +5,7 @@
 #include "ragged.h"
 #include "team.h"
 
-#define ALONE_BELOW (1 << 16)  // multiplications below which one thread is faster than several
+#define SINGLE_THREAD_BELOW (1 << 16)  // multiplications below which one thread is faster
 
 // The data of a step that its layers share. The kernel fills sequences, positions and pieces
 // [rows]; scratches has [threads, scratch_size] floats.
@@ -42,14 +42,14 @@ typedef struct {
 _Static_assert(sizeof(layer_job) <= MOST_JOB_BYTES, "a layer is handed over whole");
 
 static enum scoring layer_scoring(const attention_layer *l) {
-    if (!l->half) return WHOLE;
+    if (!l->half) return AS_FP32;
 #if defined(__AMX_TILE__)
     if (l->pairs && fits_tiles(l->dim, l->value_dim)) return BY_TILES;
 #endif
 #if defined(__AVX512BF16__)
     if (l->pairs) return BY_PAIRS;
 #endif
-    return WIDENED;
+    return BF16_AS_FP32;
 }
 
 // Returns the blocks of a sequence and KV head.
@@ -62,7 +62,7 @@ static paged layer_blocks(const layer_job *p, long sequence, long head) {
     return kv;
 }
 
-static void place_row(const layer_job *p, long row) {
+static void store_row(const layer_job *p, long row) {
     const attention_layer *l = &p->layer;
     const long size = p->step.rows.block_size, position = p->step.positions[row];
     const long which = position / size;
@@ -75,15 +75,15 @@ static void place_row(const layer_job *p, long row) {
     }
 }
 
-static void attend_piece(const layer_job *p, const piece *of, long head) {
+static void attend_piece(const layer_job *p, const piece *piece, long head) {
     const attention_layer *l = &p->layer;
-    const paged kv = layer_blocks(p, of->sequence, head);
+    const paged kv = layer_blocks(p, piece->sequence, head);
     const scratch mine = scratch_at(p->step.scratches + p->me.thread * p->step.scratch_size,
-                                    queries_of_piece(l->group), most(l->dim, l->value_dim));
+                                    queries_of_piece(l->group), max_long(l->dim, l->value_dim));
     const long first = head * l->group, out_row = l->kv_heads * l->group * l->value_dim;
-    const attending queries = {
-        l->queries + of->row * l->query_row + first * l->query_head,
-        l->out + of->row * out_row + first * l->value_dim, of->rows, l->group, of->position,
+    const query_rows queries = {
+        l->queries + piece->row * l->query_row + first * l->query_head,
+        l->out + piece->row * out_row + first * l->value_dim, piece->rows, l->group, piece->position,
         l->query_row, l->query_head, out_row, l->scale, l->cap, l->sinks ? l->sinks + first : 0};
     attend(&queries, &kv, &mine);
 }
@@ -92,8 +92,8 @@ static void attend_layer_all(void *job) {
     layer_job *p = job;
     const long heads = p->layer.kv_heads;
     if (p->layer.keys)
-        EACH_TAKEN(&p->me, p->step.rows.rows, r) place_row(p, r);
-    for (long i; (i = take(&p->me, p->num_pieces * heads)) >= 0;)
+        EACH_CLAIMED(&p->me, p->step.rows.rows, r) store_row(p, r);
+    for (long i; (i = claim(&p->me, p->num_pieces * heads)) >= 0;)
         attend_piece(p, p->step.pieces + i / heads, i % heads);
 }
 
@@ -103,7 +103,7 @@ static long threads_of(const layer_job *p) {
     const ragged *of = &p->step.rows;
     long keys = 0;
     for (long b = 0; b < of->sequences; b++)
-        keys += of->query_lens[b] * least(of->context_lens[b], l->window);
+        keys += of->query_lens[b] * min_long(of->context_lens[b], l->window);
     const long each = l->kv_heads * l->group * (l->dim + l->value_dim);
-    return keys * each < ALONE_BELOW ? 1 : p->step.threads;
+    return keys * each < SINGLE_THREAD_BELOW ? 1 : p->step.threads;
 }

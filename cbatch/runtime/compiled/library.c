@@ -20,12 +20,12 @@ void end_attention(void) { expect_jobs(0); }
 void attend_layer(const attention_step *of, const attention_layer *layer) {
     layer_job p = {.step = *of, .layer = *layer};
     p.num_pieces = cut(&of->rows, layer->group, of->pieces);
-    together(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
+    run_job(attend_layer_all, &p, sizeof p, threads_of(&p), 2);
 }
 
 // Returns the floats of one thread's working memory, a multiple of a cache line.
 long attention_floats(long group, long dim, long value_dim) {
-    return rounded(scratch_floats(queries_of_piece(group), most(dim, value_dim)), LINE_BYTES / 4);
+    return rounded(scratch_floats(queries_of_piece(group), max_long(dim, value_dim)), LINE_BYTES / 4);
 }
 
 long experts_bytes(const expert_step *of) {
@@ -40,7 +40,7 @@ long run_experts(const expert_step *of) {
     expert_job p = {.step = *of};
     carve_experts(&p);
     p.pairs = sort_pairs(&p);
-    if (p.pairs >= 0) together(experts_all, &p, sizeof p, of->threads, 5);
+    if (p.pairs >= 0) run_job(experts_all, &p, sizeof p, of->threads, 5);
     return p.pairs;
 }
 
@@ -59,62 +59,62 @@ typedef struct {
     char *panels;
     long out, in;
     int type;
-} packing;
+} pack_job;
 
 static void pack_all(void *job) {
-    packing *p = job;
+    pack_job *p = job;
     const segment of = {.out = p->out, .type = p->type};
-    for (long i; (i = take(&p->me, panels_of(&of))) >= 0;)
+    for (long i; (i = claim(&p->me, panels_of(&of))) >= 0;)
         repack(p->type, p->blocks, p->out, p->in, i, p->panels + i * panel_bytes(&of, p->in));
 }
 
 // Repacks blocks [out, in] of a type, as stored in a file, into panels.
 void pack(int type, const uint8_t *blocks, long out, long in, char *panels, long threads) {
-    packing p = {.blocks = blocks, .panels = panels, .out = out, .in = in, .type = type};
-    together(pack_all, &p, sizeof p, threads, 1);
+    pack_job p = {.blocks = blocks, .panels = panels, .out = out, .in = in, .type = type};
+    run_job(pack_all, &p, sizeof p, threads, 1);
     rest();
 }
 
 typedef struct {
     member me;
-    problem of;
+    problem args;
     long rows;
-} multiplying;
+} product_job;
 
 static void multiply_all(void *job) {
-    multiplying *p = job;
-    product_of(&p->of, p->rows, &p->me);
+    product_job *p = job;
+    product_of(&p->args, p->rows, &p->me);
 }
 
 // Computes y [rows, columns] from x [rows, in]. Returns nonzero, without y, if memory runs out.
-int product(const linear *by, const float *x, float *y, long rows, long columns, long threads) {
-    const long in = by->in, stride = taken_bytes(in);
-    const enum takes as = takes_of(by);
-    float *scaled = by->scale ? malloc(rows * in * sizeof *scaled) : 0;
-    char *taken = as == FLOATS ? 0 : malloc(rows * stride);
-    const int short_of = (by->scale && !scaled) || (as != FLOATS && !taken);
-    for (long r = 0; r < rows && !short_of; r++) {
+int product(const linear *weights, const float *x, float *y, long rows, long columns, long threads) {
+    const long in = weights->in, stride = converted_bytes(in);
+    const enum row_form form = row_form_of(weights);
+    float *scaled = weights->scale ? malloc(rows * in * sizeof *scaled) : 0;
+    char *converted = form == FLOATS ? 0 : malloc(rows * stride);
+    const int out_of_memory = (weights->scale && !scaled) || (form != FLOATS && !converted);
+    for (long r = 0; r < rows && !out_of_memory; r++) {
         const float *row = x + r * in;
         if (scaled) {
-            for (long k = 0; k < in; k++) scaled[r * in + k] = row[k] * by->scale[k];
+            for (long k = 0; k < in; k++) scaled[r * in + k] = row[k] * weights->scale[k];
             row = scaled + r * in;
         }
-        if (taken) hand_over(as, row, in, taken + r * stride);
+        if (converted) convert_row(form, row, in, converted + r * stride);
     }
-    if (!short_of) {
-        const char *given = taken ? taken : (const char *)(scaled ? scaled : x);
-        multiplying p = {.of = {by, given, y, taken ? stride : in * 4, columns}, .rows = rows};
-        together(multiply_all, &p, sizeof p, threads, 1);
+    if (!out_of_memory) {
+        const char *input = converted ? converted : (const char *)(scaled ? scaled : x);
+        product_job p = {.args = {weights, input, y, converted ? stride : in * 4, columns}, .rows = rows};
+        run_job(multiply_all, &p, sizeof p, threads, 1);
         rest();
     }
-    free(scaled), free(taken);
-    return short_of;
+    free(scaled), free(converted);
+    return out_of_memory;
 }
 
 // Writes the most likely token of each row of logits [rows, vocab], and whether the row is finite.
 void choose(const float *logits, long rows, long vocab, int64_t *tokens, uint8_t *finite,
             long threads) {
-    choosing p = {.logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};
-    together(choose_all, &p, sizeof p, threads, 1);
+    choice_job p = {.logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};
+    run_job(choose_all, &p, sizeof p, threads, 1);
     rest();
 }

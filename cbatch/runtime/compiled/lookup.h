@@ -15,7 +15,7 @@ typedef struct {
 
 typedef struct {
     int64_t token;
-    long times;
+    long count;
 } follower;
 
 // Working memory of a call. `places` has the indices of the `count` tokens that follow a match, the
@@ -27,14 +27,14 @@ typedef struct {
     follower *table;
 } search;
 
-enum { ABREAST = 16 };  // tokens compared at a time
+enum { COMPARED_TOKENS = 16 };  // tokens compared at a time
 
 // Returns the index after the last `token` in text [end], or 0 if there is none.
-static long behind(const int64_t *text, long end, int64_t token) {
-    for (; end >= ABREAST; end -= ABREAST) {
-        int64_t found = 0;
-        for (long i = 0; i < ABREAST; i++) found |= text[end - 1 - i] == token;
-        if (found) break;
+static long index_after_last(const int64_t *text, long end, int64_t token) {
+    for (; end >= COMPARED_TOKENS; end -= COMPARED_TOKENS) {
+        int64_t matches = 0;
+        for (long i = 0; i < COMPARED_TOKENS; i++) matches |= text[end - 1 - i] == token;
+        if (matches) break;
     }
     while (end > 0 && text[end - 1] != token) end--;
     return end;
@@ -45,7 +45,7 @@ static long behind(const int64_t *text, long end, int64_t token) {
 // `all`, only the last one if all `size` tokens match. As in the Z algorithm (Gusfield 1997, 1.3)
 // no token is read twice: text [low, high) is a suffix of the context, too, so matches inside it
 // are known from the context's overlaps with itself.
-static long follow(search *s, const int64_t *text, long length, const int64_t *end, long size,
+static long find_followers(search *s, const int64_t *text, long length, const int64_t *end, long size,
                    int all) {
     long best = 1, low = length, high = length, count = 0, *const places = s->places;
     long *const overlaps = s->overlaps;
@@ -57,7 +57,7 @@ static long follow(search *s, const int64_t *text, long length, const int64_t *e
     for (long place = length - 1; place > 0; place--) {
         long same = 0;
         if (place > low) same = overlaps[high - place];
-        else place = behind(text, place, end[-1]);
+        else place = index_after_last(text, place, end[-1]);
         if (same >= place - low) {
             same = place > low ? place - low : 0;
             while (same < size && same < place && text[place - 1 - same] == end[-1 - same]) same++;
@@ -72,7 +72,7 @@ static long follow(search *s, const int64_t *text, long length, const int64_t *e
 }
 
 // Returns the most frequent token at the places; the latest one, if several are as frequent.
-static follower likeliest(search *s, const int64_t *text) {
+static follower most_frequent(search *s, const int64_t *text) {
     uint64_t mask = 1;
     while (mask < 2 * (uint64_t)s->count) mask = 2 * mask + 1;
     memset(s->table, 0, (mask + 1) * sizeof *s->table);
@@ -80,9 +80,9 @@ static follower likeliest(search *s, const int64_t *text) {
     for (long i = s->count - 1; i >= 0; i--) {
         const int64_t token = text[s->places[i]];
         uint64_t at = ((uint64_t)token * 0x9E3779B97F4A7C15u >> 32) & mask;
-        while (s->table[at].times && s->table[at].token != token) at = (at + 1) & mask;
+        while (s->table[at].count && s->table[at].token != token) at = (at + 1) & mask;
         s->table[at].token = token;
-        if (++s->table[at].times >= best.times) best = s->table[at];
+        if (++s->table[at].count >= best.count) best = s->table[at];
     }
     return best;
 }
@@ -91,24 +91,24 @@ static follower likeliest(search *s, const int64_t *text) {
 static long guess(search *s, const int64_t *text, long length, long depth, int64_t *drafts) {
     const lookup *of = s->of;
     long size = length < of->longest ? length : of->longest;
-    const long matched = size = follow(s, text, length, text + length, size, of->by_frequency);
+    const long matched = size = find_followers(s, text, length, text + length, size, of->by_frequency);
     if (size < of->shortest) return 0;
     if (!of->by_frequency) {
         for (long i = 0, place = s->places[0]; i < depth; i++, place++)
             drafts[i] = place < length ? text[place] : drafts[place - length];
         return depth;
     }
-    const double most = of->spec_factor * matched;
-    if (most < depth) depth = (long)most;
+    const double max_drafts = of->spec_factor * matched;
+    if (max_drafts < depth) depth = (long)max_drafts;
     memcpy(s->recent, text + length - matched, matched * sizeof *text);
     double probability = 1;
     for (long i = 0; i < depth; i++) {
         if (i) {
             size = size < of->longest ? size + 1 : size;
-            size = follow(s, text, length, s->recent + matched + i, size, 1);
+            size = find_followers(s, text, length, s->recent + matched + i, size, 1);
         }
-        const follower next = likeliest(s, text);
-        probability *= (double)next.times / s->count;
+        const follower next = most_frequent(s, text);
+        probability *= (double)next.count / s->count;
         if (probability < of->least_probability) return i;
         drafts[i] = s->recent[matched + i] = next.token;
     }
@@ -122,10 +122,10 @@ static long window_start(long end, long half) {
 }
 
 // Allocates memory for requests [rows, width]; column `last` has the end of a request's text.
-static int begin(search *s, const lookup *of, const int64_t *asked, long rows, long width, long last,
-                 long half) {
+static int allocate(search *s, const lookup *of, const int64_t *requests, long rows, long width,
+                    long last, long half) {
     long tokens = 0;
-    for (const int64_t *row = asked; row < asked + rows * width; row += width) {
+    for (const int64_t *row = requests; row < requests + rows * width; row += width) {
         const long length = row[last] < 2 * half ? row[last] : 2 * half;
         if (length > tokens) tokens = length;
     }
@@ -137,14 +137,14 @@ static int begin(search *s, const lookup *of, const int64_t *asked, long rows, l
     return !memory;
 }
 
-// Each row of `asked` [rows] has a slot, the slot's number of known tokens, and the number of
+// Each row of `requests` [rows] has a slot, the slot's number of known tokens, and the number of
 // drafts to make. It gets the number of drafts made, then the drafts. tokens [slots, stride].
 // Returns nonzero if memory runs out.
-int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
+int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *requests,
             long rows, long depth) {
     search s;
-    if (begin(&s, of, asked, rows, 4 + depth, 1, half)) return 1;
-    for (int64_t *row = asked; row < asked + rows * (4 + depth); row += 4 + depth) {
+    if (allocate(&s, of, requests, rows, 4 + depth, 1, half)) return 1;
+    for (int64_t *row = requests; row < requests + rows * (4 + depth); row += 4 + depth) {
         const long start = window_start(row[1], half);
         row[3] = guess(&s, tokens + row[0] * stride + start, row[1] - start, row[2], row + 4);
     }
@@ -152,13 +152,13 @@ int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int
     return 0;
 }
 
-// Each row of `asked` [rows] has a slot, a first and an end position. Each position's token is
+// Each row of `requests` [rows] has a slot, a first and an end position. Each position's token is
 // drafted from the tokens before it. The row gets the numbers of drafts and of correct drafts.
-int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *asked,
+int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *requests,
                  long rows) {
     search s;
-    if (begin(&s, of, asked, rows, 5, 2, half)) return 1;
-    for (int64_t *row = asked; row < asked + rows * 5; row += 5) {
+    if (allocate(&s, of, requests, rows, 5, 2, half)) return 1;
+    for (int64_t *row = requests; row < requests + rows * 5; row += 5) {
         const int64_t *text = tokens + row[0] * stride;
         row[3] = row[4] = 0;
         for (long end = row[1]; end < row[2]; end++) {

@@ -9,7 +9,7 @@
 
 // How K and V are multiplied: as fp32; as bf16 converted to fp32; by instructions for pairs of
 // bf16; by those for tiles. The last two round queries and weights to bf16.
-enum scoring { WHOLE, WIDENED, BY_PAIRS, BY_TILES };
+enum scoring { AS_FP32, BF16_AS_FP32, BY_PAIRS, BY_TILES };
 
 // A layer's blocks of one KV head, [blocks, block_size * (dim + value_dim)]; `table` has the ids of
 // a sequence's blocks. A block has K, transposed, then V, in cells of 4 bytes. fp32: [dim,
@@ -23,7 +23,7 @@ typedef struct {
     enum scoring scoring;
 } paged;
 
-INLINE long kv_size(enum scoring scoring) { return scoring == WHOLE ? 4 : 2; }
+INLINE long kv_size(enum scoring scoring) { return scoring == AS_FP32 ? 4 : 2; }
 INLINE long block_bytes_of(long block_size, long dim, long value_dim, enum scoring scoring) {
     return block_size * (dim + value_dim) * kv_size(scoring);
 }
@@ -66,7 +66,7 @@ typedef struct {
     long rows, group, position, stride, head_stride, out_stride;
     float scale, cap;
     const float *sinks;
-} attending;
+} query_rows;
 
 // The working memory of one thread, for up to `count` queries.
 typedef struct {
@@ -104,19 +104,19 @@ typedef struct {
 static columns columns_of(const paged *kv, const scratch *s, long chunk, long from, long to) {
     const long size = kv->block_size, bytes = bytes_of_block(kv);
     const long rows = kv->dim * kv_size(kv->scoring) / 4;
-    columns found = {.stride = 4 * (size % LANES ? KEYS : size)};
+    columns result = {.stride = 4 * (size % LANES ? KEYS : size)};
     for (long k = from; k < to && size % LANES; k++) {
         const long block = (chunk + k) / size, at = chunk + k - block * size;
         const char *cell = kv->blocks + kv->table[block] * bytes + at * 4;
         for (long d = 0; d < rows; d++) memcpy(s->keys + d * KEYS + k, cell + d * size * 4, 4);
     }
     for (long g = 0; g < KEYS / LANES; g++) {
-        const long first = most(least(g, (to - 1) / LANES), from / LANES) * LANES;
+        const long first = max_long(min_long(g, (to - 1) / LANES), from / LANES) * LANES;
         const long block = (chunk + first) / size, at = chunk + first - block * size;
-        if (size % LANES) found.at[g] = (const char *)(s->keys + first);
-        else found.at[g] = kv->blocks + kv->table[block] * bytes + at * 4;
+        if (size % LANES) result.at[g] = (const char *)(s->keys + first);
+        else result.at[g] = kv->blocks + kv->table[block] * bytes + at * 4;
     }
-    return found;
+    return result;
 }
 
 // Gathers V of two positions as pairs; a position outside [from, to) is 0.

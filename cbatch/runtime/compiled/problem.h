@@ -10,7 +10,7 @@
 enum { F32 = 0, BF16 = 30 };  // ggml's type numbers; blocks.h has those of block types
 
 // The form of a product's input rows: fp32; cells of 8-bit codes (see blocks.h); pairs of bf16.
-enum takes { FLOATS, CELLS, PAIRS };
+enum row_form { FLOATS, CELLS, PAIRS };
 
 // The weights of `out` outputs of one type, in panels aligned to 64 bytes. With bf16 and an odd
 // number of columns, the last pair is padded. Output o is column `first` + o / run * pitch + o %
@@ -29,11 +29,11 @@ typedef struct {
     long num_parts, in;
 } linear;
 
-// A product with the weights `by`. `x_stride` and `gated_stride` are the bytes from row to row,
+// The arguments of a product. `x_stride` and `gated_stride` are the bytes from row to row,
 // `y_stride` the floats. With `add`, the result is added to y. With `gated`, outputs are gate | up,
 // and silu(gate) * up is written to `gated` in bf16, nothing to y.
 typedef struct {
-    const linear *by;
+    const linear *weights;
     const char *x;
     float *y;
     long x_stride, y_stride;
@@ -42,20 +42,20 @@ typedef struct {
     long gated_stride;
 } problem;
 
-INLINE enum takes takes_of(const linear *by) {
-    const int type = by->parts->type;
+INLINE enum row_form row_form_of(const linear *weights) {
+    const int type = weights->parts->type;
 #if defined(__AVX512BF16__)
     if (type == BF16) return PAIRS;
 #endif
     return type == F32 || type == BF16 ? FLOATS : CELLS;
 }
 
-// Returns the bytes of a row in the largest form: a multiple of 64.
-INLINE long taken_bytes(long in) { return rounded(in, CELL) * 2; }
-_Static_assert(sizeof(coded) <= CELL * 2, "cells take more room than pairs");
-INLINE void hand_over(enum takes as, const float *x, long in, char *to) {
-    if (as == CELLS) encode(x, in, (coded *)to);
-    if (as == PAIRS) narrow(x, in, (uint16_t *)to);
+// Returns the bytes of an input row in the largest form: a multiple of 64.
+INLINE long converted_bytes(long in) { return rounded(in, CELL) * 2; }
+_Static_assert(sizeof(coded) <= CELL * 2, "cells need more memory than pairs");
+INLINE void convert_row(enum row_form form, const float *x, long in, char *to) {
+    if (form == CELLS) encode(x, in, (coded *)to);
+    if (form == PAIRS) narrow(x, in, (uint16_t *)to);
 }
 
 INLINE long panels_of(const segment *p) { return (p->out + LANES - 1) / LANES; }
@@ -75,17 +75,17 @@ INLINE outputs outputs_of(const segment *p, long panel) {
     return (outputs){p->first + run * p->pitch + (output - run * p->run), p->out - output};
 }
 
-INLINE void put(const problem *of, outputs at, long row, vec sum) {
-    const float *bias = of->by->bias;
-    float *to = of->y + row * of->y_stride + at.column;
+INLINE void write_outputs(const problem *args, outputs at, long row, vec sum) {
+    const float *bias = args->weights->bias;
+    float *to = args->y + row * args->y_stride + at.column;
     if (at.count >= LANES) {
         if (bias) sum += load(bias + at.column);
-        if (of->add) sum += load(to);
+        if (args->add) sum += load(to);
         store(to, sum);
     } else  // the last panel is padded
         for (long i = 0; i < at.count; i++) {
             const float found = sum[i] + (bias ? bias[at.column + i] : 0.0f);
-            to[i] = of->add ? to[i] + found : found;
+            to[i] = args->add ? to[i] + found : found;
         }
 }
 

@@ -13,11 +13,11 @@
 
 // Multiplies `rows` rows from `row` on by `panels` panels from `panel` on. Inlined: the last three
 // arguments are constants.
-INLINE void tile(const problem *of, const segment *of_w, long row, long panel, int half, int rows,
+INLINE void tile(const problem *args, const segment *part, long row, long panel, int half, int rows,
                  int panels) {
-    const long in = of->by->in, stride = of->x_stride / 4, bytes = panel_bytes(of_w, in);
-    const float *x = (const float *)of->x + row * stride;
-    const char *w = of_w->panels + panel * bytes;
+    const long in = args->weights->in, stride = args->x_stride / 4, bytes = panel_bytes(part, in);
+    const float *x = (const float *)args->x + row * stride;
+    const char *w = part->panels + panel * bytes;
     vec sums[ROWS][WIDE];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int p = 0; p < panels; p++) sums[r][p] = (vec){0};
@@ -48,8 +48,8 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
             for (int r = 0; r < rows; r++) sums[r][p] += x[r * stride + in - 1] * column;
         }
     for (int p = 0; p < panels; p++) {
-        const outputs at = outputs_of(of_w, panel + p);
-        for (int r = 0; r < rows; r++) put(of, at, row + r, sums[r][p]);
+        const outputs at = outputs_of(part, panel + p);
+        for (int r = 0; r < rows; r++) write_outputs(args, at, row + r, sums[r][p]);
     }
 }
 
@@ -57,21 +57,21 @@ INLINE void tile(const problem *of, const segment *of_w, long row, long panel, i
 // Does the same by pairs of columns. If there are several full tiles of rows, each prefetches one
 // cache line in `turns` of the next band, `next` panels ahead. A single full tile, or one of few
 // rows, prefetches its own panels.
-INLINE void pair_tile(const problem *of, const segment *of_w, long row, long panel, long next,
+INLINE void pair_tile(const problem *args, const segment *part, long row, long panel, long next,
                       long turns, int rows, int panels) {
-    const long steps = (of->by->in + 1) / 2, bytes = panel_bytes(of_w, of->by->in);
-    const char *x = of->x + row * of->x_stride, *w = of_w->panels + panel * bytes;
+    const long steps = (args->weights->in + 1) / 2, bytes = panel_bytes(part, args->weights->in);
+    const char *x = args->x + row * args->x_stride, *w = part->panels + panel * bytes;
     __m512 sums[ROWS][WIDE];
     UNROLLED for (int r = 0; r < rows; r++)
         UNROLLED for (int p = 0; p < panels; p++) sums[r][p] = _mm512_setzero_ps();
-    const long reach = turns > 1 ? next * bytes : AHEAD;
+    const long ahead = turns > 1 ? next * bytes : AHEAD;
     long due = row / ROWS;
     for (long k = 0; k < steps; k++) {
         __m512bh columns[WIDE];
         if (rows == ROWS && k == due) {
             due += turns;
             UNROLLED for (int p = 0; p < panels; p++)
-                __builtin_prefetch(w + reach + p * bytes + k * LANES * 4, 0, 2);
+                __builtin_prefetch(w + ahead + p * bytes + k * LANES * 4, 0, 2);
         }
         UNROLLED for (int p = 0; p < panels; p++) {
             const char *from = w + p * bytes + k * LANES * 4;
@@ -80,34 +80,34 @@ INLINE void pair_tile(const problem *of, const segment *of_w, long row, long pan
         }
         UNROLLED for (int r = 0; r < rows; r++) {
             int32_t two;
-            memcpy(&two, x + r * of->x_stride + k * 4, 4);
+            memcpy(&two, x + r * args->x_stride + k * 4, 4);
             const __m512bh each = (__m512bh)_mm512_set1_epi32(two);
             UNROLLED for (int p = 0; p < panels; p++)
                 sums[r][p] = _mm512_dpbf16_ps(sums[r][p], columns[p], each);
         }
     }
     UNROLLED for (int p = 0; p < panels; p++) {
-        const outputs at = outputs_of(of_w, panel + p);
-        UNROLLED for (int r = 0; r < rows; r++) put(of, at, row + r, (vec)sums[r][p]);
+        const outputs at = outputs_of(part, panel + p);
+        UNROLLED for (int r = 0; r < rows; r++) write_outputs(args, at, row + r, (vec)sums[r][p]);
     }
 }
 #endif
 
 // `kind`: F32; BF16, converted to fp32; PAIRED, bf16 multiplied by pairs.
 #define PAIRED -1
-INLINE void any_tile(const problem *of, const segment *of_w, long row, long panel, long next,
+INLINE void any_tile(const problem *args, const segment *part, long row, long panel, long next,
                      long turns, int kind, int rows, int panels) {
     (void)next, (void)turns;
 #if defined(__AVX512BF16__)
-    if (kind == PAIRED) pair_tile(of, of_w, row, panel, next, turns, rows, panels);
+    if (kind == PAIRED) pair_tile(args, part, row, panel, next, turns, rows, panels);
     else
 #endif
-        tile(of, of_w, row, panel, kind == BF16, rows, panels);
+        tile(args, part, row, panel, kind == BF16, rows, panels);
 }
 
 #define TILES(R, P) \
     for (; p + (P) <= last; p += (P)) \
-        any_tile(of, of_w, r, p, last - first, rows / ROWS, kind, R, P);
+        any_tile(args, part, r, p, last - first, rows / ROWS, kind, R, P);
 #define PANELS(R, P)   \
     {                  \
         long p = first; \
@@ -117,7 +117,7 @@ INLINE void any_tile(const problem *of, const segment *of_w, long row, long pane
     }
 
 // Multiplies all rows by the panels [first, last), whose weights stay in a cache meanwhile.
-INLINE void band(const problem *of, const segment *of_w, long rows, long first, long last, int kind) {
+INLINE void band(const problem *args, const segment *part, long rows, long first, long last, int kind) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
     switch (rows - r) {
@@ -136,23 +136,24 @@ INLINE void band(const problem *of, const segment *of_w, long rows, long first, 
 }
 
 // Multiplies a few rows by one panel of a block type. A row's result does not depend on `rows`.
-INLINE void block_tile(const problem *of, const segment *of_w, form f, long row, long panel, int rows) {
-    vec found[ROWS];
-    cells(of_w->panels + panel * block_panel_bytes(f, of->by->in), of->by->in, f,
-          of->x + row * of->x_stride, of->x_stride, !row, rows, found);
-    const outputs at = outputs_of(of_w, panel);
-    for (int r = 0; r < rows; r++) put(of, at, row + r, found[r]);
+INLINE void block_tile(const problem *args, const segment *part, form f, long row, long panel,
+                       int rows) {
+    vec sums[ROWS];
+    multiply_cells(part->panels + panel * block_panel_bytes(f, args->weights->in), args->weights->in, f,
+          args->x + row * args->x_stride, args->x_stride, !row, rows, sums);
+    const outputs at = outputs_of(part, panel);
+    for (int r = 0; r < rows; r++) write_outputs(args, at, row + r, sums[r]);
 }
 
 #define BLOCK_ROWS(R)                              \
     for (; r + (R) <= rows; r += (R))              \
-        for (long p = first; p < last; p++) block_tile(of, of_w, f, r, p, R);
+        for (long p = first; p < last; p++) block_tile(args, part, f, r, p, R);
 
-INLINE void block_band(const problem *of, const segment *of_w, form f, long rows, long first,
+INLINE void block_band(const problem *args, const segment *part, form f, long rows, long first,
                        long last) {
     long r = 0;
 #if defined(__AMX_TILE__)
-    if (f.scales != HALVES) r = tiled_block_band(of, of_w, f, rows, first, last);
+    if (f.scales != HALVES) r = tiled_block_band(args, part, f, rows, first, last);
 #endif
     BLOCK_ROWS(ROWS)
 #if ROWS == 8
@@ -162,17 +163,17 @@ INLINE void block_band(const problem *of, const segment *of_w, form f, long rows
     BLOCK_ROWS(1)
 }
 
-static __attribute__((noinline)) void any_band(const problem *of, const segment *p, long rows,
+static __attribute__((noinline)) void any_band(const problem *args, const segment *p, long rows,
                                                long first, long last) {
 #define TYPE(T) \
-    case T: block_band(of, p, form_of(T), rows, first, last); return;
+    case T: block_band(args, p, form_of(T), rows, first, last); return;
     switch (p->type) {
-    case F32: band(of, p, rows, first, last, F32); return;
+    case F32: band(args, p, rows, first, last, F32); return;
     case BF16:
 #if defined(__AMX_TILE__)
-        tiled_band(of, p, rows, first, last);
+        tiled_band(args, p, rows, first, last);
 #else
-        band(of, p, rows, first, last, takes_of(of->by) == PAIRS ? PAIRED : BF16);
+        band(args, p, rows, first, last, row_form_of(args->weights) == PAIRS ? PAIRED : BF16);
 #endif
         return;
     TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
@@ -183,40 +184,40 @@ static __attribute__((noinline)) void any_band(const problem *of, const segment 
 #define CHUNK 256  // rows multiplied at a time: their inputs and sums stay in L2
 
 // Returns whether the product can output silu(gate) * up in pairs of bf16.
-INLINE int gates(const linear *by) {
+INLINE int gates(const linear *weights) {
 #if defined(__AMX_TILE__)
-    const segment *p = by->parts;
-    return takes_of(by) == PAIRS && by->num_parts == 1 && p->run == p->out &&
+    const segment *p = weights->parts;
+    return row_form_of(weights) == PAIRS && weights->num_parts == 1 && p->run == p->out &&
            p->out % (2 * LANES) == 0;
 #endif
-    (void)by;
+    (void)weights;
     return 0;
 }
 
 // Returns the number of bands of `width` panels. With `gated`, a band has `width` gate panels and
 // their up panels.
-INLINE long bands_of(const problem *of, const segment *p, long width) {
-    return (panels_of(p) / (of->gated ? 2 : 1) + width - 1) / width;
+INLINE long bands_of(const problem *args, const segment *p, long width) {
+    return (panels_of(p) / (args->gated ? 2 : 1) + width - 1) / width;
 }
 
 // Multiplies all rows; every thread of the team calls this.
-static void product_of(const problem *of, long rows, member *me) {
-    const linear *by = of->by;
-    const long chunks = (rows + CHUNK - 1) / CHUNK, halves = of->gated ? 2 : 1;
-    long panels = 0, bands = 0, taken;
-    for (long i = 0; i < by->num_parts; i++) panels += panels_of(by->parts + i);
+static void product_of(const problem *args, long rows, member *me) {
+    const linear *weights = args->weights;
+    const long chunks = (rows + CHUNK - 1) / CHUNK, halves = args->gated ? 2 : 1;
+    long panels = 0, bands = 0, claimed;
+    for (long i = 0; i < weights->num_parts; i++) panels += panels_of(weights->parts + i);
     const long width = (panels < 4 * WIDE * me->threads ? FULL : WIDE) / halves;
-    for (long i = 0; i < by->num_parts; i++) bands += bands_of(of, by->parts + i, width);
-    while ((taken = take(me, bands * chunks)) >= 0) {
-        const long row = taken / bands * CHUNK;
-        problem here = *of;
-        here.x += row * of->x_stride;
-        if (of->gated) here.gated += row * of->gated_stride;
-        else here.y += row * of->y_stride;
-        const segment *p = by->parts;
-        taken %= bands;
-        for (long count; taken >= (count = bands_of(of, p, width)); p++) taken -= count;
-        const long first = taken * width, last = least(first + width, panels_of(p) / halves);
-        any_band(&here, p, least(rows - row, CHUNK), first, last);
+    for (long i = 0; i < weights->num_parts; i++) bands += bands_of(args, weights->parts + i, width);
+    while ((claimed = claim(me, bands * chunks)) >= 0) {
+        const long row = claimed / bands * CHUNK;
+        problem here = *args;
+        here.x += row * args->x_stride;
+        if (args->gated) here.gated += row * args->gated_stride;
+        else here.y += row * args->y_stride;
+        const segment *p = weights->parts;
+        long band = claimed % bands;
+        for (long count; band >= (count = bands_of(args, p, width)); p++) band -= count;
+        const long first = band * width, last = min_long(first + width, panels_of(p) / halves);
+        any_band(&here, p, min_long(rows - row, CHUNK), first, last);
     }
 }

@@ -22,7 +22,7 @@ _SLAB_BYTES = 1 << 25  # memory that the panels of small matrices share
 _slab: Tensor | None = None  # the free rest of the current slab
 _slab_lock = threading.Lock()
 _PANELS_AT_ONCE = 256  # panels packed in one copy
-ALONE_BELOW = 1 << 18  # multiplications below which one thread is faster than several
+SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster than several
 MOST_LANES = 16  # floats in the widest vector of any build
 # ggml's numbers of these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
@@ -56,12 +56,12 @@ class Blocks(NamedTuple):
     """A matrix [out, columns] in blocks of a GGUF type, as stored in a file. `rows` is uint8 [out,
     bytes of a row]; `type` is the name of the type."""
 
-    type: int
+    type: str
     columns: int
     rows: NDArray
 
 
-class Run(NamedTuple):
+class OutputRuns(NamedTuple):
     """The columns of a product's result that one of its matrices fills: runs of `length` columns,
     their starts `pitch` apart, from column `first` on."""
 
@@ -86,12 +86,12 @@ class CompiledProduct:
         out, columns = weight.shape
         panels = panels_of(weight, kernel.lanes())
         segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
-        self._set_up((out, columns), [panels], [segment], bias, in_scale, block_types=())
+        self._fill_struct((out, columns), [panels], [segment], bias, in_scale, block_types=())
 
     @classmethod
     def of_blocks(
         cls,
-        parts: Sequence[tuple[Blocks, Run]],
+        parts: Sequence[tuple[Blocks, OutputRuns]],
         bias: Tensor | None,
         in_scale: Tensor | None,
     ) -> CompiledProduct:
@@ -109,10 +109,11 @@ class CompiledProduct:
             segments.append(Segment(panels.data_ptr(), len(blocks.rows), *run, number))
         out = sum(len(blocks.rows) for blocks, _ in parts)
         types = tuple(sorted({blocks.type for blocks, _ in parts}))
-        product._set_up((out, columns), panel_list, segments, bias, in_scale, block_types=types)
+        shape = out, columns
+        product._fill_struct(shape, panel_list, segments, bias, in_scale, block_types=types)
         return product
 
-    def _set_up(
+    def _fill_struct(
         self,
         shape: tuple[int, int],
         panels: list[Tensor],
@@ -156,7 +157,7 @@ class CompiledProduct:
     def __call__(self, x: Tensor, rows: int) -> Tensor:
         out, columns = self.shape
         y = x.new_empty(rows, out)
-        threads = 1 if rows * out * columns < ALONE_BELOW else num_threads()
+        threads = 1 if rows * out * columns < SINGLE_THREAD_BELOW else num_threads()
         if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
             raise MemoryError(f"a product of {rows} rows with {columns} columns")
         return y
@@ -216,9 +217,9 @@ def panels_of(weight: Tensor, lanes: int) -> Tensor:
     memory = _aligned(count * lanes * columns, weight.dtype)
     panels = memory.view(count, columns // pair, -1, pair)
     for first in range(0, count, _PANELS_AT_ONCE):  # a copy of all panels would double the memory
-        some = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
-        some = F.pad(some, (0, columns - weight.shape[1], 0, -len(some) % lanes))
-        paired = some.view(-1, lanes, columns // pair, pair).transpose(1, 2)
+        part = weight[first * lanes : (first + _PANELS_AT_ONCE) * lanes]
+        part = F.pad(part, (0, columns - weight.shape[1], 0, -len(part) % lanes))
+        paired = part.view(-1, lanes, columns // pair, pair).transpose(1, 2)
         panels[first : first + _PANELS_AT_ONCE].copy_(paired)
     return panels
 

@@ -17,7 +17,7 @@ typedef struct {
     long sequence, row, rows, position;
 } piece;
 
-INLINE long queries_of_piece(long group) { return most(MOST_QUERIES / group, 1) * group; }
+INLINE long queries_of_piece(long group) { return max_long(MOST_QUERIES / group, 1) * group; }
 
 // Writes each row's sequence and position. Returns nonzero if the tables do not hold the context or
 // have an invalid block id, or if the number of rows is wrong.
@@ -47,7 +47,7 @@ static long cut(const ragged *of, long group, piece *pieces) {
     for (long b = 0; b < of->sequences; b++) {
         const long length = of->query_lens[b], start = of->context_lens[b] - length;
         for (long i = 0; i < length; i += most_rows)
-            pieces[count++] = (piece){b, row + i, least(most_rows, length - i), start + i};
+            pieces[count++] = (piece){b, row + i, min_long(most_rows, length - i), start + i};
         row += length;
     }
     return count;

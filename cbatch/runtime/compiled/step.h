@@ -19,13 +19,13 @@ typedef struct {
 } layer;
 
 // The input of a drafter: rows [token | state] of embeddings and hidden states. `token_norm` and
-// `state_norm` are weights times sqrt(hidden), or null: no norm. `front`, if it has parts, maps
-// both to the first layer's input. Otherwise the first qkv takes both; the residual is then the
-// state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
+// `state_norm` are weights times sqrt(hidden), or null: no norm. `input_layer`, if it has parts,
+// maps both to the first layer's input. Otherwise the first qkv reads both; the residual is then
+// the state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
 // passes without logits. With `plain_in` the first layer has no norm before its qkv; with
 // `plain_out` the LM head has no norm.
 typedef struct {
-    linear front, only_kv;
+    linear input_layer, only_kv;
     const float *token_norm, *state_norm;
     long normed_residual, plain_in, plain_out;
 } reader;
@@ -51,17 +51,18 @@ typedef struct {
     float eps, scale, cap, logit_cap, embedding_scale, residual_scale;
 } decoder;
 
-// tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width]; wanted
-// [num_wanted]: the rows that need logits; kv [layers, kv_heads, blocks] of blocks as in paged.h;
-// logits [num_wanted, choices]. A drafter reads `states` [rows, hidden]. Kept states are written to
-// hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least once per layer.
+// tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width];
+// logit_rows [num_logit_rows]: the rows that need logits; kv [layers, kv_heads, blocks] of blocks
+// as in paged.h; logits [num_logit_rows, choices]. A drafter reads `states` [rows, hidden]. Kept
+// states are written to hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least
+// once per layer.
 //
 // `partial` is null if this is the only rank: then a call runs the whole pass. Otherwise a call
 // runs part `part` of the pass, and writes this rank's sums to partial [rows, hidden]. The next
-// call gets the `sums` of all ranks. After the last layer's attention, only the wanted rows are
-// left.
+// call gets the `sums` of all ranks. After the last layer's attention, only the `logit_rows`
+// are left.
 typedef struct {
-    const int64_t *tokens, *wanted;
+    const int64_t *tokens, *logit_rows;
     const int32_t *query_lens, *context_lens, *tables;
     char *kv;
     float *logits;
@@ -69,30 +70,31 @@ typedef struct {
     int64_t *progress;
     const float *states;
     float *hidden;
-    long rows, sequences, table_width, num_wanted, blocks, block_size, kv_half, threads, num_kept;
+    long rows, sequences, table_width, num_logit_rows, blocks, block_size, kv_half;
+    long threads, num_kept;
     const float *sums;
     float *partial;
     long part;
 } step;
 
 // The state of a pass, one copy for each thread. Working memory has rows of floats, a stride apart,
-// and rows in the form that the next product takes. The output of half a layer is written to
-// `partial`, unless that is null. While `owes` is set, the residual stream lacks `sums` (of all
-// ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs only
+// and rows in the form that the next product reads. The output of half a layer is written to
+// `partial`, unless that is null. While `sums_pending` is set, the residual stream lacks `sums` (of
+// all ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs only
 // part `part` of the pass.
 typedef struct {
     member me;
     const decoder *model;
     const step *step;
-    char *taken, *gated;
-    float *residual, *normed, *fused, *attended, *gate_up, *inner, *some_residual, *some_attended;
+    char *converted, *gated;
+    float *residual, *normed, *fused, *attended, *gate_up, *inner, *logit_residual, *logit_attended;
     float *pairs;
     float *logits, *partial, *scratches;
     const float *sums, *after;
     char *expert_memory;
     long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long taken_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_wanted;
-    long part, split, owes;
+    long converted_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_logit_rows;
+    long part, split, sums_pending;
     piece *pieces;
     long *positions, *sequences;
 } pass;
@@ -104,7 +106,7 @@ _Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
 
 static int gated_by_product(const decoder *m, const layer *l) {
     return m->gating == SILU && m->gated && !l->experts && gates(&l->gate_up) &&
-           takes_of(&l->down) == PAIRS;
+           row_form_of(&l->down) == PAIRS;
 }
 
 static long carve(pass *p, char *memory, long rows, long threads) {
@@ -112,36 +114,36 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     const long heads = m->kv_heads * m->group * m->dim, width = heads + 2 * m->kv_heads * m->dim;
     long used = 0;
 #define ROWS_OF(to, stride, width) \
-    p->stride = rounded(width, LANES) + GAP, TAKE(p->to, rows *p->stride, float)
+    p->stride = rounded(width, LANES) + ROW_PADDING, CARVE(p->to, rows *p->stride, float)
     ROWS_OF(residual, hidden_stride, m->hidden);
-    ROWS_OF(some_residual, hidden_stride, m->hidden);
-    TAKE(p->normed, most(rows, threads) * p->hidden_stride, float);
+    ROWS_OF(logit_residual, hidden_stride, m->hidden);
+    CARVE(p->normed, max_long(rows, threads) * p->hidden_stride, float);
     ROWS_OF(fused, fused_stride, width);
     ROWS_OF(attended, attended_stride, heads);
-    ROWS_OF(some_attended, attended_stride, heads);
-    long gated = 0, apart = 0, scores = 0, bytes = 0;  // which kinds of layers exist; sizes of experts
+    ROWS_OF(logit_attended, attended_stride, heads);
+    long gated = 0, separate = 0, scores = 0, bytes = 0;  // kinds of layers; sizes of experts
     for (long i = 0; i < m->num_layers; i++) {
         const mixture *e = m->layers[i].experts;
         expert_job job;
-        if (!e) *(gated_by_product(m, m->layers + i) ? &gated : &apart) = 1;
+        if (!e) *(gated_by_product(m, m->layers + i) ? &gated : &separate) = 1;
         else scores = e->experts + 1, bytes = carve_mixture(&job, e, rows, m->hidden, 0);
     }
-    ROWS_OF(gate_up, gate_up_stride, most(scores, apart * (1 + m->gated) * m->inner));
-    ROWS_OF(inner, inner_stride, apart * m->inner);
-    TAKE(p->expert_memory, bytes, char);
-    TAKE(p->partial, m->adds_later ? rows * m->hidden : 0, float);
-    p->gated_stride = taken_bytes(gated * m->inner) + 4 * GAP;
-    TAKE(p->gated, rows *p->gated_stride, char);
+    ROWS_OF(gate_up, gate_up_stride, max_long(scores, separate * (1 + m->gated) * m->inner));
+    ROWS_OF(inner, inner_stride, separate * m->inner);
+    CARVE(p->expert_memory, bytes, char);
+    CARVE(p->partial, m->adds_later ? rows * m->hidden : 0, float);
+    p->gated_stride = converted_bytes(gated * m->inner) + 4 * ROW_PADDING;
+    CARVE(p->gated, rows *p->gated_stride, char);
     ROWS_OF(pairs, pair_stride, m->reader ? 2 * m->hidden : 0);
     p->queries = queries_of_piece(m->group);
     p->scratch_size = rounded(scratch_floats(p->queries, m->dim), LANES);
-    TAKE(p->scratches, threads *p->scratch_size, float);
-    TAKE(p->pieces, rows, piece);
-    TAKE(p->positions, rows, long);
-    TAKE(p->sequences, rows, long);
-    const long widest = most(most(m->hidden * (m->reader ? 2 : 1), heads), m->inner);
-    p->taken_stride = taken_bytes(widest) + 4 * GAP;
-    TAKE(p->taken, rows *p->taken_stride, char);
+    CARVE(p->scratches, threads *p->scratch_size, float);
+    CARVE(p->pieces, rows, piece);
+    CARVE(p->positions, rows, long);
+    CARVE(p->sequences, rows, long);
+    const long widest = max_long(max_long(m->hidden * (m->reader ? 2 : 1), heads), m->inner);
+    p->converted_stride = converted_bytes(widest) + 4 * ROW_PADDING;
+    CARVE(p->converted, rows *p->converted_stride, char);
     return used;
 }
 
@@ -152,14 +154,14 @@ long memory_bytes(const decoder *model, long rows, long threads) {
 }
 
 // Computes each row's sequence and position, and the pieces. Returns nonzero for an invalid step: 1
-// for a token, 2 for a block, 3 for a wanted row.
+// for a token, 2 for a block, 3 for a row of `logit_rows`.
 static int plan(pass *p) {
     const decoder *m = p->model;
     const step *s = p->step;
     for (long i = 0; i < s->rows; i++)
         if (s->tokens[i] < 0 || s->tokens[i] >= m->vocab) return 1;
-    for (long i = 0; i < s->num_wanted; i++)
-        if (s->wanted[i] < 0 || s->wanted[i] >= s->rows) return 3;
+    for (long i = 0; i < s->num_logit_rows; i++)
+        if (s->logit_rows[i] < 0 || s->logit_rows[i] >= s->rows) return 3;
     const ragged of = {s->query_lens, s->context_lens, s->tables, s->rows,
                        s->sequences, s->table_width, s->blocks, s->block_size};
     if (locate(&of, p->sequences, p->positions)) return 2;

@@ -22,7 +22,7 @@
 #define SPINS 400  // reads of a variable before a thread sleeps: about 20 us
 #define PATIENT_SPINS 20000  // the same if the next job is known to come soon: about 0.5 ms
 #define LINE_BYTES 64
-#define RUNS 16  // minimum stretches per thread, in a loop with enough iterations
+#define RANGES_PER_THREAD 16  // minimum ranges per thread, in a loop with enough iterations
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -41,26 +41,28 @@ typedef struct {
 
 // A loop: the iterations done, and those claimed of each thread's share.
 typedef struct {
-    counter done, taken[];
+    counter done, claimed[];
 } loop;
 
-// `turn` is even while there is a job; it is counted up when a job begins and when it ends.
+// `turn` is even while there is a job; it is counted up when a job begins and when it ends. `wakes`
+// counts the calls of `wake`.
 typedef struct {
     int32_t turn __attribute__((aligned(LINE_BYTES)));
-    int32_t bell __attribute__((aligned(LINE_BYTES)));
+    int32_t wakes __attribute__((aligned(LINE_BYTES)));
     int32_t sleepers, inside;
-    long threads, loop_bytes, room;
+    long threads, loop_bytes, num_loops;
     char *loops;
     void (*run)(void *job);
     char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
 } team;
 
 // A thread's part in a job; the first member of every job struct. `team` is null for a thread that
-// works alone. `progress` may be null; a watcher reads it to see that work goes on.
+// works alone. `share` counts the shares that it has found claimed, `num_claimed` its iterations of
+// the current loop. `progress` may be null; a watcher reads it to see that work goes on.
 typedef struct {
     team *team;
     char *loop;
-    long thread, threads, share, mine;
+    long thread, threads, share, num_claimed;
     int64_t *progress;
     int32_t turn;
 } member;
@@ -73,15 +75,15 @@ static long futex(int32_t *word, int what, int32_t value) {
     return syscall(SYS_futex, word, what | FUTEX_PRIVATE_FLAG, value, 0, 0, 0);
 }
 
-static void ring(team *of) {
+static void wake(team *of) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (!__atomic_load_n(&of->sleepers, __ATOMIC_SEQ_CST)) return;
-    __atomic_add_fetch(&of->bell, 1, __ATOMIC_SEQ_CST);
-    futex(&of->bell, FUTEX_WAKE, MOST_THREADS);
+    __atomic_add_fetch(&of->wakes, 1, __ATOMIC_SEQ_CST);
+    futex(&of->wakes, FUTEX_WAKE, MOST_THREADS);
 }
 
-// Waits until `until` holds. The bell is read before `until` is checked for the last time. So a
-// ring after this check changes the bell, and the thread does not sleep.
+// Waits until `until` holds. `wakes` is read before `until` is checked for the last time. So a call
+// of `wake` after this check changes `wakes`, and the thread does not sleep.
 #define AWAIT(of, until) AWAIT_FOR(of, SPINS, until)
 #define AWAIT_FOR(of, spins, until)                                            \
     for (long spin = 0; !(until); spin++) {                                    \
@@ -90,8 +92,8 @@ static void ring(team *of) {
             continue;                                                          \
         }                                                                      \
         __atomic_add_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
-        const int32_t heard = __atomic_load_n(&(of)->bell, __ATOMIC_SEQ_CST);  \
-        if (!(until)) futex(&(of)->bell, FUTEX_WAIT, heard);                   \
+        const int32_t seen = __atomic_load_n(&(of)->wakes, __ATOMIC_SEQ_CST);  \
+        if (!(until)) futex(&(of)->wakes, FUTEX_WAIT, seen);                   \
         __atomic_sub_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
     }
 
@@ -127,28 +129,28 @@ static void advance(const member *me) {
 
 // Claims and returns the next iteration of a loop of `count`; returns -1 once all threads' are
 // done. Each thread begins with its own share, the same in every pass, whose data its caches may
-// still hold. All members must call this for every loop of a job, in the same order, until it
+// still have. All members must call this for every loop of a job, in the same order, until it
 // returns -1.
-static long take(member *me, long count) {
+static long claim(member *me, long count) {
     if (!me->team) {
-        if (me->mine < count) return advance(me), me->mine++;
-        me->mine = 0;
+        if (me->num_claimed < count) return advance(me), me->num_claimed++;
+        me->num_claimed = 0;
         return -1;
     }
     loop *at = (loop *)me->loop;
     for (; me->share < me->threads; me->share++) {
         const long owner = (me->thread + me->share) % me->threads;
         const long begin = count * owner / me->threads, end = count * (owner + 1) / me->threads;
-        const long found = count_up(&at->taken[owner], me->turn, 1, end - begin);
-        if (found < 0) continue;
-        me->mine++;
+        const long index = count_up(&at->claimed[owner], me->turn, 1, end - begin);
+        if (index < 0) continue;
+        me->num_claimed++;
         advance(me);
-        return begin + found;
+        return begin + index;
     }
-    if (me->mine && count_up(&at->done, me->turn, me->mine, count) + me->mine == count)
-        ring(me->team);
+    const long mine = me->num_claimed;
+    if (mine && count_up(&at->done, me->turn, mine, count) + mine == count) wake(me->team);
     AWAIT(me->team, ended(at, me->turn, count))
-    me->share = me->mine = 0;
+    me->share = me->num_claimed = 0;
     me->loop += me->team->loop_bytes;
     return -1;
 }
@@ -156,22 +158,22 @@ static long take(member *me, long count) {
 // Several short iterations that are claimed together: [from, to).
 typedef struct {
     long from, to;
-} stretch;
+} range;
 
-static int take_stretch(member *me, long count, stretch *found) {
-    const long share = count / (RUNS * me->threads), length = share > 1 ? share : 1;
-    const long taken = take(me, (count + length - 1) / length);
-    if (taken < 0) return 0;
-    found->from = taken * length;
-    found->to = found->from + length < count ? found->from + length : count;
+static int claim_range(member *me, long count, range *to) {
+    const long share = count / (RANGES_PER_THREAD * me->threads), length = share > 1 ? share : 1;
+    const long index = claim(me, (count + length - 1) / length);
+    if (index < 0) return 0;
+    to->from = index * length;
+    to->to = to->from + length < count ? to->from + length : count;
     return 1;
 }
 
-#define EACH_TAKEN(me, count, i)                           \
-    for (stretch taken; take_stretch(me, count, &taken);) \
-        for (long i = taken.from; i < taken.to; i++)
+#define EACH_CLAIMED(me, count, i)                          \
+    for (range claimed; claim_range(me, count, &claimed);) \
+        for (long i = claimed.from; i < claimed.to; i++)
 
-static void *help(void *number) {
+static void *run_worker(void *number) {
     team *of = the_team;
     char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
     int32_t last = 0, turn;
@@ -188,7 +190,7 @@ static void *help(void *number) {
             if (me->thread < me->threads) run(job);
         }
         __atomic_sub_fetch(&of->inside, 1, __ATOMIC_SEQ_CST);
-        ring(of);
+        wake(of);
     }
     return 0;
 }
@@ -199,7 +201,7 @@ static void expect_jobs(int soon) {
 }
 
 // Waits until no thread is inside a job that has ended, so that the job's data may be freed.
-static void wait_until_all_rest(void) {
+static void wait_until_all_idle(void) {
     team *of = the_team;
     if (of) AWAIT(of, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
 }
@@ -222,18 +224,18 @@ static team *team_for(long threads, long loops) {
         the_team->threads = the_team->turn = 1;
         the_team->loop_bytes = loop_bytes_of(MOST_THREADS);
     }
-    if (loops > the_team->room) {
+    if (loops > the_team->num_loops) {
         char *memory;
         if (posix_memalign((void **)&memory, LINE_BYTES, 2 * loops * the_team->loop_bytes)) return 0;
         memset(memory, 0, 2 * loops * the_team->loop_bytes);
-        the_team->loops = memory, the_team->room = 2 * loops;
+        the_team->loops = memory, the_team->num_loops = 2 * loops;
     }
-    sigset_t none, before;  // block signals in our threads: the application handles them
-    sigfillset(&none);
-    pthread_sigmask(SIG_SETMASK, &none, &before);
+    sigset_t all, before;  // block signals in our threads: the application handles them
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; the_team->threads < threads; the_team->threads++) {
         pthread_t thread;
-        if (pthread_create(&thread, 0, help, (void *)the_team->threads)) break;
+        if (pthread_create(&thread, 0, run_worker, (void *)the_team->threads)) break;
         pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, 0);
@@ -243,7 +245,7 @@ static team *team_for(long threads, long loops) {
 // Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one included. `job`
 // begins with a member and has at most `loops` loops. While another job runs, only this thread
 // calls `run`.
-static void together(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
+static void run_job(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
     member *me = job;
     *me = (member){.progress = me->progress, .threads = 1};
     threads = threads < MOST_THREADS ? threads : MOST_THREADS;
@@ -259,7 +261,7 @@ static void together(void (*run)(void *), void *job, long job_bytes, long thread
         memcpy(of->job, job, job_bytes);
         of->run = run;
         __atomic_store_n(&of->turn, turn, __ATOMIC_SEQ_CST);
-        ring(of);
+        wake(of);
     }
     run(job);
     if (of) __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);

@@ -11,12 +11,12 @@ _kernel_threads: int | None = None
 
 
 def num_threads() -> int:
-    """Return torch's number of threads; inside `torch_alone`, the number before it."""
+    """Return torch's number of threads; inside `single_torch_thread`, the number before it."""
     return torch.get_num_threads() if _kernel_threads is None else _kernel_threads
 
 
 @contextmanager
-def torch_alone() -> Iterator[None]:
+def single_torch_thread() -> Iterator[None]:
     """Give torch's operations one thread. The kernels keep their number of threads.
 
     On the few rows of a step, several torch threads cost more than they save, and compete with the

@@ -17,7 +17,7 @@ INLINE int fits_tiles(long dim, long value_dim) {
 // last tile of queries is padded to TILE rows, whose results are ignored.
 static void shape_attention(long queries) {
     shapes all = {.palette = 1};
-    queries = least(queries, TILE);
+    queries = min_long(queries, TILE);
     for (int t = 0; t < 4; t++) SHAPE(t, queries, TILE_BYTES);
     SHAPE(4, queries, TILE_BYTES), SHAPE(5, TILE, TILE_BYTES);
     SHAPE(6, queries, TILE_BYTES / 2), SHAPE(7, PAIRS_OF_A_TILE, TILE_BYTES);
@@ -62,7 +62,7 @@ static const char *value_tile(const paged *kv, const scratch *s, long chunk, lon
     float *cells = s->values + start / 2 * dim;
     for (long k = start; k < start + TILE; k += 2) {
         pairs *row = (pairs *)(cells + (k - start) / 2 * dim);
-        const long first = most(k, from), last = least(k + 2, to);
+        const long first = max_long(k, from), last = min_long(k + 2, to);
         if (last - first == 2 && size % 2 == 0)
             memcpy(row, kv->blocks + kv->table[(chunk + k) / size] * bytes +
                    value_place_of((chunk + k) % size, size, kv->dim, dim, 1).first, dim * 4);
@@ -72,7 +72,7 @@ static const char *value_tile(const paged *kv, const scratch *s, long chunk, lon
 }
 
 #define LOAD_SUMS(T) _tile_loadd(T, out + T * TILE, s->width * 4);
-#define WEIGH_TILE(T)                                                 \
+#define ADD_VALUE_TILE(T)                                                 \
     {                                                                 \
         _tile_loadd(7, values[group] + (d + T * TILE) * 4, dim * 4);  \
         _tile_dpbf16ps(T, 6, 7);                                      \
@@ -80,7 +80,7 @@ static const char *value_tile(const paged *kv, const scratch *s, long chunk, lon
 #define STORE_SUMS(T) _tile_stored(T, out + T * TILE, s->width * 4);
 
 // Adds V of the chunk's positions [from, to), weighted, to the outputs of all queries.
-static void weigh_tiles(const scratch *s, const char *const *values, long count, long from, long to,
+static void add_value_tiles(const scratch *s, const char *const *values, long count, long from, long to,
                         long dim) {
     WRITTEN();
     for (long first = 0; first < count; first += TILE)
@@ -91,7 +91,7 @@ static void weigh_tiles(const scratch *s, const char *const *values, long count,
             EACH_TILE(LOAD_SUMS, tiles)
             for (long group = from / TILE; group * TILE < to; group++) {
                 _tile_loadd(6, weights + group * TILE * 2, KEYS * 4);
-                EACH_TILE(WEIGH_TILE, tiles)
+                EACH_TILE(ADD_VALUE_TILE, tiles)
             }
             EACH_TILE(STORE_SUMS, tiles)
         }

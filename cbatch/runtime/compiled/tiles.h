@@ -53,7 +53,7 @@ INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_
 }
 
 // Copies the last columns of all rows, fewer than 32, padded with zeros.
-static __attribute__((noinline)) void filled(const char *x, long stride, long rows, long row_bytes,
+static __attribute__((noinline)) void copy_padded(const char *x, long stride, long rows, long row_bytes,
                                              char (*to)[TILE_BYTES]) {
     memset(to, 0, rows * TILE_BYTES);
     for (long r = 0; r < rows; r++) memcpy(to[r], x + r * stride, row_bytes);
@@ -77,7 +77,7 @@ INLINE void tiled_sums(const char *x, long stride, long rows, const char *w, con
     }
     if (k == steps) return;
     _Alignas(64) char rest[2 * TILE][TILE_BYTES], rest_w[2][TILE][TILE_BYTES];
-    filled(x + k * 4, stride, rows, (steps - k) * 4, rest);
+    copy_padded(x + k * 4, stride, rows, (steps - k) * 4, rest);
     memset(rest_w, 0, sizeof rest_w);
     memcpy(rest_w[0], w + k * TILE_BYTES, (steps - k) * TILE_BYTES);
     if (second) memcpy(rest_w[1], w_second + k * TILE_BYTES, (steps - k) * TILE_BYTES);
@@ -86,63 +86,63 @@ INLINE void tiled_sums(const char *x, long stride, long rows, const char *w, con
 }
 
 typedef struct {
-    _Alignas(64) float of[2][2 * TILE][LANES];
+    _Alignas(64) float panels[2][2 * TILE][LANES];
 } tile_sums;
 
 INLINE void tiled_panels(const char *x, long stride, long rows, const char *w, const char *w_second,
-                         long in, int ahead, int second, tile_sums *found) {
+                         long in, int ahead, int second, tile_sums *sums) {
     const int lower = rows > TILE;
     if (lower) tiled_sums(x, stride, rows, w, w_second, in, ahead, 1, second);
     else tiled_sums(x, stride, rows, w, w_second, in, ahead, 0, second);
-    _tile_stored(0, found->of[0], TILE_BYTES);
-    if (lower) _tile_stored(1, found->of[0] + TILE, TILE_BYTES);
-    if (second) _tile_stored(2, found->of[1], TILE_BYTES);
-    if (lower && second) _tile_stored(3, found->of[1] + TILE, TILE_BYTES);
+    _tile_stored(0, sums->panels[0], TILE_BYTES);
+    if (lower) _tile_stored(1, sums->panels[0] + TILE, TILE_BYTES);
+    if (second) _tile_stored(2, sums->panels[1], TILE_BYTES);
+    if (lower && second) _tile_stored(3, sums->panels[1] + TILE, TILE_BYTES);
 }
 
-static void put_gated(const problem *of, long row, long column, vec gate, vec up) {
-    const float *bias = of->by->bias;
-    if (bias) gate += load(bias + column), up += load(bias + of->by->parts->out / 2 + column);
-    const __m256bh found = _mm512_cvtneps_pbh((__m512)(silu(gate) * up));
-    memcpy(of->gated + row * of->gated_stride + column * 2, &found, sizeof found);
+static void write_gated(const problem *args, long row, long column, vec gate, vec up) {
+    const float *bias = args->weights->bias;
+    if (bias) gate += load(bias + column), up += load(bias + args->weights->parts->out / 2 + column);
+    const __m256bh values = _mm512_cvtneps_pbh((__m512)(silu(gate) * up));
+    memcpy(args->gated + row * args->gated_stride + column * 2, &values, sizeof values);
 }
 
 // Prefetches the cache lines of y that one or two panels write for `rows` rows from `row` on.
 // Inlined: compilers remove a call without other effects.
-INLINE void bring_outputs(const problem *of, const segment *of_w, long panel, long row, long rows,
+INLINE void prefetch_outputs(const problem *args, const segment *part, long panel, long row, long rows,
                           int second) {
-    const outputs at = outputs_of(of_w, panel), at_second = outputs_of(of_w, panel + 1);
+    const outputs at = outputs_of(part, panel), at_second = outputs_of(part, panel + 1);
     for (long i = row; i < row + rows; i++)
-        if (of->gated) __builtin_prefetch(of->gated + i * of->gated_stride + panel * LANES * 2, 1, 3);
+        if (args->gated) __builtin_prefetch(args->gated + i * args->gated_stride + panel * LANES * 2, 1, 3);
         else {
-            __builtin_prefetch(of->y + i * of->y_stride + at.column, 1, 3);
-            if (second) __builtin_prefetch(of->y + i * of->y_stride + at_second.column, 1, 3);
+            __builtin_prefetch(args->y + i * args->y_stride + at.column, 1, 3);
+            if (second) __builtin_prefetch(args->y + i * args->y_stride + at_second.column, 1, 3);
         }
 }
 
 // Multiplies all rows by the panels [first, last): two adjacent panels at a time, or with `gated` a
 // panel of gates with its panel of ups.
-static void tiled_band(const problem *of, const segment *of_w, long rows, long first, long last) {
-    const long in = of->by->in, bytes = panel_bytes(of_w, in);
-    const long apart = of->gated ? panels_of(of_w) / 2 : 1;
-    tile_sums found;
+static void tiled_band(const problem *args, const segment *part, long rows, long first, long last) {
+    const long in = args->weights->in, bytes = panel_bytes(part, in);
+    const long apart = args->gated ? panels_of(part) / 2 : 1;
+    tile_sums sums;
     for (long r = 0; r < rows; r += 2 * TILE) {
-        const long here = least(rows - r, 2 * TILE);
-        const char *x = of->x + r * of->x_stride;
-        if (!r || here < 2 * TILE) shape_pairs(least(here, TILE), most(here - TILE, 0));
-        for (long p = first; p < last; p += of->gated ? 1 : 2) {
-            const char *w = of_w->panels + p * bytes;
-            const int second = of->gated || p + 1 < last;
-            bring_outputs(of, of_w, p, r, here, second);
+        const long here = min_long(rows - r, 2 * TILE);
+        const char *x = args->x + r * args->x_stride;
+        if (!r || here < 2 * TILE) shape_pairs(min_long(here, TILE), max_long(here - TILE, 0));
+        for (long p = first; p < last; p += args->gated ? 1 : 2) {
+            const char *w = part->panels + p * bytes;
+            const int second = args->gated || p + 1 < last;
+            prefetch_outputs(args, part, p, r, here, second);
             if (second)
-                tiled_panels(x, of->x_stride, here, w, w + apart * bytes, in, !r, 1, &found);
-            else tiled_panels(x, of->x_stride, here, w, w, in, !r, 0, &found);
-            const outputs at = outputs_of(of_w, p), at_second = outputs_of(of_w, p + 1);
+                tiled_panels(x, args->x_stride, here, w, w + apart * bytes, in, !r, 1, &sums);
+            else tiled_panels(x, args->x_stride, here, w, w, in, !r, 0, &sums);
+            const outputs at = outputs_of(part, p), at_second = outputs_of(part, p + 1);
             for (long i = 0; i < here; i++) {
-                const vec one = load(found.of[0][i]), other = load(found.of[1][i]);
-                if (of->gated) put_gated(of, r + i, p * LANES, one, other);
-                else put(of, at, r + i, one);
-                if (!of->gated && second) put(of, at_second, r + i, other);
+                const vec first_sum = load(sums.panels[0][i]), second_sum = load(sums.panels[1][i]);
+                if (args->gated) write_gated(args, r + i, p * LANES, first_sum, second_sum);
+                else write_outputs(args, at, r + i, first_sum);
+                if (!args->gated && second) write_outputs(args, at_second, r + i, second_sum);
             }
         }
     }
@@ -150,7 +150,7 @@ static void tiled_band(const problem *of, const segment *of_w, long rows, long f
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
-// Tiles sum integers, one cell at a time. The rest is as in `cells`, with the same bits.
+// Tiles sum integers, one cell at a time. The rest is as in `multiply_cells`, with the same bits.
 
 static void shape_cells(void) {
     shapes all = {.palette = 1};
@@ -174,28 +174,28 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
         _tile_stored(0, products, CODE_BYTES);
         const scale by = scale_of(f, scales, cell);
         UNROLLED for (int r = 0; r < TILE; r++) {
-            const coded *of = (const coded *)(x + r * stride) + cell;
-            const ints product = products[r] - f.offset * (of->sums[0] + of->sums[1]);
-            sums[r] += by.s[0] * all(of->by) * __builtin_convertvector(product, vec);
-            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(of->weighed);
+            const coded *row = (const coded *)(x + r * stride) + cell;
+            const ints product = products[r] - f.offset * (row->sums[0] + row->sums[1]);
+            sums[r] += by.s[0] * all(row->factor) * __builtin_convertvector(product, vec);
+            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(row->code_sum);
         }
     }
 }
 
 // Multiplies the rows that fill whole tiles; returns their number.
-INLINE long tiled_block_band(const problem *of, const segment *of_w, form f, long rows, long first,
+INLINE long tiled_block_band(const problem *args, const segment *part, form f, long rows, long first,
                              long last) {
-    const long bytes = block_panel_bytes(f, of->by->in);
+    const long bytes = block_panel_bytes(f, args->weights->in);
     if (rows < TILE) return 0;
     shape_cells();
     long r = 0;
     for (; r + TILE <= rows; r += TILE)
         for (long p = first; p < last; p++) {
-            vec found[TILE];
-            tiled_cells(of_w->panels + p * bytes, of->by->in, f, of->x + r * of->x_stride,
-                        of->x_stride, found);
-            const outputs at = outputs_of(of_w, p);
-            for (int i = 0; i < TILE; i++) put(of, at, r + i, found[i]);
+            vec sums[TILE];
+            tiled_cells(part->panels + p * bytes, args->weights->in, f, args->x + r * args->x_stride,
+                        args->x_stride, sums);
+            const outputs at = outputs_of(part, p);
+            for (int i = 0; i < TILE; i++) write_outputs(args, at, r + i, sums[i]);
         }
     _tile_release();
     return r;

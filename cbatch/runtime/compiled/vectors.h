@@ -48,8 +48,8 @@ typedef uint8_t bytes_at __attribute__((vector_size(LANES), aligned(1), may_alia
 typedef int8_t chars_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE long rounded(long count, long to) { return (count + to - 1) / to * to; }
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long min_long(long a, long b) { return a < b ? a : b; }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 INLINE vec all(float x) { return x - (vec){0}; }
 INLINE vec load(const float *x) { return *(const vec_at *)x; }
@@ -62,11 +62,11 @@ INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
 // Returns the first `count` elements at x, fp32 or bf16, as fp32; the others are 0.
 static __attribute__((noinline)) vec part(const char *x, long count, int half) {
-    uint32_t found[LANES] = {0};
+    uint32_t result[LANES] = {0};
     if (half)
-        for (long i = 0; i < count; i++) found[i] = (uint32_t)((const uint16_t *)x)[i] << 16;
-    else memcpy(found, x, count * 4);
-    return load((const float *)found);
+        for (long i = 0; i < count; i++) result[i] = (uint32_t)((const uint16_t *)x)[i] << 16;
+    else memcpy(result, x, count * 4);
+    return load((const float *)result);
 }
 INLINE vec widened(const char *x, long count, int half) {
     if (count < LANES) return part(x, count, half);
@@ -90,8 +90,8 @@ static void round_row(const float *x, long count, uint16_t *to) {
     for (; i + LANES <= count; i += LANES) {
         const vec each = load(x + i);
         const pairs bits = (pairs)each, near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        const pairs found = (pairs)pick(each == each, (vec)near, (vec)(near * 0 + 0x7fc0));
-        *(halves_at *)(to + i) = __builtin_convertvector(found, halves_at);
+        const pairs result = (pairs)pick(each == each, (vec)near, (vec)(near * 0 + 0x7fc0));
+        *(halves_at *)(to + i) = __builtin_convertvector(result, halves_at);
     }
     for (; i < count; i++) to[i] = bf16(x[i]);
 }
@@ -101,14 +101,14 @@ static void narrow(const float *x, long count, uint16_t *to) {
 #if defined(__AVX512BF16__)
     long i = 0;
     for (; i + LANES <= count; i += LANES) {
-        const __m256bh found = _mm512_cvtneps_pbh((__m512)load(x + i));
-        memcpy(to + i, &found, sizeof found);
+        const __m256bh result = _mm512_cvtneps_pbh((__m512)load(x + i));
+        memcpy(to + i, &result, sizeof result);
     }
     if (i < count) {
         float rest[LANES] = {0};
         memcpy(rest, x + i, (count - i) * 4);
-        const __m256bh found = _mm512_cvtneps_pbh((__m512)load(rest));
-        memcpy(to + i, &found, rounded(count - i, 2) * 2);
+        const __m256bh result = _mm512_cvtneps_pbh((__m512)load(rest));
+        memcpy(to + i, &result, rounded(count - i, 2) * 2);
     }
 #else
     round_row(x, count, to);

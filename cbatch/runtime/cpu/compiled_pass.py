@@ -48,7 +48,7 @@ class _Layer(ctypes.Structure):
 
 class _Reader(ctypes.Structure):
     _fields_ = [
-        *fields(LinearStruct, "front only_kv"),
+        *fields(LinearStruct, "input_layer only_kv"),
         *fields(c_void_p, "token_norm state_norm"),
         *fields(c_long, "normed_residual plain_in plain_out"),
     ]
@@ -69,10 +69,10 @@ class DecoderStruct(ctypes.Structure):
 
 class StepStruct(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "tokens wanted query_lens context_lens tables kv logits memory progress"),
-        *fields(c_void_p, "states hidden"),
-        *fields(c_long, "rows sequences table_width num_wanted blocks block_size kv_half threads"),
-        ("num_kept", c_long),
+        *fields(c_void_p, "tokens logit_rows query_lens context_lens tables kv logits memory"),
+        *fields(c_void_p, "progress states hidden"),
+        *fields(c_long, "rows sequences table_width num_logit_rows blocks block_size kv_half"),
+        *fields(c_long, "threads num_kept"),
         *fields(c_void_p, "sums partial"),
         ("part", c_long),
     ]
@@ -261,9 +261,9 @@ class CompiledDecoder:
             step.part = part
             self._call(step)
             last, keeps_all = part >= end - 2, self.struct.kept >= 0
-            if last and not step.num_wanted and not keeps_all:
+            if last and not step.num_logit_rows and not keeps_all:
                 return logits.new_empty(0, self._config.vocab_size)
-            sums = ranks.sum(partial if not last or keeps_all else partial[: step.num_wanted])
+            sums = ranks.sum(partial if not last or keeps_all else partial[: step.num_logit_rows])
             step.sums = sums.data_ptr()
         step.part = end
         self._call(step)

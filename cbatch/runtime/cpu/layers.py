@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.runtime.compiled import MOST_LANES, Blocks, CompiledProduct, Run, compiles_blocks
+from cbatch.runtime.compiled import MOST_LANES, Blocks, CompiledProduct, OutputRuns, compiles_blocks
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
 from cbatch.runtime.cpu.products import Kind
@@ -104,16 +104,16 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
                 rows = interleave_halves(torch.from_numpy(part.rows), c.rope, dim).numpy()
                 part = part._replace(rows=rows)
             run = c.group_size * dim if letter == "q" else dim
-            parts.append((part, Run(run, pitch, at)))
+            parts.append((part, OutputRuns(run, pitch, at)))
             at += run
         return Linear.of(CompiledProduct.of_blocks(parts, bias, norm))
 
 
-def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, Run]]:
+def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, OutputRuns]]:
     """Return each matrix with its run of rows in the stacked matrix."""
     parts, at = [], 0
     for block in blocks:
         rows = len(block.rows)
-        parts.append((block, Run(rows, rows, at)))
+        parts.append((block, OutputRuns(rows, rows, at)))
         at += rows
     return parts

@@ -51,7 +51,7 @@ class DraftOwners(NamedTuple):
 
     slots: I32
     num_requested: I64  # drafts requested for each of `slots`
-    slots_by_drafter: dict[str, I32]  # slots by drafter
+    slots_by_drafter: dict[str, I32]
 
 
 class LookupSettings(NamedTuple):
@@ -102,7 +102,7 @@ class _PlaceholderDrafter(ModelDrafter):
 
 
 class _AheadLookup(LookupDrafter):
-    """A lookup that guesses `ahead` [slots] added tokens, the most that the pending step may emit.
+    """A lookup that guesses `ahead` [slots] more tokens, the most that the pending step may emit.
     `guesses` are those of the latest `propose`, see `DraftPlan`."""
 
     def __init__(self, lookup: Lookup) -> None:

@@ -40,11 +40,11 @@ class _SlotTable(ctypes.Structure):
     ]
 
 
-class _Setting(ctypes.Structure):
+class _HeadCall(ctypes.Structure):
     _fields_ = [
         ("head", POINTER(_Head)),
         ("table", POINTER(_SlotTable)),
-        ("like", POINTER(StepStruct)),
+        ("step_template", POINTER(StepStruct)),
         ("work", c_void_p),
     ]
 
@@ -117,10 +117,10 @@ class CompiledHead:
         self._pointer = ctypes.pointer(self._struct)
         self._slot_arrays: tuple[object, ...] = (None,) * 4  # arrays that `_slot_table` points to
         self._slot_table: Any = None
-        self._fuse.argtypes = [POINTER(_Setting), c_void_p, c_long, c_void_p]
+        self._fuse.argtypes = [POINTER(_HeadCall), c_void_p, c_long, c_void_p]
         self._fuse.restype = None
-        self._ingest.argtypes = [POINTER(_Setting), *[c_void_p] * 4, *[c_long] * 3]
-        self._draft.argtypes = [POINTER(_Setting), *[c_void_p] * 3, *[c_long] * 3, *[c_void_p] * 2]
+        self._ingest.argtypes = [POINTER(_HeadCall), *[c_void_p] * 4, *[c_long] * 3]
+        self._draft.argtypes = [POINTER(_HeadCall), *[c_void_p] * 3, *[c_long] * 3, *[c_void_p] * 2]
         self._bytes.argtypes = [POINTER(_Head), *[c_long] * 3]
         self._bytes.restype = c_long
         self._work = torch.empty(0, dtype=torch.uint8)
@@ -131,8 +131,8 @@ class CompiledHead:
         fused = torch.empty(rows, self._decoder.hidden_size)
         step = StepStruct(threads=torch.get_num_threads())
         work = self._work_address(rows, 1, 1)
-        setting = _Setting(self._pointer, None, ctypes.pointer(step), work)
-        self._fuse(setting, hidden.data_ptr(), rows, fused.data_ptr())
+        call = _HeadCall(self._pointer, None, ctypes.pointer(step), work)
+        self._fuse(call, hidden.data_ptr(), rows, fused.data_ptr())
         return fused
 
     def ingest(
@@ -145,11 +145,11 @@ class CompiledHead:
         `states`."""
         rows, longest = len(hidden), int((starts + lens).max())
         table_width = min(-(-longest // states.kv.block_size), states.table.blocks.shape[1])
-        setting = self._setting(states, rows, len(slots), longest, table_width)
+        call = self._setting(states, rows, len(slots), longest, table_width)
         arrays = [_longs(array) for array in (slots, starts, lens)]
         addresses, hidden = map(_address, arrays), hidden.contiguous()
         sizes = len(slots), rows, table_width
-        self._raise(self._ingest(setting, hidden.data_ptr(), *addresses, *sizes))
+        self._raise(self._ingest(call, hidden.data_ptr(), *addresses, *sizes))
 
     def draft(
         self, states: SlotStates, slots: NDArray[np.integer], known: I64, depths: I64
@@ -161,22 +161,22 @@ class CompiledHead:
         rows, deepest = len(slots), int(depths.max())
         longest = int((known + depths).max())
         table_width = min(-(-longest // states.kv.block_size), states.table.blocks.shape[1])
-        setting = self._setting(states, rows, rows, longest, table_width)
+        call = self._setting(states, rows, rows, longest, table_width)
         drafts = np.zeros((rows, deepest), dtype=np.int64)
         failed = np.zeros(rows, dtype=np.bool_)
         counts = np.array(depths, dtype=np.int64)
         arrays = [_longs(slots), _longs(known), counts]
         addresses = map(_address, arrays)
         sizes = rows, deepest, table_width
-        self._raise(self._draft(setting, *addresses, *sizes, _address(drafts), _address(failed)))
+        self._raise(self._draft(call, *addresses, *sizes, _address(drafts), _address(failed)))
         return drafts, counts, failed
 
     def _setting(
         self, states: SlotStates, rows: int, sequences: int, positions: int, table_width: int
-    ) -> _Setting:
+    ) -> _HeadCall:
         step = ctypes.pointer(self._decoder.step_template(rows, positions, states.kv))
         work = self._work_address(rows, sequences, table_width)
-        return _Setting(self._pointer, self._slot_table_pointer(states), step, work)
+        return _HeadCall(self._pointer, self._slot_table_pointer(states), step, work)
 
     def _slot_table_pointer(self, states: SlotStates) -> Any:
         """Return a pointer to the struct with the slots' addresses, rebuilt if an array changed."""

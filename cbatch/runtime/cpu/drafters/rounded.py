@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cbatch.runtime.compiled import Blocks, CompiledProduct, Run
+from cbatch.runtime.compiled import Blocks, CompiledProduct, OutputRuns
 from cbatch.runtime.cpu.layers import CpuLayerBuilder
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.model.gguf_blocks import rounded_to_q8_0
@@ -23,4 +23,5 @@ class RoundedProducts(CpuLayerBuilder):
         if not self.quantised or columns % _BLOCK:
             return super()._linear(weight, bias, in_scale)
         blocks = Blocks("Q8_0", columns, rounded_to_q8_0(weight))
-        return Linear.of(CompiledProduct.of_blocks([(blocks, Run(out, out, 0))], bias, in_scale))
+        part = blocks, OutputRuns(out, out, 0)
+        return Linear.of(CompiledProduct.of_blocks([part], bias, in_scale))

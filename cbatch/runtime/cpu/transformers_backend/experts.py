@@ -70,7 +70,7 @@ def _compiled(module: Any) -> CompiledExperts:
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _WEIGHTS]
     bias, down_bias = (None if each is None else each.detach() for each in biases)
     gate = gate_of(module)
-    if gate.gating is not Gating.GIVEN and not module.is_concatenated:
+    if gate.gating is not Gating.CALLER and not module.is_concatenated:
         gate_up = _deinterleaved(gate_up)
         bias = None if bias is None else _deinterleaved(bias)
     return CompiledExperts.of(gate_up, down, gate, bias, down_bias)
@@ -103,7 +103,7 @@ def gate_of(module: Any) -> Gate:
             outputs.double(), expected, rtol=1e-5
         ):
             return candidate
-    return Gate(Gating.GIVEN, function=module._apply_gate)
+    return Gate(Gating.CALLER, function=module._apply_gate)
 
 
 def _interleaved(halves: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.compiled.threads import torch_alone
+from cbatch.runtime.compiled.threads import single_torch_thread
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.transformers_backend import experts
 from cbatch.runtime.cpu.transformers_backend.attention import CpuAttention
@@ -125,7 +125,8 @@ class TransformersModel:
                 f"context_lens: {last} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        with torch.inference_mode(), torch_alone(), self._attention.begin(self._pass, batch, kv):
+        attending = self._attention.begin(self._pass, batch, kv)
+        with torch.inference_mode(), single_torch_thread(), attending:
             return self._run(batch.tokens, batch.positions, batch.logits_index)
 
     def _run(self, tokens: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
