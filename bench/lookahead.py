@@ -1,19 +1,22 @@
-"""Output tokens a second of every lookahead policy at every load: `python -m bench.lookahead`.
+"""Compare the output tokens per second of lookahead policies at each load: `python -m
+bench.lookahead`.
 
-The demo pair serves two workloads of prompts (`fresh`: heads of functions it has not seen; `edit`:
-a function followed by the start of a renamed copy) and their half-and-half mix, with a constant
-number of requests in flight; in `useless` nine drafts of ten are spoilt. Requests are greedy and of
-given lengths, so every policy emits the same tokens; policies take short turns at the same stretch
-of them, so that a machine which is slow for some seconds is so to all. What is compared are whole
-cycles, each through all prompts: how well single prompts can be drafted differs more than policies
-do. The best fixed k is chosen afterwards, from 0 (off) to 8: no constant is better.
+The demo pair serves a constant number of requests in flight. The workloads of prompts: `fresh` is
+beginnings of functions that the pair was not trained on; `edit` is a function followed by the start
+of a renamed copy; `mix` alternates between both; in `useless` nine drafts of ten are replaced by
+random tokens.
 
-`--model smollm2 --drafter ngram` serves a model that chats, with drafters of that name, `--draft`
-with another model or a head: `questions` are of many kinds, `stories` are free text, `renames`
-repeat code of the prompt, and of `both` every other one is of each kind.
+Requests are greedy and of given lengths, so every policy emits the same tokens. Policies take short
+turns at the same part of the work, so a machine that is slow for some seconds affects them all.
+Ratios are of whole cycles through all prompts, because prompts differ more than policies do. The
+best fixed k, from 0 (off) to 8, is chosen after the measurement.
 
-`--temperature 0.8` samples instead, each request with a seed of its own; `--verification` says how
-drafts are judged. With `rejection` and `block` policies then emit different texts.
+`--model smollm2 --drafter ngram` serves a chat model with the drafters of these names, `--draft`
+with another model or a head. Workloads: `questions` of many kinds, `stories` (free text), `renames`
+(repeats code of the prompt), and `both`, which alternates between the last two.
+
+`--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
+that verifies drafts: with `rejection` and `block` the texts differ between policies.
 """
 
 from __future__ import annotations
@@ -47,11 +50,11 @@ CHATS: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "data" / "chat_prompts.json").read_text(encoding="utf-8")
 )
 CHATS["both"] = [*itertools.chain(*zip(CHATS["stories"], CHATS["renames"], strict=True))]
-_SPOILT = 0.87  # share of drafts that `useless` replaces: acceptance becomes about 0.1
+_RANDOMISED = 0.87  # share of drafts that `useless` replaces: acceptance becomes about 0.1
 FIXED = tuple(f"fixed:{k}" for k in range(1, 9))
 POLICIES = ("off", *FIXED, "ema", "adaptive")
-_CONSTANTS = ("off", *FIXED)  # among these the best fixed k is chosen
-_MOST_PROMPT_TOKENS = 256  # of a longer prompt only the end is used
+_CONSTANTS = ("off", *FIXED)  # policies among which the best fixed k is chosen
+_MAX_PROMPT_TOKENS = 256  # only the end of a longer prompt is used
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _VERIFICATIONS = ("auto", "rejection", "block", "coupled")
 _TURN_STEPS = 3  # shortest turn, in decoding steps without drafts
@@ -97,12 +100,12 @@ class EndlessLoop:
         self._prompts = itertools.cycle(prompts)
         self._mean_tokens, self._rng = output_tokens, np.random.default_rng(0)
         self._running: set[str] = set()
-        self._ahead_tokens = 0  # tokens of the last turn beyond its `num_tokens`
+        self._surplus_tokens = 0  # tokens of the last turn beyond its `num_tokens`
 
     def start(self) -> None:
         """Add the first requests and step until each has an output."""
-        for begun in self._rng.random(self.concurrency).tolist():
-            self._add(begun)
+        for share in self._rng.random(self.concurrency).tolist():
+            self._add(share)
         waiting = set(self._running)
         while waiting:
             waiting -= {output.request_id for output in self._step(Speculation())}
@@ -111,11 +114,11 @@ class EndlessLoop:
         """Step until `num_tokens` more tokens are generated. Surplus tokens of the last step count
         for the next turn."""
         speculation, tokens = Speculation(), 0
-        remaining = num_tokens - self._ahead_tokens
+        remaining = num_tokens - self._surplus_tokens
         started_s = time.perf_counter()
         while tokens < remaining:
             tokens += sum(len(output.token_ids) for output in self._step(speculation))
-        self._ahead_tokens = tokens - remaining
+        self._surplus_tokens = tokens - remaining
         return PolicyRun(tokens, time.perf_counter() - started_s, speculation)
 
     def stop(self) -> None:
@@ -142,19 +145,19 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def survival_until_now(engine: Engine) -> np.ndarray:
+def survival_so_far(engine: Engine) -> np.ndarray:
     """Return totals as in `PolicyRun.survival`; [3, 0] for a policy without predictions."""
     stats = engine.scheduler.state.policy.stats
     if stats is None:
         return np.zeros((3, 0))
-    seen = stats.calibration
-    return np.array([seen.drafted, seen.predicted, seen.survived])
+    totals = stats.calibration
+    return np.array([totals.drafted, totals.predicted, totals.survived])
 
 
 def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
     """Return the totals of `PolicyRun.survival` over all runs, or None without predictions."""
-    seen = [run.survival for run in runs if run.survival is not None]
-    totals: np.ndarray = np.add.reduce(seen) if seen else np.zeros((3, 0))
+    parts = [run.survival for run in runs if run.survival is not None]
+    totals: np.ndarray = np.add.reduce(parts) if parts else np.zeros((3, 0))
     return totals if totals[0].sum() else None
 
 
@@ -167,9 +170,9 @@ def survival_error(runs: Sequence[PolicyRun]) -> float | None:
     return float(np.abs(predicted - survived).sum() / drafted.sum())
 
 
-def survival_chance(runs: Sequence[PolicyRun]) -> float | None:
-    """Return the `survival_error` to expect by chance if all predictions are right: the number of
-    survivors at a depth is binomial."""
+def expected_survival_error(runs: Sequence[PolicyRun]) -> float | None:
+    """Return the `survival_error` that chance alone causes if all predictions are right: the number
+    of survivors at a depth is binomial."""
     totals = survival_totals(runs)
     if totals is None:
         return None
@@ -184,27 +187,27 @@ def make_prompts(workload: str, model: str | Path) -> Prompts:
     if workload in CHATS:
         template = chat_template_of(model)
         assert template is not None, f"{model} has no chat template"
-        said = [[{"role": "user", "content": text}] for text in CHATS[workload]]
-        return [list(tokenizer.encode(template.render(each))) for each in said]
+        chats = [[{"role": "user", "content": text}] for text in CHATS[workload]]
+        return [list(tokenizer.encode(template.render(chat))) for chat in chats]
     kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
     texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
-    pools = [[list(tokenizer.encode(t))[-_MOST_PROMPT_TOKENS:] for t in part] for part in texts]
+    pools = [[list(tokenizer.encode(t))[-_MAX_PROMPT_TOKENS:] for t in part] for part in texts]
     longest = max(map(len, pools))
     return [pool[i % len(pool)] for i in range(longest) for pool in pools]
 
 
 @contextlib.contextmanager
-def spoilt_drafts() -> Iterator[None]:
+def randomised_drafts() -> Iterator[None]:
     """Replace most tokens that the draft model proposes by random ids, at the same cost."""
     propose, rng = DraftModel.propose, np.random.default_rng(0)
 
-    def spoilt(self: DraftModel, rows: DraftRows) -> Proposal:
+    def propose_mostly_random(self: DraftModel, rows: DraftRows) -> Proposal:
         proposal = propose(self, rows)
         noise = rng.integers(0, self.table.vocab_size, proposal.tokens.shape)
-        is_spoilt = rng.random(proposal.tokens.shape) < _SPOILT
-        return proposal._replace(tokens=np.where(is_spoilt, noise, proposal.tokens))
+        is_replaced = rng.random(proposal.tokens.shape) < _RANDOMISED
+        return proposal._replace(tokens=np.where(is_replaced, noise, proposal.tokens))
 
-    DraftModel.propose = spoilt  # type: ignore[method-assign]
+    DraftModel.propose = propose_mostly_random  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -238,14 +241,14 @@ def measure(
     runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
     for _ in range(args.cycles):
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
-        before = {policy: survival_until_now(engine) for policy, engine in engines.items()}
+        before = {policy: survival_so_far(engine) for policy, engine in engines.items()}
         for turn in range(turns):
             first = turn % len(policies)  # so that each policy is first equally often
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
         for policy, run in cycle.items():
-            run.survival = survival_until_now(engines[policy]) - before[policy]
+            run.survival = survival_so_far(engines[policy]) - before[policy]
             runs[policy].append(run)
     for loop in loops.values():
         loop.stop()
@@ -289,21 +292,22 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
                 "survival_error": rounded(survival_error(runs[policy])),
-                "survival_chance": rounded(survival_chance(runs[policy])),
+                "survival_chance": rounded(expected_survival_error(runs[policy])),
                 "best_fixed": best,
             }
         )
     return rows
 
 
-def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
-    """Return sum(above) / sum(below) of paired cycles, and the low end of its 95 % interval
-    (jackknife over cycles, Student's t); None for a single cycle."""
-    count = len(above)
-    ratio = float(above.sum() / below.sum())
+def _ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float | None]:
+    """Return sum(numerators) / sum(denominators) of paired cycles, and the low end of its 95 %
+    interval (jackknife over cycles, Student's t); None for a single cycle."""
+    count = len(numerators)
+    above, below = numerators.sum(), denominators.sum()
+    ratio = float(above / below)
     if count < 2:
         return ratio, None
-    without = (above.sum() - above) / (below.sum() - below)
+    without = (above - numerators) / (below - denominators)
     deviation = np.sqrt((count - 1) / count * np.square(without - without.mean()).sum())
     return ratio, ratio - float(student95(count - 1) * deviation)
 
@@ -311,12 +315,12 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
-    parser.add_argument("--model", help="with a chat template (default: the demo pair)")
+    parser.add_argument("--model", help="a model with a chat template (default: the demo pair)")
     parser.add_argument("--draft", help="draft model for --model, or a head of it")
     parser.add_argument("--drafter", nargs="+", help="drafters by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
-    parser.add_argument("--cycles", type=int, default=4, help="times through all prompts")
+    parser.add_argument("--cycles", type=int, default=4, help="measured times through all prompts")
     parser.add_argument(
         "--turn-tokens", type=int, default=24, help="minimum tokens per turn of a policy"
     )
@@ -329,15 +333,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build(policy: str, args: argparse.Namespace) -> Engine:
-    most_tokens = _MOST_PROMPT_TOKENS + 3 * args.output_tokens // 2
+    max_tokens = _MAX_PROMPT_TOKENS + 3 * args.output_tokens // 2
     options = EngineOptions(
         lookahead=policy,
         dtype=args.dtype,
         max_num_seqs=max(args.batch),
-        max_model_len=most_tokens,
-        num_blocks=max(args.batch) * -(-most_tokens // 16),
+        max_model_len=max_tokens,
+        num_blocks=max(args.batch) * -(-max_tokens // 16),
         enable_prefix_caching=False,  # every cycle has the same prompts
-        # A head is tried on texts when it is loaded, which needs the tokenizer.
+        # Loading a head tests it on texts, which needs the tokenizer.
         tokenizer=None if args.draft is not None else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),
     )
@@ -362,7 +366,7 @@ def main() -> None:
         total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)
         for workload, batch, prompts in cells:
-            with spoilt_drafts() if workload == "useless" else contextlib.nullcontext():
+            with randomised_drafts() if workload == "useless" else contextlib.nullcontext():
                 runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
             rows += rows_of(workload, batch, runs)
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}

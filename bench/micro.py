@@ -1,11 +1,11 @@
-"""Every micro-benchmark compared with a stored baseline: `python -m bench.micro` (part of `make
+"""Compare every micro-benchmark with a stored baseline: `python -m bench.micro` (part of `make
 bench`).
 
-Runs `pytest bench --benchmark-enable` on one thread. Prints the ratio of each lower quartile to the
-baseline's (`bench/baseline.json`, or `--baseline FILE`); disturbances only lengthen a round.
-Machines differ, and the speed of one machine drifts. So a yardstick, a fixed piece of Python and
-numpy, is timed before and after. `ratio` is divided by the change of the yardstick, `raw` is not.
-`--save` makes the measurements the baseline.
+Runs `pytest bench --benchmark-enable` on one thread, and prints the ratio of each benchmark's lower
+quartile to the baseline's (`bench/baseline.json`, or `--baseline FILE`). The lower quartile is used
+because other programs can only make a round slower. Machines differ, and the speed of one machine
+drifts. So a fixed piece of Python and numpy, the yardstick, is timed before and after. `ratio` is
+corrected by the yardstick, `raw` is not. `--save` stores the measurements as the baseline.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 BASELINE = Path(__file__).parent / "baseline.json"
 SLOWER = 1.3  # ratio beyond which a benchmark is reported as slower
-YARDSTICK_ROUNDS = 200  # timed runs of the yardstick, of which the median counts
+YARDSTICK_ROUNDS = 200  # timed runs of the yardstick; its time is their median
 
 
 def yardstick_us() -> float:
     """Return the median microseconds of a loop, a sort and a product, typical of the benchmarks."""
     rng = np.random.default_rng(0)
     values, matrix = rng.random(4096), rng.random((64, 64)).astype(np.float32)
-    spent_us = []
+    times_us = []
     for _ in range(YARDSTICK_ROUNDS):
         started_s = time.perf_counter()
         table = {i: i * i for i in range(1000)}
@@ -43,8 +43,8 @@ def yardstick_us() -> float:
         np.sort(values)
         for _ in range(10):
             matrix @ matrix
-        spent_us.append((time.perf_counter() - started_s) * 1e6)
-    return float(np.median(spent_us))
+        times_us.append((time.perf_counter() - started_s) * 1e6)
+    return float(np.median(times_us))
 
 
 def run(options: Sequence[str]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def run(options: Sequence[str]) -> dict[str, Any]:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x"]
         command += ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={out}"]
-        # On a busy machine two threads of a matrix product wait for each other, which makes it up
-        # to a hundred times slower.
+        # On a busy machine, threads of a matrix product that wait for each other make it up to a
+        # hundred times slower.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -86,10 +86,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
-    parser.add_argument("--save", action="store_true", help="write it there")
-    parser.add_argument("--only", metavar="WORDS", help="pytest's -k")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each benchmark, about")
+    parser.add_argument(
+        "--baseline", type=Path, default=BASELINE, metavar="FILE", help="stored measurements"
+    )
+    parser.add_argument("--save", action="store_true", help="store the measurements in FILE")
+    parser.add_argument("--only", metavar="WORDS", help="run the benchmarks that match (pytest -k)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="approximate time of each benchmark"
+    )
     args = parser.parse_args(argv)
     options = [f"--benchmark-max-time={args.seconds}"]
     measured = run(options + (["-k", args.only] if args.only else []))
@@ -109,12 +113,12 @@ def _notes(
     measured: dict[str, Any], baseline: dict[str, Any] | None, rows: list[dict[str, Any]]
 ) -> list[str]:
     if baseline is None:
-        return ["no baseline: make one with --save"]
-    there, here = baseline["machine"]["cpu"], measured["machine"]["cpu"]
+        return ["no baseline: store one with --save"]
+    cpu, this_cpu = baseline["machine"]["cpu"], measured["machine"]["cpu"]
     change = measured["yardstick_us"] / baseline["yardstick_us"]
-    notes = [f"baseline: {there}, torch {baseline['versions'].get('torch')}"]
-    if there != here:
-        notes.append(f"this machine is another ({here}): ratios are rough")
+    notes = [f"baseline: {cpu}, torch {baseline['versions'].get('torch')}"]
+    if cpu != this_cpu:
+        notes.append(f"this machine differs ({this_cpu}): ratios are rough")
     notes.append(f"yardstick {change:.3f} of the baseline's; ratio = raw / that")
     slower = [row["benchmark"] for row in rows if row["ratio"] and row["ratio"] > SLOWER]
     if slower:

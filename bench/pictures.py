@@ -32,19 +32,19 @@ from sim.workload.traces.reader import write_requests
 
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REQUESTS = 300  # plus six per client, so that the last requests have little weight.
-ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests.
+REQUESTS = 300  # plus six per client, so that the last requests have little weight
+ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
 SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
 MEASURED = Path("docs/benchmarks.md")
-PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase).
-LONGEST_S = 90.0  # time limit of a phase, for a busy machine.
+PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase)
+PHASE_LIMIT_S = 90.0  # time limit of a phase, for a busy machine
 WIDTH, HEIGHT, SCALE = 1400, 900, 1.4  # page in CSS pixels, and screen pixels per CSS pixel
 
 
 def simulated(policy: str, clients: int) -> float:
-    """Return simulated output tokens a second of Llama-3.1-8B with a 1B draft on an H100. Requests
-    have about 200 tokens in and out; each client waits for its answer."""
+    """Return simulated output tokens per second of Llama-3.1-8B with a 1B draft on an H100.
+    Requests have about 200 tokens in and out; each client waits for its answer."""
     length, count = lognormal(200, 0.5), REQUESTS + 6 * clients
     requests = generate(lambda rng: poisson(1.0, rng), length, length, requests=count, seed=0)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,8 +72,8 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
     axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)))
     for policy, ratios in lines.items():
-        strong = policy == "adaptive"
-        width, mark = (3.0, 5.5) if strong else (1.8, 3.5)
+        is_default = policy == "adaptive"
+        width, mark = (3.0, 5.5) if is_default else (1.8, 3.5)
         axis.plot(
             CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
         )
@@ -100,10 +100,10 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("requests in flight")
     axis.set_title("Tokens per second over no drafts", loc="left", fontsize=12, pad=22)
-    what = (
+    subtitle = (
         "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
     )
-    axis.annotate(what, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
+    axis.annotate(subtitle, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
     figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     pyplot.close(figure)
@@ -113,7 +113,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
+def ratios_in_docs(heading: str, machine: str = "F") -> dict[str, list[float]]:
     """Return cbatch's ratios on `machine`, by row, from the first table below `heading` in
     docs/benchmarks.md. The table has a column for each number of requests in flight."""
     table = MEASURED.read_text(encoding="utf-8").split(heading)[1].split("\n#")[0]
@@ -125,8 +125,8 @@ def measured(heading: str, machine: str = "F") -> dict[str, list[float]]:
 
 def save_peers(path: Path) -> None:
     """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns for prompts."""
-    llama = {n.split()[-1]: r[:3] for n, r in measured("### llama.cpp").items()}
-    vllm = measured("### vLLM")["cbatch"][:5]
+    llama = {n.split()[-1]: r[:3] for n, r in ratios_in_docs("### llama.cpp").items()}
+    vllm = ratios_in_docs("### vLLM")["cbatch"][:5]
     figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.5, 1))
     shades = list(COLORS.values())
     for at, flight in enumerate((1, 8, 32)):
@@ -161,7 +161,7 @@ def save_live_page(path: Path) -> None:
             with _loaded(url, clients):
                 _wait_for(url, tokens)
                 if clients == PHASES[-1][0]:
-                    _shoot(page, path)
+                    _save_screenshot(page, path)
     _shrink(path)
 
 
@@ -181,8 +181,8 @@ def _loaded(url: str, clients: int) -> Iterator[None]:
 
 
 def _wait_for(url: str, tokens: int) -> None:
-    """Wait until the server has generated `tokens` more tokens, at most `LONGEST_S`."""
-    first, deadline_s = _generated(url), time.monotonic() + LONGEST_S
+    """Wait until the server has generated `tokens` more tokens, at most `PHASE_LIMIT_S`."""
+    first, deadline_s = _generated(url), time.monotonic() + PHASE_LIMIT_S
     while _generated(url) < first + tokens and time.monotonic() < deadline_s:
         time.sleep(0.2)
 
@@ -195,7 +195,7 @@ def _generated(url: str) -> float:
     return float(match[1]) if match else 0.0
 
 
-def _shoot(page: Any, path: Path) -> None:
+def _save_screenshot(page: Any, path: Path) -> None:
     height = page.evaluate("document.documentElement.scrollHeight")
     page.set_viewport_size({"width": WIDTH, "height": height})
     page.evaluate("document.getElementById('prompt-form').requestSubmit()")
@@ -213,9 +213,11 @@ def _shrink(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help=f"a folder ({FOLDER})")
     parser.add_argument(
-        "--only", choices=("peers", "policies", "live-page"), help="draw this one only"
+        "--out", type=Path, default=FOLDER, help=f"folder of the pictures ({FOLDER})"
+    )
+    parser.add_argument(
+        "--only", choices=("peers", "policies", "live-page"), help="draw only this picture"
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

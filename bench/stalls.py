@@ -1,20 +1,22 @@
-"""Gaps between the tokens of running streams while long prompts are read: `python -m bench.stalls`.
+"""Measure gaps between tokens of running streams while long prompts are processed: `python -m
+bench.stalls`.
 
     python -m bench.stalls cbatch='cbatch serve smollm2 --port {port}' \\
         vllm='VENV/bin/vllm serve DIR --port {port}' other=http://127.0.0.1:8000
 
-Each system is a command that serves the OpenAI API on `{port}`, or a URL. `--streams` answers run;
-once each has 100 tokens, `--prompts` prompts of random tokens, new in every repeat, arrive
-`--every` seconds apart. Systems run in turns within a repeat. Figures are medians over the repeats:
+Each system is a command that serves the OpenAI API on `{port}`, or a URL. First `--streams`
+requests start. Once each has 100 tokens, `--prompts` prompts of random tokens, new in every repeat,
+arrive `--every` seconds apart. Systems run in turns within a repeat. Figures are medians over the
+repeats:
 
 - percentiles of the gaps between two tokens of a stream, in ms, before the prompts (`calm`) and
-  while they are read;
+  while these are processed;
 - seconds until all prompts have a token;
-- tokens of prompts and streams a second in that time;
+- tokens of prompts and streams per second in that time;
 - `longest_to_first`, the ratio of the longest gap to the first system's.
 
-`--plot FILE` draws the 99th percentile of the gaps over the speed of reading prompts, a point per
-system. With commands that differ in `--itl-target` it shows the cost of a target.
+`--plot FILE` draws the 99th percentile of the gaps over prompt tokens per second, a point for
+each system. With commands that differ in `--itl-target` it shows the cost of a target.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from rich.progress import track
 
 from bench.report import print_report
 
-_FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts come.
+_FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts arrive
 _START_S, _CALL_S = 300.0, 600.0  # time limits: of a server or streams to start, and of a call
 _IDS = range(1000, 40_000)  # token ids of the prompts
 
@@ -114,13 +116,13 @@ def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
     gaps.gaps.clear()
     gaps.wait_for(_CALM_TOKENS)
     begin_s, tokens_before = time.perf_counter(), sum(gaps.counts)
-    firsts: list[float] = []
+    first_token_s: list[float] = []
 
     def read_prompt() -> None:
         ids = [rng.choice(_IDS) for _ in range(load.prompt_tokens)]
         connection, events = server.post({"prompt": ids, "max_tokens": 2})
         next(events)
-        firsts.append(time.perf_counter())
+        first_token_s.append(time.perf_counter())
         for _ in events:
             pass
         connection.close()
@@ -131,19 +133,19 @@ def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
         time.sleep(load.every_s)
     for prompt in prompts:
         prompt.join()
-    if len(firsts) < load.prompts:
-        raise RuntimeError(f"{len(firsts)} of {load.prompts} prompts were answered")
-    seconds, tokens = max(firsts) - begin_s, sum(gaps.counts) - tokens_before
+    if len(first_token_s) < load.prompts:
+        raise RuntimeError(f"{len(first_token_s)} of {load.prompts} prompts were answered")
+    seconds, tokens = max(first_token_s) - begin_s, sum(gaps.counts) - tokens_before
     gaps.over.set()
     for stream in streams:
         stream.join()
     calm = sorted(gap for end_s, gap in gaps.gaps if end_s < begin_s)
-    meanwhile = sorted(gap for end_s, gap in gaps.gaps if begin_s <= end_s <= max(firsts))
+    loaded = sorted(gap for end_s, gap in gaps.gaps if begin_s <= end_s <= max(first_token_s))
     read_tokens = load.prompts * load.prompt_tokens
     return {
         "calm_p50_ms": 1e3 * _quantile(calm, 0.5),
-        **{f"p{q}_ms": 1e3 * _quantile(meanwhile, q / 100) for q in (50, 99)},
-        "longest_ms": 1e3 * meanwhile[-1],
+        **{f"p{q}_ms": 1e3 * _quantile(loaded, q / 100) for q in (50, 99)},
+        "longest_ms": 1e3 * loaded[-1],
         "prompts_s": seconds,
         "prompt_tokens_per_s": read_tokens / seconds,
         "tokens_per_s": (read_tokens + tokens) / seconds,
@@ -237,15 +239,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = Load(args.streams, args.prompts, args.prompt_tokens, args.every)
     figures: dict[str, list[dict[str, float]]] = {name: [] for name, _ in args.named}
     turns = [(repeat, *named) for repeat in range(args.repeats) for named in args.named]
-    for repeat, name, system in track(turns, "measuring", transient=True):
+    for seed, name, system in track(turns, "measuring", transient=True):
         with served(system) as server:
-            figures[name].append(measure(server, load, seed=repeat))
+            figures[name].append(measure(server, load, seed=seed))
     rows: list[dict[str, Any]] = []
     for name, repeats in figures.items():
-        row = {
-            key: statistics.median(figures_of_repeat[key] for figures_of_repeat in repeats)
-            for key in repeats[0]
-        }
+        row = {key: statistics.median(repeat[key] for repeat in repeats) for key in repeats[0]}
         first = rows[0] if rows else row
         rows.append({"system": name, **row, "longest_to_first": row["longest_ms"]})
         rows[-1]["longest_to_first"] /= first["longest_ms"]

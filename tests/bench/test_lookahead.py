@@ -12,10 +12,10 @@ from bench.lookahead import (
     CHATS,
     EndlessLoop,
     PolicyRun,
+    expected_survival_error,
     make_prompts,
+    randomised_drafts,
     rows_of,
-    spoilt_drafts,
-    survival_chance,
     survival_error,
 )
 from bench.plot import save_lines
@@ -62,10 +62,12 @@ def test_what_chance_alone_makes_of_that_error():
     for survived in rng.binomial(drafted, chance, (1000, 2)):
         run.survival = np.array([drafted, drafted * chance, survived])
         errors.append(survival_error([run]))
-    assert survival_chance([run]) == pytest.approx(np.mean(errors), rel=0.1)
+    assert expected_survival_error([run]) == pytest.approx(np.mean(errors), rel=0.1)
     run.survival = np.array([drafted, drafted * chance, drafted * (chance + 0.2)])
-    assert survival_error([run]) > 4 * survival_chance([run]), "wrong predictions are noticed"
-    assert survival_chance([run_of(1.0)]) is None
+    assert survival_error([run]) > 4 * expected_survival_error([run]), (
+        "wrong predictions are noticed"
+    )
+    assert expected_survival_error([run_of(1.0)]) is None
 
 
 def test_a_mix_takes_both_kinds_in_turn():
@@ -121,13 +123,13 @@ def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
     assert texts_by_loop[0][0] != texts_by_loop[0][1]
 
 
-def test_spoilt_drafts_are_hardly_ever_accepted():
+def test_randomised_drafts_are_hardly_ever_accepted():
     options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
     engine, _ = load_engine(*demo_paths(), options)
     prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
     acceptances = []
-    for spoilt in (True, False):
-        with spoilt_drafts() if spoilt else nullcontext():
+    for randomised in (True, False):
+        with randomised_drafts() if randomised else nullcontext():
             loop = EndlessLoop(engine, prompts, 2, 40)
             loop.start()
             acceptances.append(loop.run(400).speculation.acceptance)

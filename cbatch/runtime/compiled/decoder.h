@@ -83,10 +83,10 @@ static void save_state(const pass *p, long state, long row, const float *x) {
 // Norms the residual stream (with `plain`, copies it) for a product, and saves the stream as state
 // `state`. Unless the product reads floats, a normed row is needed only until it is converted.
 static void normalize(pass *p, const linear *to, int plain, long state) {
+    const int keeps_rows = row_form_of(to) == FLOATS;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
-        const long row = row_form_of(to) == FLOATS ? r : p->me.thread;
-        float *normed = p->normed + row * p->hidden_stride;
+        float *normed = p->normed + (keeps_rows ? r : p->me.thread) * p->hidden_stride;
         add_pending_sums(p, r);
         save_state(p, state, r, x);
         if (plain) memcpy(normed, x, p->model->hidden * 4);
@@ -189,8 +189,7 @@ static void rotate_and_store_all(pass *p, long index, long queries) {
         if (m->whole_heads) norm_whole(m, l, heads);
         for (long head = 0; head < m->kv_heads; head++)
             rotate_and_store(p, l, queries, heads + head * (queries + 2) * m->dim,
-                             l->cos_sin + position * m->dim,
-                             blocks_of(p, index, head) + block * bytes,
+                             l->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
                              position - which * s->block_size);
     }
 }
