@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> Rows:
 
         gpu_run = GpuRun(Path(folder), 60 * args.minutes - spare_s, write)
         try:
-            gpu_run.go(parts(Path(folder), args.peers, args.section or SECTIONS))
+            gpu_run.run(parts(Path(folder), args.peers, args.section or SECTIONS))
         finally:
             (out / "log.txt").write_text(gpu_run.log, encoding="utf-8")
             _write_tiles(gpu_run, out)

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from bench.gpu.cells import Cell, Journal, Row
+from bench.gpu.environment import Bench
 from bench.gpu.limits import Ceilings
 from bench.gpu.timing import Call, time_calls
-from bench.gpu.world import Bench
 from triton_kernels.build.jit import jit
 
 SECTION = "ceilings"
@@ -71,7 +71,7 @@ def _tiled(bench: Bench, function: Any, source: Tensor, target: Tensor) -> dict[
     return {
         f"Triton, {tile} words": functools.partial(launch, TILE=tile, num_warps=warps)
         for tile, warps in _TILES
-        if bench.world.runs
+        if bench.mode.runs
     }
 
 

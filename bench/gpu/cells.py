@@ -16,8 +16,8 @@ NOT_REACHED, NOT_FINISHED = "not reached", "not finished: its process ended"
 _FAULTS = ("CUDA error", "Triton Error [CUDA]", "misaligned address", "AcceleratorError")
 
 
-class Absent(Exception):  # noqa: N818 - it reports a fact, not an error
-    """The subject of a cell is not available here, or not for its inputs."""
+class NotAvailable(Exception):  # noqa: N818 - it is no error of the run
+    """The subject of a cell cannot run here, or not on its inputs."""
 
 
 class Cell(NamedTuple):
@@ -73,20 +73,20 @@ def run_cells(cells: Iterable[Cell], journal: Journal, turns: DeviceTurns) -> No
     for cell in cells:
         if journal.rows[cell.key]["status"] != NOT_REACHED:
             continue
-        turns.take() if cell.timed else turns.give()
+        turns.acquire() if cell.timed else turns.release()
         journal.write(rows={cell.key: cell.labels | {"status": NOT_FINISHED}})
         began_s, lost = time.time(), False
         try:
             row = {"status": "ok"} | cell.run() | {"at_s": [began_s, time.time()]}
-        except Absent as absent:
-            row = {"status": f"skipped: {absent}"}
+        except NotAvailable as reason:
+            row = {"status": f"skipped: {reason}"}
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             row, lost = {"status": f"failed: {text}"}, is_fault(text)
         journal.write(rows={cell.key: cell.labels | row})
         if lost:
             raise SystemExit(FAULT_EXIT)
-    turns.give()
+    turns.release()
 
 
 def is_fault(text: str) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from bench.gpu import ceilings, demo_pair, engine, kernels, sweep, vllm_engine
 from bench.gpu.cells import Cell, Journal, run_cells
+from bench.gpu.environment import Bench, describe, device_of, find_mode
 from bench.gpu.limits import SMALLER
 from bench.gpu.turns import DeviceTurns
-from bench.gpu.world import Bench, describe, device_of, find_world
 
 CELLS: dict[str, Callable[[Bench], Iterable[Cell]]] = {
     "ceilings": ceilings.cells,
@@ -26,12 +26,12 @@ CELLS: dict[str, Callable[[Bench], Iterable[Cell]]] = {
 
 def run_child(section: str, out: Path, peers: Path | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
-    world, journal = find_world(), Journal(out / f"{section}.jsonl")
-    journal.write(about=describe(world))
+    mode, journal = find_mode(), Journal(out / f"{section}.jsonl")
+    journal.write(about=describe(mode))
     if section == "correctness":
         from bench.gpu import correctness
 
         return correctness.run(out)
-    bench = Bench(world, device_of(world), out, peers)
+    bench = Bench(mode, device_of(mode), out, peers)
     run_cells(CELLS[section](bench), journal, DeviceTurns(out))
     return 0

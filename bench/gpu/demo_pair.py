@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.gpu.cells import Cell, Row
-from bench.gpu.world import Bench
+from bench.gpu.environment import Bench
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_paths, demo_prompts
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from bench.gpu import limits
 from bench.gpu.ceilings import load_ceilings
-from bench.gpu.cells import Absent, Cell, Row
+from bench.gpu.cells import Cell, NotAvailable, Row
+from bench.gpu.environment import Bench
 from bench.gpu.limits import MODEL, SAMPLING, Query, step_cost
 from bench.gpu.profiled import STEP_KERNELS, STEPS, step_kernels
-from bench.gpu.world import Bench
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -41,10 +41,10 @@ from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text.outputs import Output
 from sim.cost.roofline import ModelShape
 
-OURS = "cbatch"
+CBATCH = "cbatch"
 ACCEPTANCE = 0.7
 # (lookahead, sampling) in order of measurement; the time limit cuts off the end.
-_WAYS = (
+_SETTINGS = (
     ("off", "greedy"), ("off", "top_p"), ("fixed:4", "greedy"), ("adaptive", "greedy"),
     ("fixed:4", "top_p"), ("adaptive", "top_p"),
 )  # fmt: skip
@@ -97,8 +97,8 @@ FULL = EngineSizes(
 TINY = EngineSizes((2,), 48, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
 
 
-class Way(NamedTuple):
-    """The settings under which a batch is served."""
+class Setting(NamedTuple):
+    """The batch size, lookahead and sampling of a measurement."""
 
     batch: int
     lookahead: str
@@ -124,18 +124,18 @@ class DeviceWeights(WeightSource):
 
 def cells(bench: Bench, model: str = MODEL) -> Iterator[Cell]:
     """Yield the start, then for each setting the steps and their kernels, first without drafts."""
-    subject, labels = ModelBench(bench, model), {"model": model, "implementation": OURS}
+    subject, labels = ModelBench(bench, model), {"model": model, "implementation": CBATCH}
     yield Cell("start", labels | {"what": "start"}, subject.start, timed=False)
-    for lookahead, sampling in _WAYS:
+    for lookahead, sampling in _SETTINGS:
         profiled = _PROFILED.get((lookahead, sampling), ())
         for what, function, batches in (
             (STEPS, subject.measure, subject.sizes.batches),
             (STEP_KERNELS, subject.profile_step, profiled),
         ):
-            for way in (Way(batch, lookahead, sampling) for batch in batches):
-                key = f"{what}, {lookahead} {sampling} {way.batch}"
-                way_labels = labels | way._asdict() | {"what": what}
-                yield Cell(key, way_labels, functools.partial(function, way))
+            for setting in (Setting(batch, lookahead, sampling) for batch in batches):
+                key = f"{what}, {lookahead} {sampling} {setting.batch}"
+                setting_labels = labels | setting._asdict() | {"what": what}
+                yield Cell(key, setting_labels, functools.partial(function, setting))
 
 
 class ModelBench:
@@ -151,9 +151,9 @@ class ModelBench:
 
     def start(self) -> Row:
         """Load weights, compile and capture graphs. Return the seconds."""
-        if not self.bench.world.runs:
+        if not self.bench.mode.runs:
             return {"status": "unmeasured"}
-        script_verdicts()
+        simulate_acceptance()
         began_s, device = time.perf_counter(), self.bench.device
         dtype = torch.bfloat16 if self.bench.full else torch.float32
         source = DeviceWeights(device, dtype)
@@ -178,17 +178,17 @@ class ModelBench:
         seconds = time.perf_counter() - began_s
         return {"seconds": seconds, "device_mib": torch.cuda.max_memory_allocated() >> 20}
 
-    def measure(self, way: Way) -> Row:
+    def measure(self, setting: Setting) -> Row:
         """Time windows of decoding steps."""
-        if not self.bench.world.runs:
+        if not self.bench.mode.runs:
             return {"step_ms": None, "status": "unmeasured"}
-        engine = self._decoding(way)
-        windows = [self._window(engine, way) for _ in range(self.sizes.windows)]
-        if engine.scheduler.num_running != way.batch:
-            raise RuntimeError(f"{engine.scheduler.num_running} of {way.batch} sequences ran")
+        engine = self._decoding(setting)
+        windows = [self._window(engine, setting) for _ in range(self.sizes.windows)]
+        if engine.scheduler.num_running != setting.batch:
+            raise RuntimeError(f"{engine.scheduler.num_running} of {setting.batch} sequences ran")
         row: Row = {
-            "tokens_a_row": statistics.fmean(w.tokens / w.steps / way.batch for w in windows),
-            "drafts_a_row": statistics.fmean(w.drafts / w.steps / way.batch for w in windows),
+            "tokens_a_row": statistics.fmean(w.tokens / w.steps / setting.batch for w in windows),
+            "drafts_a_row": statistics.fmean(w.drafts / w.steps / setting.batch for w in windows),
             "context_tokens": statistics.fmean(w.context_tokens for w in windows),
         }
         if not self.bench.full:
@@ -201,21 +201,21 @@ class ModelBench:
             "tokens_per_s": statistics.median(w.tokens / w.seconds for w in windows),
         }
         ceilings = load_ceilings(self.bench.out)
-        if way.lookahead == "off" and ceilings is not None:
-            queries = [Query(1, round(row["context_tokens"]))] * way.batch
-            cost = step_cost(queries, self.shape, logits_rows=way.batch)
+        if setting.lookahead == "off" and ceilings is not None:
+            queries = [Query(1, round(row["context_tokens"]))] * setting.batch
+            cost = step_cost(queries, self.shape, logits_rows=setting.batch)
             row |= {"mbytes": cost.num_bytes / 1e6, "limit_ms": cost.limit_s(ceilings) * 1e3}
             row["over_limit"] = row["step_ms"] / row["limit_ms"]
         return row
 
-    def profile_step(self, way: Way) -> Row:
+    def profile_step(self, setting: Setting) -> Row:
         if not self.bench.full:
             return {"kernels": [], "status": "unmeasured"}
-        return {"kernels": step_kernels(self._decoding(way).step, _PROFILED_STEPS)}
+        return {"kernels": step_kernels(self._decoding(setting).step, _PROFILED_STEPS)}
 
     def _engine(self, lookahead: str) -> Engine:
         if self._executor is None:
-            raise Absent("the engine did not start")
+            raise NotAvailable("the engine did not start")
         self._executor.reset()
         config = SchedulerConfig(
             num_blocks=self.sizes.num_blocks,
@@ -236,29 +236,31 @@ class ModelBench:
         core = EngineCore(Scheduler(config), self._executor, depth=1, drafters=("model",))
         return Engine(core, seed=0)
 
-    def _decoding(self, way: Way) -> Engine:
+    def _decoding(self, setting: Setting) -> Engine:
         """Return a warm engine in which all sequences decode."""
-        engine, rng = self._engine(way.lookahead), np.random.default_rng(0)
+        engine, rng = self._engine(setting.lookahead), np.random.default_rng(0)
         max_tokens = self.sizes.most_tokens - self.sizes.prompt_tokens
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **SAMPLING[way.sampling])
-        for _ in range(way.batch):
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, **SAMPLING[setting.sampling]
+        )
+        for _ in range(setting.batch):
             prompt = rng.integers(1, self.shape.vocab_size - 1, self.sizes.prompt_tokens)
             engine.add(prompt.tolist(), params)
         decoding: set[str] = set()
-        while len(decoding) < way.batch:
+        while len(decoding) < setting.batch:
             decoding |= {output.request_id for output in _advance(engine)}
         for _ in range(self.sizes.warm_steps):
             _advance(engine)
         return engine
 
-    def _window(self, engine: Engine, way: Way) -> TimedWindow:
+    def _window(self, engine: Engine, setting: Setting) -> TimedWindow:
         stats = engine.scheduler.stats
         steps, tokens, drafts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
         started_s = time.perf_counter()
         while stats.steps < steps + self.sizes.window_steps:
             _advance(engine)
         seconds, emitted = time.perf_counter() - started_s, stats.emitted_tokens - tokens
-        context = self.sizes.prompt_tokens + (tokens + emitted / 2) / way.batch
+        context = self.sizes.prompt_tokens + (tokens + emitted / 2) / setting.batch
         drafted = stats.drafted_tokens - drafts
         return TimedWindow(seconds, stats.steps - steps, emitted, drafted, context)
 
@@ -281,17 +283,17 @@ def _advance(engine: Engine) -> list[Output]:
 
 
 @functools.cache
-def script_verdicts() -> None:
+def simulate_acceptance() -> None:
     """Accept each draft with probability `ACCEPTANCE` from now on. CUDA graphs keep the
     verification function of their capture, so call this before the first capture."""
-    decide = target_pass.verify_logits
+    verify = target_pass.verify_logits
 
-    def scripted_verdict(batch: Any, *rest: Any, **more: Any) -> Any:
-        decision = decide(batch, *rest, **more)
+    def verify_with_acceptance(batch: Any, *rest: Any, **more: Any) -> Any:
+        decision = verify(batch, *rest, **more)
         counts = batch.drafts.counts
         drawn = torch.rand(len(counts), _MOST_DRAFTS, device=counts.device) < ACCEPTANCE
-        run = drawn.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
-        decision.num_accepted.copy_(torch.minimum(counts, run))
+        length = drawn.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
+        decision.num_accepted.copy_(torch.minimum(counts, length))
         return decision
 
-    target_pass.verify_logits = scripted_verdict
+    target_pass.verify_logits = verify_with_acceptance

@@ -14,7 +14,8 @@ from torch import Tensor
 from bench.gpu import peers
 from bench.gpu.batches import VerifyCase, make_case
 from bench.gpu.ceilings import load_ceilings
-from bench.gpu.cells import Absent, Cell, Row
+from bench.gpu.cells import Cell, NotAvailable, Row
+from bench.gpu.environment import Bench, l2_bytes
 from bench.gpu.limits import (
     ATTENTION,
     CHUNK,
@@ -35,26 +36,25 @@ from bench.gpu.limits import TINY as TINY_ATTENTION
 from bench.gpu.steps import TINY as TINY_TUNING
 from bench.gpu.steps import StepQueries, launches, make_steps, relative_error, tuning_of
 from bench.gpu.timing import Call, figures, input_sets, time_calls
-from bench.gpu.world import Bench, l2_bytes
 from triton_kernels.build import ahead
 from triton_kernels.noise import host as noise
 from triton_kernels.products.dense import dense
 from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits
 
-OURS = "cbatch"
+CBATCH = "cbatch"
 PAGE_TOKENS, _SHORT_PAGE_TOKENS = 64, 16  # default and smallest page
-_TOKENS = (1, 64, 512, 2048)  # rows of the products
+_PRODUCT_ROWS = (1, 64, 512, 2048)  # rows of x in the products
 MOST_ERROR = 2e-2  # largest relative error of an attention result
 _MOST_VERIFIED = 8  # tokens of a longer query count as a prompt, not as drafts to verify
-_FIRST = 6  # attention workloads that are measured before sampling and products
+_FIRST_WORKLOADS = 6  # attention workloads that are measured before sampling and products
 _SHORT_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # workloads also measured with short pages
 _WIDTH, _INTERMEDIATE = 4096, 14336  # of Llama-3.1-8B
 
 
 class Subject(NamedTuple):
     """One implementation of a workload. `build(n)` returns launches over n separate sets of inputs.
-    It raises `Absent` if a peer is not available."""
+    It raises `NotAvailable` if a peer is not available."""
 
     kernel: str
     workload: str
@@ -67,10 +67,10 @@ def subjects(bench: Bench) -> Iterator[Subject]:
     """Yield the first attention workloads, sampling, products, and then the rest of attention."""
     names = ATTENTION if bench.full else TINY_ATTENTION
     return chain(
-        attention(bench, names[:_FIRST]),
+        attention(bench, names[:_FIRST_WORKLOADS]),
         sampling(bench),
         products(bench),
-        attention(bench, names[_FIRST:]),
+        attention(bench, names[_FIRST_WORKLOADS:]),
     )
 
 
@@ -86,24 +86,24 @@ def _compile(bench: Bench) -> Row:
     if not bench.full:
         return {"status": "unmeasured"}
     with ahead.listed() as kernels:
-        for subject in subjects(bench._replace(warming=True)):
-            if subject.implementation.startswith(OURS):
+        for subject in subjects(bench._replace(listing=True)):
+            if subject.implementation.startswith(CBATCH):
                 for call in subject.build(1):
                     call()
     ahead.compile_all(kernels)
-    with suppress(Absent):
+    with suppress(NotAvailable):
         peers.load_vllm(bench)
     return {"kernels": len(kernels)}
 
 
 def measure(bench: Bench, subject: Subject) -> Row:
     timing, sets = None, 1
-    if bench.full or subject.implementation in (OURS, *peers.ANYWHERE):
+    if bench.full or subject.implementation in (CBATCH, *peers.RUN_WITHOUT_GPU):
         sets = input_sets(subject.cost.num_bytes, bench.device)
         timing = time_calls(bench, subject.build(sets))
-    around = sets * subject.cost.num_bytes > l2_bytes(bench.device)
+    beyond_l2 = sets * subject.cost.num_bytes > l2_bytes(bench.device)
     row = figures(timing, subject.cost, load_ceilings(bench.out))
-    return row | {"input_sets": sets, "beyond_l2": around if bench.full else None}
+    return row | {"input_sets": sets, "beyond_l2": beyond_l2 if bench.full else None}
 
 
 def _heads(bench: Bench) -> GridHeads:
@@ -115,29 +115,29 @@ def _heads(bench: Bench) -> GridHeads:
 
 def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
     shape = _heads(bench)
-    builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: own_attention} | peers.ATTENTION
+    builds: dict[str, Callable[..., Sequence[Call]]] = {CBATCH: own_attention} | peers.ATTENTION
     for name in names:
         cost = attention_cost(workload(name), shape)
         subject = partial(Subject, "attention", name)
         for implementation, build in builds.items():
             checked = partial(_checked, bench, name, build)
             yield subject(implementation, cost, checked)
-            if implementation == OURS and name in _SHORT_PAGES:
+            if implementation == CBATCH and name in _SHORT_PAGES:
                 short = partial(checked, page_tokens=_SHORT_PAGE_TOKENS)
-                yield subject(f"{OURS}, pages of {_SHORT_PAGE_TOKENS}", cost, short)
+                yield subject(f"{CBATCH}, pages of {_SHORT_PAGE_TOKENS}", cost, short)
 
 
 def own_attention(bench: Bench, steps: Sequence[StepQueries]) -> list[Call]:
-    step, shipped = steps[0], TINY_TUNING
+    step, tuning = steps[0], TINY_TUNING
     if bench.full:  # the tuning of an executor whose verifications have these query lengths
         query_tokens = max(
             (q.query_tokens for q in step.queries if q.query_tokens <= _MOST_VERIFIED), default=1
         )
         page_tokens = step.pool.page_tokens
-        shipped = tuning_of(
+        tuning = tuning_of(
             step.shape, page_tokens, bench.device, numerics="fast", query_tokens=query_tokens
         )
-    return launches(bench, steps, shipped)
+    return launches(bench, steps, tuning)
 
 
 def _checked(
@@ -154,7 +154,7 @@ def _checked(
     steps = make_steps(workload(name), shape, page_tokens, bench.device, count)
     calls = build(bench, steps)
     out = getattr(calls[0], "keywords", {}).get("out") if calls else None
-    if out is None or bench.warming or not bench.world.runs:
+    if out is None or bench.listing or not bench.mode.runs:
         return calls
     out.fill_(torch.nan)
     calls[0]()
@@ -176,7 +176,7 @@ def sampling(bench: Bench) -> Iterator[Subject]:
             cost = sampling_cost(requests * (k + 1), vocab)
             kinds = {"mode": mode, "proposed": proposed, "filters": filters, "logits": logits}
             verify = partial(verifications, filtered=filters)
-            builds: dict[str, Callable[..., Sequence[Call]]] = {OURS: verify if k else draws}
+            builds: dict[str, Callable[..., Sequence[Call]]] = {CBATCH: verify if k else draws}
             builds |= peers.VERIFICATION if proposed and not filters else {}
             for implementation, build in builds.items():
                 arguments = bench, build, [k] * requests, vocab, kinds
@@ -204,7 +204,7 @@ def _over_cases(
     count: int,
 ) -> Sequence[Call]:
     seeds = range(count)
-    if not bench.world.runs:
+    if not bench.mode.runs:
         kinds = kinds | {"proposed": False}  # a kernel would have to draw the drafts
     cases = [make_case(drafts, vocab, device=bench.device, seed=seed, **kinds) for seed in seeds]
     return build(bench, cases)
@@ -225,7 +225,7 @@ def products(bench: Bench) -> Iterator[Subject]:
     """Yield products by fixed tiles and by the library; the ratio of their times is the cost of
     invariant numerics."""
     width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
-    for tokens in _TOKENS if bench.full else (3,):
+    for tokens in _PRODUCT_ROWS if bench.full else (3,):
         for outs, columns in ((2 * inner, width), (width, inner)):
             cost = product_cost(tokens, outs, columns)
             for implementation, function in _PRODUCTS.items():
@@ -238,7 +238,7 @@ def _dense(x: Tensor, weight: Tensor) -> None:
     dense(x, weight, None, x.new_empty(len(x), len(weight)))
 
 
-_PRODUCTS: dict[str, Callable[..., Any]] = {OURS: _dense, "torch": torch.nn.functional.linear}
+_PRODUCTS: dict[str, Callable[..., Any]] = {CBATCH: _dense, "torch": torch.nn.functional.linear}
 
 
 def _over_matrices(

@@ -1,5 +1,5 @@
 """Peer kernels over the same inputs, called as their own users call them: torch's, and vLLM's
-Triton kernels if `--peers` holds vLLM. A peer that is not available raises `Absent`."""
+Triton kernels if `--peers` holds vLLM. A peer that is not available raises `NotAvailable`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.batches import VerifyCase
-from bench.gpu.cells import Absent
+from bench.gpu.cells import NotAvailable
+from bench.gpu.environment import Bench
 from bench.gpu.steps import StepQueries
 from bench.gpu.timing import Call
 from bench.gpu.vllm_engine import unpack
-from bench.gpu.world import Bench
 
 
 @functools.cache
 def load_vllm(bench: Bench) -> Callable[..., Any]:
-    """Return vLLM's rejection sampler. Importing it takes seconds; raises `Absent` without vLLM."""
+    """Return vLLM's rejection sampler, whose import takes seconds. Raises `NotAvailable` without
+    vLLM."""
     if bench.peers is None:
-        raise Absent("vLLM is not supplied (--peers)")
+        raise NotAvailable("vLLM is not supplied (--peers)")
     sys.path.append(str(unpack(bench.peers, bench.out / "peers")))
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -38,7 +39,7 @@ def load_vllm(bench: Bench) -> Callable[..., Any]:
 def _equal_lengths(step: StepQueries) -> tuple[int, int]:
     query, context = step.queries[0]
     if any(q != (query, context) for q in step.queries):
-        raise Absent("needs sequences of one length")
+        raise NotAvailable("needs sequences of one length")
     return query, context
 
 
@@ -105,4 +106,4 @@ Build = Callable[..., Any]
 ATTENTION: dict[str, Build] = {"torch sdpa, no pages": sdpa}
 VERIFICATION: dict[str, Build] = {"vllm": vllm_verification}
 # Implementations that also run without a GPU.
-ANYWHERE = frozenset(ATTENTION)
+RUN_WITHOUT_GPU = frozenset(ATTENTION)

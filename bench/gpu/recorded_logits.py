@@ -26,8 +26,8 @@ from cbatch.runtime.kv_cache import KVCache
 
 DATA = Path(__file__).parent / "data" / "recorded_logits.npz"
 ROWS, VOCAB = 64, 49_152  # as recorded
-_EVERY = 15  # tokens of the text between two recorded rows
-_HEAD = 1024  # number of first ranks, whose logits are equal for every vocabulary
+_ROW_STEP = 15  # tokens of the text between two recorded rows
+_FIXED_RANKS = 1024  # first ranks, whose logits are equal for every vocabulary
 _EXACT, _KNOTS = 64, 200  # number of first ranks that are all stored; number of stored ranks
 
 
@@ -51,11 +51,11 @@ def profiles(vocab: int) -> NDArray[np.float32]:
     The first 1,024 ranks keep their logits; the others are stretched to the vocabulary. Raises
     ValueError for a vocabulary of fewer than 2,048 tokens.
     """
-    if vocab < 2 * _HEAD:
-        raise ValueError(f"vocab: {vocab} tokens, at least {2 * _HEAD} are needed")
+    if vocab < 2 * _FIXED_RANKS:
+        raise ValueError(f"vocab: {vocab} tokens, at least {2 * _FIXED_RANKS} are needed")
     recorded, rank = load(), np.arange(vocab, dtype=np.float64)
-    stretch = (VOCAB - 1 - _HEAD) / (vocab - 1 - _HEAD)
-    rank[_HEAD:] = _HEAD + (rank[_HEAD:] - _HEAD) * stretch
+    stretch = (VOCAB - 1 - _FIXED_RANKS) / (vocab - 1 - _FIXED_RANKS)
+    rank[_FIXED_RANKS:] = _FIXED_RANKS + (rank[_FIXED_RANKS:] - _FIXED_RANKS) * stretch
     at, knots = np.log1p(rank), np.log1p(recorded.ranks)
     return np.stack([np.interp(at, knots, row) for row in recorded.logits]).astype(np.float32)
 
@@ -88,7 +88,7 @@ def record(text: str) -> LogitProfiles:
         raise ValueError(f"text: {len(ids)} tokens, {count} are needed")
     model, lens = load_model(path), np.array([count], dtype=np.int32)
     kv = KVCache(model.config, 1, count, model.dtype, model.device)
-    logit_rows = torch.arange(count - ROWS * _EVERY, count, _EVERY)
+    logit_rows = torch.arange(count - ROWS * _ROW_STEP, count, _ROW_STEP)
     one_block = np.zeros((1, 1), dtype=np.int32)
     batch = RaggedBatch(ids, torch.arange(count), lens, lens, one_block, logit_rows)
     logits = model.forward(batch, kv).float().sort(dim=-1, descending=True).values.numpy()

@@ -13,7 +13,7 @@ from bench.gpu.cells import Row
 from bench.gpu.profiled import STEP_KERNELS, STEPS
 
 RESULTS, TABLE = "results.json", "table.txt"
-OURS, VLLM = "cbatch", "vllm"
+CBATCH, VLLM = "cbatch", "vllm"
 _MOST_KERNELS = 12
 _WIDTH = 56  # largest width of a column, in characters
 _COLUMNS = {
@@ -48,7 +48,10 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
         _table("starts", [r for r in rows if r.get("what") == "start"], _COLUMNS["start"]),
         _table("streams of the demo pair", _streams(measured)),
         _table("correctness: tests by outcome", _outcomes(rows)),
-        *(_table(f"kernels of a step: {way}", lines) for way, lines in _step_kernels(measured)),
+        *(
+            _table(f"kernels of a step: {setting}", lines)
+            for setting, lines in _step_kernels(measured)
+        ),
         *(
             _table(name, compared, _COLUMNS[name])
             for name in ("ceilings", "kernels")
@@ -119,7 +122,9 @@ def _compared(rows: list[Row]) -> list[Row]:
     """Add to each row its time divided by cbatch's time for the same workload."""
     names = "kernel", "workload"
     own_us = {
-        tuple(r[n] for n in names): r["median_us"] for r in rows if r.get("implementation") == OURS
+        tuple(r[n] for n in names): r["median_us"]
+        for r in rows
+        if r.get("implementation") == CBATCH
     }
     same = [own_us.get(tuple(r.get(n) for n in names)) for r in rows]
     pairs = zip(rows, same, strict=True)

@@ -55,7 +55,7 @@ class _Running:
         self.turns.begin(process.pid)
         return process
 
-    def goes_on(self) -> bool:
+    def poll(self) -> bool:
         """Return True while the part runs. A part over its time limit is killed; a process that
         died is restarted if it made progress."""
         self.journal.read()
@@ -68,8 +68,8 @@ class _Running:
         states = [row["status"] for row in self.journal.rows.values()]
         before, self._reached = self._reached, sum(state != NOT_REACHED for state in states)
         self._restarts += 1
-        late = time.monotonic() + self.part.least_s > self.until_s
-        if self._reached > before and self._restarts <= _MOST_RESTARTS and not late:
+        too_late = time.monotonic() + self.part.least_s > self.until_s
+        if self._reached > before and self._restarts <= _MOST_RESTARTS and not too_late:
             self.process = self._start()
             return True
         if not states:
@@ -96,29 +96,29 @@ class GpuRun:
     def __init__(self, folder: Path, seconds: float, write: Write) -> None:
         self.folder, self.turns, self._write = folder, DeviceTurns(folder), write
         self._until_s = time.monotonic() + seconds
-        self._ran: dict[str, _Running] = {}
-        self._left_out: list[str] = []
+        self._started: dict[str, _Running] = {}
+        self._skipped: list[str] = []
 
     @property
     def rows(self) -> Rows:
         missing = {"status": "left out: not enough time"}
-        return {name: ran.journal.rows for name, ran in self._ran.items()} | {
-            name: {name: missing} for name in self._left_out
+        return {name: ran.journal.rows for name, ran in self._started.items()} | {
+            name: {name: missing} for name in self._skipped
         }
 
     @property
     def about(self) -> Row:
         """Return facts about the machine, collected from all parts."""
         about: Row = {}
-        for ran in self._ran.values():
+        for ran in self._started.values():
             about = ran.journal.about | about
         return about
 
     @property
     def log(self) -> str:
-        return "\n".join(f"##### {name}\n{ran.tail()}" for name, ran in self._ran.items())
+        return "\n".join(f"##### {name}\n{ran.tail()}" for name, ran in self._started.items())
 
-    def go(self, parts: Sequence[RunPart]) -> None:
+    def run(self, parts: Sequence[RunPart]) -> None:
         waiting, running = {part.name: part for part in parts}, set[str]()
         written_s = time.monotonic()
         try:
@@ -129,7 +129,7 @@ class GpuRun:
                         del waiting[part.name]
                         self._begin(part, waiting, running)
                 time.sleep(_POLL_S)
-                for name in [name for name in running if not self._ran[name].goes_on()]:
+                for name in [name for name in running if not self._started[name].poll()]:
                     running.remove(name)
                     self.turns.announce(name)
                 if time.monotonic() > written_s + WRITE_S:
@@ -137,7 +137,7 @@ class GpuRun:
                     written_s = time.monotonic()
         finally:
             for name in running:
-                self._ran[name].end()
+                self._started[name].end()
             self._write(self.rows, self.about)
 
     def _begin(self, part: RunPart, waiting: dict[str, RunPart], running: set[str]) -> None:
@@ -145,8 +145,8 @@ class GpuRun:
         reserved_s = sum(p.least_s + _SLACK_S for p in waiting.values() if p.needed)
         until_s = min(now_s + part.most_s, self._until_s - reserved_s)
         if until_s < now_s + part.least_s:
-            self._left_out.append(part.name)
+            self._skipped.append(part.name)
             self.turns.announce(part.name)
         else:
-            self._ran[part.name] = _Running(part, self.folder, self.turns, until_s)
+            self._started[part.name] = _Running(part, self.folder, self.turns, until_s)
             running.add(part.name)

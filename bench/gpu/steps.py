@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bench.gpu.environment import Bench
 from bench.gpu.limits import GridHeads, Query
 from bench.gpu.timing import Call
-from bench.gpu.world import Bench
 from cbatch.runtime.gpu.attention import Tuning
 from triton_kernels.attention import (
     Heads,
@@ -227,7 +227,7 @@ def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list
     """Return a launch for each step, or [] if kernels do not run here. The steps have equal lengths
     and share their work lists. These are planned outside the launches, since an engine plans once
     for all layers."""
-    if not bench.world.runs:
+    if not bench.mode.runs:
         return []
     step = steps[0]
     work_lists = tuning.work_lists(

@@ -21,10 +21,10 @@ from torch import Tensor
 from bench.gpu import peers
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, Row
+from bench.gpu.environment import Bench
 from bench.gpu.limits import HEADS, TINY_HEADS, GridHeads, attention_cost, workload
 from bench.gpu.steps import TINY, StepQueries, launches, make_steps, relative_error
 from bench.gpu.timing import input_sets, time_calls
-from bench.gpu.world import Bench
 from cbatch.runtime.gpu.attention import LEAST_PART_TOKENS, Tuning
 from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
 from triton_kernels.build import ahead
@@ -35,7 +35,7 @@ SDPA = "torch SDPA, no pages"
 DECODES = {"64q1s540": 3.0, "q1s540": 2.0, "64q1s4k": 2.0, "8q1s4k": 1.0, "128q1s540": 1.0}
 VERIFIES = {"64q5s540": 3.0, "64q1s540": 2.0, "q1s540": 1.0, "64q1s4k": 1.0}
 CHUNKS = {"q2k": 2.0, "q2ks8k": 1.0}
-EVERY = {"64q1s4k": 3.0, "64q5s540": 2.0, "64q1s540": 2.0, "q2k": 1.0, "q2ks8k": 1.0}
+ALL_QUERIES = {"64q1s4k": 3.0, "64q5s540": 2.0, "64q1s540": 2.0, "q2k": 1.0, "q2ks8k": 1.0}
 _SAMPLE_S = 0.04  # sampling time of a workload
 MOST_ERROR = 2e-2  # largest relative error of an attention result
 
@@ -90,7 +90,7 @@ def _tuning(shape: GridHeads, tile: Tile, part_tokens: int, device: torch.device
 
 def workloads_of(rows: int) -> Mapping[str, float]:
     """Return the workloads, with their weights, on which tiles of `rows` rows are compared."""
-    return {16: DECODES, 32: VERIFIES, 64: EVERY, 128: CHUNKS}[rows]
+    return {16: DECODES, 32: VERIFIES, 64: ALL_QUERIES, 128: CHUNKS}[rows]
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
@@ -118,7 +118,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def _cell(bench: Bench, labels: Row, shape: GridHeads, page: int, tuning: Tuning) -> Cell:
-    more = {
+    tile_labels = {
         "arch": arch_of(bench.device),
         "tile": tuning.tile._asdict(),
         "split_tokens": tuning.split_tokens,
@@ -127,7 +127,7 @@ def _cell(bench: Bench, labels: Row, shape: GridHeads, page: int, tuning: Tuning
     key = f"{labels['heads']} page {page} tile {tile} split {tuning.split_tokens}"
     names = workloads_of(tuning.tile.rows)
     run = functools.partial(_measure, bench, shape, page, tuning, names)
-    return Cell(key, labels | more, run)
+    return Cell(key, labels | tile_labels, run)
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
         if mean < math.inf and (key not in best or mean < score(best[key]["median_us"], weights)):
             best[key] = row
 
-    def beaten(row: Row, other: Row) -> bool:
+    def is_slower(row: Row, other: Row) -> bool:
         kind = DECODES if row["tile"]["rows"] < other["tile"]["rows"] else CHUNKS
         both = {n: kind[n] for n in kind if n in row["median_us"] and n in other["median_us"]}
         return score(row["median_us"], both) > score(other["median_us"], both)
@@ -233,7 +233,7 @@ def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
     return {
         key: row
         for key, row in best.items()
-        if not any(beaten(row, other) for k, other in best.items() if k[:2] == key[:2])
+        if not any(is_slower(row, other) for k, other in best.items() if k[:2] == key[:2])
     }
 
 

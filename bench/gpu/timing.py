@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.gpu.environment import Bench, RunMode, l2_bytes
 from bench.gpu.limits import Ceilings, Cost
-from bench.gpu.world import Bench, World, l2_bytes
 
 Call = Callable[[], Any]
 MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
@@ -41,10 +41,10 @@ def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> 
     `seconds`, so slow calls get fewer. Without a GPU nothing is timed, and the result is None;
     with the interpreter only the first call runs.
     """
-    if bench.world.runs:
+    if bench.mode.runs:
         for call in calls if bench.full else calls[:1]:
             call()
-    if bench.world is not World.DEVICE:
+    if bench.mode is not RunMode.DEVICE:
         return None
     torch.cuda.synchronize()
     replay = _captured(calls)

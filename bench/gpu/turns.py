@@ -27,7 +27,7 @@ class DeviceTurns:
         self._groups.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Wait for the device, then stop the other processes."""
         if self._file is None:
             self._file = (self.folder / "turn").open("a")
@@ -35,7 +35,7 @@ class DeviceTurns:
             self._signal_others(signal.SIGSTOP)
             time.sleep(_SETTLE_S)
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Give the device back; the other processes continue."""
         if self._file is not None:
             self._signal_others(signal.SIGCONT)

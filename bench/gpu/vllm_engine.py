@@ -1,4 +1,4 @@
-"""Whole vLLM on the same shape with random weights, in a process of its own.
+"""vLLM's whole engine on the same shape with random weights, in a process of its own.
 
 The folder of peers holds vLLM's package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
 requirements that are not installed (`wheels/`). The time of a step is the time of 128 more tokens
@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu.cells import Absent, Cell, Row
+from bench.gpu.cells import Cell, NotAvailable, Row
+from bench.gpu.environment import Bench
 from bench.gpu.limits import BATCHES, LOGIT_STD, MODEL, MODELS, PROMPT_TOKENS, SAMPLING, config_of
 from bench.gpu.profiled import STEP_KERNELS, STEPS, step_kernels
 from bench.gpu.turns import DeviceTurns
-from bench.gpu.world import Bench
 
-THEIRS = "vllm"
+VLLM = "vllm"
 _ROOT = Path(__file__).parents[2]
 _PROFILED, _PROFILED_STEPS = (64, 1), 6
 _SHORT_TOKENS, _LONG_TOKENS = 8, 136  # output tokens of the two timed runs
@@ -63,7 +63,7 @@ def unpack(peers: Path, to: Path) -> Path:
 
 
 class Peer:
-    """vLLM; `start` must run before the measurements."""
+    """A vLLM engine; `start` must run before the measurements."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -72,7 +72,7 @@ class Peer:
 
     def start(self) -> Row:
         if not self.bench.full or self.bench.peers is None:
-            raise Absent("no GPU, or no --peers")
+            raise NotAvailable("no GPU, or no --peers")
         began_s, out = time.perf_counter(), self.bench.out
         folder = unpack(self.bench.peers, out / "peers")
         # Exclude the checkout: vLLM also imports a package named `triton_kernels`.
@@ -99,7 +99,7 @@ class Peer:
             compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
         )
         try:
-            self.llm.apply_model(_peaked)
+            self.llm.apply_model(_set_head_weights)
         except Exception as error:
             self._note += f"; logits are flat: {type(error).__name__}: {error}"[:200]
         seconds = time.perf_counter() - began_s
@@ -107,7 +107,7 @@ class Peer:
 
     def _requests(self, batch: int, sampling: str, tokens: int) -> tuple[list[Any], Any]:
         if self.llm is None:
-            raise Absent("vLLM did not start")
+            raise NotAvailable("vLLM did not start")
         from vllm import SamplingParams
 
         rng, vocab = np.random.default_rng(0), MODELS[MODEL].vocab_size
@@ -125,7 +125,7 @@ class Peer:
             sum(len(completion.outputs[0].token_ids) for completion in completions)
             != batch * tokens
         ):
-            raise RuntimeError("not every token came")
+            raise RuntimeError("vLLM generated fewer tokens than requested")
         return seconds
 
     def measure(self, batch: int, sampling: str) -> Row:
@@ -148,9 +148,9 @@ class Peer:
         return {"kernels": kernels}
 
 
-def _peaked(model: Any) -> None:
-    """Set norm and LM head weights as `bench.gpu.engine.DeviceWeights` does: vLLM's dummy weights
-    give nearly equal logits."""
+def _set_head_weights(model: Any) -> None:
+    """Set the weights of the final norm and of the LM head as `bench.gpu.engine.DeviceWeights`
+    does. With vLLM's dummy weights, which are tiny, all logits would be nearly equal."""
     model.model.norm.weight.data.fill_(1.0)
     weight = model.lm_head.weight.data
     weight.normal_(0.0, LOGIT_STD / weight.shape[1] ** 0.5)
@@ -158,7 +158,7 @@ def _peaked(model: Any) -> None:
 
 def cells(bench: Bench) -> Iterator[Cell]:
     """Yield the start, which overlaps with our engine's, then measurements after our engine's."""
-    peer, labels = Peer(bench), {"model": MODEL, "implementation": THEIRS}
+    peer, labels = Peer(bench), {"model": MODEL, "implementation": VLLM}
     yield Cell("start", labels | {"what": "start"}, peer.start, timed=False)
     turns = DeviceTurns(bench.out)
     yield Cell("turn", labels | {"what": "turn"}, lambda: turns.wait_for("engine"), timed=False)
@@ -168,6 +168,6 @@ def cells(bench: Bench) -> Iterator[Cell]:
             (STEP_KERNELS, peer.profile_step, _PROFILED),
         ):
             for batch in batches:
-                way = {"batch": batch, "lookahead": "off", "sampling": sampling, "what": what}
+                setting = {"batch": batch, "lookahead": "off", "sampling": sampling, "what": what}
                 run = functools.partial(function, batch, sampling)
-                yield Cell(f"{what}, {sampling} {batch}", labels | way, run)
+                yield Cell(f"{what}, {sampling} {batch}", labels | setting, run)

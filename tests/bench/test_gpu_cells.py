@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import run as run_module
-from bench.gpu.cells import FAULT_EXIT, Absent, Cell, Journal, Row, run_cells
+from bench.gpu.cells import FAULT_EXIT, Cell, Journal, NotAvailable, Row, run_cells
 from bench.gpu.run import GpuRun, Rows, RunPart
 from bench.gpu.turns import DeviceTurns
 
@@ -32,7 +32,7 @@ def test_every_cell_leaves_a_row(tmp_path: Path) -> None:
         cell("null", {"status": "unmeasured"}, timed=False),
         cell("bad", RuntimeError("no such thing\nmore")),
         cell("full", RuntimeError("CUDA out of memory")),
-        cell("absent", Absent("not supplied")),
+        cell("absent", NotAvailable("not supplied")),
     ]
     run_cells(cells, journal, DeviceTurns(tmp_path))
     read = Journal(journal.path).rows
@@ -83,11 +83,11 @@ import os, sys, time
 from pathlib import Path
 from bench.gpu.turns import DeviceTurns
 turns, line = DeviceTurns(Path(sys.argv[1])), Path(sys.argv[2])
-turns.take()
+turns.acquire()
 line.touch()
 print("has it", flush=True)
 sys.stdin.readline()
-turns.give()
+turns.release()
 while True:
     line.touch(); time.sleep(0.01)
 """
@@ -107,11 +107,11 @@ def test_while_one_measures_the_others_are_stopped(tmp_path: Path) -> None:
             assert not turns.is_free()
             other.stdin.write("go on\n")
             other.stdin.flush()
-            turns.take()  # as soon as the other releases it
+            turns.acquire()  # as soon as the other releases it
             stopped_ns = line.stat().st_mtime_ns
             time.sleep(0.2)
             assert line.stat().st_mtime_ns == stopped_ns
-            turns.give()
+            turns.release()
             until_s = time.monotonic() + 30
             while line.stat().st_mtime_ns == stopped_ns and time.monotonic() < until_s:
                 time.sleep(0.01)

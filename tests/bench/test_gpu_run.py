@@ -17,9 +17,9 @@ from bench.gpu import __main__ as command
 from bench.gpu import correctness, report, vllm_engine
 from bench.gpu.cells import Journal, Row, run_cells
 from bench.gpu.child import CELLS
+from bench.gpu.environment import Bench, RunMode
 from bench.gpu.sweep import DECODES, best_tiles, score, table_of, workloads_of, write_table
 from bench.gpu.turns import DeviceTurns
-from bench.gpu.world import Bench, World
 
 
 def test_the_dry_run_ends_with_a_document_of_nulls(
@@ -53,7 +53,7 @@ def test_the_dry_run_ends_with_a_document_of_nulls(
 
 def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
     """Nothing runs: each section lists its cells, under keys of their own."""
-    bench = Bench(World.DEVICE, torch.device("cpu"), tmp_path)
+    bench = Bench(RunMode.DEVICE, torch.device("cpu"), tmp_path)
     for section, least in SECTIONS.items():
         cells = list(CELLS[section](bench))
         assert len({cell.key for cell in cells}) == len(cells) >= least, section
@@ -153,7 +153,7 @@ def test_packed_vllm_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     turns = DeviceTurns(out)
     turns.announce("engine")
     journal = Journal(out / "vllm.jsonl")
-    bench = Bench(World.DEVICE, torch.device("cpu"), out, peers)
+    bench = Bench(RunMode.DEVICE, torch.device("cpu"), out, peers)
     run_cells(vllm_engine.cells(bench), journal, turns)
     rows = journal.rows
     assert {row["status"] for row in rows.values()} == {"ok"}, rows

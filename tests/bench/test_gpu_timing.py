@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bench.gpu import timing
+from bench.gpu.environment import Bench, RunMode
 from bench.gpu.limits import Ceilings, Cost
 from bench.gpu.timing import FEWEST_SAMPLES, MOST_SAMPLES, figures, input_sets, time_calls
-from bench.gpu.world import Bench, World
 
 
 class FakeCuda:
@@ -65,7 +65,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    return Bench(World.DEVICE, torch.device("cuda"), tmp_path)
+    return Bench(RunMode.DEVICE, torch.device("cuda"), tmp_path)
 
 
 def test_launches_are_timed_in_a_graph(bench: Bench, cuda: FakeCuda) -> None:
@@ -80,7 +80,7 @@ def test_launches_are_timed_in_a_graph(bench: Bench, cuda: FakeCuda) -> None:
 def test_long_launches_get_fewer_samples(bench: Bench, cuda: FakeCuda) -> None:
     measured = time_calls(bench, [cuda.call(0.5)])
     assert measured is not None and measured.samples == FEWEST_SAMPLES
-    assert time_calls(bench._replace(world=World.LISTED), [cuda.call(1.0)]) is None
+    assert time_calls(bench._replace(mode=RunMode.LISTED), [cuda.call(1.0)]) is None
 
 
 def test_inputs_go_round_until_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

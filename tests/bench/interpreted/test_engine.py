@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.gpu import engine
-from bench.gpu.world import Bench, World, find_world
+from bench.gpu.environment import Bench, RunMode, find_mode
 from cbatch.runtime.gpu import device_steps
 from tests.triton_kernels.interpreter import light
 from tests.triton_kernels.interpreter.twins import ReplayingDevice
@@ -24,16 +24,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayingDevice]:
     light.use_reference_verdicts(monkeypatch)
     replaying = ReplayingDevice()
     monkeypatch.setattr(device_steps, "device_for", lambda _: replaying)
-    engine.script_verdicts.cache_clear()
+    engine.simulate_acceptance.cache_clear()
     yield replaying
-    engine.script_verdicts.cache_clear()
+    engine.simulate_acceptance.cache_clear()
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    assert find_world() is World.INTERPRETED
+    assert find_mode() is RunMode.INTERPRETED
     torch.set_num_threads(1)
-    return Bench(World.INTERPRETED, torch.device("cpu"), tmp_path)
+    return Bench(RunMode.INTERPRETED, torch.device("cpu"), tmp_path)
 
 
 def test_every_policy_is_measured_and_no_capture_is_priced(

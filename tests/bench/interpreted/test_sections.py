@@ -10,17 +10,17 @@ import torch
 
 from bench.gpu import ceilings, kernels, sweep
 from bench.gpu.cells import Journal, Row, run_cells
+from bench.gpu.environment import Bench, RunMode, find_mode
 from bench.gpu.turns import DeviceTurns
-from bench.gpu.world import Bench, World, find_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    assert find_world() is World.INTERPRETED
+    assert find_mode() is RunMode.INTERPRETED
     torch.set_num_threads(1)
-    return Bench(World.INTERPRETED, torch.device("cpu"), tmp_path)
+    return Bench(RunMode.INTERPRETED, torch.device("cpu"), tmp_path)
 
 
 def rows(section: Any, bench: Bench, only: str = "") -> dict[str, Row]:
@@ -34,12 +34,12 @@ def rows(section: Any, bench: Bench, only: str = "") -> dict[str, Row]:
 
 def test_every_kernel_is_launched_and_none_is_timed(bench: Bench) -> None:
     all_rows = rows(kernels, bench)
-    own = [row for row in all_rows.values() if row.get("implementation") == kernels.OURS]
+    own = [row for row in all_rows.values() if row.get("implementation") == kernels.CBATCH]
     assert {row["status"] for row in own} == {"unmeasured"}
     assert all(row["median_us"] is None and row["mbytes"] > 0 for row in own)
     assert {row["kernel"] for row in own} > {"attention", "verify rejection", "sample", "product"}
     peers = [
-        row["status"] for row in all_rows.values() if row.get("implementation") != kernels.OURS
+        row["status"] for row in all_rows.values() if row.get("implementation") != kernels.CBATCH
     ]
     assert peers and all(status.startswith(("unmeasured", "skipped")) for status in peers)
     swept = rows(sweep, bench._replace(out=bench.out / "sweep"))

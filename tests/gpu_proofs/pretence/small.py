@@ -95,16 +95,16 @@ def _sizes(module: Any) -> Any:
 
 
 def _device(module: Any) -> Any:
-    return lambda: module.World.DEVICE
+    return lambda: module.RunMode.DEVICE
 
 
 _VALUES: dict[str, dict[str, Any]] = {
-    "world": {"find_world": _device},
+    "environment": {"find_mode": _device},
     "timing": {"MOST_SAMPLES": 1, "FEWEST_SAMPLES": 1, "_SAMPLE_S": 1e-3, "_MOST_SETS": 2},
     "ceilings": {"_BYTES": 1 << 16, "_EDGE": 16, "_PROGRAMS": 2},
     "correctness": {"command": _few_tests},
     "__main__": {"parts": _started},
-    "kernels": {"_STEPS": ((3, 2), (2, 0), (1, 3)), "_TOKENS": (3, 9), "_WIDTH": 64,
+    "kernels": {"_STEPS": ((3, 2), (2, 0), (1, 3)), "_PRODUCT_ROWS": (3, 9), "_WIDTH": 64,
                 "_INTERMEDIATE": 96, "_compile": _nothing},
     "sweep": {"tunings": _few, "_compile": _nothing},
     "engine": {"FULL": _sizes, "_PROFILE_S": 0.0, "_PROFILED": {("off", "greedy"): (2,)},

@@ -1,4 +1,4 @@
-"""The environment of a run: a GPU, the interpreter on a CPU, or neither."""
+"""The environment of a run: with a GPU, with the interpreter on a CPU, or without both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from triton import knobs
 from cbatch.system.machine import describe_machine, describe_versions
 
 
-class World(enum.Enum):
+class RunMode(enum.Enum):
+    """The use of kernels in this run."""
+
     DEVICE = "device"  # compiled kernels, full-size inputs, timed
     INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny inputs, one run, no timing
     LISTED = "listed"  # neither: tiny inputs, but no Triton kernel is launched
@@ -22,42 +24,42 @@ class World(enum.Enum):
     @property
     def runs(self) -> bool:
         """True if kernels run, timed or not."""
-        return self is not World.LISTED
+        return self is not RunMode.LISTED
 
 
 class Bench(NamedTuple):
     """The common context of all sections."""
 
-    world: World
+    mode: RunMode
     device: torch.device
     out: Path  # folder with the journals of all parts
     peers: Path | None = None  # folder with the package vllm, unpacked
-    warming: bool = False  # launches are only listed, for compilation
+    listing: bool = False  # launches only list their kernels, for compilation
 
     @property
     def full(self) -> bool:
-        return self.world is World.DEVICE
+        return self.mode is RunMode.DEVICE
 
 
-def find_world() -> World:
+def find_mode() -> RunMode:
     """Return INTERPRETED if the environment selects it, else DEVICE if there is a GPU."""
     if knobs.runtime.interpret:
         from triton_kernels.build import interpreter
 
         interpreter.repair()
-        return World.INTERPRETED
-    return World.DEVICE if torch.cuda.is_available() else World.LISTED
+        return RunMode.INTERPRETED
+    return RunMode.DEVICE if torch.cuda.is_available() else RunMode.LISTED
 
 
-def device_of(world: World) -> torch.device:
-    return torch.device("cuda" if world is World.DEVICE else "cpu")
+def device_of(mode: RunMode) -> torch.device:
+    return torch.device("cuda" if mode is RunMode.DEVICE else "cpu")
 
 
-def describe(world: World) -> dict[str, Any]:
+def describe(mode: RunMode) -> dict[str, Any]:
     """Return device, driver, versions, date and commit, which must be quoted with every figure."""
     changes = _output("git", "status", "--porcelain")
     facts: dict[str, Any] = {
-        "world": world.value,
+        "world": mode.value,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _output("git", "rev-parse", "HEAD"),
         "uncommitted_changes": None if changes is None else bool(changes),
@@ -67,7 +69,7 @@ def describe(world: World) -> dict[str, Any]:
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
-    if world is World.DEVICE:
+    if mode is RunMode.DEVICE:
         properties = torch.cuda.get_device_properties(0)
         facts["device"] = properties.name
         facts["driver"] = _output(
