@@ -1,11 +1,11 @@
-"""The simulator against a real vLLM: `python -m bench.simulator.against_vllm --data DIR`.
+"""Compare the simulator with a real vLLM: `python -m bench.simulator.against_vllm --data DIR`.
 
-DIR is the folder `measured` of the shared data (see its README). It holds a vLLM run with the time
+DIR is the folder `measured` of the shared data (see its README). It has a vLLM run with the time
 stamps of all requests, and layer profiles of the same device. The profiles are the cost model's
 only input; nothing is fitted to the run. Assumptions:
 
 - slots, token budget, arrivals and lengths are the run's. The KV pool is the run's if recorded,
-  else computed by vLLM's rules. `--num-blocks` sets another; a wrong pool ruins TTFT.
+  else computed by vLLM's rules. `--num-blocks` sets another size; a wrong size makes TTFT wrong.
 - a step takes the time of its kernels: vLLM 0.19 schedules a step while the one before it runs, and
   replays captured graphs, so host work and gaps between kernels are 0.
 - a token is available when its step ends, and prompts share no prefix.
@@ -64,7 +64,7 @@ def run_blocks(run: Path, model: str) -> int:
     card = run.name.partition("_")[0]
     total_bytes = hardware.get("device_total_memory_bytes") or USABLE_BYTES.get(card)
     if total_bytes is None:
-        problem = f"{run} says neither blocks nor its device's memory"
+        problem = f"{run} has neither blocks nor its device's memory"
         raise FieldError("--num-blocks", problem, "give them")
     engine, version = meta["engine_kwargs"], meta["vllm_version"].split(".")
     settings = PoolSettings(
@@ -134,8 +134,8 @@ def compare(real: Measures, simulated: Measures) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder `measured`")
-    parser.add_argument("--run", default=RUN, help=f"a folder of its vllm_runs (default: {RUN})")
-    parser.add_argument("--num-blocks", type=int, help="of the KV pool")
+    parser.add_argument("--run", default=RUN, help=f"folder in DIR/vllm_runs (default: {RUN})")
+    parser.add_argument("--num-blocks", type=int, help="blocks of the KV pool")
     args = parser.parse_args()
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():

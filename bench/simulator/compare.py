@@ -1,20 +1,20 @@
-"""The simulator against the real demo pair: `python -m bench.simulator.compare KIND`.
+"""Compare the simulator with the real demo pair: `python -m bench.simulator.compare KIND`.
 
-`engine`: an engine of this process serves the demo's prompts (greedy, half of them edits). Each
+`engine`: an engine in this process serves the demo's prompts (greedy, half of them edits). Each
 policy runs at a light load, near saturation and beyond it. `server`: the same through `cbatch
 serve`, as its client sees it. `fleet`: replicas without drafts serve requests that share prefixes,
-with each router. The router is the same object in both worlds, in the client and in the replay.
+with each router. The client and the simulation use the same router objects.
 
-A load is a share of the simulated capacity in requests a second; arrivals are a Poisson process.
-The simulator has not seen the runs that it predicts. Its input is
+A load is a share of the simulated capacity in requests per second; arrivals are a Poisson process.
+The simulator gets no data of the runs that it predicts. Its inputs are
 
-- prices of synthetic batches, measured in turns with the runs, since a machine's speed drifts;
-- which drafts of each prompt are accepted, from a run of its own;
+- step prices of synthetic batches, measured between the runs, since a machine's speed drifts;
+- the acceptance of each prompt's drafts, from a separate run;
 - for servers, the extra time of short probes before and after each run;
 - for a fleet, the processor time of servers and client (`bench.simulator.host`).
 
-`real` is the median of the repeats, and `spread` their range relative to it. `--out RUNS` keeps the
-measurements; `--runs RUNS` predicts them again without an engine.
+`real` is the median of the repeats, and `spread` their range relative to it. `--out RUNS` stores
+the measurements; `--runs RUNS` predicts them again without an engine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from bench.lookahead import make_prompts
 from bench.report import print_report
 from bench.simulator.host import measure_host
 from bench.simulator.real import (
-    FATE_K,
+    ACCEPTANCE_K,
     load_policy,
     probe,
-    record_fates,
+    record_acceptances,
     replicas_of,
-    serve_by,
-    serve_here,
+    serve_in_process,
+    serve_replicas,
 )
 from bench.simulator.simulated import Probes, ReplayedRun, SimulatedReplicas
 from bench.simulator.workloads import from_prompts, shared_prefixes
@@ -57,9 +57,9 @@ from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
-TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn.
-_WARM_UP = 16  # requests to each replica.
-_WARM_SEED = 10**4  # a seed that no run has.
+TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn
+_WARM_UP = 16  # untimed requests to each replica
+_WARM_SEED = 10**4  # a seed that no run has
 
 
 class Defaults(NamedTuple):
@@ -94,23 +94,25 @@ class Case(msgspec.Struct):
     probes: list[Probes] = []
 
 
-class Comparison(msgspec.Struct):
+class Comparison(msgspec.Struct, rename={"acceptances": "fates"}):
     """All measurements of a comparison."""
 
     kind: str
     replicas: int
     calibration: Calibration
-    fates: list[list[int]]
+    acceptances: list[list[int]]
     host: Host | None
     cases: list[Case]
 
     def simulated_replicas(self, probes: Sequence[Probes]) -> SimulatedReplicas:
         blocks = KINDS[self.kind].num_blocks
-        world = SimulatedReplicas(self.calibration, self.replicas, blocks, self.fates, self.host)
-        return world.explaining(Probes.middle(probes)) if probes else world
+        replicas = SimulatedReplicas(
+            self.calibration, self.replicas, blocks, self.acceptances, self.host
+        )
+        return replicas.fitted_to(Probes.median(probes)) if probes else replicas
 
 
-class Calibrating:
+class TurnCalibrator:
     """Measures the prices of an engine's steps, a few batches at a time."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
@@ -131,14 +133,14 @@ class Calibrating:
 
 
 def make_cases(
-    world: SimulatedReplicas,
+    replicas: SimulatedReplicas,
     make: Callable[..., list[TraceRequest]],
     args: argparse.Namespace,
 ) -> list[Case]:
     """Return a case for each policy, router and load. `make` takes a rate, a count and a seed."""
     cases: list[Case] = []
     for policy in args.policy:
-        capacity_per_s = world.capacity_per_s(policy, make)
+        capacity_per_s = replicas.capacity_per_s(policy, make)
         for router, load in itertools.product(args.router, args.load):
             rate_per_s, seed = load * capacity_per_s, 1 + len(cases)
             requests = make(rate_per_s, max(int(rate_per_s * args.seconds), 2), seed)
@@ -153,17 +155,18 @@ def measured(args: argparse.Namespace) -> Comparison:
         torch.set_num_threads(1)  # as in the servers
     texts = [] if is_fleet else make_prompts("mix", demo_paths()[0])
     make = shared_prefixes if is_fleet else partial(from_prompts, texts)
-    fates = [[0]]
+    acceptances = [[0]]
     if not is_fleet:
-        fates = record_fates(load_policy(f"fixed:{FATE_K}", kind.max_num_seqs)[0], texts)
+        engine = load_policy(f"fixed:{ACCEPTANCE_K}", kind.max_num_seqs)[0]
+        acceptances = record_acceptances(engine, texts)
     policy = "off" if is_fleet else EngineOptions().lookahead  # a fleet does not draft
-    prices = Calibrating(*load_policy(policy, kind.max_num_seqs))
+    prices = TurnCalibrator(*load_policy(policy, kind.max_num_seqs))
     first, host = prices.finish(), None
     with contextlib.ExitStack() as stack:
         if is_engine:
             engines = {policy: load_policy(policy, kind.max_num_seqs)[0] for policy in args.policy}
             for engine in engines.values():
-                serve_here(engine, from_prompts(texts, 1e3, 9, 0), texts)
+                serve_in_process(engine, from_prompts(texts, 1e3, 9, 0), texts)
         else:
             # Probes go to servers without drafts.
             ports = {
@@ -173,22 +176,22 @@ def measured(args: argparse.Namespace) -> Comparison:
                 for policy in dict.fromkeys(("off", *args.policy))
             }
             for replica_ports in ports.values():
-                serve_by(
+                serve_replicas(
                     replica_ports, make(20.0, _WARM_UP * args.replicas, _WARM_SEED), texts=texts
                 )
             if is_fleet:
                 host = measure_host(ports["off"], first)
-        world = SimulatedReplicas(first, args.replicas, kind.num_blocks, fates, host)
-        comparison = Comparison(args.kind, args.replicas, first, fates, host, [])
-        comparison.cases = make_cases(world, make, args)
+        replicas = SimulatedReplicas(first, args.replicas, kind.num_blocks, acceptances, host)
+        comparison = Comparison(args.kind, args.replicas, first, acceptances, host, [])
+        comparison.cases = make_cases(replicas, make, args)
         before = None if is_engine else probe(ports["off"], is_fleet)
         for repeat in range(args.repeats):
             for case in comparison.cases if repeat % 2 == 0 else reversed(comparison.cases):
                 prices.turn()
                 if before is None:
-                    case.runs.append(serve_here(engines[case.policy], case.requests, texts))
+                    case.runs.append(serve_in_process(engines[case.policy], case.requests, texts))
                     continue
-                run, _ = serve_by(ports[case.policy], case.requests, case.router, texts)
+                run, _ = serve_replicas(ports[case.policy], case.requests, case.router, texts)
                 case.runs.append(run)
                 after = probe(ports["off"], is_fleet)
                 case.probes += [before, after]
@@ -201,9 +204,9 @@ def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
     """Return a row for each case and measure."""
     rows = []
     for case in comparison.cases:
-        world = comparison.simulated_replicas(case.probes)
-        _, run = world.replay(OpenLoop(case.requests), case.policy, case.router)
-        repeats = [run_of_case.measures(comparison.replicas) for run_of_case in case.runs]
+        replicas = comparison.simulated_replicas(case.probes)
+        _, run = replicas.replay(OpenLoop(case.requests), case.policy, case.router)
+        repeats = [real_run.measures(comparison.replicas) for real_run in case.runs]
         for name, simulated in run.measures(comparison.replicas).items():
             real = [repeat[name] for repeat in repeats]
             median = float(np.median(real))
@@ -229,14 +232,14 @@ def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.simulator.compare", description=__doc__)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--policy", nargs="+", help="of lookahead")
-    parser.add_argument("--load", type=float, nargs="+", help="of what is served at most")
-    parser.add_argument("--router", nargs="+", choices=ROUTERS)
+    parser.add_argument("--policy", nargs="+", help="lookahead policies")
+    parser.add_argument("--load", type=float, nargs="+", help="shares of the simulated capacity")
+    parser.add_argument("--router", nargs="+", choices=ROUTERS, help="routers of a fleet")
     parser.add_argument("--replicas", type=int)
-    parser.add_argument("--seconds", type=float, help="of arrivals in a run")
+    parser.add_argument("--seconds", type=float, help="duration of the arrivals of a run")
     parser.add_argument("--repeats", type=int)
-    parser.add_argument("--out", type=Path, metavar="RUNS", help="keep what was measured")
-    parser.add_argument("--runs", type=Path, metavar="RUNS", help="predict what was kept")
+    parser.add_argument("--out", type=Path, metavar="RUNS", help="store the measurements")
+    parser.add_argument("--runs", type=Path, metavar="RUNS", help="predict stored measurements")
     args = parser.parse_args(argv)
     if args.kind == "engine" and (args.router or args.replicas):
         parser.error("--router, --replicas: an engine has none; compare a fleet")
@@ -248,8 +251,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     defaults = {"policy": kind.policies, "load": kind.loads, "router": kind.routers}
     defaults |= {"replicas": kind.replicas, "seconds": kind.seconds, "repeats": kind.repeats}
     for name, value in defaults.items():
-        value_given = getattr(args, name)
-        setattr(args, name, value if value_given is None else value_given)
+        chosen = getattr(args, name)
+        setattr(args, name, value if chosen is None else chosen)
     return args
 
 
@@ -272,14 +275,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{sum(row['within'] for row in bounded)} of {len(bounded)} within their bound; prices on "
         f"held-out batches: {held_out.total:+.1%} in all, {held_out.p50:.1%} of a step (p50)"
     ]
-    world = comparison.simulated_replicas(
-        [each for case in comparison.cases for each in case.probes]
-    )
-    more, host = world.outside, world.host
+    all_probes = [probes for case in comparison.cases for probes in case.probes]
+    replicas = comparison.simulated_replicas(all_probes)
+    overhead, host = replicas.overhead, replicas.host
     if comparison.kind != "engine":
         notes.append(
-            f"outside the engine a request takes {more.request_s * 1e3:.2f} ms, a step "
-            f"{more.step_s * 1e3:.2f} ms, a row of it {more.row_s * 1e3:.3f} ms"
+            f"outside the engine a request takes {overhead.request_s * 1e3:.2f} ms, a step "
+            f"{overhead.step_s * 1e3:.2f} ms, a row of it {overhead.row_s * 1e3:.3f} ms"
         )
     if host is not None:
         notes.append(
@@ -290,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for name, work in (("servers", host.server), ("client", host.client))
             )
         )
-    extra = {"held_out": held_out, "outside": more, "host": host}
+    extra = {"held_out": held_out, "outside": overhead, "host": host}
     title = f"simulator against {comparison.kind}: demo pair, {comparison.replicas} replica(s)"
     print_report(title, rows, notes=notes, extra=msgspec.to_builtins(extra))
 

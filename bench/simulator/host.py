@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.simulator.real import serve_by
+from bench.simulator.real import serve_replicas
 from bench.simulator.simulated import SimulatedReplicas
 from cbatch.core.prices.calibration import Calibration
 from cbatch.engine.prices.fit import nonnegative_least_squares
@@ -28,7 +28,7 @@ def measure_host(ports: Sequence[int], calibration: Calibration) -> Host:
     for requests in (*runs_of(), []):
         before_s, began_s, client_s, steps = server_cpu_s(), time.monotonic(), 0.0, 0
         if requests:
-            client_s = serve_by(ports[:1], requests)[1]
+            client_s = serve_replicas(ports[:1], requests)[1]
             steps = steps_of(calibration, requests)
         else:  # the idle work of a server
             time.sleep(IDLE_S)
@@ -53,13 +53,13 @@ def runs_of() -> list[list[TraceRequest]]:
     """Return three runs: long prompts with one token each, long outputs one after another, and many
     requests at once."""
     return [
-        _made([0.1 * i for i in range(40)], 1),
-        _made([0.6 * i for i in range(8)], 200),
-        _made([2.5 * (i // 16) for i in range(32)], 120),
+        _requests([0.1 * i for i in range(40)], 1),
+        _requests([0.6 * i for i in range(8)], 200),
+        _requests([2.5 * (i // 16) for i in range(32)], 120),
     ]
 
 
-def _made(arrivals_s: Sequence[float], tokens: int) -> list[TraceRequest]:
+def _requests(arrivals_s: Sequence[float], tokens: int) -> list[TraceRequest]:
     return [
         TraceRequest(arrival_s=at_s, prompt_tokens=PROMPT_TOKENS, output_tokens=tokens)
         for at_s in arrivals_s

@@ -25,7 +25,7 @@ from sim.replay.routers import ReplicaLoad, Router, make_router
 from sim.report.report import Record
 from sim.workload.traces.request import TraceRequest
 
-FATE_TOKENS, FATE_K = 72, 8  # of `record_fates`: output tokens per prompt, and drafts per step
+ACCEPTANCE_TOKENS, ACCEPTANCE_K = 72, 8  # output tokens per prompt, and drafts per step
 _HEADSTART_S = 0.1  # time from the scrape of counters to the start of a run
 _MAX_QUEUED = 100_000  # so that requests wait at a load beyond capacity, as in the simulator
 
@@ -48,44 +48,45 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, seed=0, ignore_eos=True)
 
 
-def fates_of(outputs: Sequence[Output]) -> list[int]:
+def acceptances_of(outputs: Sequence[Output]) -> list[int]:
     """Return, for each output token of one request, 1 if a draft of the token is accepted, else 0.
     The first token, and the bonus token of a step that accepts all drafts, have no draft and count
     as accepted."""
-    fates: list[int] = []
+    acceptances: list[int] = []
     for output in outputs:
         accepted = min(output.num_accepted, len(output.token_ids))
-        right = not fates or 0 < output.num_drafted == output.num_accepted
-        fates += [1] * accepted + [int(right)] * (len(output.token_ids) - accepted)
-    return fates
+        counts = not acceptances or 0 < output.num_drafted == output.num_accepted
+        acceptances += [1] * accepted + [int(counts)] * (len(output.token_ids) - accepted)
+    return acceptances
 
 
-def record_fates(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return the fates of every prompt's output, generated greedily with `FATE_K` drafts a step."""
-    seen: dict[str, list[Output]] = {
-        engine.add(text, _greedy(FATE_TOKENS)).request_id: [] for text in texts
+def record_acceptances(engine: Engine, texts: Sequence[list[int]]) -> list[list[int]]:
+    """Return `acceptances_of` every prompt's output, generated greedily with `ACCEPTANCE_K` drafts
+    per step."""
+    outputs_of: dict[str, list[Output]] = {
+        engine.add(text, _greedy(ACCEPTANCE_TOKENS)).request_id: [] for text in texts
     }
     while engine.has_work:
         for output in engine.step():
-            seen[output.request_id].append(output)
-    return [fates_of(outputs) for outputs in seen.values()]
+            outputs_of[output.request_id].append(output)
+    return [acceptances_of(outputs) for outputs in outputs_of.values()]
 
 
-def serve_here(
+def serve_in_process(
     engine: Engine, requests: Sequence[TraceRequest], texts: Sequence[list[int]]
 ) -> ReplayedRun:
     """Serve the requests at their arrival times from now on, with `texts` as prompts in turn."""
     times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
     gc.collect()
-    started_s, coming = time.perf_counter(), 0
-    while coming < len(requests) or engine.has_work:
+    started_s, next_index = time.perf_counter(), 0
+    while next_index < len(requests) or engine.has_work:
         now_s = time.perf_counter() - started_s
-        while coming < len(requests) and requests[coming].arrival_s <= now_s:
-            params = _greedy(requests[coming].output_tokens)
-            engine.add(texts[coming % len(texts)], params, request_id=str(coming))
-            coming += 1
+        while next_index < len(requests) and requests[next_index].arrival_s <= now_s:
+            params = _greedy(requests[next_index].output_tokens)
+            engine.add(texts[next_index % len(texts)], params, request_id=str(next_index))
+            next_index += 1
         if not engine.has_work:
-            time.sleep(max(requests[coming].arrival_s - (time.perf_counter() - started_s), 0.0))
+            time.sleep(max(requests[next_index].arrival_s - (time.perf_counter() - started_s), 0.0))
             continue
         outputs = engine.step()
         now_s = time.perf_counter() - started_s
@@ -203,7 +204,7 @@ class FleetClient:
         return time.monotonic() - self._start_s
 
 
-def serve_by(
+def serve_replicas(
     ports: Sequence[int],
     requests: Sequence[TraceRequest],
     router: str = "round-robin",
@@ -220,4 +221,4 @@ def serve_by(
 
 def probe(ports: Sequence[int], shared: bool) -> Probes:
     runs = probe_runs(len(ports), shared)
-    return Probes.of(*(serve_by(ports[:count], some)[0].records for count, some in runs))
+    return Probes.of(*(serve_replicas(ports[:count], some)[0].records for count, some in runs))

@@ -19,8 +19,8 @@ GROUPS, GROUP_BLOCKS = 24, 32  # shared prefixes, and the blocks of each
 OWN_TOKENS, OUTPUT_TOKENS = (16, 96), (8, 64)  # ranges: prompt after the prefix, output
 VOCAB_SIZE = 4096  # vocabulary of the demo pair
 _PROBE_GROUP = 10**6  # a prefix that no run has
-FULL_ROWS = 16  # requests of a full replica in `probe_runs`.
-_PROBE_TOKENS = 16  # prompt tokens of a probe after the shared prefix.
+FULL_ROWS = 16  # requests of a full replica in `probe_runs`
+_PROBE_TOKENS = 16  # prompt tokens of a probe after the shared prefix
 
 # A prompt as a router sees it, int32, and as token ids of the model.
 Prompt = tuple[np.ndarray, list[int]]
@@ -96,10 +96,10 @@ def prompts_of(requests: Sequence[TraceRequest], texts: Sequence[list[int]]) -> 
         turns = itertools.islice(itertools.cycle(texts), len(requests))
         return [(np.array(text, np.int32), text) for text in turns]
     synthetic = TracePrompts()
-    return [(prompt, spoken(prompt)) for prompt in map(synthetic.prompt, requests)]
+    return [(prompt, to_model_ids(prompt)) for prompt in map(synthetic.prompt, requests)]
 
 
-def spoken(prompt: np.ndarray) -> list[int]:
+def to_model_ids(prompt: np.ndarray) -> list[int]:
     """Map a synthetic prompt to ids of the model's vocabulary, without id 0, which ends a
     sequence."""
     return (1 + prompt.astype(np.int64) % (VOCAB_SIZE - 1)).tolist()

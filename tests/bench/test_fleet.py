@@ -15,7 +15,7 @@ import pytest
 
 from bench.simulator import compare, real, workloads
 from bench.simulator import host as bench_host
-from bench.simulator.simulated import Outside, Probes, ReplayedRun, SimulatedReplicas
+from bench.simulator.simulated import Probes, ReplayedRun, ServerOverhead, SimulatedReplicas
 from cbatch.demo import demo_paths
 from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
@@ -40,7 +40,7 @@ COST: Any = calibration(engine=SIZES)
 def test_requests_share_whole_prefixes_and_nothing_else() -> None:
     requests = workloads.shared_prefixes(10.0, 200, seed=3)
     made = TracePrompts()
-    said = [workloads.spoken(made.prompt(request)) for request in requests]
+    said = [workloads.to_model_ids(made.prompt(request)) for request in requests]
     assert requests == workloads.shared_prefixes(10.0, 200, seed=3)
     assert [len(each) for each in said] == [request.prompt_tokens for request in requests]
     vocab = json.loads((demo_paths()[0] / "config.json").read_text())["vocab_size"]
@@ -111,7 +111,7 @@ def test_a_failed_call_ends_the_comparison() -> None:
 
     one = [TraceRequest(arrival_s=0.0, prompt_tokens=5, output_tokens=2)]
     with scripted(refuse) as server, pytest.raises(RuntimeError, match="a call failed: status 500"):
-        real.serve_by([server.endpoint.port], one)
+        real.serve_replicas([server.endpoint.port], one)
 
 
 # -- predictions of measured values
@@ -122,31 +122,33 @@ REPLICAS = SimulatedReplicas(COST, 2, 300, host=msgspec.structs.replace(HOST, sw
 
 
 @pytest.mark.parametrize(
-    "more, switch_s",
+    "overhead, switch_s",
     [
-        (Outside(), 0.0),
-        (Outside(0.004), 0.0),
-        (Outside(0.003, 5e-4, 1e-4), 0.0),
-        (Outside(0.003, -2e-4, 0.0), 0.0),
-        (Outside(0.003, 5e-4, 5e-5), 2e-4),
+        (ServerOverhead(), 0.0),
+        (ServerOverhead(0.004), 0.0),
+        (ServerOverhead(0.003, 5e-4, 1e-4), 0.0),
+        (ServerOverhead(0.003, -2e-4, 0.0), 0.0),
+        (ServerOverhead(0.003, 5e-4, 5e-5), 2e-4),
     ],
 )
-def test_time_outside_the_prices_is_measured_by_probes(more: Outside, switch_s: float) -> None:
+def test_time_outside_the_prices_is_measured_by_probes(
+    overhead: ServerOverhead, switch_s: float
+) -> None:
     """The replicas are simulated ones with known differences."""
     host = msgspec.structs.replace(HOST, switch_s=switch_s)
-    probes = SimulatedReplicas(COST, 2, 300, host=host, outside=more).probes()
-    explained = REPLICAS.explaining(probes)
+    probes = SimulatedReplicas(COST, 2, 300, host=host, overhead=overhead).probes()
+    explained = REPLICAS.fitted_to(probes)
     assert explained.host is not None and explained.host.switch_s == pytest.approx(
         switch_s, abs=3e-5
     )
-    assert explained.outside.request_s == pytest.approx(more.request_s, abs=2e-4)
-    assert explained.outside.step_s == pytest.approx(more.step_s, abs=5e-5)
-    assert explained.outside.row_s == pytest.approx(more.row_s, abs=1e-5)
+    assert explained.overhead.request_s == pytest.approx(overhead.request_s, abs=2e-4)
+    assert explained.overhead.step_s == pytest.approx(overhead.step_s, abs=5e-5)
+    assert explained.overhead.row_s == pytest.approx(overhead.row_s, abs=1e-5)
 
 
 def test_probes_have_a_middle() -> None:
     several = [Probes(0.1, 3.0, 1.0, 1.0), Probes(0.3, 1.0, 2.0, 1.0)]
-    assert Probes.middle(several) == Probes(0.2, 2.0, 1.5, 1.0)
+    assert Probes.median(several) == Probes(0.2, 2.0, 1.5, 1.0)
 
 
 def test_processor_time_of_servers_and_client_is_measured_from_runs(
@@ -172,7 +174,7 @@ def test_processor_time_of_servers_and_client_is_measured_from_runs(
         clock[0] += seconds
         clock[1] += seconds * idle_share
 
-    monkeypatch.setattr(bench_host, "serve_by", served)
+    monkeypatch.setattr(bench_host, "serve_replicas", served)
     monkeypatch.setattr(bench_host, "server_cpu_s", lambda: clock[1])
     monkeypatch.setattr(
         bench_host, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
@@ -221,7 +223,7 @@ def test_a_fleet_is_what_the_command_simulates() -> None:
         True,
         "off",
     )
-    away = msgspec.structs.replace(plain, outside=Outside(0.01))
+    away = msgspec.structs.replace(plain, overhead=ServerOverhead(0.01))
     far, _ = away.replay(OpenLoop(requests), router="least-loaded")
     assert far.ttft_s.mean == pytest.approx((near.ttft_s.mean or 0.0) + 0.01, rel=0.05)
     capacity = partial(

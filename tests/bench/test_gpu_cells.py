@@ -151,7 +151,7 @@ def part(folder: Path, name: str, cells: str, **more: object) -> RunPart:
 def go(folder: Path, parts: list[RunPart], seconds: float = 60.0) -> Rows:
     written: list[str] = []
     made = GpuRun(folder, seconds, lambda rows, about: written.append(json.dumps(rows)))
-    made.go(parts)
+    made.run(parts)
     assert json.loads(written[-1]) == made.rows
     assert made.turns.is_free() and not any((folder / "groups").iterdir())
     return made.rows
@@ -209,5 +209,5 @@ def test_rows_are_written_while_a_part_runs(
     def write(rows: Rows, about: Row) -> None:
         seen.extend(row["status"] for row in rows.get("s", {}).values())
 
-    GpuRun(tmp_path, 60.0, write).go([part(tmp_path, "s", "a,hang", most_s=5.0)])
+    GpuRun(tmp_path, 60.0, write).run([part(tmp_path, "s", "a,hang", most_s=5.0)])
     assert "not reached" in seen or "not finished: its process ended" in seen[:-2]

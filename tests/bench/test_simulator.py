@@ -103,7 +103,7 @@ def step(tokens: int, drafted: int, accepted: int) -> Output:
 
 
 @pytest.mark.parametrize(
-    ("steps", "fates"),
+    ("steps", "acceptances"),
     [
         ([step(3, 4, 2), step(1, 4, 0)], [1, 1, 1, 0, 0]),  # replaced tokens were drafted wrongly
         ([step(3, 2, 2)], [1, 1, 1, 1]),  # nothing is known of the last
@@ -111,25 +111,25 @@ def step(tokens: int, drafted: int, accepted: int) -> Output:
         ([step(2, 4, 2)], [1, 1, 1]),  # cut after the second draft
     ],
 )
-def test_fates_are_read_off_outputs(steps: list[Output], fates: list[int]) -> None:
-    assert real.fates_of([step(1, 0, 0), *steps]) == fates
+def test_acceptances_are_read_off_outputs(steps: list[Output], acceptances: list[int]) -> None:
+    assert real.acceptances_of([step(1, 0, 0), *steps]) == acceptances
 
 
 def test_recorded_fates_are_those_of_the_drafts() -> None:
     """The scripted acceptance is a coin by position."""
-    recorded = real.record_fates(engine("fixed:8"), PROMPTS)
-    assert len(recorded) == len(PROMPTS) and {len(f) for f in recorded} == {real.FATE_TOKENS}
+    recorded = real.record_acceptances(engine("fixed:8"), PROMPTS)
+    assert len(recorded) == len(PROMPTS) and {len(f) for f in recorded} == {real.ACCEPTANCE_TOKENS}
     model = ModelledAcceptance(0.7)
     same = [
-        model.num_accepted(str(i), 0, 0, len(PROMPTS[i]) + at, 1) == fates[at]
-        for i, fates in enumerate(recorded)
+        model.num_accepted(str(i), 0, 0, len(PROMPTS[i]) + at, 1) == acceptances[at]
+        for i, acceptances in enumerate(recorded)
         for at in range(1, 64)
     ]
     assert np.mean(same) > 0.98 and 0.5 < np.mean(recorded) < 0.9
 
 
 def test_served_counts_from_the_scheduled_arrival() -> None:
-    served = real.serve_here(engine("off"), requests(12, 0.005), PROMPTS)
+    served = real.serve_in_process(engine("off"), requests(12, 0.005), PROMPTS)
     assert [record.index for record in served.records] == list(range(12))
     assert all(r.ttft_s > 0 and 0 <= r.tpot_s <= r.e2e_s for r in served.records)
     assert served.measures(1)["tokens_per_s"] <= 12 * 9 / (11 * 0.005)
@@ -157,7 +157,7 @@ def test_what_was_measured_is_predicted_again(
 
 def test_loads_are_shares_of_what_a_policy_serves() -> None:
     args = compare.parse(["engine", "--policy", "off", "fixed:4", "--seconds", "2"])
-    world = SimulatedReplicas(COST, fates=[[1] * 8])  # every draft is accepted
+    world = SimulatedReplicas(COST, acceptances=[[1] * 8])  # every draft is accepted
     cases = compare.make_cases(world, partial(from_prompts, PROMPTS), args)
     assert [(c.policy, c.load) for c in cases[:3]] == [("off", load) for load in (0.4, 0.8, 2.0)]
     rates = {(c.policy, c.load): len(c.requests) / (c.requests[-1].arrival_s or 1.0) for c in cases}
