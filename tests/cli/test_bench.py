@@ -16,7 +16,7 @@ import pytest
 
 from bench.load.run.drive import drive
 from bench.load.run.refusals import TRIAL_TOKENS
-from bench.load.run.selftest import measure_client, plan_of, stub_server
+from bench.load.run.selftest import make_plan, measure_client, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
@@ -406,7 +406,7 @@ def test_the_self_test() -> None:
         assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 50_000, abs=1e-3)
         row = asyncio.run(measure_client(endpoint, 32, processes=2, rounds=3))
         assert (row["chunks"], row["failed"], row["processes"]) == (32 * 3 * 200, 0, 2)
-        plan = plan_of(endpoint, 4, 2)
+        plan = make_plan(endpoint, 4, 2)
 
         async def run() -> Any:
             loop_s = asyncio.get_running_loop().time()

@@ -26,7 +26,7 @@ LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a term
 SPREADS = ("ttft_s", "ttft_from_send_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "normalised_s")
 
 
-class View:
+class ProgressDisplay:
     """Progress of runs: a live line on a terminal, otherwise a line every `LINE_EVERY_S`."""
 
     def __init__(self, *, shown: bool) -> None:
@@ -38,7 +38,7 @@ class View:
         self._last_update = (0.0, 0, 0)  # seconds, tokens and chunks at the last update
         self._line_s = 0.0
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> ProgressDisplay:
         if self._is_live:
             self._live.start()
         return self
@@ -114,9 +114,9 @@ def _conclusion(capacity: Capacity) -> str:
     best = capacity.best
     if best is None:
         return f"even {capacity.tried[-1].rate:.3g} requests/s miss the objectives"
-    least = "at least " if capacity.ends == "highest meets" else ""
+    prefix = "at least " if capacity.ends == "highest meets" else ""
     words = (
-        f"objectives are met up to {least}{best.rate:.3g} requests/s, "
+        f"objectives are met up to {prefix}{best.rate:.3g} requests/s, "
         f"{best.output_tokens_per_s or 0:,.0f} output tokens/s"
     )
     if best.too_short:

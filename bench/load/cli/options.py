@@ -16,7 +16,7 @@ _load, _run = partial(knob, "load"), partial(knob, "run")
 _prompts, _calls = partial(knob, "prompts"), partial(knob, "calls")
 _measuring = partial(knob, "measuring")
 Count = Annotated[int, Meta(ge=1)]
-Whole = Annotated[int, Meta(ge=0)]
+NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -71,7 +71,7 @@ class LoadOptions(Reading, frozen=True, kw_only=True):
     ] = None
     turns: Annotated[str | None, _prompts("turns per conversation", "DIST")] = None
     system_tokens: Annotated[
-        Whole | None, _prompts("length of the system prompt that conversations share", "N")
+        NotNegative | None, _prompts("length of the system prompt that conversations share", "N")
     ] = None
     ignore_eos: Annotated[
         bool | None, _prompts("continue after an end token", default="yes, except with --prompts")
@@ -92,7 +92,7 @@ class LoadOptions(Reading, frozen=True, kw_only=True):
 
     slo: Annotated[tuple[str, ...], SLO_KNOB] = ()
     goodput_share: Annotated[Share | None, SHARE_KNOB] = None
-    warmup: Annotated[Whole, _measuring("requests before the measurement", "N")] = 0
+    warmup: Annotated[NotNegative, _measuring("requests before the measurement", "N")] = 0
     repeats: Annotated[Count, _measuring("number of runs, for 95 % intervals", "N")] = 1
     max_errors: Annotated[
         float, _measuring("share of errors above which the exit status is 1", "SHARE")

@@ -25,7 +25,7 @@ RATES = (
     ("prompt tokens/s", "prompt_tokens_per_s"),
 )
 SPREADS = ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "queue_s")
-CUTS = ("mean", "p50", "p90", "p99")
+STATISTICS = ("mean", "p50", "p90", "p99")
 Row = tuple[str, float | None, float | None]
 
 
@@ -107,10 +107,10 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
     for name, field in RATES:
         yield name, getattr(first, field), getattr(second, field)
     for field in SPREADS:
-        for cut in CUTS:
-            one, other = (_ms(getattr(getattr(r, field), cut)) for r in (first, second))
+        for statistic in STATISTICS:
+            one, other = (_ms(getattr(getattr(r, field), statistic)) for r in (first, second))
             if (one, other) != (None, None):
-                yield f"{LABELS[field]}, {cut}", one, other
+                yield f"{LABELS[field]}, {statistic}", one, other
     shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
     if shares != [None, None]:
         yield "goodput, share of calls", shares[0], shares[1]

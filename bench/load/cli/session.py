@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 
-from bench.load.cli.display import View, print_points
+from bench.load.cli.display import ProgressDisplay, print_points
 from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
 from bench.load.cli.workload_options import Workload, parse_loads
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.files import write_csv, write_points
 from bench.load.run.measure import LoadRun, measure, records
-from bench.load.run.processes import loop_of
-from bench.load.run.refusals import settle
+from bench.load.run.processes import event_loop_runner
+from bench.load.run.refusals import drop_rejected_fields
 from bench.load.run.report import Measured
 from bench.load.run.runner import LoadSettings, OfferedLoad, Runner, find_model
 from bench.load.run.sweep import Point, document_of, find_rate, sweep
@@ -27,7 +27,7 @@ FAILED_RUN = 1  # exit status if too many calls failed
 
 
 def bench(options: LoadOptions) -> int:
-    status: int = loop_of()(_bench(options))
+    status: int = event_loop_runner()(_bench(options))
     return status
 
 
@@ -39,7 +39,8 @@ async def _bench(options: LoadOptions) -> int:
         Workload(options),
     )
     settings, refused = await _settings(options, endpoint, workload)
-    report_settings = {"url": endpoint.url, "model": settings.bodies.model} | workload.words()
+    report_settings = {"url": endpoint.url, "model": settings.bodies.model}
+    report_settings |= workload.report_settings()
     report_settings |= {
         "temperature": settings.bodies.fields["temperature"],
         "left_out": list(refused),
@@ -48,13 +49,15 @@ async def _bench(options: LoadOptions) -> int:
         print(f"cbatch: left out, since the server rejects it: {name}: {reason}", file=sys.stderr)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    with View(shown=not options.quiet) as view:
+    with ProgressDisplay(shown=not options.quiet) as view:
         runner = Runner(
             settings, workload.requests, stop=stop, watch=view.update, announce=view.announce
         )
 
         def report(load: OfferedLoad, runs: list[LoadRun]) -> Measured:
-            return measure(runs, settings=report_settings | load.words(), objectives=objectives)
+            return measure(
+                runs, settings=report_settings | load.as_settings(), objectives=objectives
+            )
 
         points: list[Point]
         capacity: Capacity | None = None
@@ -87,7 +90,7 @@ async def _settings(
     try:
         model = options.model or await find_model(client)
         bodies = await workload.bodies(client, model)
-        bodies, refused = await settle(client, bodies, workload.chosen)
+        bodies, refused = await drop_rejected_fields(client, bodies, workload.user_fields)
     finally:
         client.close()
     settings = LoadSettings(

@@ -31,7 +31,7 @@ from sim.workload.traces.files import read_whole
 from sim.workload.traces.request import TraceRequest
 
 # Default number of requests: at least 64, and at least 8 per client of a closed loop.
-LEAST_REQUESTS, ROUNDS = 64, 8
+MIN_REQUESTS, ROUNDS = 64, 8
 ENDLESS = 10**9  # more requests than a run can send
 DEMO = "demo"
 _REPORTED = (  # options that the report lists under `settings`
@@ -121,13 +121,13 @@ class Workload:
         )
 
     @property
-    def chosen(self) -> set[str]:
+    def user_fields(self) -> set[str]:
         """The fields of a call's body that the user gave; these are never left out."""
         own = () if self._options.ignore_eos is None else ("ignore_eos",)
         fields = {*own, *self._own_fields, *(name for item in self._items for name in item.fields)}
         return fields - {MAX_TOKENS}  # it may be renamed, never dropped
 
-    def words(self) -> dict[str, Any]:
+    def report_settings(self) -> dict[str, Any]:
         """Return the given options for `settings` of the report."""
         given = {name: getattr(self._options, name) for name in _REPORTED}
         given = {name: str(v) if isinstance(v, Path) else v for name, v in given.items()}
@@ -157,7 +157,7 @@ class Workload:
             return max(options.requests, load.concurrency or 0)  # a sweep may have more clients
         if load.rate_per_s is not None and options.duration is not None:
             return ENDLESS  # `requests` stops at the duration
-        return max(LEAST_REQUESTS, ROUNDS * (load.concurrency or 0))
+        return max(MIN_REQUESTS, ROUNDS * (load.concurrency or 0))
 
     def _arrivals(self, rate_per_s: float) -> Arrivals:
         return parse_arrivals("--arrivals", self._options.arrivals or ARRIVALS_PROCESS, rate_per_s)

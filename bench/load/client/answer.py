@@ -22,12 +22,12 @@ MAX_BYTES = 2**26  # largest event, or whole response
 MAX_TOKENS = 2**31  # larger token counts are ignored as invalid
 _MAX_SHOWN_BYTES = 2000  # bytes kept of an error message
 _BOM = b"\xef\xbb\xbf"
-_FAILED = ("abort", "error")  # finish reasons that are errors
+_ERROR_REASONS = ("abort", "error")  # finish reasons that are errors
 
-# JSON members of messages, parts and tool calls that hold output. Only the first of `_THOUGHTS`
-# counts, since servers send the same reasoning under several names.
-_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
-_OUTPUT = (
+# JSON members of messages, parts and tool calls that hold output. Only the first member of
+# `_REASONING_KEYS` counts, since servers send the same reasoning under several names.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_details")
+_OUTPUT_KEYS = (
     *("text", "thinking", "summary", "data", "content", "refusal", "audio", "transcript"),
     *("tool_calls", "function_call", "function", "custom", "name", "arguments", "input"),
 )
@@ -65,16 +65,16 @@ class AnswerReader:
     ) -> None:
         self._call, self._tally, self._streamed = call, tally, streamed
         self._texts: list[str] | None = [] if keep_text else None
-        self._rest = b""  # unfinished line of a stream, or the body so far
+        self._buffer = b""  # the last, incomplete line of a stream, or the body so far
         self._unread_bytes = 0  # bytes since the last event
         self._status = 0
         self._data: list[bytes] = []  # `data` lines of the current event
-        self._name = ""  # `event` field of the current event
-        self._foreign = b""  # first line that is not in the format of server-sent events
+        self._event_type = ""  # `event` field of the current event
+        self._non_sse_line = b""  # first line that is no server-sent event
         self._ends_with_cr = False
         self._done = self._finished = self._any_output = False
-        self._counted = True  # so far every chunk with output had usage
-        self._tokens = 0  # output tokens that usage has counted so far
+        self._all_have_usage = True  # so far every chunk with output had usage
+        self._usage_tokens = 0  # output tokens that usage has counted so far
 
     @property
     def text(self) -> str:
@@ -88,50 +88,52 @@ class AnswerReader:
     def read(self, piece: bytes, now_s: float) -> None:
         """Parse the next bytes of the body, received at `now_s`. Raises `CallError`."""
         if self._status != 200:
-            if len(self._rest) < _MAX_SHOWN_BYTES:
-                self._rest += piece
+            if len(self._buffer) < _MAX_SHOWN_BYTES:
+                self._buffer += piece
             return
         self._unread_bytes += len(piece)
         if self._unread_bytes > MAX_BYTES:
-            raise _malformed(f"{MAX_BYTES} bytes without an event", self._rest)
+            raise _malformed(f"{MAX_BYTES} bytes without an event", self._buffer)
         if not self._streamed:
-            self._rest += piece
+            self._buffer += piece
             return
         if self._ends_with_cr:
             piece = piece.removeprefix(b"\n")
         self._ends_with_cr = piece[-1:] == b"\r"
         if b"\r" in piece:
             piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if self._rest:
-            piece = self._rest + piece
-        *lines, self._rest = piece.split(b"\n")
+        if self._buffer:
+            piece = self._buffer + piece
+        *lines, self._buffer = piece.split(b"\n")
         for line in lines:
             if line[:6] == b"data: " and not self._data:
-                self._add(line[6:], now_s)
-            elif line or self._data or self._name:
-                self._line(line, now_s)
+                self._read_data(line[6:], now_s)
+            elif line or self._data or self._event_type:
+                self._read_line(line, now_s)
 
     def end(self, now_s: float) -> None:
         """Finish the call. Raises `CallError` if the response was an error, empty or cut off."""
         if self._status != 200:
-            raise CallError(Failure.STATUS, _message(self._status, self._rest), self._status)
+            raise CallError(
+                Failure.STATUS, _status_message(self._status, self._buffer), self._status
+            )
         call = self._call
         if self._streamed:
-            self._line(self._rest, now_s)
+            self._read_line(self._buffer, now_s)
         else:
-            self._add(self._rest, now_s)
+            self._read_data(self._buffer, now_s)
             self._done = True
-        self._line(b"", now_s)
+        self._read_line(b"", now_s)
         if not (self._any_output or call.output_tokens):
-            if self._foreign:
-                raise _malformed("not a stream of events", self._foreign)
+            if self._non_sse_line:
+                raise _malformed("not a stream of events", self._non_sse_line)
             raise CallError(Failure.EMPTY, "a 200 without a token")
         if not (self._done or self._finished):
             problem = "the answer ended without a finish reason or [DONE]"
             raise CallError(Failure.TRUNCATED, problem)
         call.end_s = call.end_s if call.chunk_s else now_s
         if call.output_tokens:
-            exact = self._counted and sum(call.chunk_tokens) == call.output_tokens
+            exact = self._all_have_usage and sum(call.chunk_tokens) == call.output_tokens
             call.counted_by = "per chunk usage" if call.chunk_s and exact else "usage"
         elif call.chunks:
             call.output_tokens, call.counted_by = call.chunks, "chunks"
@@ -140,30 +142,30 @@ class AnswerReader:
 
     # -- inside
 
-    def _line(self, line: bytes, now_s: float) -> None:
+    def _read_line(self, line: bytes, now_s: float) -> None:
         """Read a line of a stream; an empty line ends an event. Raises `CallError`."""
         if not line:
             data, self._data = b"\n".join(self._data), []
             answer = _parse(data) if data else None
             if answer is not None:
-                self._take(answer, now_s)
-            elif data and self._name in ("", "message"):
+                self._read_chunk(answer, now_s)
+            elif data and self._event_type in ("", "message"):
                 raise _malformed("an event is not JSON of the API", data)
-            self._name = ""
+            self._event_type = ""
             return
         field, _, value = line.removeprefix(_BOM).partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":
-            self._add(value, now_s)
+            self._read_data(value, now_s)
         elif field == b"event":
-            self._name = value.strip().decode("utf-8", "replace")
+            self._event_type = value.strip().decode("utf-8", "replace")
         elif field == b"error":  # llama.cpp, before 2025
-            self._name = "error"
-            self._add(value, now_s)
+            self._event_type = "error"
+            self._read_data(value, now_s)
         elif field not in (b"", b"id", b"retry"):
-            self._foreign = self._foreign or line
+            self._non_sse_line = self._non_sse_line or line
 
-    def _add(self, data: bytes, now_s: float) -> None:
+    def _read_data(self, data: bytes, now_s: float) -> None:
         """Read a `data` line. Complete JSON is handled at once, since not all servers end events
         with a blank line. Raises `CallError`."""
         data = data.strip()
@@ -172,22 +174,22 @@ class AnswerReader:
             return
         answer = None if self._data else _parse(data)
         if answer is not None:
-            self._take(answer, now_s)
+            self._read_chunk(answer, now_s)
             return
         self._data.append(data)
-        if self._name == "error":
+        if self._event_type == "error":
             raise CallError(Failure.REPORTED, data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES])
 
-    def _take(self, answer: _Answer, now_s: float) -> None:
+    def _read_chunk(self, answer: _Answer, now_s: float) -> None:
         """Count the tokens of a chunk. Raises `CallError` if the chunk is an error."""
         self._unread_bytes = 0
         self._raise_error(answer)
-        expects_more = self._counted and not self._finished
+        expects_more = self._all_have_usage and not self._finished
         choices, usage, call = answer.choices or (), answer.usage, self._call
         outputs = []
         for choice in choices:
             part = choice.message if choice.delta is None else choice.delta
-            if output := _text(choice.text or part):
+            if output := _output_text(choice.text or part):
                 outputs.append(output)
             usage = usage or choice.usage
             self._finished = self._finished or bool(choice.finish_reason)
@@ -196,7 +198,7 @@ class AnswerReader:
             tokens = _count(usage.get("completion_tokens"))
             call.prompt_tokens = _count(usage.get("prompt_tokens")) or call.prompt_tokens
             call.output_tokens = max(call.output_tokens, tokens or 0)
-        new = max((tokens or 0) - self._tokens, 0)
+        new = max((tokens or 0) - self._usage_tokens, 0)
         if outputs:
             self._any_output = True
             if self._texts is not None:
@@ -205,8 +207,8 @@ class AnswerReader:
         # send the usage of the whole answer in a last chunk with an empty choice.
         if not self._streamed or not (outputs or (choices and new and expects_more)):
             return
-        self._tokens += new
-        self._counted = self._counted and tokens is not None
+        self._usage_tokens += new
+        self._all_have_usage = self._all_have_usage and tokens is not None
         if tokens is None:
             new = 1
         else:
@@ -221,15 +223,15 @@ class AnswerReader:
         self._tally.chunks += 1
 
     def _raise_error(self, answer: _Answer) -> None:
-        """Raise `CallError` if a chunk is an error in any of the forms that servers use."""
+        """Raise `CallError` if a chunk is an error, in any of the forms that servers use."""
         error = answer.error
         for choice in answer.choices or ():
             error = error or choice.error
-            if choice.finish_reason in _FAILED:
+            if choice.finish_reason in _ERROR_REASONS:
                 error = error or f"the finish reason is {choice.finish_reason!r}"
-        if not error and (self._name == "error" or answer.object == "error"):
+        if not error and (self._event_type == "error" or answer.object == "error"):
             error = answer.message or answer.detail or "an error without a message"
-        if not error and answer.choices is None and not self._name:
+        if not error and answer.choices is None and not self._event_type:
             error = answer.detail or answer.message
         if error:
             raise CallError(Failure.REPORTED, _error_text(error))
@@ -248,13 +250,15 @@ def _parse(data: bytes) -> _Answer | None:
         return None
 
 
-def _text(value: Any) -> str:
+def _output_text(value: Any) -> str:
     """Join all output within a member: a string, a message, a list of parts or calls."""
     if isinstance(value, dict):
-        thought = next((v for name in _THOUGHTS if (v := value.get(name))), None)
-        return _text(thought) + "".join([_text(v) for n in _OUTPUT if (v := value.get(n))])
+        reasoning = next((v for name in _REASONING_KEYS if (v := value.get(name))), None)
+        return _output_text(reasoning) + "".join(
+            [_output_text(v) for n in _OUTPUT_KEYS if (v := value.get(n))]
+        )
     if isinstance(value, list):
-        return "".join(map(_text, value))
+        return "".join(map(_output_text, value))
     return value if isinstance(value, str) else ""
 
 
@@ -269,7 +273,7 @@ def _malformed(problem: str, data: bytes) -> CallError:
     return CallError(Failure.MALFORMED, f"{problem} ({shown!r})")
 
 
-def _message(status: int, body: bytes) -> str:
+def _status_message(status: int, body: bytes) -> str:
     """Return the status and the message in the body of an error response."""
     try:
         return f"{status}: {_error_text(msgspec.json.decode(body))}"

@@ -96,7 +96,7 @@ class Bodies:
         call.slo_s = (request.ttft_slo_s, request.tpot_slo_s, request.e2e_slo_s)
         return Prepared(_encode(fields), call, session is not None)
 
-    def answered(self, request: TraceRequest, text: str) -> None:
+    def add_answer(self, request: TraceRequest, text: str) -> None:
         """Add the answer to a turn to its session's transcript."""
         if self._settings.conversations and request.session is not None:
             self._transcripts[request.session][0].append({"role": "assistant", "content": text})

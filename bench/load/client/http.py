@@ -23,7 +23,7 @@ from bench.load.client.call import CallError, Failure
 from cbatch.core.request.errors import FieldError
 
 IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
-OUR_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
+CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self.now_s = 0.0
         self.idle_since_s = 0.0
-        self.silent = True  # no byte of the current response has arrived
+        self.no_data_yet = True  # no byte of the current response has arrived
         self._has_length = False
         self._until_close = False  # the body ends with the connection
 
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._reader, self._ended = reader, self._loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self.silent, self._has_length, self._until_close = True, False, False
+        self.no_data_yet, self._has_length, self._until_close = True, False, False
         self._transport.write(message)
         try:
             await self._ended
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             self.close()  # data without a request
             return
-        self.silent = False
+        self.no_data_yet = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         if self._until_close and exc is None:
             self.on_message_complete()
         else:
-            when = "without an answer" if self.silent else "in the middle of the answer"
+            when = "without an answer" if self.no_data_yet else "in the middle of the answer"
             self._fail(CallError(Failure.CUT, f"the connection ended {when}"))
 
     # -- called by the parser
@@ -216,7 +216,7 @@ class HttpClient:
                     try:
                         await connection.exchange(message, reader)
                     except CallError as error:
-                        if error.failure is not Failure.CUT or not connection.silent:
+                        if error.failure is not Failure.CUT or not connection.no_data_yet:
                             raise
                         connection = None
                 if connection is None:
@@ -264,7 +264,7 @@ class HttpClient:
         except TimeoutError:
             raise
         except OSError as error:
-            failure = Failure.CLIENT if error.errno in OUR_LIMITS else Failure.CONNECT
+            failure = Failure.CLIENT if error.errno in CLIENT_LIMITS else Failure.CONNECT
             raise CallError(failure, str(error)) from error
         return connection
 

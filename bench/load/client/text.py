@@ -29,7 +29,7 @@ _MODULES = (
     *("ipaddress", "mailbox", "pdb", "pickle", "tarfile", "textwrap", "zipfile"),
 )
 
-Whole = TypeVar("Whole", str, tuple[int, ...])
+TextOrIds = TypeVar("TextOrIds", str, tuple[int, ...])
 
 
 class PromptText(msgspec.Struct, frozen=True):
@@ -40,14 +40,14 @@ class PromptText(msgspec.Struct, frozen=True):
     chars_per_token: float
     ids: tuple[int, ...] | None = None
 
-    def text_of(self, name: int, tokens: int) -> str:
-        """Return a slice of about `tokens` tokens, at a position that depends on `name`."""
-        return _cut(self.text, name, max(1, round(tokens * self.chars_per_token)))
+    def text_of(self, key: int, tokens: int) -> str:
+        """Return a slice of about `tokens` tokens, at a position that depends on `key`."""
+        return _cut(self.text, key, max(1, round(tokens * self.chars_per_token)))
 
-    def ids_of(self, name: int, tokens: int) -> list[int]:
-        """Return exactly `tokens` token ids, at a position that depends on `name`; needs `ids`."""
+    def ids_of(self, key: int, tokens: int) -> list[int]:
+        """Return exactly `tokens` token ids, at a position that depends on `key`; needs `ids`."""
         assert self.ids is not None
-        return list(_cut(self.ids, name, tokens))
+        return list(_cut(self.ids, key, tokens))
 
 
 class PromptCutter:
@@ -59,16 +59,16 @@ class PromptCutter:
     def prompt(self, index: int, request: TraceRequest) -> str | list[int]:
         """Return the prompt, as text or token ids. Blocks with the same hash id have the same
         tokens in all requests; the rest differs from request to request."""
-        names = request.hash_ids or ()
+        hash_ids = request.hash_ids or ()
         size = request.hash_block_tokens or 1
-        named = min(len(names) * size, request.prompt_tokens)
+        shared_tokens = min(len(hash_ids) * size, request.prompt_tokens)
         pieces = [
-            (mix(self._seed, 2 * name), min(size, named - block * size))
-            for block, name in enumerate(names)
-            if named > block * size
+            (mix(self._seed, 2 * hash_id), min(size, shared_tokens - block * size))
+            for block, hash_id in enumerate(hash_ids)
+            if shared_tokens > block * size
         ]
-        if named < request.prompt_tokens:
-            pieces.append((mix(self._seed, 2 * index + 1), request.prompt_tokens - named))
+        if shared_tokens < request.prompt_tokens:
+            pieces.append((mix(self._seed, 2 * index + 1), request.prompt_tokens - shared_tokens))
         if self._as_ids:
             return [token for piece in pieces for token in self._corpus.ids_of(*piece)]
         return "".join(self._corpus.text_of(*piece) for piece in pieces)
@@ -117,9 +117,9 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-def _cut(whole: Whole, name: int, length: int) -> Whole:
-    """Return a slice that starts at `name` modulo the length of `whole`, and wraps around."""
-    start = name % len(whole)
+def _cut(whole: TextOrIds, key: int, length: int) -> TextOrIds:
+    """Return a slice that starts at `key` modulo the length of `whole`, and wraps around."""
+    start = key % len(whole)
     piece = whole[start : start + length]
     while len(piece) < length:
         piece += whole[: length - len(piece)]

@@ -23,7 +23,7 @@ from sim.workload.sources import OpenLoop, Source
 from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 
-HOPELESS = 100  # number of failures, without a success, after which sending stops
+MAX_FAILURES = 100  # number of failures, without a success, after which sending stops
 LAG_EVERY_S = 0.02  # interval of the samples of the event loop's lag
 
 
@@ -67,7 +67,7 @@ class Part(msgspec.Struct):
 
     calls: list[Any]  # `TimedCall`
     unfinished: int  # calls in flight when the run was stopped
-    hopeless: bool  # stopped after `HOPELESS` failures
+    gave_up: bool  # stopped after `MAX_FAILURES` failures
     cpu_s: float
     elapsed_s: float
     lag_s: list[float]
@@ -88,7 +88,7 @@ async def drive(
     finally:
         client.close()
     cpu_s, lag_s = time.process_time() - cpu_s, driver.lag_s.tolist()
-    return Part(driver.calls, driver.unfinished, driver.hopeless, cpu_s, clock(), lag_s, start_s)
+    return Part(driver.calls, driver.unfinished, driver.gave_up, cpu_s, clock(), lag_s, start_s)
 
 
 class _Driver:
@@ -101,17 +101,17 @@ class _Driver:
         self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._sending = True
-        self._fault: BaseException | None = None  # an exception that is no `CallError`
+        self._exception: BaseException | None = None  # an exception that is no `CallError`
         self.calls: list[TimedCall] = []
         self.unfinished = 0
-        self.hopeless = False
+        self.gave_up = False
         self.lag_s = array("d")
 
     async def run(self, stop: asyncio.Event) -> None:
         lag = asyncio.create_task(self._watch_lag())
         stopping = asyncio.create_task(stop.wait())
         finished = asyncio.create_task(self._finished.wait())
-        self._pump()
+        self._send_due()
         try:
             await asyncio.wait({stopping, finished}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -121,12 +121,12 @@ class _Driver:
             for task in (*self._tasks, *helpers):
                 task.cancel()
             await asyncio.gather(*self._tasks, *helpers, return_exceptions=True)
-        if self._fault is not None:
-            raise self._fault
+        if self._exception is not None:
+            raise self._exception
 
     # -- inside
 
-    def _pump(self) -> None:
+    def _send_due(self) -> None:
         """Send the requests that are due, and schedule itself for the next one."""
         if self._timer is not None:
             self._timer.cancel()
@@ -138,7 +138,7 @@ class _Driver:
                 break
             wait_s = due_s - self._clock()
             if wait_s > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self._pump)
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._send_due)
                 return
             number, request = self._source.take()
             task = asyncio.create_task(self._call(self._plan.index(number), request))
@@ -162,18 +162,18 @@ class _Driver:
         except CallError as error:
             call.error, call.end_s = error, self._clock()
             tally.failed += 1
-            if not tally.done and tally.failed >= HOPELESS:
-                self.hopeless, self._sending = True, False
+            if not tally.done and tally.failed >= MAX_FAILURES:
+                self.gave_up, self._sending = True, False
         tally.in_flight -= 1
         self.calls.append(call)
-        self._bodies.answered(request, reader.text)
+        self._bodies.add_answer(request, reader.text)
         self._source.ended(request, self._clock())
-        self._pump()
+        self._send_due()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._fault = task.exception()
+            self._exception = task.exception()
             self._finished.set()
 
     async def _watch_lag(self) -> None:

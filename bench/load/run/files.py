@@ -34,7 +34,7 @@ def write_csv(path: Path, points: Sequence[Point]) -> None:
 
 def row_of(point: Point) -> dict[str, Cell]:
     report = point.report
-    row: dict[str, Cell] = dict(point.load.words())
+    row: dict[str, Cell] = dict(point.load.as_settings())
     row |= _cells(report)
     row["failed"] = sum(report.errors.values())
     row["goodput_share"] = None if report.goodput is None else report.goodput.share
@@ -99,7 +99,7 @@ def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) 
 
 
 def _name(load: OfferedLoad) -> str:
-    words = [f"{name} {value:g}" for name, value in load.words().items() if value is not None]
+    words = [f"{name} {value:g}" for name, value in load.as_settings().items() if value is not None]
     return ", ".join(words) or "trace"
 
 

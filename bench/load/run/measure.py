@@ -23,15 +23,15 @@ from bench.load.run.report import (
     ServerCounters,
     ServerSample,
 )
-from bench.load.run.scrape import NAMES
+from bench.load.run.scrape import COUNTER_NAMES
 from bench.load.run.steady import in_flight, is_saturated, steady_of
 from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
 
-BUSY = 0.8  # share of a core; a client that uses more may distort latencies and gets a warning.
+BUSY_SHARE = 0.8  # share of a core; the report warns of a client that uses more.
 LATE_S = 0.01  # delay beyond which a send is late.
-SLOW = 0.98  # share of sends in time; an open loop with a smaller share gets a warning.
+MIN_IN_TIME = 0.98  # share of sends in time; the report warns of an open loop with less.
 REFUSALS = (400, 413, 422)  # statuses of calls that the report lists as `refused`
 
 # Measures with a confidence interval.
@@ -88,7 +88,7 @@ def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
             yield _record(number, call)
 
 
-def added(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
+def sum_counters(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
     """Return the sum of the counters of several runs, or None if a run has none."""
     known = [each for each in counters if each is not None]
     if not known or len(known) < len(counters):
@@ -99,7 +99,7 @@ def added(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
         return None if None in values else sum(values)
 
     positions = itertools.zip_longest(*(each.accepted_by_position for each in known), fillvalue=0)
-    return ServerCounters.of({name: total(name) for name in NAMES}, map(sum, positions))
+    return ServerCounters.of({name: total(name) for name in COUNTER_NAMES}, map(sum, positions))
 
 
 # -- inside
@@ -114,7 +114,7 @@ def _measure(
     prompt_tokens = sum(call.prompt_tokens for call in good)
     output_tokens = sum(call.output_tokens for call in good)
     goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
-    client, server = _client(runs), added([run.server for run in runs])
+    client, server = _client(runs), sum_counters([run.server for run in runs])
     load = _load(runs, duration_s)
 
     def rate(count: float) -> float | None:
@@ -161,7 +161,7 @@ def _measure(
 def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
     """Return the fields of `Measured` about calls in flight and saturation."""
     windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
-    piled = [
+    saturated = [
         is_saturated(run.calls, window)
         for run, window in zip(runs, windows, strict=True)
         if run.open_loop and window is not None
@@ -172,7 +172,7 @@ def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
         "mean_in_flight": mean,
         "peak_in_flight": peak,
         "steady": windows[0] if len(runs) == 1 else None,
-        "saturated": any(piled) if piled else None,
+        "saturated": any(saturated) if saturated else None,
     }
 
 
@@ -224,8 +224,8 @@ def _goodput(
     second of calls that met all. A call's own limits override `objectives`."""
     defaults = objectives or Objectives()
     limits = (defaults.ttft_s, defaults.tpot_s, defaults.e2e_s)
-    own = any(limit is not None for call in calls for limit in call.slo_s)
-    if not calls or not duration_s or (objectives is None and not own):
+    has_own_limits = any(limit is not None for call in calls for limit in call.slo_s)
+    if not calls or not duration_s or (objectives is None and not has_own_limits):
         return None, {}, None
     names = ("ttft", "tpot", "e2e")
     met = dict.fromkeys(names, 0)
@@ -261,7 +261,7 @@ def _goodput(
 
 def _limits(call: TimedCall, defaults: tuple[float | None, ...]) -> list[float | None]:
     pairs = zip(call.slo_s, defaults, strict=True)
-    return [default if own is None else own for own, default in pairs]
+    return [default if limit is None else limit for limit, default in pairs]
 
 
 def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
@@ -302,7 +302,7 @@ def _warnings(
     server: ServerCounters | None,
     saturated: bool | None,
 ) -> Iterable[str]:
-    if client.cpu_share > BUSY:
+    if client.cpu_share > BUSY_SHARE:
         yield (
             f"the client used {client.cpu_share:.0%} of a core: the client, not the server, may be "
             "the limit; use more --processes"
@@ -312,13 +312,13 @@ def _warnings(
         yield f"1 % of the calls were sent more than {late_s * 1e3:.0f} ms late: the client lags"
     if calls and runs[0].open_loop:
         in_time = sum(call.sent_s - call.scheduled_s <= LATE_S for call in calls) / len(calls)
-        if in_time < SLOW:
+        if in_time < MIN_IN_TIME:
             yield f"only {in_time:.1%} of the calls were sent in time: the load was too low"
     if saturated:
         yield "calls queue up: the server cannot keep up, and latencies grow with the run"
     if any(call.counted_by == "chunks" for call in good):
         yield "the server counts no tokens: each chunk with output counts as one"
-    if any(part.hopeless for run in runs for part in run.parts):
+    if any(part.gave_up for run in runs for part in run.parts):
         yield "every call failed: sending was stopped"
     counted = None if server is None else server.output_tokens
     if counted is not None and good and len(good) == len(calls):

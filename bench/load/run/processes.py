@@ -21,7 +21,7 @@ from bench.load.run.drive import Part, PartPlan, drive
 from cbatch.core.request.errors import FieldError
 
 TALLY_EVERY_S = 0.25  # interval of progress reports
-HEADSTART_S = 0.05  # time for all processes to learn when the run starts
+START_DELAY_S = 0.05  # time for all processes to learn when the run starts
 Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
 
 
@@ -79,7 +79,7 @@ async def run_parts(
     children = [_Child(plan) for plan in plans]
     try:
         await asyncio.gather(*(child.ready() for child in children))
-        start_s = time.monotonic() + HEADSTART_S
+        start_s = time.monotonic() + START_DELAY_S
         for child in children:
             child.send(start_s)
         watching = asyncio.create_task(_watch(lambda: [c.tally for c in children], start_s, watch))
@@ -161,7 +161,7 @@ class _Child:
 
 def _child(pipe: Connection, plan: PartPlan) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and sends None
-    loop_of()(_serve(pipe, plan))
+    event_loop_runner()(_serve(pipe, plan))
 
 
 async def _serve(pipe: Connection, plan: PartPlan) -> None:
@@ -189,7 +189,7 @@ async def _serve(pipe: Connection, plan: PartPlan) -> None:
     pipe.send_bytes(pickle.dumps(part))
 
 
-def loop_of() -> Callable[..., Any]:
+def event_loop_runner() -> Callable[..., Any]:
     """Return `uvloop.run`, or `asyncio.run` if uvloop is not installed."""
     try:
         import uvloop

@@ -21,7 +21,7 @@ from sim.workload.traces.request import TraceRequest
 
 TRIAL_INDEX = 10**9 - 1  # prompts depend on the index; no run or warm-up has this index.
 TRIAL_TOKENS = 16  # length of a trial's prompt, and maximum length of its output.
-COUNTED_TOKENS = 500  # rough length of a prompt that measures the characters per token
+CALIBRATION_TOKENS = 500  # rough length of a prompt that measures the characters per token
 
 # Parts of a body that can be left out: the name, then other words for the part in errors. If an
 # error names no part, the first remaining part is left out. `max_tokens` is then sent as
@@ -50,32 +50,32 @@ _CHANGES = {  # by word in the server's message
 }
 
 
-async def settle(
-    client: HttpClient, settings: BodySettings, chosen: set[str]
+async def drop_rejected_fields(
+    client: HttpClient, settings: BodySettings, user_fields: set[str]
 ) -> tuple[BodySettings, dict[str, str]]:
     """Return the settings without the parts that the server refuses, and the reason for each part.
-    `chosen` are fields that the user gave. If the server refuses every form of the call, nothing is
-    left out, and the run reports why. Raises `FieldError` if no call can succeed."""
-    settled, refused = settings, dict[str, str]()
+    `user_fields`, which the user gave, are kept. If the server refuses every form of the call,
+    nothing is left out, and the run reports why. Raises `FieldError` if no call can succeed."""
+    reduced, refused = settings, dict[str, str]()
     while True:
-        call, sent = await _try(client, settled)
+        call, sent = await _try(client, reduced)
         error = call.error
         if error is not None and (error.failure is Failure.CONNECT or error.status in _FATAL):
             raise FieldError("URL", str(error), remedy(error.label, error.detail))
         if error is None or error.failure not in (Failure.STATUS, Failure.REPORTED):
             break  # it was accepted
         remaining = {
-            words: part for words in PARTS if (part := words.split("|")[0]) in sent - chosen
+            words: part for words in PARTS if (part := words.split("|")[0]) in sent - user_fields
         }
         if error.status not in (None, 400, 422) or not remaining:
             return settings, {}
         named = [part for words, part in remaining.items() if _has_word(error.detail, words)]
         refused[[*named, *remaining.values()][0]] = error.detail
-        settled = replace(settled, left_out=tuple(refused))
-    if (corpus := settled.corpus) is not None and corpus.ids is None and call.prompt_tokens:
-        chars = corpus.chars_per_token * COUNTED_TOKENS / call.prompt_tokens
-        settled = replace(settled, corpus=replace(corpus, chars_per_token=chars))
-    return settled, refused
+        reduced = replace(reduced, left_out=tuple(refused))
+    if (corpus := reduced.corpus) is not None and corpus.ids is None and call.prompt_tokens:
+        chars = corpus.chars_per_token * CALIBRATION_TOKENS / call.prompt_tokens
+        reduced = replace(reduced, corpus=replace(corpus, chars_per_token=chars))
+    return reduced, refused
 
 
 def remedy(label: str, detail: str) -> str:
@@ -89,7 +89,7 @@ def remedy(label: str, detail: str) -> str:
 async def _try(client: HttpClient, settings: BodySettings) -> tuple[TimedCall, set[str]]:
     """Send a short call. Returns the call and the names of the parts of its body."""
     bodies, corpus = Bodies(settings), settings.corpus
-    tokens = COUNTED_TOKENS if corpus is not None and corpus.ids is None else TRIAL_TOKENS
+    tokens = CALIBRATION_TOKENS if corpus is not None and corpus.ids is None else TRIAL_TOKENS
     request = TraceRequest(arrival_s=0.0, prompt_tokens=tokens, output_tokens=TRIAL_TOKENS)
     prepared = bodies.prepare(TRIAL_INDEX, request)
     call, body = prepared.call, msgspec.json.decode(prepared.body, type=dict[str, Any])

@@ -22,8 +22,8 @@ from sim.workload.tokens import mix
 from sim.workload.traces.request import TraceRequest
 
 # Index of the first warm-up request. Prompts depend on the index, so no prompt of a run is cached.
-WARM_INDEX = 10**9
-WARM_CLIENTS = 8  # maximum number of clients in a warm-up
+WARMUP_INDEX = 10**9
+WARMUP_CLIENTS = 8  # maximum number of clients in a warm-up
 
 
 class OfferedLoad(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class OfferedLoad(msgspec.Struct, frozen=True):
             return OfferedLoad(rate_per_s=2 * self.rate_per_s)
         return OfferedLoad(concurrency=2 * (self.concurrency or 1))
 
-    def words(self) -> dict[str, float | None]:
+    def as_settings(self) -> dict[str, float | None]:
         return {"concurrency": self.concurrency, "rate_per_s": self.rate_per_s}
 
 
@@ -153,9 +153,9 @@ class Runner:
         return replace(
             plan,
             requests=tuple(requests),
-            indices=tuple(range(WARM_INDEX, WARM_INDEX + count)),
+            indices=tuple(range(WARMUP_INDEX, WARMUP_INDEX + count)),
             total=count,
-            concurrency=min(WARM_CLIENTS, count, plan.concurrency or WARM_CLIENTS),
+            concurrency=min(WARMUP_CLIENTS, count, plan.concurrency or WARMUP_CLIENTS),
             think_s=0.0,
             ramp_s=0.0,
             end_s=None,

@@ -18,7 +18,7 @@ SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes th
 PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
 Counters = dict[tuple[str, int | None], float]  # by (name without prefix, draft position)
 _POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
-NAMES = {
+COUNTER_NAMES = {
     "prompt_tokens": "prompt_tokens_total",
     "output_tokens": "generation_tokens_total",
     "drafts": "spec_decode_num_drafts_total",
@@ -48,7 +48,7 @@ async def scrape(client: HttpClient) -> Counters | None:
 def parse(page: str) -> Counters:
     """Return the metrics of a page, summed over all labels except the draft position; `kv_share` is
     a maximum instead. Raises ValueError if the page is not in Prometheus' format."""
-    names = {*NAMES.values(), *_GAUGES.values(), _POSITIONS}
+    names = {*COUNTER_NAMES.values(), *_GAUGES.values(), _POSITIONS}
     by_prefix: dict[str, Counters] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -81,7 +81,7 @@ def difference(
     }
     if min(grown.values(), default=0) < 0:
         return None
-    counts = {field: grown.get((name, None)) for field, name in NAMES.items()}
+    counts = {field: grown.get((name, None)) for field, name in COUNTER_NAMES.items()}
     positions = sorted(i for name, i in grown if name == _POSITIONS and i is not None)
     return ServerCounters.of(counts, (grown[_POSITIONS, i] for i in positions))
 
@@ -121,7 +121,7 @@ def samples(scrapes: Sequence[Scrape], start_s: float) -> tuple[ServerSample, ..
     def sample(at_s: float, counters: Counters) -> ServerSample:
         fields: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
         for field in SAMPLED:
-            key = (NAMES[field], None)
+            key = (COUNTER_NAMES[field], None)
             grown = counters[key] - first.get(key, 0.0) if key in counters else None
             fields[field] = None if grown is None else round(grown)
         return ServerSample(at_s=at_s - start_s, **fields)

@@ -17,7 +17,7 @@ import msgspec
 from bench.load.client.bodies import BodySettings, Item
 from bench.load.client.http import Endpoint
 from bench.load.run.drive import PartPlan
-from bench.load.run.processes import loop_of, run_parts, split
+from bench.load.run.processes import event_loop_runner, run_parts, split
 from bench.report import print_report
 from sim.workload.traces.request import TraceRequest
 
@@ -32,7 +32,7 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 def self_test(processes: int = 1) -> int:
     """Print a row for each number of streams. Returns 1 if the client is too slow, else 0."""
     with stub_server() as endpoint:
-        rows = [loop_of()(measure_client(endpoint, each, processes)) for each in STREAMS]
+        rows = [event_loop_runner()(measure_client(endpoint, each, processes)) for each in STREAMS]
     notes = (
         "chunks of 280 bytes, each decoded; per core: over the client's own processor time",
         f"one process should take {NEEDED_PER_S:,} a second",
@@ -44,7 +44,7 @@ def self_test(processes: int = 1) -> int:
 async def measure_client(
     endpoint: Endpoint, streams: int, processes: int = 1, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    plan = plan_of(endpoint, streams, rounds)
+    plan = make_plan(endpoint, streams, rounds)
     parts = await run_parts(split(plan, processes), stop=asyncio.Event())
     calls = [call for part in parts for call in part.calls]
     chunks = sum(call.chunks for call in calls)
@@ -61,7 +61,7 @@ async def measure_client(
     }
 
 
-def plan_of(endpoint: Endpoint, streams: int, rounds: int) -> PartPlan:
+def make_plan(endpoint: Endpoint, streams: int, rounds: int) -> PartPlan:
     count = streams * rounds
     request = TraceRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=CHUNKS)
     items = (Item(prompt="x"),)
@@ -91,7 +91,7 @@ def stub_server() -> Iterator[Endpoint]:
 
 
 def _run(pipe: Connection) -> None:
-    loop_of()(_serve(pipe))
+    event_loop_runner()(_serve(pipe))
 
 
 async def _serve(pipe: Connection) -> None:

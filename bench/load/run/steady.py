@@ -11,14 +11,14 @@ from bench.load.client.call import TimedCall
 from bench.load.run.report import Steady
 from sim.report.report import Spread
 
-LEAST_CALLS = 20  # minimum of calls in a window; with fewer there is no window.
-PILED = 0.1  # an open loop is saturated if a larger share of its calls did not end in the window.
+MIN_CALLS = 20  # minimum of calls in a window; with fewer there is no window.
+SATURATED_SHARE = 0.1  # an open loop is saturated if more of its calls outlast the window
 START_SHARE = 0.1  # share of an open loop's span that is left out: the server starts empty
 
 
 def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Steady | None:
     """Return the figures of the window from the end of the ramp to the last scheduled send, after
-    which the load decreases. None if the window has fewer than `LEAST_CALLS` calls or no
+    which the load decreases. None if the window has fewer than `MIN_CALLS` calls or no
     success."""
     if not calls:
         return None
@@ -33,7 +33,7 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
         start_s = max([start_s, *firsts]) if firsts else start_s
     inside = [call for call in calls if start_s <= call.scheduled_s < end_s]
     good = [call for call in inside if call.error is None]
-    if len(inside) < LEAST_CALLS or not good:
+    if len(inside) < MIN_CALLS or not good:
         return None
     span_s = end_s - start_s
     succeeded = [call for call in calls if call.error is None]
@@ -51,12 +51,12 @@ def steady_of(calls: Sequence[TimedCall], open_loop: bool, ramp_s: float) -> Ste
 def is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
     """Return whether calls of an open loop piled up in the window.
 
-    Fewer calls must have ended than were scheduled, by more than the share `PILED` and by more than
-    3 standard deviations of a Poisson count."""
+    Fewer calls must have ended than were scheduled, by more than the share `SATURATED_SHARE` and by
+    more than 3 standard deviations of a Poisson count."""
     window = steady.start_s, steady.end_s
     sent = sum(window[0] <= call.scheduled_s < window[1] for call in calls)
     ended = sum(window[0] <= call.end_s < window[1] for call in calls)
-    return sent - ended > max(PILED * sent, 3 * math.sqrt(sent))
+    return sent - ended > max(SATURATED_SHARE * sent, 3 * math.sqrt(sent))
 
 
 def in_flight(runs: Sequence[Sequence[TimedCall]], duration_s: float) -> tuple[float | None, int]:

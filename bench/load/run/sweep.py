@@ -16,9 +16,9 @@ from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 
 MAX_POINTS = 16  # loads of a sweep that doubles.
 GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growth.
-LEAST_POINTS = 3  # minimum of loads for a knee.
+MIN_POINTS = 3  # minimum of loads for a knee.
 TOLERANCE = 0.05  # relative width of the interval that ends a search; repeats differ by about 5 %.
-RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that rate
+SEARCH_RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that rate
 
 Result = TypeVar("Result")
 
@@ -101,8 +101,8 @@ async def find_rate(
     None if the search was stopped."""
     search = search_rates(
         first_per_s,
-        lowest=first_per_s / RANGE,
-        highest=first_per_s * RANGE,
+        lowest=first_per_s / SEARCH_RANGE,
+        highest=first_per_s * SEARCH_RANGE,
         tolerance=TOLERANCE,
     )
     points, capacity = await measure_each(runner, _loads(search, share), measure, begin)
@@ -155,7 +155,7 @@ def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | No
     of relative errors over all divisions of the points into a rising and a flat part. None with
     fewer than three loads, or if a throughput is 0."""
     x, y = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
-    if len(x) < LEAST_POINTS or (y <= 0).any() or (x <= 0).any():
+    if len(x) < MIN_POINTS or (y <= 0).any() or (x <= 0).any():
         return None
     best: tuple[float, float, float] | None = None
     for rising in range(1, len(x) + 1):
@@ -180,7 +180,7 @@ def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | No
 
 def is_flat(throughputs: Sequence[float]) -> bool:
     """Return whether neither of the last two loads exceeds the best earlier load by `GAIN`."""
-    if len(throughputs) < LEAST_POINTS:
+    if len(throughputs) < MIN_POINTS:
         return False
     best = max(throughputs[:-2])
     return max(throughputs[-2:]) < GAIN * best

@@ -181,7 +181,7 @@ def test_nothing_but_failures_ends_a_run() -> None:
 
     with scripted(refuse) as server:
         part = run_plan(plan(server.endpoint, concurrency=4, cycle=True))
-    assert part.hopeless and driving.HOPELESS <= len(part.calls) <= driving.HOPELESS + 4
+    assert part.gave_up and driving.MAX_FAILURES <= len(part.calls) <= driving.MAX_FAILURES + 4
     report = measure([LoadRun([part])], settings={})
     assert report.requests == 0 and report.errors == {"status 503": len(part.calls)}
     assert report.output_tokens_per_s is None and report.ttft_s.p50 is None

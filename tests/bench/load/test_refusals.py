@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bench.load.client.bodies import Bodies, BodySettings, Item
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.client.text import PromptText
-from bench.load.run.refusals import remedy, settle
+from bench.load.run.refusals import drop_rejected_fields, remedy
 from cbatch.core.request.errors import FieldError
 from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import Exchange, answer_well, scripted
@@ -50,7 +50,7 @@ def settled(
     async def run(endpoint: Endpoint) -> tuple[BodySettings, dict[str, str]]:
         client = HttpClient(endpoint, timeout_s=20.0)
         try:
-            return await settle(client, settings, set(chosen))
+            return await drop_rejected_fields(client, settings, set(chosen))
         finally:
             client.close()
 

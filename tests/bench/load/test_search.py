@@ -11,7 +11,7 @@ from bench.load.client.call import CallError, Failure
 from bench.load.run.measure import LoadRun, measure
 from bench.load.run.report import Measured
 from bench.load.run.runner import OfferedLoad
-from bench.load.run.sweep import RANGE, TOLERANCE, Point, document_of, find_rate, to_trial
+from bench.load.run.sweep import SEARCH_RANGE, TOLERANCE, Point, document_of, find_rate, to_trial
 from sim.report.capacity import Capacity
 from sim.report.report import Objectives, to_json
 from tests.bench.load.test_measure import run_of, steady_calls
@@ -86,6 +86,6 @@ def test_a_burst_is_called_too_short() -> None:
 def test_the_range_has_ends_and_a_search_can_be_stopped() -> None:
     _, capacity = searched(queue := Queue(), 64.0, e2e_s=1e-6)
     assert capacity is not None and capacity.ends == "lowest fails" and capacity.best is None
-    assert min(queue.rates) == 64.0 / RANGE
+    assert min(queue.rates) == 64.0 / SEARCH_RANGE
     points, stopped = searched(Queue(stops_after=3), 2.0)
     assert stopped is None and len(points) == 3
