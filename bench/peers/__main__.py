@@ -11,19 +11,19 @@ All get the same prompts of one length, decode greedily and generate the same nu
 Systems run in turns within a repeat, in alternating order, and ratios are computed within a repeat.
 Before any timing all complete a few prompts, and their tokens are compared.
 
-`value` is a median over the repeats, between their `least` and `most`. It is output tokens a
-second; output tokens a second after each prompt's first token (decode, for systems that report
-steps); tokens a second of reading 8 prompts of 1024 (`--prefill`); or seconds until a constructor
-returns (`--startup`). `to_peer` is its ratio to the first peer, `ours_to_it` the ratio of cbatch
-with lookahead off to it. `step_p99_to_median` is of decoding steps, with `--busy` of those that
-share the processors with busy loops.
+`value` is the median over the repeats; `least` and `most` are the smallest and largest repeat. The
+figures are output tokens per second; output tokens per second after each prompt's first token
+(decode, for systems that report steps); prompt tokens per second for 8 prompts of 1024 tokens
+(`--prefill`); and seconds until a constructor returns (`--startup`). `to_peer` is the value divided
+by the first peer's. `ours_to_it` is the value of cbatch with lookahead off divided by the row's.
+`step_p99_to_median` is computed from the times of the decoding steps.
 
-`--limits` adds a system that only multiplies with the weights, or reads them from memory once a
-step if that takes longer. Its speed is that of torch reading a GiB and multiplying matrices of 2048
-(bf16 or fp32) with as many threads in the same turn. `of_limit` is the ratio to it. It counts
-neither attention nor KV, and the LM head only for a prompt's last token. Integer products may be
-faster, so decoding of quantised models is compared with reading alone, which is no limit in a
-batch.
+`--limits` adds a system that only multiplies with the weights, or reads them from memory once per
+step if that takes longer. Its speed is computed from the times in which torch, with as many threads
+and in the same turn, reads a GiB and multiplies 2048 x 2048 matrices (bf16 or fp32). `of_limit` is
+the value divided by that of this system. Attention and KV are not counted, the LM head only for a
+prompt's last token. Integer products may be faster, so for quantised models a decoding step counts
+as reading alone, which in a batch is too fast to be reached.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from bench.peers.files import NAMES, TYPES, ModelFormats
 from bench.peers.perplexity import WINDOW_TOKENS, perplexities, windows
 from bench.peers.processes import busy, on_cpus
 from bench.peers.systems import (
+    CBATCH,
     FLAGS,
     LIMITS,
     OPENVINO,
-    OURS,
     PACKAGES,
     PEERS,
     Sizes,
-    choices,
     limits,
-    one_by_one,
+    make_entrants,
     python_of,
+    start_one_by_one,
     started,
 )
 from bench.plot import save_lines
@@ -105,29 +105,29 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=_MODELS)
-    parser.add_argument("--type", type=str.upper, choices=TYPES, help="of a GGUF file to write")
+    parser.add_argument("--type", type=str.upper, choices=TYPES, help="type of a GGUF to write")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
-    parser.add_argument("--lookahead", nargs="+", default=["off", "adaptive"], help="off is first")
+    parser.add_argument("--lookahead", nargs="+", default=["off", "adaptive"], help="off first")
     parser.add_argument("--peer", nargs="*", choices=PEERS, default=PEERS)
     for peer, flag in FLAGS.items():
         text = f"a Python that has {PACKAGES[peer]}"
         parser.add_argument(flag, metavar="PATH", help=text)
-    parser.add_argument("--vllm-eager", action="store_true", help="not compiled: starts sooner")
+    parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without compilation")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each system")
-    parser.add_argument("--prompts", type=int, default=4, help="minimum per repeat")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each system")
+    parser.add_argument("--prompts", type=int, default=4, help="minimum of prompts per repeat")
     parser.add_argument(
         "--threads", type=int, help="threads of every system (default: number of processors)"
     )
-    parser.add_argument("--cpus", type=int, nargs="+", metavar="N", help="that all systems run on")
+    parser.add_argument("--cpus", type=int, nargs="+", metavar="N", help="processors to run on")
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="busy loops that run at the same time"
     )
-    parser.add_argument("--prefill", action="store_true", help="time long prompts too")
-    parser.add_argument("--startup", action="store_true", help="time constructors too")
-    parser.add_argument("--limits", action="store_true", help="time the machine too")
-    parser.add_argument("--perplexity", type=Path, metavar="TEXT", help="of a text, too")
+    parser.add_argument("--prefill", action="store_true", help="also time long prompts")
+    parser.add_argument("--startup", action="store_true", help="also time constructors")
+    parser.add_argument("--limits", action="store_true", help="also time the machine")
+    parser.add_argument("--perplexity", type=Path, metavar="TEXT", help="also of this text")
     parser.add_argument("--skip-agreement", action="store_true", help="do not compare tokens")
     parser.add_argument("--plot", type=Path, help="write a PNG of the ratios to the first peer")
     return parser
@@ -141,22 +141,23 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
 
 
-def compare(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of `bench.peers.agree`. Systems with a choice of dtype use float32."""
+def compare_tokens(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare the tokens of the systems. Systems with a choice of dtype use float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
-    entrants = choices(model, args, sizes, exact=True)
+    entrants = make_entrants(model, args, sizes, exact=True)
     if len(entrants) == 1:
         return []
     real = model.tokenizer is not None
     prompts = make_prompts(model.source, args.prompt_tokens, COMPARED_SEQUENCES, real)
     tie = NEARLY_TIED_QUANTISED if model.quantised else NEARLY_TIED
     logits = reference_logits(model.directory)
-    return agreement(model.name, one_by_one(entrants), prompts, args.output_tokens, logits, tie)
+    systems = start_one_by_one(entrants)
+    return agreement(model.name, systems, prompts, args.output_tokens, logits, tie)
 
 
-def time_them(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
-    entrants, rows = choices(model, args, sizes_of(args)), []
+def time_systems(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
+    entrants, rows = make_entrants(model, args, sizes_of(args)), []
     if args.startup:
         with on_cpus(args.cpus), busy(args.busy):
             rows += startups(model, entrants, args.repeats)
@@ -175,7 +176,7 @@ def time_them(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, A
 
 def measure_perplexity(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
     sizes = Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS)
-    return perplexities(model, choices(model, args, sizes), windows(model, args.perplexity))
+    return perplexities(model, make_entrants(model, args, sizes), windows(model, args.perplexity))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -188,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             llama = python_of("llama.cpp", args)
             model = ModelFormats(name, args.type, Path(folder), llama=llama, threads=args.threads)
             if not args.skip_agreement:
-                compared += compare(model, args)
-            rows += time_them(model, args)
+                compared += compare_tokens(model, args)
+            rows += time_systems(model, args)
             if args.perplexity is not None:
                 accuracy += measure_perplexity(model, args)
     if args.plot is not None:
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("greedy tokens compared with cbatch, lookahead off", compared),
         ("perplexity", accuracy),
     ]
-    tables += [(title_start + figure, of_figure(figure, rows)) for figure in FIGURES]
+    tables += [(title_start + figure, rows_of_figure(figure, rows)) for figure in FIGURES]
     for title, table in tables:
         if table:
             console = print_table(title, table)
@@ -209,13 +210,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | settings)
 
 
-def of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of one figure, without its name and without empty columns."""
-    chosen = [row for row in rows if row["figure"] == figure]
-    columns = {key for row in chosen for key, value in row.items() if value is not None} - {
+    figure_rows = [row for row in rows if row["figure"] == figure]
+    columns = {key for row in figure_rows for key, value in row.items() if value is not None} - {
         "figure"
     }
-    return [{key: value for key, value in row.items() if key in columns} for row in chosen]
+    return [{key: value for key, value in row.items() if key in columns} for row in figure_rows]
 
 
 def _notes(
@@ -246,14 +247,14 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if row["figure"] == OUTPUT and row["to_peer"] is not None:
-            lookahead = f" {row['lookahead']}" if row["system"] == OURS else ""
+            lookahead = f" {row['lookahead']}" if row["system"] == CBATCH else ""
             line = panels.setdefault(row["model"], {})
             point = row["batch"], row["to_peer"]
             line.setdefault(row["system"] + lookahead, []).append(point)
     if panels:
-        first = next(row["system"] for row in rows if row["system"] not in (OURS, LIMITS))
+        first = next(row["system"] for row in rows if row["system"] not in (CBATCH, LIMITS))
         label = f"tokens/s over {first}"
-        save_lines(path, panels, x_label="batch", y_label=label, highlight=f"{OURS} off")
+        save_lines(path, panels, x_label="batch", y_label=label, highlight=f"{CBATCH} off")
 
 
 if __name__ == "__main__":

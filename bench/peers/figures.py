@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.engine.systems import EngineRun, System, measure
 from bench.peers.files import ModelFormats
-from bench.peers.systems import LIMITS, OURS, Entrant
+from bench.peers.systems import CBATCH, LIMITS, Entrant
 from bench.report import rounded
 
 OUTPUT, DECODE = "output_tokens_per_s", "decode_tokens_per_s"
@@ -28,7 +28,7 @@ def outputs(
     values = [[run.tokens_per_s for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, OUTPUT, batch, systems, values)
     for row, system_runs in zip(rows, runs, strict=True):
-        row["step_p99_to_median"] = None if row["system"] == LIMITS else _tail(system_runs)
+        row["step_p99_to_median"] = None if row["system"] == LIMITS else _p99_to_median(system_runs)
     return rows + _decoding(model, systems, batch, runs)
 
 
@@ -68,18 +68,20 @@ def prefill(
     return rows
 
 
-def startups(model: ModelFormats, choices: Sequence[Entrant], repeats: int) -> list[dict[str, Any]]:
+def startups(
+    model: ModelFormats, entrants: Sequence[Entrant], repeats: int
+) -> list[dict[str, Any]]:
     """Return rows for the seconds of a constructor, in a new process with all imports done. An
     untimed first turn creates the files and caches that later starts of a system reuse."""
-    values: list[list[float]] = [[] for _ in choices]
+    values: list[list[float]] = [[] for _ in entrants]
     for repeat in range(-1, repeats):
-        order = range(len(choices))
+        order = range(len(entrants))
         for index in order if repeat % 2 == 0 else reversed(order):
-            with choices[index].new_worker() as worker:
-                seconds = worker.start(**choices[index].settings)
+            with entrants[index].new_worker() as worker:
+                seconds = worker.start(**entrants[index].settings)
             if repeat >= 0:
                 values[index].append(seconds)
-    return rows_of(model.name, STARTUP, 0, choices, values)
+    return rows_of(model.name, STARTUP, 0, entrants, values)
 
 
 def rows_of(
@@ -92,11 +94,11 @@ def rows_of(
     """Return a row for each system from its values by turn: the median, and the median ratio to the
     first peer within a turn, each with the smallest and largest of all turns. Further median ratios
     are of cbatch with lookahead off to the system, and of the system to the limits, if measured."""
-    named = list(zip((system.name for system in systems), values, strict=True))
+    by_name = list(zip((system.name for system in systems), values, strict=True))
     peer = next(
-        (system_values for name, system_values in named if name not in (OURS, LIMITS)), None
+        (system_values for name, system_values in by_name if name not in (CBATCH, LIMITS)), None
     )
-    limits = next((system_values for name, system_values in named if name == LIMITS), None)
+    limits = next((system_values for name, system_values in by_name if name == LIMITS), None)
     return [
         {
             "model": model,
@@ -121,8 +123,8 @@ def rows_of(
     ]
 
 
-def _ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(of, to, strict=True)]
+def _ratios(values: Sequence[float], base_values: Sequence[float]) -> list[float]:
+    return [value / base for value, base in zip(values, base_values, strict=True)]
 
 
 def _range(
@@ -134,7 +136,7 @@ def _range(
     return {key: rounded(rates[key]) for key in (name, smallest, largest)}
 
 
-def _tail(runs: Sequence[EngineRun]) -> float | None:
+def _p99_to_median(runs: Sequence[EngineRun]) -> float | None:
     """Return p99 / median of the decoding steps' times in all turns; None without step times."""
     steps = [step for run in runs for step in run.steps_s]
     return rounded(float(np.quantile(steps, 0.99) / np.median(steps))) if steps else None

@@ -31,7 +31,7 @@ NAMES = (*SHAPES, DEMO, *PACKAGED)
 PLAIN = {"F32": gguf_writer.F32, "F16": gguf_writer.F16, "BF16": gguf_writer.BF16}
 TYPES = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
 TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
-_DTYPE_OF_DEMO = {DEMO: "float32", "llama-1m": "float32"}
+_DTYPES = {DEMO: "float32", "llama-1m": "float32"}
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -55,21 +55,21 @@ class ModelFormats:
         if name == DEMO:
             self.source, self.draft = demo_paths()
         elif name in SHAPES:
-            self.source = write_random_model(name, folder, _DTYPE_OF_DEMO.get(name, "bfloat16"))
+            self.source = write_random_model(name, folder, _DTYPES.get(name, "bfloat16"))
         else:
             self.source = Path(find_model(name)).resolve()
 
     @cached_property
-    def ours(self) -> Path:
+    def cbatch_path(self) -> Path:
         is_file = is_gguf(self.source)
         if self._kind is None:
             return self.source
         if self._kind in PLAIN and not is_file:
-            return self._written(self._kind)
+            return self._gguf_file(self._kind)
         if self._llama is None:
             raise FieldError("type", f"{self._kind} is written by llama.cpp", "name it by --llama")
         path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
-        source = self.source if is_file else self._written("BF16")
+        source = self.source if is_file else self._gguf_file("BF16")
         with Worker("llama_cpp", self._llama, self._threads) as worker:
             worker.start(
                 model=None, max_sequences=0, tokens=0, threads=self._threads, exact_kv=False
@@ -83,9 +83,9 @@ class ModelFormats:
         """Return a GGUF file for llama.cpp: cbatch's file if it is GGUF, otherwise the type
         that suits llama.cpp best: f16 for bf16, f32 for float32 and if results are compared
         (`exact`)."""
-        if is_gguf(self.ours):
-            return self.ours
-        return self._written("F32" if exact or self.dtype == "float32" else "F16")
+        if is_gguf(self.cbatch_path):
+            return self.cbatch_path
+        return self._gguf_file("F32" if exact or self.dtype == "float32" else "F16")
 
     @property
     def has_gguf_tokenizer(self) -> bool:
@@ -94,10 +94,10 @@ class ModelFormats:
 
     @cached_property
     def directory(self) -> Path:
-        if not is_gguf(self.ours):
-            return self.ours
-        path = self._folder / f"{self.ours.name}-directory"
-        write_directory(self.ours, path)
+        if not is_gguf(self.cbatch_path):
+            return self.cbatch_path
+        path = self._folder / f"{self.cbatch_path.name}-directory"
+        write_directory(self.cbatch_path, path)
         if not is_gguf(self.source):
             shutil.copy(self.source / "config.json", path)
         return path
@@ -114,9 +114,9 @@ class ModelFormats:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the matrices that every step multiplies with, as stored in cbatch's file."""
-        if not is_gguf(self.ours):
+        if not is_gguf(self.cbatch_path):
             return num_weights(self.config) * getattr(torch, self.dtype).itemsize
-        tensors = read_gguf(self.ours).tensors
+        tensors = read_gguf(self.cbatch_path).tensors
         looked_up = {"token_embd.weight"} if "output.weight" in tensors else set()
         return sum(
             tensor.raw.nbytes
@@ -136,8 +136,8 @@ class ModelFormats:
 
     @property
     def quantised(self) -> bool:
-        return is_gguf(self.ours) and any(
-            tensor.type.elements > 1 for tensor in read_gguf(self.ours).tensors.values()
+        return is_gguf(self.cbatch_path) and any(
+            tensor.type.elements > 1 for tensor in read_gguf(self.cbatch_path).tensors.values()
         )
 
     @cached_property
@@ -147,7 +147,7 @@ class ModelFormats:
         except TokenizerError:
             return None
 
-    def _written(self, kind: str) -> Path:
+    def _gguf_file(self, kind: str) -> Path:
         path = self._folder / f"{self.source.name}-{kind}.gguf"
         if not path.exists():
             gguf_writer.write_gguf(self.source, path, PLAIN[kind])

@@ -31,16 +31,16 @@ def windows(model: ModelFormats, text: Path) -> Prompts:
 
 
 def perplexities(
-    model: ModelFormats, choices: Sequence[Entrant], prompts: Prompts
+    model: ModelFormats, entrants: Sequence[Entrant], prompts: Prompts
 ) -> list[dict[str, Any]]:
     """Return a row for each system that reports log probabilities of prompts."""
     logprobs = []
-    for choice in choices:
-        if choice.worker in ("openvino", "transformers") or choice.lookahead != "off":
+    for entrant in entrants:
+        if entrant.worker in ("openvino", "transformers") or entrant.lookahead != "off":
             continue
-        with choice.new_worker() as worker:
-            worker.start(**choice.settings)
-            logprobs.append((choice.name, np.array(worker.call("logprobs", prompts))))
+        with entrant.new_worker() as worker:
+            worker.start(**entrant.settings)
+            logprobs.append((entrant.name, np.array(worker.call("logprobs", prompts))))
     return rows_of(model.name, logprobs)
 
 

@@ -14,7 +14,7 @@ from bench.peers.files import ModelFormats
 from bench.peers.processes import Worker
 from cbatch.runtime.model.config import ModelConfig
 
-OURS, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
 LIMITS = "limits"
 OPENVINO = "openvino"
 PEERS = (LLAMA_CPP, VLLM, OPENVINO, "generate", "continuous")
@@ -54,7 +54,7 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
     return named or (sys.executable if find_spec(PACKAGES[peer]) is not None else None)
 
 
-def choices(
+def make_entrants(
     model: ModelFormats, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
 ) -> list[Entrant]:
     """Return cbatch by lookahead, off first, then the installed peers in the given order. With
@@ -64,7 +64,7 @@ def choices(
     entrants = []
     for lookahead in args.lookahead if model.draft else ["off"]:
         settings: dict[str, Any] = {
-            "model": str(model.ours),
+            "model": str(model.cbatch_path),
             "draft": None if lookahead == "off" else str(model.draft),
             "lookahead": lookahead,
             "dtype": "float32" if exact else "auto",  # another dtype would dequantise the weights
@@ -73,7 +73,7 @@ def choices(
             "step_tokens": sizes.step_tokens,
             "threads": threads,
         }
-        entrants.append(Entrant(OURS, lookahead, "cbatch", sys.executable, threads, settings))
+        entrants.append(Entrant(CBATCH, lookahead, "cbatch", sys.executable, threads, settings))
     for peer in args.peer:
         python = python_of(peer, args)
         if python is None or (peer == OPENVINO and not model.has_gguf_tokenizer):
@@ -118,18 +118,18 @@ def started(entrants: list[Entrant]) -> Iterator[list[System]]:
     """Start all systems, each in a process that ends with the context."""
     with ExitStack() as stack:
         systems = []
-        for choice in entrants:
-            worker = stack.enter_context(choice.new_worker())
-            worker.start(**choice.settings)
-            systems.append(System(choice.name, choice.lookahead, worker.run))
+        for entrant in entrants:
+            worker = stack.enter_context(entrant.new_worker())
+            worker.start(**entrant.settings)
+            systems.append(System(entrant.name, entrant.lookahead, worker.run))
         yield systems
 
 
-def one_by_one(entrants: list[Entrant]) -> Iterator[System]:
+def start_one_by_one(entrants: list[Entrant]) -> Iterator[System]:
     """Yield the systems one by one. Each has ended before the next starts: two may not fit into
     memory."""
-    for choice in entrants:
-        with started([choice]) as (system,):
+    for entrant in entrants:
+        with started([entrant]) as (system,):
             yield system
 
 

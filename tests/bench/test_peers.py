@@ -160,10 +160,10 @@ def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
     are, too."""
     build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
     settings: dict[str, Any] = {"llama": sys.executable, "threads": torch.get_num_threads()}
-    eight = ModelFormats(str(tmp_path), "Q8_0", tmp_path, **settings).ours
+    eight = ModelFormats(str(tmp_path), "Q8_0", tmp_path, **settings).cbatch_path
     expected = _gate(eight)
     for kind, least in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
-        converted = ModelFormats(str(eight), kind, tmp_path, **settings).ours
+        converted = ModelFormats(str(eight), kind, tmp_path, **settings).cbatch_path
         assert torch.cosine_similarity(expected, _gate(converted), dim=0) > least
         assert _gate_type(converted) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
 

@@ -24,19 +24,19 @@ from bench.peers.figures import OUTPUT, STARTUP, rows_of
 from bench.peers.files import ModelFormats
 from bench.peers.gguf_writer import F16, write_gguf
 from bench.peers.processes import Worker, busy
-from bench.peers.systems import Entrant, Sizes, choices
-from bench.peers.workers.cbatch_worker import Ours
+from bench.peers.systems import Entrant, Sizes, make_entrants
+from bench.peers.workers.cbatch_worker import CbatchSystem
 from tests.runtime.hf_models import build
 
 
-def started(**settings: Any) -> Ours:
+def started(**settings: Any) -> CbatchSystem:
     sizes = {
         "max_sequences": 4,
         "tokens": 40,
         "step_tokens": 64,
         "threads": torch.get_num_threads(),
     }
-    return Ours(draft=None, lookahead="off", dtype="float32", **sizes | settings)
+    return CbatchSystem(draft=None, lookahead="off", dtype="float32", **sizes | settings)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_type_that_only_llama_cpp_writes_is_refused_without_it(tmp_path: Path)
     with pytest.raises(
         ValueError, match="type: Q4_K_M is written by llama.cpp; name it by --llama"
     ):
-        _ = model.ours
+        _ = model.cbatch_path
 
 
 class _Quantiser:
@@ -111,16 +111,16 @@ def test_a_file_is_turned_into_another_type(
     for kind in ("Q4_K_M", "BF16"):
         _Quantiser.calls.clear()
         turned = ModelFormats(str(source), kind, tmp_path, llama="/l/python", threads=3)
-        assert turned.name == f"a.gguf {kind}" and turned.ours == tmp_path / f"a-{kind}.gguf"
-        call = ("quantise", b"GGUF", str(turned.ours), kind, 3)
+        assert turned.name == f"a.gguf {kind}" and turned.cbatch_path == tmp_path / f"a-{kind}.gguf"
+        call = ("quantise", b"GGUF", str(turned.cbatch_path), kind, 3)
         assert _Quantiser.calls == [("llama_cpp", "/l/python", 3), call]
-        assert turned.ours.read_bytes() == b"new" and source.exists()
+        assert turned.cbatch_path.read_bytes() == b"new" and source.exists()
         with pytest.raises(ValueError, match=f"type: {kind} is written by llama.cpp"):
-            _ = ModelFormats(str(source), kind, tmp_path, llama=None, threads=3).ours
-    assert ModelFormats(str(source), None, tmp_path, llama=None, threads=3).ours == source
+            _ = ModelFormats(str(source), kind, tmp_path, llama=None, threads=3).cbatch_path
+    assert ModelFormats(str(source), None, tmp_path, llama=None, threads=3).cbatch_path == source
     shape = ModelFormats("llama-1m", "Q4_K_M", tmp_path, llama="/l/python", threads=3)
-    assert shape.ours.read_bytes() == b"new"
-    assert sorted(path.name for path in tmp_path.glob("llama-1m*.gguf")) == [shape.ours.name]
+    assert shape.cbatch_path.read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.glob("llama-1m*.gguf")) == [shape.cbatch_path.name]
 
 
 def test_all_compute_in_fp32_where_the_file_is_to_have_it(tmp_path: Path) -> None:
@@ -137,27 +137,28 @@ def test_all_compute_in_fp32_where_the_file_is_to_have_it(tmp_path: Path) -> Non
 
 def test_peers_are_found_where_they_are_named(model: ModelFormats) -> None:
     args = peers.parse(["--llama", "/l/python", "--vllm", "/v/python", "--threads", "3"])
-    chosen = choices(model, args, Sizes(8, 128, 1024))
-    named = {choice.name: choice for choice in chosen}
+    chosen = make_entrants(model, args, Sizes(8, 128, 1024))
+    named = {entrant.name: entrant for entrant in chosen}
     assert list(named) == ["cbatch", "llama.cpp", "vllm", "transformers", "transformers continuous"]
     assert named["llama.cpp"].python == "/l/python" and named["vllm"].python == "/v/python"
-    assert {choice.threads for choice in chosen} == {3}
-    for choice in chosen:
-        assert choice.settings.get("threads", 3) == 3
+    assert {entrant.threads for entrant in chosen} == {3}
+    for entrant in chosen:
+        assert entrant.settings.get("threads", 3) == 3
     assert named["vllm"].settings["model"] == str(model.source)
     assert named["llama.cpp"].settings["model"].endswith("llama-1m-F32.gguf")
     assert named["cbatch"].settings["dtype"] == "auto", "blocks of a GGUF file stay blocks"
-    exact, *_ = choices(model, args, Sizes(8, 128, 1024), exact=True)
+    exact, *_ = make_entrants(model, args, Sizes(8, 128, 1024), exact=True)
     assert exact.settings["dtype"] == "float32"
     few = peers.parse(["--peer", "generate"])
-    assert [c.name for c in choices(model, few, Sizes(1, 8, 64))] == ["cbatch", "transformers"]
+    names = [entrant.name for entrant in make_entrants(model, few, Sizes(1, 8, 64))]
+    assert names == ["cbatch", "transformers"]
 
 
 def test_openvino_runs_gguf_files_alone(model: ModelFormats, tmp_path: Path) -> None:
     write_gguf(model.source, tmp_path / "a.gguf", F16)
     file = ModelFormats(str(tmp_path / "a.gguf"), None, tmp_path, llama=None, threads=3)
     args = peers.parse(["--peer", "openvino", "--openvino", "/o/python", "--threads", "3"])
-    (_, openvino) = choices(file, args, Sizes(8, 128, 1024), exact=True)
+    (_, openvino) = make_entrants(file, args, Sizes(8, 128, 1024), exact=True)
     assert (openvino.name, openvino.worker, openvino.python) == (
         "openvino",
         "openvino",
@@ -171,14 +172,14 @@ def test_openvino_runs_gguf_files_alone(model: ModelFormats, tmp_path: Path) -> 
         "threads": 3,
         "exact": True,
     }
-    assert [each.name for each in choices(model, args, Sizes(8, 128, 1024))] == ["cbatch"]
+    assert [each.name for each in make_entrants(model, args, Sizes(8, 128, 1024))] == ["cbatch"]
 
 
 def test_a_model_that_openvino_cannot_read_is_noted(
     model: ModelFormats, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_of(model.name, OUTPUT, 8, [_named("cbatch")], [[1.0]])
-    monkeypatch.setattr(peers, "time_them", lambda *_: rows)
+    monkeypatch.setattr(peers, "time_systems", lambda *_: rows)
     command = ["--model", "llama-1m", "--peer", "openvino", "--skip-agreement"]
     peers.main([*command, "--openvino", "/o/python"])
     assert "openvino reads only GGUF files; left out: llama-1m" in capsys.readouterr().out
@@ -207,9 +208,9 @@ def test_a_table_has_what_its_rows_have() -> None:
     rows = rows_of("m", OUTPUT, 8, [_named("cbatch")], [[1.0]])
     rows += rows_of("m", STARTUP, 0, [_named("cbatch")], [[2.0]])
     rows[0]["step_p99_to_median"] = 1.5
-    (row,) = peers.of_figure(OUTPUT, rows)
+    (row,) = peers.rows_of_figure(OUTPUT, rows)
     assert row["step_p99_to_median"] == 1.5 and "to_peer" not in row and "figure" not in row
-    assert "step_p99_to_median" not in peers.of_figure(STARTUP, rows)[0]
+    assert "step_p99_to_median" not in peers.rows_of_figure(STARTUP, rows)[0]
 
 
 def test_our_log_probabilities_are_those_of_the_model(model: ModelFormats) -> None:
@@ -298,7 +299,7 @@ def test_all_that_is_timed_runs_on_these_processors_together_with_the_loops(
     flags = ["--startup", "--prefill", "--batch", "1", "--cpus", str(first), "--busy", "2"]
     args = peers.parse([*flags, "--peer"])
     assert args.threads == 1
-    assert peers.time_them(model, args) == []
+    assert peers.time_systems(model, args) == []
     beside = {"startups": 2, "start": 0, "outputs": 2, "prefill": 2}
     assert seen == [(what, {first}, count) for what, count in beside.items()]
     assert os.sched_getaffinity(0) == mine

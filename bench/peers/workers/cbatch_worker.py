@@ -15,7 +15,7 @@ from cbatch import LLM, SamplingParams
 BLOCK_TOKENS = 16
 
 
-class Ours:
+class CbatchSystem:
     def __init__(
         self,
         model: str,
@@ -72,4 +72,4 @@ class Ours:
 
 
 if __name__ == "__main__":
-    serve(Ours)
+    serve(CbatchSystem)

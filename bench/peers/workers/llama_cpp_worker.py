@@ -30,10 +30,10 @@ class LlamaCpp:
         params = lib.llama_model_default_params()
         # With AMX, its repacked layouts of quantised weights crash the process (0.3.36).
         params.use_extra_bufts = "amx_int8" not in Path("/proc/cpuinfo").read_text()
-        loaded = lib.llama_model_load_from_file(model.encode(), params)
-        if not loaded:
+        loaded_model = lib.llama_model_load_from_file(model.encode(), params)
+        if not loaded_model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
-        self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(loaded))
+        self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(loaded_model))
         context = lib.llama_context_default_params()
         context.n_ctx = max_sequences * -(-tokens // CELLS_MULTIPLE) * CELLS_MULTIPLE
         context.n_batch = context.n_ubatch = max(512, max_sequences)
@@ -42,7 +42,7 @@ class LlamaCpp:
         if exact_kv:
             context.type_k = context.type_v = lib.GGML_TYPE_F32
         self._max_batch = context.n_batch
-        self._context = lib.llama_init_from_model(loaded, context)
+        self._context = lib.llama_init_from_model(loaded_model, context)
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context")
         self._batch = lib.llama_batch_init(self._max_batch, 0, 1)
@@ -54,18 +54,17 @@ class LlamaCpp:
         tokens = np.asarray(prompts, dtype=np.int32)
         sequences = np.arange(count)
         # Prompts fill whole batches; only the last position of each needs logits.
-        flat, at = tokens.ravel(), np.tile(np.arange(length), count)
-        whose, last = np.repeat(sequences, length), np.tile(np.arange(length) == length - 1, count)
+        all_ids, at = tokens.ravel(), np.tile(np.arange(length), count)
+        sequence_of, is_last = np.repeat(sequences, length), at == length - 1
         chosen = np.zeros(count, dtype=np.int32)
-        for first in range(0, len(flat), self._max_batch):
+        for first in range(0, len(all_ids), self._max_batch):
             part = slice(first, first + self._max_batch)
-            logits = self._decode(flat[part], at[part], whose[part], last[part])
-            chosen[whose[part][last[part]]] = logits.argmax(axis=1)
+            logits = self._decode(all_ids[part], at[part], sequence_of[part], is_last[part])
+            chosen[sequence_of[part][is_last[part]]] = logits.argmax(axis=1)
         columns, ends_s = [chosen], [time.perf_counter()]
-        everywhere = np.ones(count, dtype=bool)
-        for at_step in range(length, length + output_tokens - 1):
-            positions = np.full(count, at_step)
-            logits = self._decode(chosen, positions, sequences, everywhere)
+        all_rows = np.ones(count, dtype=bool)
+        for position in range(length, length + output_tokens - 1):
+            logits = self._decode(chosen, np.full(count, position), sequences, all_rows)
             chosen = logits.argmax(axis=1).astype(np.int32)
             columns.append(chosen)
             ends_s.append(time.perf_counter())
@@ -80,8 +79,8 @@ class LlamaCpp:
         logprobs: list[float] = []
         for first in range(0, len(ids) - 1, self._max_batch):
             at = np.arange(first, min(first + self._max_batch, len(ids) - 1))
-            everywhere = np.ones(len(at), dtype=bool)
-            logits = self._decode(ids[at], at, np.zeros_like(at), everywhere).astype(np.float64)
+            all_rows = np.ones(len(at), dtype=bool)
+            logits = self._decode(ids[at], at, np.zeros_like(at), all_rows).astype(np.float64)
             top = logits.max(axis=1)
             log_sum = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
             logprobs += (logits[np.arange(len(at)), ids[at + 1]] - log_sum).tolist()
