@@ -1,4 +1,4 @@
-"""Output tokens a second of the whole engine compared with Hugging Face `generate`, on the same
+"""Output tokens per second of the whole engine compared with Hugging Face `generate`, on the same
 weights in the same run: `python -m bench.engine [MODEL] [--draft MODEL]`.
 
 Without a model it measures the demo pair on its own prompts. `--shape llama-100m` writes a model of
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="minimum per repeat")
+    parser.add_argument("--prompts", type=int, default=8, help="minimum number per repeat")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     args = parser.parse_args(argv)
     if args.shape and (args.model or args.draft):

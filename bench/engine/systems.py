@@ -156,12 +156,12 @@ def measure(
     return runs
 
 
-def ratio(of: Sequence[EngineRun], to: Sequence[EngineRun] | None) -> float | None:
-    """Return the median over repeats of the ratio of speeds, or None without `to`."""
-    if to is None:
+def ratio(runs: Sequence[EngineRun], base_runs: Sequence[EngineRun] | None) -> float | None:
+    """Return the median over repeats of the ratio of speeds, or None without `base_runs`."""
+    if base_runs is None:
         return None
-    pairs = zip(of, to, strict=True)
-    return rounded(statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs))
+    pairs = zip(runs, base_runs, strict=True)
+    return rounded(statistics.median(run.tokens_per_s / base.tokens_per_s for run, base in pairs))
 
 
 def median_speed(runs: Sequence[EngineRun]) -> float:

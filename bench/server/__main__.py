@@ -1,5 +1,5 @@
-"""Output tokens a second through the server compared with `LLM.generate`, on the same requests, in
-turns: `python -m bench.server`.
+"""Output tokens per second through the server compared with `LLM.generate`, on the same requests,
+in turns: `python -m bench.server`.
 
 `cbatch serve` runs with its engine as users run it. The client is a process of its own that reads
 raw sockets and parses only the last chunk of a stream. Its processor time is reported, since it
@@ -29,11 +29,11 @@ LIMIT = 0.9  # lowest ratio to `LLM.generate`
 
 
 def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
-    words = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-num-seqs"]
-    words += [str(args.streams), "--max-model-len", "256", "--no-enable-prefix-caching"]
-    words += ["--draft", str(draft)] if draft else []
-    words += ["--tokenizer", "none"] if args.shape else []
-    return started(words)
+    options = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-num-seqs"]
+    options += [str(args.streams), "--max-model-len", "256", "--no-enable-prefix-caching"]
+    options += ["--draft", str(draft)] if draft else []
+    options += ["--tokenizer", "none"] if args.shape else []
+    return started(options)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -95,12 +95,12 @@ class StubService:
                     del self._open[opened]
 
     def _output(self, remaining: int) -> Output:
-        ended = None
+        choice = None
         if remaining == 1:
-            ended = Choice(0, "", (), FinishReason.LENGTH, None, Speculation())
+            choice = Choice(0, "", (), FinishReason.LENGTH, None, Speculation())
         tokens = len(self._ids)
         text = f" {time.monotonic():.6f}"  # send time, for the client to compute the delay
-        return Output("", 0, text, self._ids, tokens - 1, tokens - 1, ended)
+        return Output("", 0, text, self._ids, tokens - 1, tokens - 1, choice)
 
 
 class ReadChunks(NamedTuple):

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
+_ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[int]:
-    """Run `cbatch serve` on a free port with the environment variables `more`. Yields the port."""
+def started(options: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[int]:
+    """Run `cbatch serve` on a free port with the environment variables `env`. Yields the port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli.main", "serve", *words, "--port", "0"],
-        env=os.environ | dict(more or {}),
+        [sys.executable, "-m", "cbatch.cli.main", "serve", *options, "--port", "0"],
+        env=os.environ | dict(env or {}),
         stderr=subprocess.STDOUT,
         stdout=subprocess.PIPE,
         text=True,
@@ -29,7 +29,7 @@ def started(words: Sequence[str], more: Mapping[str, str] | None = None) -> Iter
         lines = []
         for line in process.stdout:
             lines.append(line)
-            address = ADDRESS.search(line)
+            address = _ADDRESS.search(line)
             if address:
                 # The server would block if its further output were not read.
                 threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
