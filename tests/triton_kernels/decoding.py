@@ -1,4 +1,4 @@
-"""Speculative decoding in a toy world, with the real noise and the real verification.
+"""Speculative decoding with toy models, with the real noise and the real verification.
 
 `Decoder` and `Policy` are correct; broken variants override one method.
 """
@@ -21,7 +21,7 @@ from cbatch.runtime.sampling.rejection_sampler import (
     rejection_verify,
 )
 from tests.chi_square import chi_square_z
-from tests.triton_kernels.worlds import World, exact, joint, survival
+from tests.triton_kernels.toy_models import ToyModels, exact_dists, joint_dist, survival
 from triton_kernels.noise import host as noise
 
 DEEPEST = 3  # drafts a step
@@ -77,8 +77,8 @@ class Step(NamedTuple):
 class Policy:
     """A policy for k: constant for a sequence, ragged in a batch."""
 
-    def begin(self, count: int, world: World) -> None:
-        self.count, self.world = count, world
+    def begin(self, count: int, models: ToyModels) -> None:
+        self.count, self.models = count, models
 
     def choose(self, at: Tensor) -> Tensor:
         return at % (DEEPEST + 1)
@@ -106,12 +106,12 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """A decoder of many independent sequences of a world, each with its own key."""
+    """A decoder of many independent sequences of toy models, each with its own key."""
 
     def __init__(
-        self, world: World, mode: str, policy: Policy | None = None, *, shuffle: bool = False
+        self, models: ToyModels, mode: str, policy: Policy | None = None, *, shuffle: bool = False
     ) -> None:
-        self.world, self.mode = world, MODES[mode]
+        self.models, self.mode = models, MODES[mode]
         self.policy = policy or Policy()
         self.shuffle = np.random.default_rng(5) if shuffle else None
 
@@ -122,16 +122,16 @@ class Decoder:
 
     def target_rows(self, states: Tensor, used: Tensor) -> Tensor:
         """Return p for `states[used]`."""
-        return self.world.target[states[used]]
+        return self.models.target[states[used]]
 
     def reported(self, states: Tensor) -> Tensor | None:
         """Return q for `states`, as reported to the verification."""
-        return self.world.draft[states]
+        return self.models.draft[states]
 
     def resume(self, step: Step) -> Tensor:
         """Return the state in which the next step begins."""
         kept = step.states.gather(1, step.verdict.num_accepted[:, None]).squeeze(1)
-        return self.world.after(kept, step.verdict.next_tokens)
+        return self.models.after(kept, step.verdict.next_tokens)
 
     def step(self, at: Tensor, positions: Tensor, state: Tensor) -> Step:
         rows = self.noise_rows(at, positions)
@@ -140,10 +140,10 @@ class Decoder:
         for depth in range(DEEPEST):
             where = rows._replace(positions=positions + depth)
             purposes = self.mode.purposes(torch.full_like(at, depth))
-            drafts.append(draw(self.world.draft[states[-1]], where, purposes))
-            states.append(self.world.after(states[-1], drafts[-1]))
+            drafts.append(draw(self.models.draft[states[-1]], where, purposes))
+            states.append(self.models.after(states[-1], drafts[-1]))
         grid, tokens = torch.stack(states, dim=1), torch.stack(drafts, dim=1)
-        own = self.world.draft[grid[:, :-1]].gather(2, tokens[..., None]).squeeze(2)
+        own = self.models.draft[grid[:, :-1]].gather(2, tokens[..., None]).squeeze(2)
         k = self.policy.trim(k, tokens, own)
         used = torch.arange(DEEPEST) < k[:, None]
         verdict = self.mode.verify(
@@ -158,7 +158,7 @@ class Decoder:
     def run(self, count: int, length: int, seed: int = 1) -> Decoded:
         """Return the first `length` tokens of `count` sequences, and every step."""
         self.seed = seed
-        self.policy.begin(count, self.world)
+        self.policy.begin(count, self.models)
         out = torch.zeros((count, length + DEEPEST), dtype=torch.int64)
         have, state = torch.zeros((2, count), dtype=torch.int64)
         steps = []
@@ -180,20 +180,23 @@ class Decoder:
         return Decoded(out[:, :length].numpy(), steps)
 
 
-def joint_z(tokens: np.ndarray, world: World) -> float:
-    """Return z of whole sequences [count, length] against the target's joint law, by chi-square."""
+def joint_z(tokens: np.ndarray, models: ToyModels) -> float:
+    """Return z of whole sequences [count, length] against the target's joint distribution, by
+    chi-square."""
     length = tokens.shape[1]
-    cells = tokens @ world.vocab ** np.arange(length)[::-1]
-    counts = np.bincount(cells, minlength=world.vocab**length)
-    return chi_square_z(counts, joint(world, length).ravel())
+    cells = tokens @ models.vocab ** np.arange(length)[::-1]
+    counts = np.bincount(cells, minlength=models.vocab**length)
+    return chi_square_z(counts, joint_dist(models, length).ravel())
 
 
-def alive(world: World, mode: str, depth: int = DEEPEST) -> np.ndarray:
+def survival_chances(models: ToyModels, mode: str, depth: int = DEEPEST) -> np.ndarray:
     """Return P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64."""
     overlap = MODES[mode].overlap
     if overlap is not None:
-        return survival(world, overlap(exact(world.target), exact(world.draft)), depth)
-    p, q = exact(world.target), exact(world.draft)
+        return survival(
+            models, overlap(exact_dists(models.target), exact_dists(models.draft)), depth
+        )
+    p, q = exact_dists(models.target), exact_dists(models.draft)
     states, chance, ratio = torch.tensor([0]), np.ones(1), np.ones(1)
     chances = [1.0]
     for _ in range(depth):  # every prefix: E[c_j], c_j = min(1, c_{j-1} p / q)
@@ -201,6 +204,6 @@ def alive(world: World, mode: str, depth: int = DEEPEST) -> np.ndarray:
         ratio = ratio[:, None] * np.divide(p[states], q[states], out=0 * p[states], where=drawn)
         ratio = np.minimum(ratio, 1).ravel()
         chance = (chance[:, None] * q[states]).ravel()
-        states = world.after(states[:, None], torch.arange(world.vocab)).ravel()
+        states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
         chances.append(float(chance @ ratio))
     return np.array(chances)

@@ -74,8 +74,8 @@ def _proposed_logits(batch: LogitsBatch, proposals: Proposals, rows: Rows) -> Te
 def _verdict(
     mode: int, batch: LogitsBatch, p: Tensor, q: Tensor | None, chosen: Tensor
 ) -> verify.Verdict:
-    """Return the verdict for the requests `chosen`, bool [B]. A greedy law is one-hot, and coupled
-    like any other."""
+    """Return the verdict for the requests `chosen`, bool [B]. A greedy distribution is one-hot, and
+    coupled like any other."""
     counts = batch.drafts.counts.long()
     drafted = chosen[torch.repeat_interleave(counts)]
     tokens = batch.drafts.tokens.long()[drafted]

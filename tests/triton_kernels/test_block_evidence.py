@@ -14,20 +14,28 @@ from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation.acceptance import OverallAcceptance
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.runtime.sampling.block_verification import block_verify
-from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, Policy, Step, alive
+from tests.triton_kernels.decoding import (
+    DEEPEST,
+    Z_BOUND,
+    Decoder,
+    Fixed,
+    Policy,
+    Step,
+    survival_chances,
+)
 from tests.triton_kernels.test_policies import evidence_of
 from tests.triton_kernels.test_verify import make_batch
-from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
+from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models
 
 COUNT = 30_000
 CAUGHT = 2 * Z_BOUND
 
 
-def block_evidence(step: Step, world: World) -> Tensor:
+def block_evidence(step: Step, models: ToyModels) -> Tensor:
     depth = torch.arange(DEEPEST + 1)
     drafted = depth[:-1] < step.num_drafts[:, None]
-    p = world.target[step.states[depth <= step.num_drafts[:, None]]]
-    q = world.draft[step.states[:, :-1][drafted]]
+    p = models.target[step.states[depth <= step.num_drafts[:, None]]]
+    q = models.draft[step.states[:, :-1][drafted]]
     verdict = block_verify(p, step.drafts[drafted], q, step.num_drafts, step.rows)
     assert torch.equal(verdict.num_accepted, step.verdict.num_accepted)
     return verdict.expected_accepted
@@ -44,18 +52,18 @@ def gap(count: Tensor, total: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", ["chain", "shaped"])
 @pytest.mark.parametrize("policy", [Policy, lambda: Fixed(1), lambda: Fixed(3)])
 def test_the_mean_is_that_of_the_count_and_the_spread_less(policy: type[Policy], kind: str) -> None:
-    world = chain_world() if kind == "chain" else ShapedWorld()
-    step = Decoder(world, "block", policy()).run(COUNT, 1).steps[0]
-    z, ratio = gap(step.verdict.num_accepted, block_evidence(step, world))
+    models = chain_models() if kind == "chain" else ShapedModels()
+    step = Decoder(models, "block", policy()).run(COUNT, 1).steps[0]
+    z, ratio = gap(step.verdict.num_accepted, block_evidence(step, models))
     assert abs(z) < Z_BOUND
     assert ratio < 0.9
 
 
 def test_overlaps_of_single_positions_are_too_little() -> None:
     """The sum of 1 - TV is right only where drafts are judged one by one."""
-    world = chain_world()
-    step = Decoder(world, "block", Fixed(DEEPEST)).run(COUNT, 1).steps[0]
-    assert gap(step.verdict.num_accepted, evidence_of(step, world))[0] > CAUGHT
+    models = chain_models()
+    step = Decoder(models, "block", Fixed(DEEPEST)).run(COUNT, 1).steps[0]
+    assert gap(step.verdict.num_accepted, evidence_of(step, models))[0] > CAUGHT
 
 
 def test_certain_drafts_tell_the_same_with_a_one_hot_q_and_without() -> None:
@@ -100,19 +108,19 @@ def estimated(
 @pytest.mark.parametrize(("k", "off"), [(2, 0.05), (4, 0.09), (6, 0.12)])
 def test_estimated_survival_of_blocks(k: int, off: float) -> None:
     """N / D is accepted over tried, to 0.005. Later drafts of a block are accepted more often than
-    the first (0.46, 0.55, 0.68, 0.77 in this world).
+    the first (0.46, 0.55, 0.68, 0.77 in these models).
 
     Survival from N / D alone, as in `ema`, is therefore wrong by up to 0.11. The correction by
     depth, as in `adaptive`, relates depths to each other: the first one's error, of up to 0.1,
     remains.
     """
-    law = alive(chain_world(), "block", 6)
-    estimate, depths = estimated(law, k)
+    dist = survival_chances(chain_models(), "block", 6)
+    estimate, depths = estimated(dist, k)
     accepted, trials = estimate
-    pooled = law[1 : k + 1].sum() / law[:k].sum()
+    pooled = dist[1 : k + 1].sum() / dist[:k].sum()
     assert float((accepted / trials).mean()) == pytest.approx(pooled, abs=0.005)
     believed = estimator.survival(accepted, trials, k).T
-    truth = law[1 : k + 1]
+    truth = dist[1 : k + 1]
     alone = believed.mean(axis=1)
     corrected = depths.corrected(believed).mean(axis=1)
     assert off - 0.03 < np.abs(alone - truth).max() < off

@@ -1,4 +1,4 @@
-"""Subtly wrong variants of speculation, each caught by the joint law of three tokens.
+"""Subtly wrong variants of speculation, each caught by the joint distribution of three tokens.
 
 Caught means z > 10 for a sample whose right version stays within 5 (each by chance in fewer than 6
 of 10 million; seeds are fixed). Where coupled mode cannot be wrong, because no draft probability
@@ -26,7 +26,7 @@ from tests.triton_kernels.decoding import (
     Step,
     joint_z,
 )
-from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
+from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models
 from triton_kernels.noise import host as noise
 
 COUNT = 15_000
@@ -36,14 +36,14 @@ ALL = pytest.mark.parametrize("mode", list(MODES))
 
 
 @functools.cache
-def world_of(kind: str) -> World:
-    return chain_world() if kind == "chain" else ShapedWorld()
+def models_of(kind: str) -> ToyModels:
+    return chain_models() if kind == "chain" else ShapedModels()
 
 
 @functools.cache
 def right_tokens(kind: str, mode: str) -> np.ndarray:
-    tokens = Decoder(world_of(kind), mode, DEEP).run(COUNT, 3).tokens
-    assert abs(joint_z(tokens, world_of(kind))) < Z_BOUND
+    tokens = Decoder(models_of(kind), mode, DEEP).run(COUNT, 3).tokens
+    assert abs(joint_z(tokens, models_of(kind))) < Z_BOUND
     return tokens
 
 
@@ -62,9 +62,9 @@ class _KeepsRejected(Decoder):
 @ALL
 def test_rollback_that_keeps_the_rejected_token_is_caught(mode: str) -> None:
     """Known flaw A1."""
-    world = world_of("chain")
+    models = models_of("chain")
     right_tokens("chain", mode)
-    assert joint_z(_KeepsRejected(world, mode, DEEP).run(COUNT, 3).tokens, world) > CAUGHT
+    assert joint_z(_KeepsRejected(models, mode, DEEP).run(COUNT, 3).tokens, models) > CAUGHT
 
 
 class _StalePenalties(Decoder):
@@ -72,43 +72,44 @@ class _StalePenalties(Decoder):
 
     def target_rows(self, states: Tensor, used: Tensor) -> Tensor:
         history = states[:, :1].expand_as(states)[used]
-        return self.world.laws(self.world.target_logits, states[used], history)
+        return self.models.dists(self.models.target_logits, states[used], history)
 
 
 @ALL
 def test_penalties_without_the_draft_prefix_are_caught(mode: str) -> None:
-    world = world_of("shaped")
+    models = models_of("shaped")
     right_tokens("shaped", mode)
-    assert joint_z(_StalePenalties(world, mode, DEEP).run(COUNT, 3).tokens, world) > CAUGHT
+    assert joint_z(_StalePenalties(models, mode, DEEP).run(COUNT, 3).tokens, models) > CAUGHT
 
 
 class _UnfilteredQ(Decoder):
-    """Broken: drafts come from the filtered law; the law reported is the one before the filters."""
+    """Broken: drafts come from the filtered distribution; the distribution reported is the one
+    before the filters."""
 
     def reported(self, states: Tensor) -> Tensor:
-        return self.world.unfiltered_draft[states]
+        return self.models.unfiltered_draft[states]
 
 
 @ALL
 def test_unfiltered_q_is_caught(mode: str) -> None:
     """Known flaw A2, and a bug that another library shipped (q before top-k and top-p)."""
-    world = world_of("shaped")
-    tokens = _UnfilteredQ(world, mode, DEEP).run(COUNT, 3).tokens
+    models = models_of("shaped")
+    tokens = _UnfilteredQ(models, mode, DEEP).run(COUNT, 3).tokens
     if mode != "coupled":
-        assert joint_z(tokens, world) > CAUGHT
+        assert joint_z(tokens, models) > CAUGHT
     else:
         assert np.array_equal(tokens, right_tokens("shaped", mode))
 
 
 class _ColderQ(Decoder):
     def reported(self, states: Tensor) -> Tensor:
-        return self.world.draft[states].sqrt()
+        return self.models.draft[states].sqrt()
 
 
 def test_wrong_q_is_caught() -> None:
     """q must be what the draft was drawn from, not the same logits at another temperature."""
-    tokens = _ColderQ(world_of("chain"), "rejection", DEEP).run(COUNT, 3).tokens
-    assert joint_z(tokens, world_of("chain")) > CAUGHT
+    tokens = _ColderQ(models_of("chain"), "rejection", DEEP).run(COUNT, 3).tokens
+    assert joint_z(tokens, models_of("chain")) > CAUGHT
 
 
 class _Certain(Decoder):
@@ -118,13 +119,13 @@ class _Certain(Decoder):
         return None
 
 
-def test_drafts_declared_certain_keep_the_law_and_accept_less() -> None:
+def test_drafts_declared_certain_keep_the_distribution_and_accept_less() -> None:
     """Given the draft, a one-hot q is a true statement, however the draft was drawn."""
-    world = world_of("chain")
+    models = models_of("chain")
     accepted = []
-    for decoder in (_Certain(world, "rejection", DEEP), Decoder(world, "rejection", DEEP)):
+    for decoder in (_Certain(models, "rejection", DEEP), Decoder(models, "rejection", DEEP)):
         run = decoder.run(COUNT, 3)
-        assert abs(joint_z(run.tokens, world)) < Z_BOUND
+        assert abs(joint_z(run.tokens, models)) < Z_BOUND
         first = run.steps[0]
         accepted.append(
             float((first.verdict.num_accepted > 0)[first.num_drafts > 0].float().mean())
@@ -147,12 +148,12 @@ class _DropsUnlikely(Policy):
 @ALL
 def test_dropping_drafts_by_their_own_low_probability_is_caught(mode: str) -> None:
     """p = (.7, .3), q = (.6, .4), drop if q(x) < .5: the output would be (.88, .12)."""
-    world = world_of("chain")
-    run = Decoder(world, mode, _DropsUnlikely()).run(COUNT, 3)
+    models = models_of("chain")
+    run = Decoder(models, mode, _DropsUnlikely()).run(COUNT, 3)
     kept = run.steps[0].num_drafts
     assert 0.1 < float((kept == 0).float().mean()) < 0.9 and bool((kept == 2).any())
     if mode != "coupled":
-        assert joint_z(run.tokens, world) > CAUGHT
+        assert joint_z(run.tokens, models) > CAUGHT
     else:
         assert np.array_equal(run.tokens, right_tokens("chain", mode))
 
@@ -163,22 +164,23 @@ def test_dropping_drafts_by_their_own_low_probability_is_caught(mode: str) -> No
 def test_residual_drawn_with_the_accept_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replacement must not use the noise again that rejected the draft."""
     monkeypatch.setattr(noise, "RESIDUAL", noise.ACCEPT)
-    world = world_of("chain")
-    assert joint_z(Decoder(world, "rejection", DEEP).run(3 * COUNT, 3).tokens, world) > CAUGHT
+    models = models_of("chain")
+    assert joint_z(Decoder(models, "rejection", DEEP).run(3 * COUNT, 3).tokens, models) > CAUGHT
 
 
 def test_replacement_drawn_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right law is norm(max(0, p - q))."""
+    """The right distribution is norm(max(0, p - q))."""
     monkeypatch.setattr(verify, "residual_of", lambda p, q, rejected: p)
-    world = world_of("chain")
-    assert joint_z(Decoder(world, "rejection", DEEP).run(COUNT, 3).tokens, world) > CAUGHT
+    models = models_of("chain")
+    assert joint_z(Decoder(models, "rejection", DEEP).run(COUNT, 3).tokens, models) > CAUGHT
 
 
 def test_a_coupled_draft_with_noise_of_its_own_is_caught() -> None:
-    """The law is right, but the point of coupling is lost: acceptance falls below the guarantee."""
-    world = world_of("chain")
-    shared = Decoder(world, "coupled", DEEP).run(COUNT, 3)
-    apart = Decoder(world, "coupled", DEEP)
+    """The distribution is right, but the point of coupling is lost: acceptance falls below the
+    guarantee."""
+    models = models_of("chain")
+    shared = Decoder(models, "coupled", DEEP).run(COUNT, 3)
+    apart = Decoder(models, "coupled", DEEP)
     apart.mode = apart.mode._replace(draft_purpose=noise.DRAFT)
     run = apart.run(COUNT, 3)
     assert np.array_equal(run.tokens, shared.tokens)
@@ -225,8 +227,8 @@ def z_without_residual_mass() -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "count_accepted", lambda *_: zeros)
         tokens = rejection_verify(p, ones, p[:4000].clone(), ones, rows).next_tokens
-    world = World(p[:2], p[:2])
-    return joint_z(tokens.numpy()[:, None], world)
+    models = ToyModels(p[:2], p[:2])
+    return joint_z(tokens.numpy()[:, None], models)
 
 
 def test_a_residual_of_zero_mass_falls_back_to_p() -> None:

@@ -13,7 +13,7 @@ from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.triton_kernels.decoding import Z_BOUND, Decoder, Fixed, Policy
 from tests.triton_kernels.test_policies import evidence_of
 from tests.triton_kernels.test_verify import Batch, make_batch
-from tests.triton_kernels.worlds import ShapedWorld, World, chain_world
+from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models
 
 COUNT = 30_000
 CAUGHT = 2 * Z_BOUND
@@ -66,12 +66,12 @@ def test_it_is_never_more_than_was_tried() -> None:
     assert (sums <= tried).all() and (sums > tried - 1e-5).all()
 
 
-def gap_z(steps_of: Policy, world: World, *, leak: bool) -> tuple[float, float]:
+def gap_z(steps_of: Policy, models: ToyModels, *, leak: bool) -> tuple[float, float]:
     """Return z of the mean of count less sum over independent first steps, and the ratio of
     variances."""
-    first = Decoder(world, "rejection", steps_of).run(COUNT, 1).steps[0]
+    first = Decoder(models, "rejection", steps_of).run(COUNT, 1).steps[0]
     count = first.verdict.num_accepted.double()
-    total = evidence_of(first, world, leak=leak).double()
+    total = evidence_of(first, models, leak=leak).double()
     gap = count - total
     z = gap.mean() / (gap.std() / len(gap) ** 0.5)
     return float(z), float(total.var() / count.var())
@@ -80,12 +80,12 @@ def gap_z(steps_of: Policy, world: World, *, leak: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", ["chain", "shaped"])
 @pytest.mark.parametrize("policy", [Policy, lambda: Fixed(1), lambda: Fixed(3)])
 def test_the_mean_is_that_of_the_count_and_the_spread_less(policy: type[Policy], kind: str) -> None:
-    world = chain_world() if kind == "chain" else ShapedWorld()
-    z, ratio = gap_z(policy(), world, leak=False)
+    models = chain_models() if kind == "chain" else ShapedModels()
+    z, ratio = gap_z(policy(), models, leak=False)
     assert abs(z) < Z_BOUND
     assert ratio < 0.9
 
 
 def test_a_sum_that_goes_on_after_the_first_rejection_is_biased() -> None:
-    z, _ = gap_z(Fixed(3), chain_world(), leak=True)
+    z, _ = gap_z(Fixed(3), chain_models(), leak=True)
     assert z < -CAUGHT

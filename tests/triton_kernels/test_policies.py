@@ -1,7 +1,7 @@
 """T4: policies choose k from decided tokens, never from noise that is still to decide a token.
 
 In rejection mode a step may already have read a token's noise, beyond its first rejection. A k that
-depends on it anticipates a draft, and the joint law over two steps shows it.
+depends on it anticipates a draft, and the joint distribution over two steps shows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.helpers import DraftedRows, RowsToPlan
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
-from tests.triton_kernels.worlds import ShapedWorld, World, chain_world, exact
+from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models, exact_dists
 from triton_kernels.noise import host as noise
 
 COUNT = 60_000
@@ -35,7 +35,7 @@ class Shipped(Policy):
             policy=policy, k=DEEPEST, decay=0.7, prior_trials=2.0, min_survival=0.45
         )
 
-    def begin(self, count: int, world: World) -> None:
+    def begin(self, count: int, models: ToyModels) -> None:
         self.policy = build_policy(self.config, PolicyLimits(count, 1))
         for slot in range(count):
             self.policy.enter(slot, None)
@@ -58,10 +58,10 @@ class Adaptive(Policy):
 
     config = LookaheadConfig(policy="adaptive", k=DEEPEST, decay=0.7)
 
-    def begin(self, count: int, world: World) -> None:
+    def begin(self, count: int, models: ToyModels) -> None:
         self.estimate = np.full((2, count), 2.0)
         self.estimate[0] = np.resize([0.4, 1.0, 1.6], count)  # histories
-        self.world = world
+        self.models = models
 
     def choose(self, at: Tensor) -> Tensor:
         survival = estimator.survival(*self.estimate[:, at.numpy()], DEEPEST).T
@@ -71,7 +71,7 @@ class Adaptive(Policy):
 
     def observe(self, step: Step) -> None:
         rows, accepted = step.at.numpy(), step.verdict.num_accepted
-        evidence = evidence_of(step, self.world).numpy()
+        evidence = evidence_of(step, self.models).numpy()
         drafted, accepted = (x.numpy().astype(np.int32) for x in (step.num_drafts, accepted))
         tried = accepted + (accepted < drafted)
         self.estimate[:, rows] = estimator.decayed(
@@ -79,30 +79,30 @@ class Adaptive(Policy):
         )
 
 
-def evidence_of(step: Step, world: World, *, leak: bool = False) -> Tensor:
+def evidence_of(step: Step, models: ToyModels, *, leak: bool = False) -> Tensor:
     """Return the verification's evidence of a step, fp32 [B]. With a `leak` it counts positions
     after the first rejection, too."""
     k, depth = step.num_drafts[:, None], torch.arange(DEEPEST + 1)
     drafted = depth[:-1] < k
     return expected_accepted(
-        world.target[step.states[depth <= k]],
+        models.target[step.states[depth <= k]],
         step.drafts[drafted],
-        world.draft[step.states[:, :-1][drafted]],
+        models.draft[step.states[:, :-1][drafted]],
         step.num_drafts,
         step.num_drafts if leak else step.verdict.num_accepted,
     )
 
 
-def overlap_by_state(world: World) -> Tensor:
+def overlap_by_state(models: ToyModels) -> Tensor:
     """Return 1 - TV(p, q) by state."""
-    overlap = np.minimum(exact(world.target), exact(world.draft)).sum(axis=1)
+    overlap = np.minimum(exact_dists(models.target), exact_dists(models.draft)).sum(axis=1)
     return torch.from_numpy(overlap)
 
 
 class FollowsAccepts(Policy):
     """Adversarial but fair: it drafts 3 after a step that accepted and ended in an even token."""
 
-    def begin(self, count: int, world: World) -> None:
+    def begin(self, count: int, models: ToyModels) -> None:
         self.k = torch.full((count,), 2)
 
     def choose(self, at: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ class ReadsEvidence(Policy):
     def __init__(self, signal: str, beyond: int) -> None:
         self.signal, self.beyond = signal, beyond
 
-    def begin(self, count: int, world: World) -> None:
+    def begin(self, count: int, models: ToyModels) -> None:
         self.k = torch.full((count,), DEEPEST)
-        self.overlap = overlap_by_state(world)
-        self.world, self.switched = world, 0
+        self.overlap = overlap_by_state(models)
+        self.models, self.switched = models, 0
 
     def choose(self, at: Tensor) -> Tensor:
         return self.k[at]
@@ -142,7 +142,7 @@ class ReadsEvidence(Policy):
             words = noise.scalar_words(
                 step.rows.keys, where, step.rows.choices, torch.full_like(where, noise.ACCEPT)
             )
-            p, q = self.world.target[state, draft], self.world.draft[state, draft]
+            p, q = self.models.target[state, draft], self.models.draft[state, draft]
             good = noise.uniform(words) * q <= p
         else:
             good = self.overlap[state] > self.overlap.median()
@@ -157,15 +157,15 @@ class FollowsField(Policy):
     def __init__(self, *, leak: bool) -> None:
         self.leak = leak
 
-    def begin(self, count: int, world: World) -> None:
+    def begin(self, count: int, models: ToyModels) -> None:
         self.k = torch.full((count,), DEEPEST)
-        self.world, self.switched = world, 0
+        self.models, self.switched = models, 0
 
     def choose(self, at: Tensor) -> Tensor:
         return self.k[at]
 
     def observe(self, step: Step) -> None:
-        field = evidence_of(step, self.world, leak=self.leak)
+        field = evidence_of(step, self.models, leak=self.leak)
         self.k[step.at] = torch.where((32 * field).long() % 2 == 0, 2, 0)
         self.switched += int((self.k[step.at] == 0).sum())
 
@@ -193,17 +193,19 @@ AFTER = {
 UNFAIR = AFTER | {"own low probability": DropsUnlikely}
 
 
-def lookaheads(policy: Policy, world: World, until: int) -> tuple[list[Tensor], Tensor, list[Step]]:
+def lookaheads(
+    policy: Policy, models: ToyModels, until: int
+) -> tuple[list[Tensor], Tensor, list[Step]]:
     """Return k of each sequence in steps 0..until, and the position where step `until` begins."""
-    steps = Decoder(world, "rejection", policy).run(200, until * (DEEPEST + 1) + 1).steps
+    steps = Decoder(models, "rejection", policy).run(200, until * (DEEPEST + 1) + 1).steps
     return [s.num_drafts for s in steps[: until + 1]], steps[until].rows.positions, steps
 
 
 def anticipates(make: object, until: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return True if any k up to step `until` changes when all noise from the beginning of that
     step on is drawn again. That noise decides its drafts and tokens."""
-    world = chain_world()
-    before, cut, steps = lookaheads(make(), world, until)  # type: ignore[operator]
+    models = chain_models()
+    before, cut, steps = lookaheads(make(), models, until)  # type: ignore[operator]
     original = noise.philox_blocks
 
     def afresh(keys: Tensor, positions: Tensor, choices: Tensor, *rest: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ def anticipates(make: object, until: int, monkeypatch: pytest.MonkeyPatch) -> bo
 
     with monkeypatch.context() as patch:
         patch.setattr(noise, "philox_blocks", afresh)
-        after, _, others = lookaheads(make(), world, until)  # type: ignore[operator]
+        after, _, others = lookaheads(make(), models, until)  # type: ignore[operator]
     assert not torch.equal(steps[until].drafts, others[until].drafts)
     return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -232,24 +234,24 @@ def test_policies_that_anticipate_are_found_out(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("kind", ["chain", "shaped"])
 @pytest.mark.parametrize("name", FAIR)
-def test_fair_policies_keep_the_joint_law(name: str, kind: str, mode: str) -> None:
-    world = chain_world() if kind == "chain" else ShapedWorld()
-    run = Decoder(world, mode, FAIR[name]()).run(COUNT // 6, 3)
-    assert abs(joint_z(run.tokens, world)) < Z_BOUND
+def test_fair_policies_keep_the_joint_distribution(name: str, kind: str, mode: str) -> None:
+    models = chain_models() if kind == "chain" else ShapedModels()
+    run = Decoder(models, mode, FAIR[name]()).run(COUNT // 6, 3)
+    assert abs(joint_z(run.tokens, models)) < Z_BOUND
     if name != "fixed":
         assert any(len(step.num_drafts.unique()) > 1 for step in run.steps[1:])
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_post_rejection_evidence_fed_to_k_is_caught(name: str) -> None:
-    """The joint law over two steps fails in rejection mode; in coupled mode no token changes.
-    Blocks read all noise but use none of it again: k may depend on anything."""
-    world, policy = chain_world(), AFTER[name]()
-    rejection = Decoder(world, "rejection", policy).run(COUNT, 3)
+    """The joint distribution over two steps fails in rejection mode; in coupled mode no token
+    changes. Blocks read all noise but use none of it again: k may depend on anything."""
+    models, policy = chain_models(), AFTER[name]()
+    rejection = Decoder(models, "rejection", policy).run(COUNT, 3)
     assert policy.switched > 0.05 * COUNT
-    assert joint_z(rejection.tokens, world) > CAUGHT
-    coupled = Decoder(world, "coupled", policy).run(4000, 3).tokens
-    assert np.array_equal(coupled, Decoder(world, "coupled").run(4000, 3).tokens)
-    blocks = Decoder(world, "block", policy).run(COUNT, 3)
+    assert joint_z(rejection.tokens, models) > CAUGHT
+    coupled = Decoder(models, "coupled", policy).run(4000, 3).tokens
+    assert np.array_equal(coupled, Decoder(models, "coupled").run(4000, 3).tokens)
+    blocks = Decoder(models, "block", policy).run(COUNT, 3)
     assert policy.switched > 0.05 * COUNT
-    assert abs(joint_z(blocks.tokens, world)) < Z_BOUND
+    assert abs(joint_z(blocks.tokens, models)) < Z_BOUND

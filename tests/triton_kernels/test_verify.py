@@ -27,8 +27,8 @@ ALL = pytest.mark.parametrize("mode", list(MODES))
 
 
 class Batch(NamedTuple):
-    """Rows at scattered positions, ragged k in 0..5, laws with zeros, and drafts as the mode needs
-    them."""
+    """Rows at scattered positions, ragged k in 0..5, distributions with zeros, and drafts as the
+    mode needs them."""
 
     target: Tensor
     drafts: Tensor
@@ -77,11 +77,11 @@ def make_batch(mode: str, count: int, seed: int) -> Batch:
     return Batch(target, drafts, draft[drafted], num_drafts, rows)
 
 
-def race(law: np.ndarray, one: Batch, depth: int, purpose: Purpose) -> int:
+def race(dist: np.ndarray, one: Batch, depth: int, purpose: Purpose) -> int:
     """Draw by the specification."""
     key, choice, position = (field[0].numpy() for field in one.rows)
     words = specification.token_words(key, position + depth, choice, purpose, VOCAB)
-    return int((law / specification.exponential(words[0])).argmax())
+    return int((dist / specification.exponential(words[0])).argmax())
 
 
 def slow_coupled(one: Batch) -> tuple[int, int]:

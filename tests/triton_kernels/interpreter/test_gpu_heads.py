@@ -1,5 +1,5 @@
-"""Heads on the GPU executor draft the same as on the CPU, step by step; sampled text has the law of
-text without heads."""
+"""Heads on the GPU executor draft the same as on the CPU, step by step; sampled text has the
+distribution of text without heads."""
 
 from __future__ import annotations
 
@@ -348,10 +348,10 @@ def sampled(target: Pair, head: HeadPair, verification: str) -> tuple[np.ndarray
     return np.stack([outputs[f"r{i}"] for i in range(count)]), executor.accepted
 
 
-def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
-    """Return the laws of the second and of the third token, by all ways that lead there."""
+def dists(target: Pair) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distributions of the second and the third token, summed over earlier tokens."""
 
-    def law_after(texts: list[list[int]]) -> Tensor:
+    def dist_after(texts: list[list[int]]) -> Tensor:
         model, tokens = target.model, torch.tensor(texts)
         count, length = tokens.shape
         lens = np.full(count, length, dtype=np.int32)
@@ -361,22 +361,22 @@ def laws(target: Pair) -> tuple[np.ndarray, np.ndarray]:
         flat = RaggedBatch(tokens.flatten(), positions, lens, lens, tables, last * length - 1)
         return model.forward(flat, kv).double().softmax(-1)
 
-    first = law_after([list(PROMPT)])[0]
-    second = law_after([[*PROMPT, i] for i in range(VOCAB)])
-    third = law_after([[*PROMPT, i, j] for i in range(VOCAB) for j in range(VOCAB)])
+    first = dist_after([list(PROMPT)])[0]
+    second = dist_after([[*PROMPT, i] for i in range(VOCAB)])
+    third = dist_after([[*PROMPT, i, j] for i in range(VOCAB) for j in range(VOCAB)])
     both = first[:, None] * second
     return both.sum(0).numpy(), (both.flatten()[:, None] * third).sum(0).numpy()
 
 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make, verification", [(eagle3, "rejection"), (medusa, "block")])
-def test_sampled_text_has_the_law_of_the_target(
+def test_sampled_text_has_the_distribution_of_the_target(
     make: Any, verification: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Second and third tokens are tested by chi-square, false alarm below 1e-6 each. A head that
     reports uniform q fails it."""
     target, real = Pair(), drafting.draw
-    head, expected = make(tmp_path, target, prompts(12, 9, max_tokens=20)), laws(target)
+    head, expected = make(tmp_path, target, prompts(12, 9, max_tokens=20)), dists(target)
 
     def worst() -> float:
         tokens, accepted = sampled(target, head, verification)

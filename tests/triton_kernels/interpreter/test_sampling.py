@@ -47,7 +47,8 @@ def sample(batch: LogitsBatch, tiling: Tiling = SMALL) -> Tensor:
 def runtime_tokens(
     batch: LogitsBatch, specs: list[RequestSpec], vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens and laws of `cbatch.runtime`: processors, filters, then the draw."""
+    """Return the tokens and distributions of `cbatch.runtime`: processors, filters, then the
+    draw."""
     of = batch.rows.requests.long()
     rows = []
     for row, b, depth in zip(batch.logits.float(), of.tolist(), batch.rows.depths, strict=True):

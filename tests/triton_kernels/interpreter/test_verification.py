@@ -1,4 +1,4 @@
-"""Verification from logits: exact laws (T0), and the reference on given noise."""
+"""Verification from logits: exact distributions (T0), and the reference on given noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.triton_kernels.interpreter.batches import (
     random_batch,
 )
 from tests.triton_kernels.reference_of_logits import verify_reference
-from tests.triton_kernels.worlds import World, exact, joint, random_laws
+from tests.triton_kernels.toy_models import ToyModels, exact_dists, joint_dist, random_dists
 from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order
@@ -125,8 +125,11 @@ def test_rows_of_padding_change_nothing() -> None:
         assert torch.equal(mine, plain)
 
 
-def test_equal_laws_leave_no_residual_and_still_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p = q except for round-off, and a draft is rejected nevertheless: the law is p itself."""
+def test_equal_distributions_leave_no_residual_and_still_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """p = q except for round-off, and a draft is rejected nevertheless: the distribution is p
+    itself."""
     rng = np.random.default_rng(23)
     batch, _ = random_batch(rng, 60, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
@@ -297,26 +300,26 @@ def only_that(words):
     return tl.where(words == 1, 1.0, float("inf"))
 
 
-def make_world(kind: str) -> World:
+def make_models(kind: str) -> ToyModels:
     rng = np.random.default_rng(5)
-    target = random_laws(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
-    draft = random_laws(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
+    target = random_dists(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
+    draft = random_dists(rng, VOCAB, VOCAB, "zeros" if kind == "zeros" else "dense")
     if kind == "equal":
         draft = target.clone()
     if kind == "certain":
         draft = torch.eye(VOCAB)[torch.from_numpy(rng.integers(0, VOCAB, VOCAB))]
-    return World(target, draft)
+    return ToyModels(target, draft)
 
 
-def logits_of(laws: Tensor) -> Tensor:
-    return laws.log().clamp(min=-1e30)  # finite, but without weight
+def logits_of(dists: Tensor) -> Tensor:
+    return dists.log().clamp(min=-1e30)  # finite, but without weight
 
 
-def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> np.ndarray:
+def accept_chances(monkeypatch: pytest.MonkeyPatch, models: ToyModels, certain: bool) -> np.ndarray:
     """Return the implemented chances of acceptance, [states, VOCAB]: the ratio rule to 4e-6, tested
     on both sides of its edge."""
-    states = len(world.target)
-    p, q = exact(world.target), exact(world.draft)
+    states = len(models.target)
+    p, q = exact_dists(models.target), exact_dists(models.draft)
     expected = np.minimum(1, np.divide(p, q, out=np.zeros_like(p), where=q > 0))
     words = np.concatenate([expected - 4e-6, expected + 4e-6]).clip(0, 1) * 2.0**32
     words = torch.from_numpy(words.astype(np.int64).clip(0, 2**32 - 1)).flatten()
@@ -325,7 +328,7 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     tokens = torch.arange(VOCAB).repeat(2 * states)
     counts = torch.ones_like(tokens)
     batch = plain_batch(
-        logits_of(world.target)[state].repeat_interleave(2, dim=0),
+        logits_of(models.target)[state].repeat_interleave(2, dim=0),
         tokens,
         counts,
         torch.stack((words, 0 * words), dim=1),
@@ -334,7 +337,7 @@ def accept_chances(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool)
     if not certain:
         zeros = 0 * state.to(torch.int32)
         rows = Rows(torch.arange(len(state), dtype=torch.int32), zeros)
-        proposals = proposals_of(batch, logits_of(world.draft)[state], rows, zeros)
+        proposals = proposals_of(batch, logits_of(models.draft)[state], rows, zeros)
     accepted = decide(batch, proposals, TINY).num_accepted.reshape(2, states, VOCAB).numpy()
     monkeypatch.undo()
     drafted = q > 0
@@ -347,11 +350,11 @@ TINY = Tiling(pieces=1, piece=32, chunk=1, list_tokens=32)
 Branch = tuple[tuple[int, ...], int]  # drafts, and the number of accepted ones
 
 
-def branch_laws(
-    monkeypatch: pytest.MonkeyPatch, world: World, branches: list[Branch], certain: bool
+def branch_dists(
+    monkeypatch: pytest.MonkeyPatch, models: ToyModels, branches: list[Branch], certain: bool
 ) -> np.ndarray:
-    """Return the law of the token after each branch, computed in one ragged batch: [branches,
-    VOCAB]."""
+    """Return the distribution of the token after each branch, computed in one ragged batch:
+    [branches, VOCAB]."""
     weights: list[Tensor] = []
     original = launch.launch
 
@@ -363,9 +366,9 @@ def branch_laws(
     p, q, x = [], [], []
     for drafts, _ in branches:
         states = [torch.tensor(0), *torch.tensor(drafts, dtype=torch.int64)]
-        states = [s if i == 0 else world.after(states[i - 1], s) for i, s in enumerate(states)]
-        p += [world.target[s] for s in states for _ in range(1)]
-        q += [world.draft[s] for s in states[:-1]]
+        states = [s if i == 0 else models.after(states[i - 1], s) for i, s in enumerate(states)]
+        p += [models.target[s] for s in states for _ in range(1)]
+        q += [models.draft[s] for s in states[:-1]]
         x += drafts
     counts = torch.tensor([len(drafts) for drafts, _ in branches])
     stops = torch.tensor([accepted + 1 for _, accepted in branches])
@@ -391,7 +394,7 @@ def branch_laws(
         weights.append(scores)
     # A draft whose chance is 1 cannot be rejected: that branch has no mass.
     reached = accepted == stops - 1
-    return exact(torch.stack(weights, dim=1)) * reached[:, None].numpy()
+    return exact_dists(torch.stack(weights, dim=1)) * reached[:, None].numpy()
 
 
 def bits_of(words: Tensor) -> Tensor:
@@ -403,33 +406,35 @@ def starts_of(counts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["dense", "zeros", "equal", "certain"])
-def test_every_draft_and_branch_sum_to_the_joint_law(
+def test_every_draft_and_branch_sum_to_the_joint_distribution(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The law of the first 3 tokens is right when a step drafts k in 0..2 and plain decoding
-    follows."""
-    world, certain = make_world(kind), kind == "certain"
-    assert np.abs(joint_laws(monkeypatch, world, certain) - joint(world, LENGTH)).max() < 2e-5
+    """The distribution of the first 3 tokens is right when a step drafts k in 0..2 and plain
+    decoding follows."""
+    models, certain = make_models(kind), kind == "certain"
+    assert (
+        np.abs(joint_dists(monkeypatch, models, certain) - joint_dist(models, LENGTH)).max() < 2e-5
+    )
 
 
-def test_the_joint_law_shows_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = make_world("dense")
+def test_the_joint_distribution_shows_a_missing_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = make_models("dense")
     monkeypatch.setattr(residual, "residual_of", no_residual)
-    laws = joint_laws(pytest.MonkeyPatch(), world, certain=False)
-    assert np.abs(laws - joint(world, LENGTH)).max() > 1e-3
+    dists = joint_dists(pytest.MonkeyPatch(), models, certain=False)
+    assert np.abs(dists - joint_dist(models, LENGTH)).max() > 1e-3
 
 
-def joint_laws(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> np.ndarray:
-    accept, draft = accept_chances(monkeypatch, world, certain), exact(world.draft)
+def joint_dists(monkeypatch: pytest.MonkeyPatch, models: ToyModels, certain: bool) -> np.ndarray:
+    accept, draft = accept_chances(monkeypatch, models, certain), exact_dists(models.draft)
     branches = [
         (drafts, accepted)
         for k in range(LENGTH)
         for drafts in itertools.product(range(VOCAB), repeat=k)
         for accepted in range(k + 1)
     ]
-    laws = np.zeros((LENGTH, *(VOCAB,) * LENGTH))
-    replace = branch_laws(monkeypatch, world, branches, certain)
-    for (drafts, accepted), law in zip(branches, replace, strict=True):
+    dists = np.zeros((LENGTH, *(VOCAB,) * LENGTH))
+    replace = branch_dists(monkeypatch, models, branches, certain)
+    for (drafts, accepted), dist in zip(branches, replace, strict=True):
         state, chance = 0, 1.0
         for depth, token in enumerate(drafts):
             agreed = accept[state, token] if depth < accepted else 1.0
@@ -437,18 +442,18 @@ def joint_laws(monkeypatch: pytest.MonkeyPatch, world: World, certain: bool) -> 
             chance *= draft[state, token] * agreed * refused
             state = token
         for token in range(VOCAB) if chance else ():
-            tail = joint(world, LENGTH - accepted - 1, token)
-            laws[len(drafts)][(*drafts[:accepted], token)] += chance * law[token] * tail
-    return laws
+            tail = joint_dist(models, LENGTH - accepted - 1, token)
+            dists[len(drafts)][(*drafts[:accepted], token)] += chance * dist[token] * tail
+    return dists
 
 
 def test_no_draft_moves_a_coupled_token() -> None:
     """Every draft of every k in 0..2, in one ragged batch, is compared with plain decoding."""
-    world = make_world("zeros")
+    models = make_models("zeros")
     drafts = [x for k in range(LENGTH) for x in itertools.product(range(VOCAB), repeat=k)]
     counts = torch.tensor([len(x) for x in drafts])
     states = [s for x in drafts for s in (0, *x)]
-    logits, tokens = logits_of(world.target)[states], [t for x in drafts for t in x]
+    logits, tokens = logits_of(models.target)[states], [t for x in drafts for t in x]
     seen = set()
     for seed in range(6):
         keys = torch.tensor([[seed, 1]]).repeat(len(drafts), 1)

@@ -1,7 +1,9 @@
-"""Toy worlds: the law of target and draft after every prefix, and exact laws over sequences.
+"""Toy models: next-token distributions of target and draft after every prefix, and exact
+distributions over sequences.
 
-A world numbers its states, one for each prefix that it distinguishes. A *chain* depends on the last
-token only; a *shaped* world on everything since its prompt, because penalties do.
+The prefixes that a pair of models distinguishes are numbered states. In a *chain* the distributions
+depend on the last token only; in *shaped* models they depend on everything since the prompt,
+because penalties do.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from torch import Tensor
 from cbatch.runtime.sampling.filters import Filters, filtered_probs
 
 
-class World:
-    """A world with `target` and `draft` fp32 [states, vocab]; the empty prefix is state 0."""
+class ToyModels:
+    """A target and a draft, each fp32 [states, vocab]; the empty prefix is state 0."""
 
-    def __init__(self, target: Tensor, draft: Tensor, *, remembers: bool = False) -> None:
-        self.target, self.draft, self.remembers = target, draft, remembers
+    def __init__(self, target: Tensor, draft: Tensor, *, has_history: bool = False) -> None:
+        self.target, self.draft, self.has_history = target, draft, has_history
         self.vocab = target.shape[1]
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return the states after `tokens`, broadcast against the states before them."""
         states, tokens = torch.broadcast_tensors(states, tokens)
-        return states * self.vocab + 1 + tokens if self.remembers else tokens
+        return states * self.vocab + 1 + tokens if self.has_history else tokens
 
 
-def random_laws(rng: np.random.Generator, contexts: int, vocab: int, kind: str) -> Tensor:
+def random_dists(rng: np.random.Generator, contexts: int, vocab: int, kind: str) -> Tensor:
     """Return distributions, fp32 [contexts, vocab]; `zeros` and `one_hot` ones have zeros."""
     logits = rng.normal(size=(contexts, vocab)) * 1.5
     if kind == "zeros":
@@ -39,15 +41,16 @@ def random_laws(rng: np.random.Generator, contexts: int, vocab: int, kind: str) 
     return torch.from_numpy(logits).softmax(-1).to(torch.float32)
 
 
-def chain_world(vocab: int = 5, seed: int = 17) -> World:
-    """Return a first-order chain whose draft is 0.4 of the target and 0.6 of another law."""
+def chain_models(vocab: int = 5, seed: int = 17) -> ToyModels:
+    """Return a first-order chain whose draft is 0.4 of the target and 0.6 of another
+    distribution."""
     rng = np.random.default_rng(seed)
-    target, other = (random_laws(rng, vocab, vocab, "dense") for _ in range(2))
-    return World(target, 0.4 * target + 0.6 * other)
+    target, other = (random_dists(rng, vocab, vocab, "dense") for _ in range(2))
+    return ToyModels(target, 0.4 * target + 0.6 * other)
 
 
 class Shaping(NamedTuple):
-    """Sampling parameters of a shaped world, in the order in which they act."""
+    """Sampling parameters of shaped models, in the order in which they act."""
 
     banned: int = 5
     stop_id: int = 0  # also banned before `min_tokens`
@@ -62,10 +65,10 @@ class Shaping(NamedTuple):
     min_p: float = 0.06
 
 
-class ShapedWorld(World):
-    """First-order logits, shaped by all tokens before: every prefix has laws of its own.
+class ShapedModels(ToyModels):
+    """First-order logits, shaped by all tokens before: every prefix has distributions of its own.
 
-    `unfiltered_draft` is the draft's law without temperature, top-k, top-p and min-p.
+    `unfiltered_draft` is the draft's distribution without temperature, top-k, top-p and min-p.
     """
 
     PROMPT = (1, 3)
@@ -82,17 +85,17 @@ class ShapedWorld(World):
             counts.append(counts[-1].repeat_interleave(vocab, dim=0) + torch.eye(vocab)[token])
             last.append(token)
         self.last, self.counts = torch.cat(last), torch.cat(counts)
-        everywhere = torch.arange(len(self.last))
-        self.unfiltered_draft = self._shaped(self.draft_logits, everywhere, everywhere).softmax(-1)
+        all_states = torch.arange(len(self.last))
+        self.unfiltered_draft = self._shaped(self.draft_logits, all_states, all_states).softmax(-1)
         super().__init__(
-            self.laws(self.target_logits, everywhere, everywhere),
-            self.laws(self.draft_logits, everywhere, everywhere),
-            remembers=True,
+            self.dists(self.target_logits, all_states, all_states),
+            self.dists(self.draft_logits, all_states, all_states),
+            has_history=True,
         )
 
-    def laws(self, logits: Tensor, states: Tensor, history: Tensor) -> Tensor:
-        """Return the laws at `states` when penalties see the prefixes `history` (correctly: the
-        same)."""
+    def dists(self, logits: Tensor, states: Tensor, history: Tensor) -> Tensor:
+        """Return the distributions at `states` when penalties see the prefixes `history`
+        (correctly: the same)."""
         shaping, shaped = self.shaping, self._shaped(logits, states, history)
 
         def all_rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,31 +123,32 @@ class ShapedWorld(World):
         return x - shaping.presence * seen - shaping.frequency * counts
 
 
-def exact(laws: Tensor) -> np.ndarray:
-    """Return laws in float64, normalised."""
-    wide = laws.double().numpy()
+def exact_dists(dists: Tensor) -> np.ndarray:
+    """Return distributions in float64, normalised."""
+    wide = dists.double().numpy()
     normal: np.ndarray = wide / wide.sum(axis=-1, keepdims=True)
     return normal
 
 
-def joint(world: World, length: int, state: int = 0) -> np.ndarray:
-    """Return the law of the next `length` tokens under the target: float64 [vocab] * length."""
-    target = exact(world.target)
-    law, states = np.ones(1), torch.tensor([state])
+def joint_dist(models: ToyModels, length: int, state: int = 0) -> np.ndarray:
+    """Return the distribution of the next `length` tokens under the target: float64 [vocab] *
+    length."""
+    target = exact_dists(models.target)
+    dist, states = np.ones(1), torch.tensor([state])
     for _ in range(length):
-        law = (law[:, None] * target[states]).ravel()
-        states = world.after(states[:, None], torch.arange(world.vocab)).ravel()
-    return law.reshape((world.vocab,) * length)
+        dist = (dist[:, None] * target[states]).ravel()
+        states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
+    return dist.reshape((models.vocab,) * length)
 
 
-def survival(world: World, overlap: np.ndarray, depth: int) -> np.ndarray:
+def survival(models: ToyModels, overlap: np.ndarray, depth: int) -> np.ndarray:
     """Return P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64.
 
     `overlap` float64 [states, vocab]: chance that a token is drafted *and* accepted.
     """
-    reached, states, alive = np.ones(1), torch.zeros(1, dtype=torch.int64), [1.0]
+    reached, states, survival_chances = np.ones(1), torch.zeros(1, dtype=torch.int64), [1.0]
     for _ in range(depth):
         reached = (reached[:, None] * overlap[states]).ravel()
-        states = world.after(states[:, None], torch.arange(world.vocab)).ravel()
-        alive.append(float(reached.sum()))
-    return np.array(alive)
+        states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
+        survival_chances.append(float(reached.sum()))
+    return np.array(survival_chances)

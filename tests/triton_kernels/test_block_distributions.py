@@ -1,6 +1,7 @@
-"""Blocks: exact laws of one step by enumeration, and of two steps with the noise that they share.
+"""Blocks: exact distributions of one step by enumeration, and of two steps with the noise that they
+share.
 
-T1 to T5 for this mode are in test_joint_law, policies in test_policies, the definition in
+T1 to T5 for this mode are in test_joint_distributions, policies in test_policies, the definition in
 test_verify. Where samples decide, |z| < 5 fails by chance in 6 of 10 million and a broken variant
 is caught at z > 10; seeds are fixed.
 """
@@ -21,16 +22,23 @@ from torch import Tensor
 from cbatch.runtime.sampling import block_verification as block
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.block_verification import block_verify
-from tests.triton_kernels.decoding import DEEPEST, Z_BOUND, Decoder, Fixed, alive, joint_z
-from tests.triton_kernels.test_exact_law import (
+from tests.triton_kernels.decoding import (
+    DEEPEST,
+    Z_BOUND,
+    Decoder,
+    Fixed,
+    joint_z,
+    survival_chances,
+)
+from tests.triton_kernels.test_exact_distributions import (
     KINDS,
     LENGTH,
     VOCAB,
-    make_world,
+    make_models,
     rows_for,
     smallest_rejected,
 )
-from tests.triton_kernels.worlds import ShapedWorld, World, exact, joint
+from tests.triton_kernels.toy_models import ShapedModels, ToyModels, exact_dists, joint_dist
 from triton_kernels.noise import host as noise
 
 CAUGHT = 2 * Z_BOUND
@@ -49,17 +57,17 @@ class Blocks(NamedTuple):
     num_drafts: Tensor
 
     @classmethod
-    def of(cls, world: World, drafts: list[tuple[int, ...]]) -> Blocks:
+    def of(cls, models: ToyModels, drafts: list[tuple[int, ...]]) -> Blocks:
         states = []
         for tokens in drafts:
             states.append([torch.tensor(0)])
             for token in tokens:
-                states[-1].append(world.after(states[-1][-1], torch.tensor(token)))
+                states[-1].append(models.after(states[-1][-1], torch.tensor(token)))
         return cls(
             drafts,
             states,
-            torch.stack([world.target[state] for row in states for state in row]),
-            torch.stack([world.draft[state] for row in states for state in row[:-1]]),
+            torch.stack([models.target[state] for row in states for state in row]),
+            torch.stack([models.draft[state] for row in states for state in row[:-1]]),
             torch.tensor([token for tokens in drafts for token in tokens]),
             torch.tensor([len(tokens) for tokens in drafts]),
         )
@@ -89,9 +97,9 @@ def coin_chances(blocks: Blocks, certain: bool) -> list[np.ndarray]:
     return np.split(chances, blocks.num_drafts.cumsum(0)[:-1].numpy())
 
 
-def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
-    """Return the law of the token after the first j drafts of each, given that j are accepted, j =
-    0..DEEPEST: [DEEPEST + 1, drafts, vocab]."""
+def next_dists(blocks: Blocks, certain: bool) -> np.ndarray:
+    """Return the distribution of the token after the first j drafts of each, given that j are
+    accepted, j = 0..DEEPEST: [DEEPEST + 1, drafts, vocab]."""
     seen: list[Tensor] = []
 
     def capture(weights: Tensor, *_: object) -> Tensor:
@@ -107,47 +115,47 @@ def next_laws(blocks: Blocks, certain: bool) -> np.ndarray:
             blocks.verify(certain)
     weights = torch.stack(seen).double().numpy()  # zero after a draft that p forbids
     mass = weights.sum(axis=-1, keepdims=True)
-    laws: np.ndarray = weights / np.where(mass > 0, mass, 1.0)
-    return laws
+    dists: np.ndarray = weights / np.where(mass > 0, mass, 1.0)
+    return dists
 
 
-def accepted_law(coins: np.ndarray) -> np.ndarray:
-    """Return the law of the last coin that passes: P(0), .., P(k)."""
+def accepted_dist(coins: np.ndarray) -> np.ndarray:
+    """Return the distribution of the last coin that passes: P(0), .., P(k)."""
     fails = np.append(np.cumprod(1 - coins[::-1])[::-1], 1.0)
     return np.append(1.0, coins) * fails
 
 
-def step_law(world: World, certain: bool, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the law of the first `LENGTH` tokens when a step drafts k and plain decoding follows,
-    and the survival of 1..k drafts."""
-    blocks = Blocks.of(world, list(itertools.product(range(world.vocab), repeat=k)))
-    coins, following = coin_chances(blocks, certain), next_laws(blocks, certain)
-    law, survival = np.zeros((world.vocab,) * LENGTH), np.zeros(k)
-    draft = exact(world.draft)
+def step_dist(models: ToyModels, certain: bool, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distribution of the first `LENGTH` tokens when a step drafts k and plain decoding
+    follows, and the survival of 1..k drafts."""
+    blocks = Blocks.of(models, list(itertools.product(range(models.vocab), repeat=k)))
+    coins, following = coin_chances(blocks, certain), next_dists(blocks, certain)
+    dist, survival = np.zeros((models.vocab,) * LENGTH), np.zeros(k)
+    draft = exact_dists(models.draft)
     for i, (tokens, states) in enumerate(zip(blocks.drafts, blocks.states, strict=True)):
         drawn = np.prod([draft[int(s), x] for s, x in zip(states, tokens, strict=False)])
         if not drawn:
             continue
-        chances = drawn * accepted_law(coins[i])
+        chances = drawn * accepted_dist(coins[i])
         survival += np.cumsum(chances[::-1])[::-1][1:]
         for accepted in np.flatnonzero(chances).tolist():
-            for token in range(world.vocab):
-                after = int(world.after(states[accepted], torch.tensor(token)))
-                tail = joint(world, LENGTH - accepted - 1, after)
+            for token in range(models.vocab):
+                after = int(models.after(states[accepted], torch.tensor(token)))
+                tail = joint_dist(models, LENGTH - accepted - 1, after)
                 mass = chances[accepted] * following[accepted, i, token]
-                law[(*tokens[:accepted], token)] += mass * tail
-    return law, survival
+                dist[(*tokens[:accepted], token)] += mass * tail
+    return dist, survival
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_draft_and_branch_sum_to_the_joint_law(kind: str) -> None:
+def test_every_draft_and_branch_sum_to_the_joint_distribution(kind: str) -> None:
     """i drafts survive as often as the paper says, for any k >= i: E[c_i]."""
-    world = make_world(kind)
+    models = make_models(kind)
     for k in range(1, LENGTH):
-        law, survival = step_law(world, kind == "certain", k)
-        assert np.abs(law - joint(world, LENGTH)).max() < 3e-6, f"k = {k}"
-        assert np.abs(survival - alive(world, "block")[1 : k + 1]).max() < 3e-6
-        gains = survival - alive(world, "rejection")[1 : k + 1]
+        dist, survival = step_dist(models, kind == "certain", k)
+        assert np.abs(dist - joint_dist(models, LENGTH)).max() < 3e-6, f"k = {k}"
+        assert np.abs(survival - survival_chances(models, "block")[1 : k + 1]).max() < 3e-6
+        gains = survival - survival_chances(models, "rejection")[1 : k + 1]
         assert (gains > -3e-6).all()
         assert gains[-1] > 0.01 or k == 1 or kind not in ("dense", "shaped")
 
@@ -174,7 +182,7 @@ def joint_ratio_coins(
 
 
 def token_residual(p: Tensor, *rest: object) -> Tensor:
-    """Broken: the replacement's law is max(0, p - q), without the joint ratio."""
+    """Broken: the replacement's distribution is max(0, p - q), without the joint ratio."""
     return RESIDUAL(p / p.sum(dim=1, keepdim=True), *rest)  # type: ignore[arg-type]
 
 
@@ -183,16 +191,16 @@ COINS, RESIDUAL = block.accepting_coins, verify.residual_of
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
-    """The law after `depth` drafts is NaN. Drafts up to there survive as often as otherwise, E[c],
-    and none after."""
-    world = make_world("dense")
-    blocks = Blocks.of(world, list(itertools.product(range(VOCAB), repeat=DEEPEST)))
+    """The distribution after `depth` drafts is NaN. Drafts up to there survive as often as
+    otherwise, E[c], and none after."""
+    models = make_models("dense")
+    blocks = Blocks.of(models, list(itertools.product(range(VOCAB), repeat=DEEPEST)))
     blocks.p.view(-1, DEEPEST + 1, VOCAB)[:, depth:] = torch.nan
-    draft, survival = exact(world.draft), np.zeros(DEEPEST)
+    draft, survival = exact_dists(models.draft), np.zeros(DEEPEST)
     for tokens, states, coins in zip(*blocks[:2], coin_chances(blocks, False), strict=True):
         drawn = np.prod([draft[int(s), x] for s, x in zip(states, tokens, strict=False)])
-        survival += drawn * np.cumsum(accepted_law(coins)[::-1])[::-1][1:]
-    assert np.abs(survival[:depth] - alive(world, "block")[1 : depth + 1]).max() < 3e-6
+        survival += drawn * np.cumsum(accepted_dist(coins)[::-1])[::-1][1:]
+    assert np.abs(survival[:depth] - survival_chances(models, "block")[1 : depth + 1]).max() < 3e-6
     assert not survival[depth:].any()
 
 
@@ -207,29 +215,29 @@ def test_a_block_ends_where_no_token_may_follow(depth: int) -> None:
 def test_broken_rules_are_caught(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
 ) -> None:
-    """Right laws are right to 3e-6."""
-    world = make_world("dense")
+    """Right distributions are right to 3e-6."""
+    models = make_models("dense")
     monkeypatch.setattr(module, name, broken)
-    assert np.abs(step_law(world, False, DEEPEST)[0] - joint(world, LENGTH)).max() > 3e-4
+    assert np.abs(step_dist(models, False, DEEPEST)[0] - joint_dist(models, LENGTH)).max() > 3e-4
 
 
 def test_the_example_of_the_paper() -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 11/9 are accepted, by token only 10/9."""
-    laws = torch.tensor([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])
-    world = World(laws[:1].repeat(2, 1), laws[1:].repeat(2, 1))
-    blocks = Blocks.of(world, list(itertools.product(range(2), repeat=2)))
+    dists = torch.tensor([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])
+    models = ToyModels(dists[:1].repeat(2, 1), dists[1:].repeat(2, 1))
+    blocks = Blocks.of(models, list(itertools.product(range(2), repeat=2)))
     total = 0.0
     for drafts, coins in zip(blocks.drafts, coin_chances(blocks, False), strict=True):
         drawn = np.prod([(2 / 3, 1 / 3)[x] for x in drafts])
-        total += drawn * float(accepted_law(coins) @ np.arange(3))
+        total += drawn * float(accepted_dist(coins) @ np.arange(3))
     assert total == pytest.approx(11 / 9, abs=1e-6)
-    assert alive(world, "rejection", 2)[1:].sum() == pytest.approx(10 / 9, abs=1e-6)
+    assert survival_chances(models, "rejection", 2)[1:].sum() == pytest.approx(10 / 9, abs=1e-6)
 
 
 # --- two steps, exactly ---------------------------------------------------------------------------
 
 ONE, TOKENS = Fraction(1), range(3)
-P, Q = ([Fraction(x, 10) for x in law] for law in ((5, 4, 1), (2, 5, 3)))
+P, Q = ([Fraction(x, 10) for x in dist] for dist in ((5, 4, 1), (2, 5, 3)))
 PAIRS = list(itertools.product(TOKENS, repeat=2))
 
 
@@ -260,19 +268,19 @@ def outcomes(
 
 
 def two_steps(*, drafts_again: bool, coins_again: bool) -> dict[tuple[int, int], Fraction]:
-    """Return the law of the first two tokens. After a step that accepts nothing the next one begins
-    at the position of the second draft.
+    """Return the distribution of the first two tokens. After a step that accepts nothing the next
+    one begins at the position of the second draft.
 
     With `drafts_again` it drafts that token again. With `coins_again` its first coin is the one
     that has just failed there, so uniform above the chance that it failed.
     """
-    law = dict.fromkeys(PAIRS, 0 * ONE)
+    dist = dict.fromkeys(PAIRS, 0 * ONE)
     for first in PAIRS:
         h = judged(first)[1]
         for accepted, emitted, chance in outcomes(first, h):
             mass = Q[first[0]] * Q[first[1]] * chance
             if accepted:
-                law[emitted[0], emitted[1]] += mass
+                dist[emitted[0], emitted[1]] += mass
                 continue
             for second in PAIRS:
                 drawn = Q[second[0]] * Q[second[1]]
@@ -283,13 +291,13 @@ def two_steps(*, drafts_again: bool, coins_again: bool) -> dict[tuple[int, int],
                     above = max(Fraction(0), coins[0] - h[1]) / (1 - h[1]) if h[1] < 1 else ONE
                     coins = [above, coins[1]]
                 for _, after, following in outcomes(second, coins):
-                    law[emitted[0], after[0]] += mass * drawn * following
-    return law
+                    dist[emitted[0], after[0]] += mass * drawn * following
+    return dist
 
 
-def test_two_steps_with_noise_of_their_own_have_the_law_to_the_fraction() -> None:
-    law = two_steps(drafts_again=False, coins_again=False)
-    assert law == {(a, b): P[a] * P[b] for a, b in law}
+def test_two_steps_with_noise_of_their_own_have_the_distribution_to_the_fraction() -> None:
+    dist = two_steps(drafts_again=False, coins_again=False)
+    assert dist == {(a, b): P[a] * P[b] for a, b in dist}
 
 
 @pytest.mark.parametrize(
@@ -297,9 +305,9 @@ def test_two_steps_with_noise_of_their_own_have_the_law_to_the_fraction() -> Non
 )
 def test_two_steps_that_share_noise_have_not(drafts_again: bool, coins_again: bool) -> None:
     """Neither drafts nor coins may be used again: one coin for a block is not enough."""
-    law = two_steps(drafts_again=drafts_again, coins_again=coins_again)
-    assert sum(law.values()) == 1
-    assert max(abs(law[a, b] - P[a] * P[b]) for a, b in law) > Fraction(1, 1000)
+    dist = two_steps(drafts_again=drafts_again, coins_again=coins_again)
+    assert sum(dist.values()) == 1
+    assert max(abs(dist[a, b] - P[a] * P[b]) for a, b in dist) > Fraction(1, 1000)
 
 
 # --- two steps, with the real noise ---------------------------------------------------------------
@@ -308,21 +316,21 @@ MANY = 200_000
 
 
 @functools.cache
-def shaped_world() -> ShapedWorld:
-    return ShapedWorld()
+def shaped_models() -> ShapedModels:
+    return ShapedModels()
 
 
 def z_of_steps(*, drafts_again: bool = False, coins_again: bool = False) -> float:
-    decoder = Decoder(shaped_world(), "block", Fixed(DEEPEST))
+    decoder = Decoder(shaped_models(), "block", Fixed(DEEPEST))
     if drafts_again:
         decoder.mode = decoder.mode._replace(depth_step=0)
     with pytest.MonkeyPatch.context() as patch:
         if coins_again:
             patch.setattr(noise, "DEPTH_STEP", 0)
-        return joint_z(decoder.run(MANY, 3).tokens, shaped_world())
+        return joint_z(decoder.run(MANY, 3).tokens, shaped_models())
 
 
-def test_noise_of_a_depth_keeps_the_joint_law_over_steps() -> None:
+def test_noise_of_a_depth_keeps_the_joint_distribution_over_steps() -> None:
     assert abs(z_of_steps()) < Z_BOUND
 
 
