@@ -35,17 +35,17 @@ class Specialisation(NamedTuple):
 
 class Launches:
     """Recorded launches. `specialisations` has every specialisation in order, with the `phase` in
-    which it was first met."""
+    which it was first launched."""
 
     def __init__(self) -> None:
         self.phase = ""
         self.specialisations: dict[str, tuple[str, Specialisation]] = {}
         self.count: Counter[str] = Counter()  # of launches, by kernel
 
-    def first_met_in(self, phase: str) -> list[Specialisation]:
+    def first_launched_in(self, phase: str) -> list[Specialisation]:
         return [each for met, each in self.specialisations.values() if met == phase]
 
-    def meet(self, specialisation: Specialisation) -> None:
+    def add(self, specialisation: Specialisation) -> None:
         self.specialisations.setdefault(specialisation.key, (self.phase, specialisation))
 
 
@@ -97,7 +97,7 @@ def recording(target: GPUTarget) -> Iterator[Launches]:
         warmup: bool,
     ) -> _Unlaunched:
         unique = f"{self.__name__} {key}"
-        launches.meet(
+        launches.add(
             Specialisation(unique, self, signature, constexprs, attrs, dict(options.__dict__))
         )
         kernel = self.device_caches[device][0][key] = _Unlaunched(self.__name__, launches)

@@ -26,7 +26,7 @@ from tests.gpu_proofs.meta import META
 from tests.runtime.blocks import stored_matrix
 from triton_kernels.attention import Heads
 
-OURS = "invariant"
+INVARIANT = "invariant"
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 
 
@@ -95,7 +95,7 @@ USUAL = (
         16,
         2,
         budget_tokens=600,
-        numerics=OURS,
+        numerics=INVARIANT,
         in_blocks=True,
         kv_cache_dtype="fp8",
     ),
@@ -115,13 +115,15 @@ MORE = (
     Size("llama, 16 slots, no draft", LLAMA_8B, None, 16, 32),
     Size("window, 33 slots", WINDOW, WINDOW, 33, 32, 4),
     Size("lookups, 17 slots, no draft", QWEN3_8B, None, 17, 64, 4),
-    Size("invariant, 5 slots", QWEN2_7B, QWEN2_SMALL, 5, 16, 2, budget_tokens=600, numerics=OURS),
+    Size(
+        "invariant, 5 slots", QWEN2_7B, QWEN2_SMALL, 5, 16, 2, budget_tokens=600, numerics=INVARIANT
+    ),
     Size("in blocks, 5 slots", BLOCKS, BLOCKS_BIASED, 5, 16, 2, budget_tokens=600, in_blocks=True),
     Size(
         "in blocks and fp32, 3 slots", BLOCKS_BIASED, None, 3, 32, 2, torch.float32, in_blocks=True
     ),
     Size("keys in fp8, 17 slots", LLAMA_8B, LLAMA_1B, 17, 16, 3, kv_cache_dtype="fp8"),
-    Size("an eagle-1 head, invariant", SMALL, SMALL, 5, 16, 2, numerics=OURS, head="eagle"),
+    Size("an eagle-1 head, invariant", SMALL, SMALL, 5, 16, 2, numerics=INVARIANT, head="eagle"),
     Size("keys in fp8, large pages", QWEN3_8B, QWEN3_SMALL, 5, 64, 2, kv_cache_dtype="fp8"),
 )
 
@@ -205,6 +207,6 @@ def device_of(arch: str) -> Iterator[None]:
         yield
 
 
-def serves(size: Size, arch: str) -> bool:
+def is_supported(size: Size, arch: str) -> bool:
     """Return True if a size is supported. Keys in fp8 are refused where no tile reads them."""
     return size.kv_cache_dtype == "auto" or arch != "sm_80"

@@ -102,7 +102,7 @@ def requests(kind: str, count: int, size: Size) -> list[Request]:
     ]
 
 
-class Answered:
+class FakedResults:
     """An executor that submits to a GPU executor, and makes up the results: half of the drafts are
     accepted."""
 
@@ -186,8 +186,8 @@ class Run:
                 drafter=self.chain if size.drafts else None,
             )
         )
-        answered = Answered(self.executor)
-        loop = StepLoop(scheduler, answered, clock=time.monotonic)
+        executor = FakedResults(self.executor)
+        loop = StepLoop(scheduler, executor, clock=time.monotonic)
         self.executor.reset()
         # Kinds take turns, so that steps have rows of all of them.
         count = count or 2 * size.slots
@@ -197,4 +197,4 @@ class Run:
         with self.queued:
             for _ in range(steps):
                 self.steps += loop.step() is not None
-        self.masked += answered.masked
+        self.masked += executor.masked

@@ -20,7 +20,7 @@ from tests.gpu_proofs.compiled import verdicts
 from tests.gpu_proofs.driver import Launches, recording
 from tests.gpu_proofs.launches import late, launches_of
 from tests.gpu_proofs.meta import META, Refused
-from tests.gpu_proofs.sizes import MORE, USUAL, Size, serves
+from tests.gpu_proofs.sizes import MORE, USUAL, Size, is_supported
 from tests.gpu_proofs.steps import KINDS, Run
 from tests.triton_kernels.compile_check import TARGETS
 from tests.triton_kernels.test_compile_check import product_kernel
@@ -42,7 +42,7 @@ def kinds_of(keys: Iterable[Any]) -> set[Any]:
 def check(size: Size, target: str) -> None:
     launches, run = launches_of(size, target)
     assert late(launches) == []
-    assert len(launches.first_met_in("captured")) > 12
+    assert len(launches.first_launched_in("captured")) > 12
     check_kernels(size, launches)
     assert run.device.replayed.total() > 100
     # Steps used every kind of graph. A single row does not draft in two ways at once.
@@ -89,7 +89,7 @@ _EVERY += [(size, target) for size in MORE for target in ("sm_90", "gfx942")]
 @pytest.mark.gpu_proofs
 @pytest.mark.parametrize("size, target", _EVERY, ids=lambda item: getattr(item, "name", item))
 def test_on_every_target(size: Size, target: str) -> None:
-    if serves(size, target):
+    if is_supported(size, target):
         check(size, target)
     else:
         with recording(TARGETS[target]) as launches, pytest.raises(FieldError, match="fp8"):

@@ -35,36 +35,38 @@ class _Access(NamedTuple):
 
 
 class Accesses:
-    """Accesses of a launch. `spans` [n, 2]: the memory passed to it, sorted. `fresh`: memory that
-    was allocated and not filled, with a flag for every byte written since."""
+    """Accesses of a launch. `spans` [n, 2]: the memory passed to it, sorted. `uninitialised`:
+    memory that was allocated and not filled, with a flag for every byte written since."""
 
-    def __init__(self, spans: np.ndarray, fresh: dict[int, tuple[Tensor, np.ndarray]]) -> None:
+    def __init__(
+        self, spans: np.ndarray, uninitialised: dict[int, tuple[Tensor, np.ndarray]]
+    ) -> None:
         self.program: Program = (0, 0, 0)
         self.loads = self.stores = 0  # lanes
         self._begins, self._ends = _merged(spans)
-        self._fresh = fresh
+        self._uninitialised = uninitialised
         self._log: list[_Access] = []
         self._barriers: Counter[Program] = Counter()
         # By program: the times of others that it has seen.
         self._seen: dict[Program, dict[Program, int]] = {}
         self._released: dict[int, dict[Program, int]] = {}  # by address of an atomic
         self._history: dict[Program, list[tuple[int, dict[Program, int]]]] = {}
-        self._found: Counter[str] = Counter()
+        self._fault_counts: Counter[str] = Counter()
 
     def load(self, addresses: Addresses) -> None:
         self.loads += len(addresses.at)
-        self._inside(addresses, "read")
-        for begin, (tensor, written) in self._fresh.items():
+        self._check_bounds(addresses, "read")
+        for begin, (tensor, written) in self._uninitialised.items():
             size = tensor.untyped_storage().nbytes()
             mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
             if len(mine) and not written[(mine - np.uint64(begin)).astype(np.int64)].all():
-                self._found["reads memory that was never written"] += 1
-        self._note(LOAD, addresses.at)
+                self._fault_counts["reads memory that was never written"] += 1
+        self._log_access(LOAD, addresses.at)
 
     def store(self, addresses: Addresses, values: np.ndarray, mask: np.ndarray) -> None:
         self.stores += len(addresses.at)
-        self._inside(addresses, "written")
-        for begin, (tensor, written) in self._fresh.items():
+        self._check_bounds(addresses, "written")
+        for begin, (tensor, written) in self._uninitialised.items():
             size = tensor.untyped_storage().nbytes()
             mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
             for byte in range(addresses.width):
@@ -73,21 +75,21 @@ class Accesses:
             lanes = np.broadcast_to(np.asarray(mask).astype(np.bool_), np.shape(values))
             pairs = {*zip(addresses.at.tolist(), np.asarray(values)[lanes].tolist(), strict=True)}
             if len(pairs) > len({at for at, _ in pairs}):
-                self._found["lanes of one store differ on a place"] += 1
-        self._note(STORE, addresses.at)
+                self._fault_counts["lanes of one store differ on a place"] += 1
+        self._log_access(STORE, addresses.at)
 
     def atomic(self, addresses: Addresses, orders: bool) -> None:
         """Record an atomic. With `orders` it releases what its program did, and acquires what
         others released here."""
-        self._inside(addresses, "updated")
-        self._note(ATOMIC, addresses.at)
+        self._check_bounds(addresses, "updated")
+        self._log_access(ATOMIC, addresses.at)
         if not orders:
             return
         time, seen = len(self._log), self._seen.setdefault(self.program, {})
         for at in addresses.at.tolist():
             times = self._released.setdefault(at, {})
-            _merge(seen, times)
-            _merge(times, seen)
+            _update_times(seen, times)
+            _update_times(times, seen)
             times[self.program] = time
         self._history.setdefault(self.program, []).append((time, dict(seen)))
 
@@ -95,22 +97,22 @@ class Accesses:
         self._barriers[self.program] += 1
 
     def faults(self) -> list[str]:
-        self._race()
-        return [f"{fault} ({count} times)" for fault, count in self._found.items()]
+        self._find_races()
+        return [f"{fault} ({count} times)" for fault, count in self._fault_counts.items()]
 
-    def _inside(self, addresses: Addresses, how: str) -> None:
+    def _check_bounds(self, addresses: Addresses, how: str) -> None:
         at = addresses.at
         place = np.searchsorted(self._begins, at, side="right").astype(np.int64) - 1
         outside = (place < 0) | (at + np.uint64(addresses.width) > self._ends[place.clip(0)])
         if outside.any():
-            self._found[f"memory outside of what was passed is {how}"] += int(outside.sum())
+            self._fault_counts[f"memory outside of what was passed is {how}"] += int(outside.sum())
 
-    def _note(self, kind: int, at: np.ndarray) -> None:
+    def _log_access(self, kind: int, at: np.ndarray) -> None:
         if len(at):
             done = self._barriers[self.program]
             self._log.append(_Access(self.program, kind, len(self._log), done, np.unique(at)))
 
-    def _race(self) -> None:
+    def _find_races(self) -> None:
         """Return accesses to one address, one of them a store, without an order."""
         if not any(access.kind != LOAD for access in self._log):
             return
@@ -134,12 +136,12 @@ class Accesses:
             return
         if a.program == b.program:
             if (a.kind, b.kind) == (STORE, LOAD) and a.barriers == b.barriers:
-                self._found["a program reads what it stored, without a barrier"] += 1
+                self._fault_counts["a program reads what it stored, without a barrier"] += 1
             return
         if self._has_seen(b.program, b.time, a):
             return
         what = "writes what another writes" if LOAD not in kinds else "reads what another writes"
-        self._found[f"a program {what}"] += 1
+        self._fault_counts[f"a program {what}"] += 1
 
     def _has_seen(self, program: Program, time: int, access: _Access) -> bool:
         for when, seen in reversed(self._history.get(program, [])):
@@ -160,6 +162,6 @@ def _merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
 
 
-def _merge(into: dict[Program, int], more: dict[Program, int]) -> None:
+def _update_times(into: dict[Program, int], more: dict[Program, int]) -> None:
     for program, time in more.items():
         into[program] = max(time, into.get(program, -1))

@@ -32,7 +32,7 @@ from tests.gpu_proofs.interpreted.accesses import Accesses, Addresses
 Place = tuple[int, int, int]
 
 
-class Unsound(BaseException):
+class UnsoundLaunch(BaseException):
     """A fault of a launch. No `Exception`: the step loop would recover."""
 
 
@@ -48,9 +48,9 @@ class Audit(TorchDispatchMode):
         self._random = random.Random(1)
         self._order: list[Place] = []
         self._shape: Place = (1, 1, 1)
-        self._now: Accesses | None = None
-        self._fresh: dict[int, tuple[Tensor, np.ndarray]] = {}  # by address: bytes written
-        self._wanted_order = "forward"
+        self._accesses: Accesses | None = None
+        self._uninitialised: dict[int, tuple[Tensor, np.ndarray]] = {}  # by address: bytes written
+        self._run_order = "forward"
         self._launching = False  # torch then copies memory that was written before
 
     @contextmanager
@@ -72,9 +72,9 @@ class Audit(TorchDispatchMode):
         def set_grid_dim(builder: Any, x: int, y: int, z: int) -> None:
             self._shape = (x, y, z)
             self._order = list(np.ndindex(x, y, z))
-            if self._wanted_order == "reversed":
+            if self._run_order == "reversed":
                 self._order.reverse()
-            elif self._wanted_order == "shuffled":
+            elif self._run_order == "shuffled":
                 self._random.shuffle(self._order)
             real(builder, x, y, z)
 
@@ -84,8 +84,8 @@ class Audit(TorchDispatchMode):
         def set_grid_idx(builder: Any, x: int, y: int, z: int) -> None:
             _, ny, nz = self._shape
             place = self._order[(x * ny + y) * nz + z]
-            if self._now is not None:
-                self._now.program = place
+            if self._accesses is not None:
+                self._accesses.program = place
                 self.programs += 1
             real(builder, *place)
 
@@ -98,9 +98,9 @@ class Audit(TorchDispatchMode):
             try:
                 fault = self._audit(lambda: real(executor, *args, **kwargs), (args, kwargs))
             finally:
-                self._launching, self._now = False, None
+                self._launching, self._accesses = False, None
             if fault:
-                raise Unsound(f"{executor.fn.__name__}: {fault}")
+                raise UnsoundLaunch(f"{executor.fn.__name__}: {fault}")
 
         return call
 
@@ -109,17 +109,17 @@ class Audit(TorchDispatchMode):
         tensors = list(_tensors(arguments))
         memory = {t.untyped_storage().data_ptr(): _bits(t.untyped_storage()) for t in tensors}
         before = {at: bits.copy() for at, bits in memory.items()}
-        fresh = {at: written for at, written in self._fresh.items() if at in memory}
-        self._wanted_order, self._now = "forward", Accesses(_spans(tensors), fresh)
+        uninitialised = {at: written for at, written in self._uninitialised.items() if at in memory}
+        self._run_order, self._accesses = "forward", Accesses(_spans(tensors), uninitialised)
         launch()
-        now, self._now = self._now, None
-        self.loads, self.stores = self.loads + now.loads, self.stores + now.stores
-        faults = now.faults()
+        accesses, self._accesses = self._accesses, None
+        self.loads, self.stores = self.loads + accesses.loads, self.stores + accesses.stores
+        faults = accesses.faults()
         if faults:
             return "; ".join(faults)
         after = {at: bits.copy() for at, bits in memory.items()}
         for order in self._orders:
-            self._wanted_order = order
+            self._run_order = order
             for at, bits in memory.items():
                 bits[:] = before[at]
             launch()
@@ -131,16 +131,16 @@ class Audit(TorchDispatchMode):
 
     def _load(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
-            if self._now is not None:
-                self._now.load(Addresses.of(ptrs, mask))
+            if self._accesses is not None:
+                self._accesses.load(Addresses.of(ptrs, mask))
             return real(builder, ptrs, mask, *rest, **more)
 
         return create_masked_load
 
     def _store(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def create_masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            if self._now is not None:
-                self._now.store(Addresses.of(ptrs, mask), value.data, mask.data)
+            if self._accesses is not None:
+                self._accesses.store(Addresses.of(ptrs, mask), value.data, mask.data)
             return real(builder, ptrs, value, mask, *rest)
 
         return create_masked_store
@@ -149,16 +149,18 @@ class Audit(TorchDispatchMode):
         def create_atomic_rmw(
             builder: Any, how: Any, ptr: Any, value: Any, mask: Any, sem: Any, *rest: Any
         ) -> Any:
-            if self._now is not None:
-                self._now.atomic(Addresses.of(ptr, mask), "ACQUIRE_RELEASE" in str(sem).upper())
+            if self._accesses is not None:
+                self._accesses.atomic(
+                    Addresses.of(ptr, mask), "ACQUIRE_RELEASE" in str(sem).upper()
+                )
             return real(builder, how, ptr, value, mask, sem, *rest)
 
         return create_atomic_rmw
 
     def _barrier(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def create_barrier(builder: Any) -> Any:
-            if self._now is not None:
-                self._now.barrier()
+            if self._accesses is not None:
+                self._accesses.barrier()
             return real(builder)
 
         return create_barrier
@@ -172,13 +174,13 @@ class Audit(TorchDispatchMode):
         if func._schema.name in ("aten::empty", "aten::new_empty", "aten::empty_strided"):
             if out.numel():
                 written = np.zeros(out.untyped_storage().nbytes(), dtype=np.bool_)
-                self._fresh[out.untyped_storage().data_ptr()] = (out, written)
+                self._uninitialised[out.untyped_storage().data_ptr()] = (out, written)
         elif func._schema.is_mutable and not self._launching:
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and tensor.numel():
-                    fresh = self._fresh.get(tensor.untyped_storage().data_ptr())
-                    if fresh is not None:
-                        fresh[1][:] = True
+                    uninitialised = self._uninitialised.get(tensor.untyped_storage().data_ptr())
+                    if uninitialised is not None:
+                        uninitialised[1][:] = True
         return out
 
 

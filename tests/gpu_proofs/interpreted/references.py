@@ -14,7 +14,7 @@ from cbatch.runtime.gpu import attention as attend
 from cbatch.runtime.gpu import decoder, heads, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
-from tests.gpu_proofs.interpreted.stream import Stream, noted
+from tests.gpu_proofs.interpreted.stream import Stream, as_queued
 from tests.triton_kernels.interpreter.light import use_reference_verdicts, use_references
 from triton_kernels.verification.kernel import VerifyOutput
 
@@ -34,7 +34,7 @@ def _verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutp
 Call = Callable[..., Any]
 
 
-def use_noted_references(
+def use_queued_references(
     stream: Stream, patch: pytest.MonkeyPatch, checked: Callable[[Call], Call] = lambda call: call
 ) -> None:
     """Replace kernels by references; `checked` wraps each, so that it refuses what a launch would
@@ -52,4 +52,4 @@ def use_noted_references(
         (drafting, "draw", _nothing),
         (verifying, "verify_logits", _verdict),
     ):
-        patch.setattr(module, name, checked(noted(stream, getattr(module, name), result)))
+        patch.setattr(module, name, checked(as_queued(stream, getattr(module, name), result)))

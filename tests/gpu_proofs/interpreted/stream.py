@@ -50,15 +50,15 @@ class Stream(TorchDispatchMode):
         self._queue: list[Work] = []
         self.done = 0
         self.tape: list[Work] | None = None  # of the current capture
-        self.private: list[Tensor] = []  # its allocations
-        self.is_current = self._doing = False
+        self.allocations: list[Tensor] = []  # made in the current capture
+        self.is_current = self._is_running = False
 
     @property
-    def notes(self) -> bool:
+    def is_recording(self) -> bool:
         """Return True if calls are recorded and run later."""
-        return self.is_current and not self._doing
+        return self.is_current and not self._is_running
 
-    def note(self, work: Work) -> None:
+    def enqueue(self, work: Work) -> None:
         (self._queue if self.tape is None else self.tape).append(work)
 
     def end(self) -> int:
@@ -71,14 +71,14 @@ class Stream(TorchDispatchMode):
         while self.done < place:
             work = self._queue.pop(0)
             self.done += 1
-            self._doing = True
+            self._is_running = True
             try:
                 with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
                     work()
             except Exception as error:
                 raise DeviceFault(str(error)) from error
             finally:
-                self._doing = False
+                self._is_running = False
 
     def synchronize(self) -> None:
         self.wait_until(self.end())
@@ -99,14 +99,14 @@ class Stream(TorchDispatchMode):
         if name in _ALLOCATIONS:
             return self._allocated(func(*args, **kwargs))
         if func._schema.is_mutable:
-            self.note(lambda: _ignore(func(*args, **kwargs)))
-            return _changed(func, args, kwargs)
+            self.enqueue(lambda: _ignore(func(*args, **kwargs)))
+            return _changed_argument(func, args, kwargs)
         return self._computed(func, args, kwargs)
 
     def _allocated(self, out: Tensor) -> Tensor:
-        _spoil(out)
+        _fill_with_garbage(out)
         if self.tape is not None:
-            self.private.append(out)
+            self.allocations.append(out)
         return out
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ class Stream(TorchDispatchMode):
                 if isinstance(mine, Tensor):
                     mine.copy_(computed)
 
-        self.note(work)
+        self.enqueue(work)
         return out
 
 
@@ -149,7 +149,7 @@ def _blank(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _changed_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation that changes an argument: that argument."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -157,7 +157,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs["out"]
 
 
-def _spoil(tensor: Tensor) -> None:
+def _fill_with_garbage(tensor: Tensor) -> None:
     if tensor.numel():
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_GARBAGE)
 
@@ -180,7 +180,7 @@ class Event:
 class Graph:
     def __init__(self) -> None:
         self.tape: list[Work] = []
-        self.private: list[Tensor] = []
+        self.allocations: list[Tensor] = []
         self.stream: Stream | None = None
 
     def replay(self) -> None:
@@ -189,12 +189,12 @@ class Graph:
         stream.seen["replayed"] += 1
 
         def work() -> None:
-            for tensor in self.private:
-                _spoil(tensor)
+            for tensor in self.allocations:
+                _fill_with_garbage(tensor)
             for operation in self.tape:
                 operation()
 
-        stream.note(work)
+        stream.enqueue(work)
 
 
 class TorchSubstitute:
@@ -238,30 +238,30 @@ class TorchSubstitute:
     @contextmanager
     def graph(self, graph: Graph, pool: int, stream: Stream, **_: str) -> Iterator[None]:
         stream.seen["captured"] += 1
-        stream.tape, stream.private = graph.tape, graph.private
+        stream.tape, stream.allocations = graph.tape, graph.allocations
         try:
             yield
         finally:
             stream.tape, graph.stream = None, stream
-            stream.seen["noted"] += len(graph.tape)
+            stream.seen["recorded"] += len(graph.tape)
 
 
 @contextmanager
-def substituted(torch_here: TorchSubstitute | None = None) -> Iterator[Stream]:
+def substituted(torch_module: TorchSubstitute | None = None) -> Iterator[Stream]:
     """Let `CudaDevice(cpu)` work on this stream."""
-    torch_here = torch_here or TorchSubstitute()
-    stream, real = torch_here.only, GridExecutor.__call__
+    torch_module = torch_module or TorchSubstitute()
+    stream, real = torch_module.only, GridExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> None:
-        if stream.notes:
-            stream.note(lambda: real(executor, *args, **kwargs))
+        if stream.is_recording:
+            stream.enqueue(lambda: real(executor, *args, **kwargs))
         else:
             real(executor, *args, **kwargs)
 
     def to_host(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)  # a mode recognises calls by this name
         def read(tensor: Tensor) -> Any:
-            if stream.notes:
+            if stream.is_recording:
                 stream.seen["reads"] += 1
                 stream.synchronize()
             return method(tensor)
@@ -271,19 +271,19 @@ def substituted(torch_here: TorchSubstitute | None = None) -> Iterator[Stream]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("cpu", "tolist"):
             patch.setattr(Tensor, name, to_host(getattr(Tensor, name)))
-        patch.setattr(device_module, "torch", torch_here)
+        patch.setattr(device_module, "torch", torch_module)
         patch.setattr(GridExecutor, "__call__", call)
         yield stream
 
 
-def noted(
+def as_queued(
     stream: Stream, function: Callable[..., Any], result: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return `function` as one operation of the stream. `result` allocates memory for its results
     from the same arguments; the results are tensors or None."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not stream.notes:
+        if not stream.is_recording:
             return function(*args, **kwargs)
         out = result(*args, **kwargs)
 
@@ -294,7 +294,7 @@ def noted(
                 if isinstance(mine, Tensor):
                     mine.copy_(computed)
 
-        stream.note(work)
+        stream.enqueue(work)
         return out
 
     return call

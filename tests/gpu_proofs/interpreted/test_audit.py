@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.gpu_proofs.interpreted.audit import Audit, Unsound
+from tests.gpu_proofs.interpreted.audit import Audit, UnsoundLaunch
 
 
 @triton.jit
@@ -73,9 +73,15 @@ def test_sound_kernels_pass() -> None:
 
 def test_an_address_beyond_a_tensor_is_caught() -> None:
     source = torch.zeros(64)
-    with Audit().auditing(), pytest.raises(Unsound, match="outside of what was passed is read"):
+    with (
+        Audit().auditing(),
+        pytest.raises(UnsoundLaunch, match="outside of what was passed is read"),
+    ):
         copy_kernel[(2,)](source[:30], torch.zeros(64), 30, 16, 1)
-    with Audit().auditing(), pytest.raises(Unsound, match="outside of what was passed is written"):
+    with (
+        Audit().auditing(),
+        pytest.raises(UnsoundLaunch, match="outside of what was passed is written"),
+    ):
         copy_kernel[(2,)](torch.zeros(64), source[:30], 30, 16, 1)
 
 
@@ -84,19 +90,25 @@ def test_a_read_of_unwritten_memory_is_caught() -> None:
         source = torch.empty(32)
         copy_kernel[(1,)](torch.zeros(16), source, 16, 16, 0)
         copy_kernel[(1,)](source, torch.empty(32), 16, 16, 0)
-        with pytest.raises(Unsound, match="reads memory that was never written"):
+        with pytest.raises(UnsoundLaunch, match="reads memory that was never written"):
             copy_kernel[(2,)](source, torch.empty(32), 17, 16, 0)
         source.zero_()
         copy_kernel[(2,)](source, torch.empty(32), 17, 16, 0)
 
 
 def test_programs_that_read_what_others_write_are_caught() -> None:
-    with Audit().auditing(), pytest.raises(Unsound, match="a program reads what another writes"):
+    with (
+        Audit().auditing(),
+        pytest.raises(UnsoundLaunch, match="a program reads what another writes"),
+    ):
         neighbour_kernel[(4,)](torch.zeros(64), 16)
 
 
 def test_programs_that_write_to_one_place_are_caught() -> None:
-    with Audit().auditing(), pytest.raises(Unsound, match="a program writes what another writes"):
+    with (
+        Audit().auditing(),
+        pytest.raises(UnsoundLaunch, match="a program writes what another writes"),
+    ):
         last_kernel[(2,)](torch.zeros(1, dtype=torch.int32))
 
 
@@ -104,20 +116,23 @@ def test_an_order_that_changes_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -
     from tests.gpu_proofs.interpreted.accesses import Accesses
 
     monkeypatch.setattr(Accesses, "faults", lambda self: [])
-    with Audit().auditing(), pytest.raises(Unsound, match="programs reversed leave other bits"):
+    with (
+        Audit().auditing(),
+        pytest.raises(UnsoundLaunch, match="programs reversed leave other bits"),
+    ):
         last_kernel[(2,)](torch.zeros(1, dtype=torch.int32))
-    with Audit(["shuffled"]).auditing(), pytest.raises(Unsound, match="programs shuffled"):
+    with Audit(["shuffled"]).auditing(), pytest.raises(UnsoundLaunch, match="programs shuffled"):
         neighbour_kernel[(8,)](torch.zeros(128), 16)
 
 
 def test_a_program_that_reads_what_it_stored_needs_a_barrier() -> None:
     memory = torch.zeros(16, dtype=torch.int32)
-    with Audit().auditing(), pytest.raises(Unsound, match="without a barrier"):
+    with Audit().auditing(), pytest.raises(UnsoundLaunch, match="without a barrier"):
         own_kernel[(1,)](memory, torch.zeros_like(memory), 16, BARRIER=False)
 
 
 def test_lanes_that_differ_on_a_place_are_caught() -> None:
-    with Audit().auditing(), pytest.raises(Unsound, match="lanes of one store differ"):
+    with Audit().auditing(), pytest.raises(UnsoundLaunch, match="lanes of one store differ"):
         lanes_kernel[(1,)](torch.zeros(16, dtype=torch.int32), 16)
 
 
@@ -129,5 +144,5 @@ def test_an_atomic_orders_programs_only_if_it_says_so() -> None:
         memory = words()
         sum_kernel[(4,)](*memory, "acq_rel")
         assert memory[2].item() == 10
-        with pytest.raises(Unsound, match="a program reads what another writes"):
+        with pytest.raises(UnsoundLaunch, match="a program reads what another writes"):
             sum_kernel[(4,)](*words(), "relaxed")

@@ -18,7 +18,7 @@ from cbatch.engine.heads import trial_texts
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.model.shapes import Numerics
-from tests.gpu_proofs.interpreted.references import use_noted_references
+from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import HostReads, Stream, substituted
 from tests.gpu_proofs.interpreted.test_stream import Captures, replayed
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
@@ -43,7 +43,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     without_overflow_checks(monkeypatch)
     with substituted() as stream:
         monkeypatch.setattr(twins, "ReplayingDevice", lambda: Captures(CPU))
-        use_noted_references(stream, monkeypatch)
+        use_queued_references(stream, monkeypatch)
         yield stream
 
 

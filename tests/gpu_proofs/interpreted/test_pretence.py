@@ -16,7 +16,7 @@ from cbatch import LLM, SamplingParams
 from cbatch.runtime import compiled
 from cbatch.runtime.gpu.decoder import ProductBuilder
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
-from tests.gpu_proofs.pretence.tensors import CUDA, Mixed
+from tests.gpu_proofs.pretence.tensors import CUDA, MixedDevices
 from tests.runtime.pairs import tiny_config
 
 PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(40, 49))]
@@ -110,9 +110,9 @@ def test_a_tensor_knows_its_side(cuda: Cuda) -> None:
     assert (there * 2 + there.sum()).to("cpu").tolist() == [5.0] * 3
     assert host.to(there.device).device == CUDA and host.device.type == "cpu"
     assert host.copy_(there) is host and host.device.type == "cpu"
-    with pytest.raises(Mixed):
+    with pytest.raises(MixedDevices):
         there + host
-    with pytest.raises(Mixed):
+    with pytest.raises(MixedDevices):
         torch.rand(3, device="cuda", generator=torch.Generator("cpu"))
     with pytest.raises(TypeError, match="numpy"):
         there.numpy()

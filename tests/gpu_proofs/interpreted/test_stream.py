@@ -17,7 +17,7 @@ from cbatch.runtime.gpu.device import CudaDevice, CudaQueueEvent
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.target_pass import TargetPass
-from tests.gpu_proofs.interpreted.references import use_noted_references
+from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, substituted
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter import twins
@@ -67,7 +67,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
 @pytest.fixture
 def light(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_noted_references(stream, monkeypatch)
+    use_queued_references(stream, monkeypatch)
 
 
 def replayed(stream: Stream) -> Counter[str]:

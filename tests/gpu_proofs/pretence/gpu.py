@@ -19,9 +19,9 @@ from triton.runtime.interpreter import GridExecutor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cbatch.runtime.gpu import buckets, draft_pass, memory, target_pass
-from tests.gpu_proofs.interpreted.references import use_noted_references
+from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import Event, Graph, Stream, TorchSubstitute, substituted
-from tests.gpu_proofs.pretence.tensors import everywhere, is_marked
+from tests.gpu_proofs.pretence.tensors import in_all_threads, is_marked
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 
 NAME = "a GPU that is not there"
@@ -29,7 +29,7 @@ _MEMORY_BYTES = 3 << 30
 _PROPERTIES = SimpleNamespace(
     name=NAME, multi_processor_count=2, L2_cache_size=1 << 12, total_memory=_MEMORY_BYTES
 )
-_CAPTURED = (2, 16)  # numbers of tokens: a graph of each takes time in the interpreter
+_CAPTURED_TOKENS = (2, 16)  # numbers of tokens: a graph of each takes time in the interpreter
 
 
 class _LateStream(Stream):
@@ -111,7 +111,7 @@ def use_references(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
     """Replace an engine's kernels by references: a whole model in the interpreter would take
     minutes."""
     without_overflow_checks(patch)
-    use_noted_references(cuda.only, patch, _checked)
+    use_queued_references(cuda.only, patch, _checked)
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def pretending() -> Iterator[Cuda]:
         for name, value in cuda.members().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.version, "cuda", "13.0")
-        patch.setattr(buckets, "SMALL", _CAPTURED)
+        patch.setattr(buckets, "SMALL", _CAPTURED_TOKENS)
         for module in (buckets, draft_pass, memory, target_pass):
-            patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED[-1])
-        with everywhere():
+            patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED_TOKENS[-1])
+        with in_all_threads():
             yield cuda

@@ -15,7 +15,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from tests.gpu_proofs.pretence.gpu import _PROPERTIES, _checked
-from tests.gpu_proofs.pretence.tensors import everywhere
+from tests.gpu_proofs.pretence.tensors import in_all_threads
 
 _scope = ExitStack()
 _launched, _from_numpy = GridExecutor.__call__, torch.from_numpy
@@ -32,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     patch = _scope.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(GridExecutor, "__call__", _checked(_launch))
     patch.setattr(torch.cuda, "get_device_properties", lambda device=None: _PROPERTIES)
-    _scope.enter_context(everywhere())
+    _scope.enter_context(in_all_threads())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

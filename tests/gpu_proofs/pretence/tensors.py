@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 CUDA = torch.device("cuda", 0)
 _MARK = "_on_pretended_gpu"
 # Functions that take tensors of both sides: copies, and indices of the host.
-_BOTH = {"copy_", "to", "__getitem__", "__setitem__", "__get__", "__set__", "type_as"}
-_BOTH |= {"_has_compatible_shallow_copy_type"}
+_MIXING = {"copy_", "to", "__getitem__", "__setitem__", "__get__", "__set__", "type_as"}
+_MIXING |= {"_has_compatible_shallow_copy_type"}
 
 
-class Mixed(RuntimeError):
+class MixedDevices(RuntimeError):
     """An error in torch's words."""
 
 
@@ -74,8 +74,10 @@ class Pretence(TorchFunctionMode):
             return _moved(func, name, args, kwargs)
         if name == "numpy" and marked:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
-        if name not in _BOTH and any(t.dim() and not is_marked(t) for t in tensors) and marked:
-            raise Mixed(f"{name}: Expected all tensors to be on the same device, cuda:0 and cpu")
+        if name not in _MIXING and any(t.dim() and not is_marked(t) for t in tensors) and marked:
+            raise MixedDevices(
+                f"{name}: Expected all tensors to be on the same device, cuda:0 and cpu"
+            )
         there = _placed(name, kwargs)
         if there is None:
             there = bool(marked)
@@ -107,7 +109,7 @@ def _placed(name: str, kwargs: dict[str, Any]) -> bool | None:
         return None
     there = _is_cuda(device)
     if generator is not None and (generator.device.type == "cuda") != there:
-        raise Mixed(f"{name}: Expected a '{device}' device type for generator")
+        raise MixedDevices(f"{name}: Expected a '{device}' device type for generator")
     if there:
         kwargs["device"] = "cpu"
     return there
@@ -137,7 +139,7 @@ def _moved(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextmanager
-def everywhere() -> Iterator[None]:
+def in_all_threads() -> Iterator[None]:
     """Enter `Pretence` in this thread and in all that it starts."""
     run = threading.Thread.run
 
