@@ -186,7 +186,8 @@ static void unmake(made *m) {
 static void one_pass(const made *m, long query, long before, int half, int wrong) {
     const decoder *of = &m->model;
     const long size = 16, context = query + before, width = (context + size - 1) / size;
-    const long rows = 3 * query, blocks = 3 * width, threads = 1 + below(3), num_logit_rows = below(rows + 1);
+    const long rows = 3 * query, blocks = 3 * width, threads = 1 + below(3);
+    const long num_logit_rows = below(rows + 1);
     int64_t *tokens = room(rows * 8), *logit_rows = room((num_logit_rows + 1) * 8), progress = 0;
     int32_t *queries = room(12), *contexts = room(12), *tables = room(blocks * 4);
     for (long i = 0; i < rows; i++) tokens[i] = below(of->vocab);
@@ -201,7 +202,8 @@ static void one_pass(const made *m, long query, long before, int half, int wrong
     const long most_rows = max_long(rows, num_logit_rows);
     step s = {tokens, logit_rows, queries, contexts, tables, bits(kv_bytes),
               room((num_logit_rows + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
-              &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width, wrong == 3 ? num_logit_rows + 1 : num_logit_rows, blocks, size, half, threads, 2};
+              &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width,
+              wrong == 3 ? num_logit_rows + 1 : num_logit_rows, blocks, size, half, threads, 2};
     const int status = decode(of, &s);
     rest();
     if (status != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", status, wrong), abort();

@@ -181,8 +181,8 @@ INLINE ints dot4(ints sum, ints codes, int32_t values, int bits) {
 
 // Multiplies `rows` rows, `stride` bytes apart, by a panel. With `ahead`, prefetches the bytes that
 // follow; only the first rows need this. Inlined: form and number of rows are constants.
-INLINE void multiply_cells(const char *panel, long in, form f, const char *x, long stride, int ahead,
-                  int rows, vec *to) {
+INLINE void multiply_cells(const char *panel, long in, form f, const char *x, long stride,
+                           int ahead, int rows, vec *to) {
     const long count = in / CELL, whole = cell_bytes(f) + scale_bytes(f);
     const char *scales = panel + count * cell_bytes(f);
     vec sums[ROWS];

@@ -189,7 +189,8 @@ static void rotate_and_store_all(pass *p, long index, long queries) {
         if (m->whole_heads) norm_whole(m, l, heads);
         for (long head = 0; head < m->kv_heads; head++)
             rotate_and_store(p, l, queries, heads + head * (queries + 2) * m->dim,
-                             l->cos_sin + position * m->dim, blocks_of(p, index, head) + block * bytes,
+                             l->cos_sin + position * m->dim,
+                             blocks_of(p, index, head) + block * bytes,
                              position - which * s->block_size);
     }
 }
@@ -283,8 +284,9 @@ static void feed_forward(pass *p, const layer *l) {
         return;
     }
     if (gated_by_product(p->model, l)) {
-        const problem up = {.weights = &l->gate_up, .x = p->converted, .x_stride = p->converted_stride,
-                            .gated = p->gated, .gated_stride = p->gated_stride};
+        const problem up = {.weights = &l->gate_up, .x = p->converted,
+                            .x_stride = p->converted_stride, .gated = p->gated,
+                            .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
         const problem down = {.weights = &l->down, .x = p->gated, .y = sums_of(p),
                               .x_stride = p->gated_stride, .y_stride = sums_stride(p),

@@ -31,8 +31,8 @@ typedef struct {
 // rows x_stride floats apart; chosen and weights [rows, choices]: the number `experts` means no
 // expert; gate_up_out [rows * choices, gate_up_out_stride] floats, a multiple of 16 and at least
 // 16 more than gate_up's outputs; y [rows, columns]. `memory` has `experts_bytes` bytes. `parts`: 1
-// computes gate_up, 2 the rest, 3 both. With CALLER, the rest reads `inner` [pairs, down->in], whose
-// pairs are in the order of `gate_up_out`.
+// computes gate_up, 2 the rest, 3 both. With CALLER, the rest reads `inner` [pairs, down->in],
+// whose pairs are in the order of `gate_up_out`.
 typedef struct {
     const linear *gate_up, *down;
     const float *x, *weights, *inner;
@@ -67,7 +67,8 @@ _Static_assert(sizeof(expert_job) <= MOST_JOB_BYTES, "experts are handed over wh
 
 static long input_bytes(const linear *weights) {
     const long in = weights->in;
-    return rounded(row_form_of(weights) == FLOATS ? in * 4 : converted_bytes(in), 64) + 4 * ROW_PADDING;
+    const long bytes = row_form_of(weights) == FLOATS ? in * 4 : converted_bytes(in);
+    return rounded(bytes, 64) + 4 * ROW_PADDING;
 }
 
 static long carve_experts(expert_job *p) {
@@ -179,7 +180,8 @@ static void sum_row(const expert_job *p, long row) {
     memset(to, 0, s->columns * 4);
     for (long i = 0; i < p->count[row]; i++) {
         const long at = p->places[row * s->choices + i];
-        const float weight = s->weights[p->choice_of[at]], *result = p->results + at * p->result_stride;
+        const float weight = s->weights[p->choice_of[at]];
+        const float *result = p->results + at * p->result_stride;
         for (long k = 0; k < s->columns; k++) to[k] += weight * result[k];
     }
 }
@@ -225,7 +227,8 @@ static void route(const mixture *m, const float *scores, int64_t *chosen, float 
 
 // Lays out the memory of a layer's experts for `rows` rows; returns its bytes.
 static long carve_mixture(expert_job *p, const mixture *m, long rows, long columns, char *memory) {
-    const long choices = m->choices + m->shared, stride = rounded(2 * m->down->in, LANES) + ROW_PADDING;
+    const long choices = m->choices + m->shared;
+    const long stride = rounded(2 * m->down->in, LANES) + ROW_PADDING;
     long used = 0;
     p->step = (expert_step){.gate_up = m->gate_up, .down = m->down, .gating = m->gating,
                             .experts = m->experts + m->shared, .rows = rows, .choices = choices,

@@ -95,7 +95,8 @@ static void fuse_all(void *job) {
     const fuse_job f = *(const fuse_job *)job;
     member me = f.me;
     const head *h = f.head;
-    const long wide = h->layers * h->width, floats = !h->fc.num_parts || row_form_of(&h->fc) == FLOATS;
+    const long wide = h->layers * h->width;
+    const long floats = !h->fc.num_parts || row_form_of(&h->fc) == FLOATS;
     EACH_CLAIMED(&me, f.rows, r) {
         const float *x = f.hidden + r * wide;
         float *to = h->fc.num_parts ? f.work.inputs + r * wide : f.fused + r * wide;
@@ -188,8 +189,8 @@ static long keep_unfinished(const head_call *s, head_work *w, long count, long w
 }
 
 // Chooses the most likely token of each active sequence, as its next input and as a draft.
-static void choose_drafts(const head_call *s, head_work *w, long count, int64_t *drafts, long deepest,
-                          long depth, uint8_t *broken) {
+static void choose_drafts(const head_call *s, head_work *w, long count, int64_t *drafts,
+                          long deepest, long depth, uint8_t *broken) {
     const head *h = s->head;
     const long choices = h->decoder->choices;
     choice_job c = {.logits = w->logits, .tokens = w->tokens, .finite = w->finite, .rows = count,
@@ -206,8 +207,8 @@ static void choose_drafts(const head_call *s, head_work *w, long count, int64_t 
 // Drafts greedily. Sequence i, in slots[i], has known[i] tokens, all but the last in the head's KV.
 // It gets depths[i] >= 1 drafts in drafts [count, deepest]. If its logits are not finite, broken[i]
 // is set and depths[i] becomes the number of drafts before. Returns nonzero as `decode` does.
-int draft(const head_call *s, const int64_t *slots, const int64_t *known, int64_t *depths, long count,
-          long deepest, long width, int64_t *drafts, uint8_t *broken) {
+int draft(const head_call *s, const int64_t *slots, const int64_t *known, int64_t *depths,
+          long count, long deepest, long width, int64_t *drafts, uint8_t *broken) {
     const decoder *m = s->head->decoder;
     head_work w;
     carve_work(&w, s->work, s->head, count, count, width);

@@ -83,8 +83,8 @@ static void attend_piece(const layer_job *p, const piece *piece, long head) {
     const long first = head * l->group, out_row = l->kv_heads * l->group * l->value_dim;
     const query_rows queries = {
         l->queries + piece->row * l->query_row + first * l->query_head,
-        l->out + piece->row * out_row + first * l->value_dim, piece->rows, l->group, piece->position,
-        l->query_row, l->query_head, out_row, l->scale, l->cap, l->sinks ? l->sinks + first : 0};
+        l->out + piece->row * out_row + first * l->value_dim, piece->rows, l->group,
+        piece->position, l->query_row, l->query_head, out_row, l->scale, l->cap, l->sinks ? l->sinks + first : 0};
     attend(&queries, &kv, &mine);
 }
 

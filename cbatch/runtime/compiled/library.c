@@ -25,7 +25,8 @@ void attend_layer(const attention_step *of, const attention_layer *layer) {
 
 // Returns the floats of one thread's working memory, a multiple of a cache line.
 long attention_floats(long group, long dim, long value_dim) {
-    return rounded(scratch_floats(queries_of_piece(group), max_long(dim, value_dim)), LINE_BYTES / 4);
+    const long floats = scratch_floats(queries_of_piece(group), max_long(dim, value_dim));
+    return rounded(floats, LINE_BYTES / 4);
 }
 
 long experts_bytes(const expert_step *of) {
@@ -87,7 +88,8 @@ static void multiply_all(void *job) {
 }
 
 // Computes y [rows, columns] from x [rows, in]. Returns nonzero, without y, if memory runs out.
-int product(const linear *weights, const float *x, float *y, long rows, long columns, long threads) {
+int product(const linear *weights, const float *x, float *y, long rows, long columns,
+            long threads) {
     const long in = weights->in, stride = converted_bytes(in);
     const enum row_form form = row_form_of(weights);
     float *scaled = weights->scale ? malloc(rows * in * sizeof *scaled) : 0;
@@ -103,7 +105,8 @@ int product(const linear *weights, const float *x, float *y, long rows, long col
     }
     if (!out_of_memory) {
         const char *input = converted ? converted : (const char *)(scaled ? scaled : x);
-        product_job p = {.args = {weights, input, y, converted ? stride : in * 4, columns}, .rows = rows};
+        product_job p = {.args = {weights, input, y, converted ? stride : in * 4, columns},
+                         .rows = rows};
         run_job(multiply_all, &p, sizeof p, threads, 1);
         rest();
     }
@@ -114,7 +117,8 @@ int product(const linear *weights, const float *x, float *y, long rows, long col
 // Writes the most likely token of each row of logits [rows, vocab], and whether the row is finite.
 void choose(const float *logits, long rows, long vocab, int64_t *tokens, uint8_t *finite,
             long threads) {
-    choice_job p = {.logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};
+    choice_job p = {
+        .logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};
     run_job(choose_all, &p, sizeof p, threads, 1);
     rest();
 }

@@ -45,8 +45,8 @@ static long index_after_last(const int64_t *text, long end, int64_t token) {
 // `all`, only the last one if all `size` tokens match. As in the Z algorithm (Gusfield 1997, 1.3)
 // no token is read twice: text [low, high) is a suffix of the context, too, so matches inside it
 // are known from the context's overlaps with itself.
-static long find_followers(search *s, const int64_t *text, long length, const int64_t *end, long size,
-                   int all) {
+static long find_followers(search *s, const int64_t *text, long length, const int64_t *end,
+                           long size, int all) {
     long best = 1, low = length, high = length, count = 0, *const places = s->places;
     long *const overlaps = s->overlaps;
     for (long k = 1; k < size; k++) {
@@ -91,7 +91,8 @@ static follower most_frequent(search *s, const int64_t *text) {
 static long guess(search *s, const int64_t *text, long length, long depth, int64_t *drafts) {
     const lookup *of = s->of;
     long size = length < of->longest ? length : of->longest;
-    const long matched = size = find_followers(s, text, length, text + length, size, of->by_frequency);
+    size = find_followers(s, text, length, text + length, size, of->by_frequency);
+    const long matched = size;
     if (size < of->shortest) return 0;
     if (!of->by_frequency) {
         for (long i = 0, place = s->places[0]; i < depth; i++, place++)

@@ -117,7 +117,8 @@ INLINE void any_tile(const problem *args, const segment *part, long row, long pa
     }
 
 // Multiplies all rows by the panels [first, last), whose weights stay in a cache meanwhile.
-INLINE void band(const problem *args, const segment *part, long rows, long first, long last, int kind) {
+INLINE void band(const problem *args, const segment *part, long rows, long first, long last,
+                 int kind) {
     long r = 0;
     for (; r + ROWS <= rows; r += ROWS) PANELS(ROWS, FULL)
     switch (rows - r) {
@@ -139,8 +140,9 @@ INLINE void band(const problem *args, const segment *part, long rows, long first
 INLINE void block_tile(const problem *args, const segment *part, form f, long row, long panel,
                        int rows) {
     vec sums[ROWS];
-    multiply_cells(part->panels + panel * block_panel_bytes(f, args->weights->in), args->weights->in, f,
-          args->x + row * args->x_stride, args->x_stride, !row, rows, sums);
+    const long in = args->weights->in;
+    multiply_cells(part->panels + panel * block_panel_bytes(f, in), in, f,
+                   args->x + row * args->x_stride, args->x_stride, !row, rows, sums);
     const outputs at = outputs_of(part, panel);
     for (int r = 0; r < rows; r++) write_outputs(args, at, row + r, sums[r]);
 }
@@ -207,7 +209,8 @@ static void product_of(const problem *args, long rows, member *me) {
     long panels = 0, bands = 0, claimed;
     for (long i = 0; i < weights->num_parts; i++) panels += panels_of(weights->parts + i);
     const long width = (panels < 4 * WIDE * me->threads ? FULL : WIDE) / halves;
-    for (long i = 0; i < weights->num_parts; i++) bands += bands_of(args, weights->parts + i, width);
+    for (long i = 0; i < weights->num_parts; i++)
+        bands += bands_of(args, weights->parts + i, width);
     while ((claimed = claim(me, bands * chunks)) >= 0) {
         const long row = claimed / bands * CHUNK;
         problem here = *args;

@@ -21,8 +21,8 @@ typedef struct {
 // The input of a drafter: rows [token | state] of embeddings and hidden states. `token_norm` and
 // `state_norm` are weights times sqrt(hidden), or null: no norm. `input_layer`, if it has parts,
 // maps both to the first layer's input. Otherwise the first qkv reads both; the residual is then
-// the state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is for
-// passes without logits. With `plain_in` the first layer has no norm before its qkv; with
+// the state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is
+// for passes without logits. With `plain_in` the first layer has no norm before its qkv; with
 // `plain_out` the LM head has no norm.
 typedef struct {
     linear input_layer, only_kv;
@@ -80,8 +80,8 @@ typedef struct {
 // The state of a pass, one copy for each thread. Working memory has rows of floats, a stride apart,
 // and rows in the form that the next product reads. The output of half a layer is written to
 // `partial`, unless that is null. While `sums_pending` is set, the residual stream lacks `sums` (of
-// all ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs only
-// part `part` of the pass.
+// all ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs
+// only part `part` of the pass.
 typedef struct {
     member me;
     const decoder *model;

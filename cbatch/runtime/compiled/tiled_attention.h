@@ -80,8 +80,8 @@ static const char *value_tile(const paged *kv, const scratch *s, long chunk, lon
 #define STORE_SUMS(T) _tile_stored(T, out + T * TILE, s->width * 4);
 
 // Adds V of the chunk's positions [from, to), weighted, to the outputs of all queries.
-static void add_value_tiles(const scratch *s, const char *const *values, long count, long from, long to,
-                        long dim) {
+static void add_value_tiles(const scratch *s, const char *const *values, long count, long from,
+                            long to, long dim) {
     WRITTEN();
     for (long first = 0; first < count; first += TILE)
         for (long d = 0; d < dim; d += 4 * TILE) {

@@ -53,8 +53,8 @@ INLINE void tiled_step(const char *x, long stride, const char *w, const char *w_
 }
 
 // Copies the last columns of all rows, fewer than 32, padded with zeros.
-static __attribute__((noinline)) void copy_padded(const char *x, long stride, long rows, long row_bytes,
-                                             char (*to)[TILE_BYTES]) {
+static __attribute__((noinline)) void copy_padded(const char *x, long stride, long rows,
+                                                  long row_bytes, char (*to)[TILE_BYTES]) {
     memset(to, 0, rows * TILE_BYTES);
     for (long r = 0; r < rows; r++) memcpy(to[r], x + r * stride, row_bytes);
 }
@@ -102,18 +102,20 @@ INLINE void tiled_panels(const char *x, long stride, long rows, const char *w, c
 
 static void write_gated(const problem *args, long row, long column, vec gate, vec up) {
     const float *bias = args->weights->bias;
-    if (bias) gate += load(bias + column), up += load(bias + args->weights->parts->out / 2 + column);
+    const long half = args->weights->parts->out / 2;
+    if (bias) gate += load(bias + column), up += load(bias + half + column);
     const __m256bh values = _mm512_cvtneps_pbh((__m512)(silu(gate) * up));
     memcpy(args->gated + row * args->gated_stride + column * 2, &values, sizeof values);
 }
 
 // Prefetches the cache lines of y that one or two panels write for `rows` rows from `row` on.
 // Inlined: compilers remove a call without other effects.
-INLINE void prefetch_outputs(const problem *args, const segment *part, long panel, long row, long rows,
-                          int second) {
+INLINE void prefetch_outputs(const problem *args, const segment *part, long panel, long row,
+                             long rows, int second) {
     const outputs at = outputs_of(part, panel), at_second = outputs_of(part, panel + 1);
     for (long i = row; i < row + rows; i++)
-        if (args->gated) __builtin_prefetch(args->gated + i * args->gated_stride + panel * LANES * 2, 1, 3);
+        if (args->gated)
+            __builtin_prefetch(args->gated + i * args->gated_stride + panel * LANES * 2, 1, 3);
         else {
             __builtin_prefetch(args->y + i * args->y_stride + at.column, 1, 3);
             if (second) __builtin_prefetch(args->y + i * args->y_stride + at_second.column, 1, 3);
@@ -183,8 +185,8 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
 }
 
 // Multiplies the rows that fill whole tiles; returns their number.
-INLINE long tiled_block_band(const problem *args, const segment *part, form f, long rows, long first,
-                             long last) {
+INLINE long tiled_block_band(const problem *args, const segment *part, form f, long rows,
+                             long first, long last) {
     const long bytes = block_panel_bytes(f, args->weights->in);
     if (rows < TILE) return 0;
     shape_cells();
@@ -192,8 +194,8 @@ INLINE long tiled_block_band(const problem *args, const segment *part, form f, l
     for (; r + TILE <= rows; r += TILE)
         for (long p = first; p < last; p++) {
             vec sums[TILE];
-            tiled_cells(part->panels + p * bytes, args->weights->in, f, args->x + r * args->x_stride,
-                        args->x_stride, sums);
+            tiled_cells(part->panels + p * bytes, args->weights->in, f,
+                        args->x + r * args->x_stride, args->x_stride, sums);
             const outputs at = outputs_of(part, p);
             for (int i = 0; i < TILE; i++) write_outputs(args, at, r + i, sums[i]);
         }
