@@ -255,8 +255,8 @@ static void multiply(pass *p, const linear *weights, const float *x, long x_stri
                      long y_stride, int add) {
     const int floats = row_form_of(weights) == FLOATS;
     const problem args = {.weights = weights, .x = floats ? (const char *)x : p->converted, .y = y,
-                        .x_stride = floats ? x_stride * 4 : p->converted_stride,
-                        .y_stride = y_stride, .add = add};
+                          .x_stride = floats ? x_stride * 4 : p->converted_stride,
+                          .y_stride = y_stride, .add = add};
     product_of(&args, p->rows, &p->me);
 }
 
@@ -284,9 +284,8 @@ static void feed_forward(pass *p, const layer *l) {
         return;
     }
     if (gated_by_product(p->model, l)) {
-        const problem up = {.weights = &l->gate_up, .x = p->converted,
-                            .x_stride = p->converted_stride, .gated = p->gated,
-                            .gated_stride = p->gated_stride};
+        const problem up = {.weights = &l->gate_up, .x = p->converted, .gated = p->gated,
+                            .x_stride = p->converted_stride, .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
         const problem down = {.weights = &l->down, .x = p->gated, .y = sums_of(p),
                               .x_stride = p->gated_stride, .y_stride = sums_stride(p),
