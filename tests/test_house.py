@@ -296,7 +296,7 @@ OPTIONAL |= {"fcntl", "resource", "uvloop"}
 LATE = {
     "bench/gpu/__main__.py": 2,
     "bench/gpu/child.py": 1,
-    "bench/gpu/world.py": 1,
+    "bench/gpu/environment.py": 1,
     "cbatch/cli/main.py": 6,
     "cbatch/cli/serve.py": 5,
     "cbatch/engine/backends.py": 2,

@@ -97,7 +97,7 @@ FULL = EngineSizes(
 TINY = EngineSizes((2,), 48, warm_steps=1, window_steps=2, windows=1, budget_tokens=32)
 
 
-class Setting(NamedTuple):
+class EngineSetting(NamedTuple):
     """The batch size, lookahead and sampling of a measurement."""
 
     batch: int
@@ -132,7 +132,7 @@ def cells(bench: Bench, model: str = MODEL) -> Iterator[Cell]:
             (STEPS, subject.measure, subject.sizes.batches),
             (STEP_KERNELS, subject.profile_step, profiled),
         ):
-            for setting in (Setting(batch, lookahead, sampling) for batch in batches):
+            for setting in (EngineSetting(batch, lookahead, sampling) for batch in batches):
                 key = f"{what}, {lookahead} {sampling} {setting.batch}"
                 setting_labels = labels | setting._asdict() | {"what": what}
                 yield Cell(key, setting_labels, functools.partial(function, setting))
@@ -178,7 +178,7 @@ class ModelBench:
         seconds = time.perf_counter() - began_s
         return {"seconds": seconds, "device_mib": torch.cuda.max_memory_allocated() >> 20}
 
-    def measure(self, setting: Setting) -> Row:
+    def measure(self, setting: EngineSetting) -> Row:
         """Time windows of decoding steps."""
         if not self.bench.mode.runs:
             return {"step_ms": None, "status": "unmeasured"}
@@ -208,7 +208,7 @@ class ModelBench:
             row["over_limit"] = row["step_ms"] / row["limit_ms"]
         return row
 
-    def profile_step(self, setting: Setting) -> Row:
+    def profile_step(self, setting: EngineSetting) -> Row:
         if not self.bench.full:
             return {"kernels": [], "status": "unmeasured"}
         return {"kernels": step_kernels(self._decoding(setting).step, _PROFILED_STEPS)}
@@ -236,7 +236,7 @@ class ModelBench:
         core = EngineCore(Scheduler(config), self._executor, depth=1, drafters=("model",))
         return Engine(core, seed=0)
 
-    def _decoding(self, setting: Setting) -> Engine:
+    def _decoding(self, setting: EngineSetting) -> Engine:
         """Return a warm engine in which all sequences decode."""
         engine, rng = self._engine(setting.lookahead), np.random.default_rng(0)
         max_tokens = self.sizes.most_tokens - self.sizes.prompt_tokens
@@ -253,7 +253,7 @@ class ModelBench:
             _advance(engine)
         return engine
 
-    def _window(self, engine: Engine, setting: Setting) -> TimedWindow:
+    def _window(self, engine: Engine, setting: EngineSetting) -> TimedWindow:
         stats = engine.scheduler.stats
         steps, tokens, drafts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
         started_s = time.perf_counter()

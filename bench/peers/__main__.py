@@ -19,9 +19,9 @@ by the first peer's. `ours_to_it` is the value of cbatch with lookahead off divi
 `step_p99_to_median` is computed from the times of the decoding steps.
 
 `--limits` adds a system that only multiplies with the weights, or reads them from memory once per
-step if that takes longer. Its speed is computed from the times in which torch, with as many threads
-and in the same turn, reads a GiB and multiplies 2048 x 2048 matrices (bf16 or fp32). `of_limit` is
-the value divided by that of this system. Attention and KV are not counted, the LM head only for a
+step if that takes longer. Its speed is computed from the times in which torch reads a GiB and
+multiplies matrices of 2048 (bf16 or fp32) in the same turn, with as many threads. `of_limit` is the
+value divided by that of this system. Attention and KV are not counted, the LM head only for a
 prompt's last token. Integer products may be faster, so for quantised models a decoding step counts
 as reading alone, which in a batch is too fast to be reached.
 """

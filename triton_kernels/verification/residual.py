@@ -47,11 +47,10 @@ def residual_kernel(
     decision, ratios_ptr, masses_ptr, keys_ptr, vocab, stride, q_stride, list_width, logits_step,
     q_step, num_tiles, num_dense, draws, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the residual of one tile of a row whose draft was sampled.
-
-    With `draws` 0, programs are (row of logits, tile): store the tile's mass, fp32 [N, tiles], for
-    the rows of blocks. With `draws` 1, programs are (request, tile): store the tile's largest key,
-    int64 [B, tiles], for the row of the first rejected draft."""
+    """Compute the residual of one tile of a row whose draft was sampled. With `draws` 0, programs
+    are (row of logits, tile) and store the tile's mass, fp32 [N, tiles], for the rows of blocks.
+    With `draws` 1, they are (request, tile) and store the tile's largest key, int64 [B, tiles], for
+    the row of the first rejected draft."""
     index, tile, by_row = tl.program_id(0), tl.program_id(1), draws == 0
     request = tl.load(batch.rows.requests + index, mask=by_row, other=index)
     depth = tl.load(batch.rows.depths + index, mask=by_row, other=0)
@@ -74,12 +73,12 @@ def residual_kernel(
             max_at = (row.to(tl.int64) * num_tiles + tile) * scan.TILE_FIELDS + scan.TILE_TOP
             has_entries = tl.load(scanned.tiles + max_at) > order.LOWEST
             valid = entry < tl.where(has_entries, list_width, 0)
-            listed_ids = overlay.ids + row.to(tl.int64) * list_width + entry
-            ids = tl.load(listed_ids, mask=valid, other=0)
+            ids = tl.load(overlay.ids + row.to(tl.int64) * list_width + entry, mask=valid, other=0)
             listed_logits = overlay.logits + row.to(tl.int64) * logits_step + entry
             p_logits = tl.load(listed_logits, mask=valid, other=order.LOWEST)
-            q_listed = q_listed_ptr + q_row * q_step + entry
-            q_logits = tl.load(q_listed, mask=valid, other=order.LOWEST)
+            q_logits = tl.load(
+                q_listed_ptr + q_row * q_step + entry, mask=valid, other=order.LOWEST
+            )
         top, mass, cut, _, _ = dist.load_dists(dists, row, True)
         p = dist.chance_of(p_logits, ids, top, mass, cut, inverse)
         if mode == order.BLOCK_MODE:
@@ -90,20 +89,16 @@ def residual_kernel(
             total = tl.sum(tl.sum(residual, axis=1), axis=0)
             tl.store(masses_ptr + row.to(tl.int64) * num_tiles + tile, total)
         else:
-            # Where p and q are nearly equal, rounding may leave no residual at all. Then the token
-            # is drawn from p.
+            # If p and q are nearly equal, rounding may leave no residual: p then replaces it.
             has_residual = tl.max(tl.max(residual, axis=1), axis=0) > 0.0
-            weight = tl.where(has_residual, residual, p)
             seed, position, choice = order.draw_of(batch.noise, request, depth)
-            purpose = depth * 0 + RESIDUAL
+            stream = depth * 0 + RESIDUAL
             if tile < num_dense:
                 group = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)[None, :]
-                words = noise_device.run_words(
-                    seed, group, position, choice, purpose, PIECES, PIECE
-                )
+                words = noise_device.run_words(seed, group, position, choice, stream, PIECES, PIECE)
             else:
-                words = noise_device.words_of(seed, ids, position, choice, purpose)
-            score = weight / noise_device.exponential(words)
+                words = noise_device.words_of(seed, ids, position, choice, stream)
+            score = tl.where(has_residual, residual, p) / noise_device.exponential(words)
             best = tl.max(tl.max(score, axis=1), axis=0)
             token = tl.min(tl.min(tl.where(score == best, ids, ALL_IDS), axis=1), axis=0)
             key = order.key_of(best) * SCORE + (token ^ ALL_IDS)
