@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from typing import Any
 
 from bench.load.cli.display import ProgressDisplay, print_points
 from bench.load.cli.options import GOODPUT_SHARE, LoadOptions
@@ -39,7 +40,7 @@ async def _bench(options: LoadOptions) -> int:
         Workload(options),
     )
     settings, refused = await _settings(options, endpoint, workload)
-    report_settings = {"url": endpoint.url, "model": settings.bodies.model}
+    report_settings: dict[str, Any] = {"url": endpoint.url, "model": settings.bodies.model}
     report_settings |= workload.report_settings()
     report_settings |= {
         "temperature": settings.bodies.fields["temperature"],
