@@ -173,13 +173,13 @@ def test_every_batch_is_measured_as_often_as_any_other() -> None:
     """This holds for any number of turns: a pass that has begun is finished."""
     served = engine("fixed:4")
     fitted, held_out = designed(served.scheduler.config)
-    calibrating = compare.Calibrating(served, INFO)
-    once = calibrating.finish()
+    calibrator = compare.TurnCalibrator(served, INFO)
+    once = calibrator.finish()
     steps = once.fitted.steps // len(fitted)
     assert (once.fitted.steps, once.held_out.steps) == (steps * len(fitted), steps * len(held_out))
     for _ in range(compare.TURNS + 1):
-        calibrating.turn()
-    more = calibrating.finish()
+        calibrator.turn()
+    more = calibrator.finish()
     assert more.fitted.steps == 3 * once.fitted.steps
     assert more.held_out.steps == 3 * once.held_out.steps
     assert more.engine["max_num_seqs"] == 4 and more.max_rows == 4
