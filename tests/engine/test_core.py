@@ -9,7 +9,7 @@ import pytest
 
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.core import EngineCore, StepOutput
-from cbatch.runtime.gpu.late import BLOCKS, SHAPED
+from cbatch.runtime.gpu.background_kernels import BLOCKS, SHAPED
 from tests.checking.invariants import check_scheduler
 from tests.engine.late import held_kernels
 from tests.helpers import make_request

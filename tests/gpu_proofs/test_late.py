@@ -12,8 +12,8 @@ from triton.runtime import driver
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
+from cbatch.runtime.gpu.background_kernels import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import CudaDevice
-from cbatch.runtime.gpu.late import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
 from tests.gpu_proofs.driver import Launches, _Driver, recording
 from tests.gpu_proofs.launches import late
 from tests.gpu_proofs.meta import MetaDevice
@@ -50,7 +50,7 @@ def test_the_parts_together_are_all_kernels_of_a_start(
 ) -> None:
     monkeypatch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
     monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
-    monkeypatch.setattr(capture, "LateKernels", Listed)
+    monkeypatch.setattr(capture, "BackgroundKernels", Listed)
     executor = Run(size, "sm_90", Launches()).executor
     with pytest.raises(Listed) as listed:
         executor.capture()
@@ -80,7 +80,7 @@ class Pending:
 def test_plain_requests_launch_the_first_part_alone(
     size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "LateKernels", Pending)
+    monkeypatch.setattr(capture, "BackgroundKernels", Pending)
     assert len(PLAIN) > 6
     with recording(TARGETS["sm_90"]) as launches:
         run = Run(size, "sm_90", launches)

@@ -11,11 +11,11 @@ from itertools import product
 import numpy as np
 import torch
 
+from cbatch.runtime.gpu.background_kernels import GROUPS, BackgroundKernels, Kernels, groups_of_key
 from cbatch.runtime.gpu.buckets import ladder
 from cbatch.runtime.gpu.device import CallbackDevice, Device
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.host_side import HostSide
-from cbatch.runtime.gpu.late import GROUPS, Kernels, LateKernels, groups_of_key
 from cbatch.runtime.gpu.pending import HostBuffers
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from cbatch.runtime.gpu.target_pass import LOOKUP_FEATURES, MODEL_FEATURES, PLAIN
@@ -25,18 +25,19 @@ _logger = logging.getLogger("cbatch")
 
 
 class StepCapture:
-    """Runs every kind of step once, without slots. `late` are kernels that are not compiled yet."""
+    """Runs every kind of step once, without slots."""
 
     def __init__(self, steps: DeviceSteps, host_side: HostSide) -> None:
         self._steps, self._host_side = steps, host_side
         self._buffers = HostBuffers()
-        self.late = LateKernels()
+        self.background_kernels = BackgroundKernels()
 
     def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
         """Compile kernels and capture the graphs of all bucket sizes.
 
         Kernels that every request needs, and those of the groups `now`, are compiled here. Other
-        groups that Triton's cache lacks are left to `late`; first use captures their graphs."""
+        groups that Triton's cache lacks are left to `background_kernels`. Their graphs are captured
+        at first use."""
         queue = self._steps.queue
         if not queue.captures:
             return
@@ -47,7 +48,7 @@ class StepCapture:
             by_groups[groups_of_key(key) - now] |= queue.kernels_of(work)
 
         def capture(key: Hashable, work: Callable[[], None]) -> None:
-            if groups_of_key(key).isdisjoint(self.late.pending):
+            if groups_of_key(key).isdisjoint(self.background_kernels.pending):
                 queue.capture(key, work)
             else:
                 deferred.add(key)
@@ -55,7 +56,7 @@ class StepCapture:
         with torch.inference_mode(), queue.working():
             run_all = partial(self.run_all, CallbackDevice(note), _smallest)
             by_groups[frozenset()] |= queue.kernels_of(run_all)
-            self.late = LateKernels(by_groups)
+            self.background_kernels = BackgroundKernels(by_groups)
             _logger.info("capturing steps")
             self.run_all(CallbackDevice(capture), ladder)
             queue.deferred = deferred

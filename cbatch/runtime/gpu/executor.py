@@ -10,12 +10,12 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
+from cbatch.runtime.gpu.background_kernels import BackgroundKernels
 from cbatch.runtime.gpu.capture import StepCapture
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.host_drafts import DeviceModel, LookupSettings
 from cbatch.runtime.gpu.host_side import HostSide
-from cbatch.runtime.gpu.late import LateKernels
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.memory import Draft, StepLimits
 from cbatch.runtime.gpu.pending import HostBuffers, Pending
@@ -90,8 +90,8 @@ class GpuExecutor:
         self._pending: deque[Pending] = deque()
 
     @property
-    def background_kernels(self) -> LateKernels:
-        return self._capture.late
+    def background_kernels(self) -> BackgroundKernels:
+        return self._capture.background_kernels
 
     @property
     def num_pending(self) -> int:

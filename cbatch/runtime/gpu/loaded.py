@@ -9,12 +9,12 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.runtime.backend import LargestStep
 from cbatch.runtime.drafting.lookups import all_lookups
+from cbatch.runtime.gpu.background_kernels import groups_of
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.kv_types import kv_dtype_of
-from cbatch.runtime.gpu.late import groups_of
 from cbatch.runtime.gpu.memory import Draft, StepLimits, step_memory_bytes
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
