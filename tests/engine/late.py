@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cbatch.runtime.gpu.background_kernels import BLOCKS, SHAPED, BackgroundKernels
+from cbatch.runtime.gpu.background_kernels import BLOCKS, SHAPED, UncompiledKernels
 from tests.triton_kernels.compile_check import TARGETS
 from triton_kernels.build import ahead
 from triton_kernels.build.ahead import Specialisation
@@ -31,7 +31,7 @@ _MODULES = {SHAPED: "sampling.shape", BLOCKS: "verification.block_kernel"}
 class HeldKernels(NamedTuple):
     """`kernels`, with compiling processes that end when `end` is called."""
 
-    kernels: BackgroundKernels
+    kernels: UncompiledKernels
     folder: Path
 
     def end(self, group: str, status: int = 0) -> None:
@@ -57,4 +57,4 @@ def held_kernels(folder: Path, patch: pytest.MonkeyPatch) -> HeldKernels:
         specialisations[frozenset((group,))] = {
             name: Specialisation(module, name, {}, {}, {}, {}, TARGETS["sm_90"])
         }
-    return HeldKernels(BackgroundKernels(specialisations), folder)
+    return HeldKernels(UncompiledKernels(specialisations), folder)

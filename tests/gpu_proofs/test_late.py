@@ -50,7 +50,7 @@ def test_the_parts_together_are_all_kernels_of_a_start(
 ) -> None:
     monkeypatch.setattr(MetaDevice, "kernels_of", CudaDevice.kernels_of)
     monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
-    monkeypatch.setattr(capture, "BackgroundKernels", Listed)
+    monkeypatch.setattr(capture, "UncompiledKernels", Listed)
     executor = Run(size, "sm_90", Launches()).executor
     with pytest.raises(Listed) as listed:
         executor.capture()
@@ -80,7 +80,7 @@ class Pending:
 def test_plain_requests_launch_the_first_part_alone(
     size: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "BackgroundKernels", Pending)
+    monkeypatch.setattr(capture, "UncompiledKernels", Pending)
     assert len(PLAIN) > 6
     with recording(TARGETS["sm_90"]) as launches:
         run = Run(size, "sm_90", launches)

@@ -39,7 +39,7 @@ def _named(shaped: bool, blocks: bool) -> frozenset[str]:
     return frozenset(group for group, needs in zip(GROUPS, (shaped, blocks), strict=True) if needs)
 
 
-class BackgroundKernels:
+class UncompiledKernels:
     """Kernel groups that are not compiled yet. `by_groups` maps the set of groups that a step needs
     to the step's kernels. Kernels that need no group are compiled in the constructor.
 

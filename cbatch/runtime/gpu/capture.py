@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from cbatch.runtime.gpu.background_kernels import GROUPS, BackgroundKernels, Kernels, groups_of_key
+from cbatch.runtime.gpu.background_kernels import GROUPS, UncompiledKernels, Kernels, groups_of_key
 from cbatch.runtime.gpu.buckets import ladder
 from cbatch.runtime.gpu.device import CallbackDevice, Device
 from cbatch.runtime.gpu.device_steps import DeviceSteps
@@ -30,7 +30,7 @@ class StepCapture:
     def __init__(self, steps: DeviceSteps, host_side: HostSide) -> None:
         self._steps, self._host_side = steps, host_side
         self._buffers = HostBuffers()
-        self.background_kernels = BackgroundKernels()
+        self.background_kernels = UncompiledKernels()
 
     def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
         """Compile kernels and capture the graphs of all bucket sizes.
@@ -56,7 +56,7 @@ class StepCapture:
         with torch.inference_mode(), queue.working():
             run_all = partial(self.run_all, CallbackDevice(note), _smallest)
             by_groups[frozenset()] |= queue.kernels_of(run_all)
-            self.background_kernels = BackgroundKernels(by_groups)
+            self.background_kernels = UncompiledKernels(by_groups)
             _logger.info("capturing steps")
             self.run_all(CallbackDevice(capture), ladder)
             queue.deferred = deferred

@@ -10,7 +10,7 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.background_kernels import BackgroundKernels
+from cbatch.runtime.gpu.background_kernels import UncompiledKernels
 from cbatch.runtime.gpu.capture import StepCapture
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device_steps import DeviceSteps
@@ -90,7 +90,7 @@ class GpuExecutor:
         self._pending: deque[Pending] = deque()
 
     @property
-    def background_kernels(self) -> BackgroundKernels:
+    def background_kernels(self) -> UncompiledKernels:
         return self._capture.background_kernels
 
     @property
