@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from cbatch.runtime.gpu.background_kernels import GROUPS, UncompiledKernels, Kernels, groups_of_key
+from cbatch.runtime.gpu.background_kernels import GROUPS, Kernels, UncompiledKernels, groups_of_key
 from cbatch.runtime.gpu.buckets import ladder
 from cbatch.runtime.gpu.device import CallbackDevice, Device
 from cbatch.runtime.gpu.device_steps import DeviceSteps
