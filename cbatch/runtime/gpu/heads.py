@@ -92,8 +92,8 @@ class GpuEagleHead(GpuHead):
         with torch.inference_mode():
             own = _EagleProducts(head, weights, target, target.numerics)
             self._norms, self._fc = own.read_norms(target), own.state_fusing_layer(target)
-            self._layer, self._front = own.layer(), own.input_layer()
-            if self._front is None:
+            self._layer, self._input_layer = own.layer(), own.input_layer()
+            if self._input_layer is None:
                 self._token_norm = own.norm("layers.0.input_layernorm")
                 self._state_norm = own.norm("layers.0.hidden_norm")
             self._lm_head: Any = own.lm_head(vocabulary, target_head)
@@ -101,7 +101,7 @@ class GpuEagleHead(GpuHead):
             self._rotary = RotaryTable(
                 c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device
             )
-        products = [*self._layer.products(), self._lm_head, self._fc, self._front]
+        products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
         self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
 
     def cos_sin(self, most_tokens: int) -> Tensor:
@@ -145,8 +145,8 @@ class GpuEagleHead(GpuHead):
         projections and the residual stream."""
         c = self.config
         embedded = F.embedding(flat.tokens, self._embedding)
-        if self._front is not None:
-            x = residual = self._front(torch.cat((embedded, states), dim=1))
+        if self._input_layer is not None:
+            x = residual = self._input_layer(torch.cat((embedded, states), dim=1))
         else:
             normed = rms_norm(states, self._state_norm, c.rms_norm_eps)
             embedded = rms_norm(embedded, self._token_norm, c.rms_norm_eps)
