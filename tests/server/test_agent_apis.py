@@ -10,8 +10,8 @@ import jsonschema_rs
 import pytest
 
 from cbatch.core.request.errors import FieldError
+from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.response_store import ResponseStore
 from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
 from tests.server.agent_calls import MESSAGES, RESPONSES, ask, error_of
@@ -255,7 +255,7 @@ def test_an_expired_response_is_not_found() -> None:
 
 def test_responses_belong_to_their_key_and_leave_when_they_are_old() -> None:
     clock = VirtualClock()
-    store = ResponseStore(Limits(response_store_age_s=10), clock)
+    store = ResponseStore(10_000, 10, clock)
     mine, other = store.of("mine"), store.of("other")
     mine.keep("a", b"body", [b"1", b"2"])
     assert (mine.body("a"), mine.items("a")) == (b"body", [b"1", b"2"])
@@ -279,7 +279,7 @@ def test_responses_belong_to_their_key_and_leave_when_they_are_old() -> None:
 
 def test_the_store_is_bounded_and_drops_the_oldest() -> None:
     limit = 20_000
-    store = ResponseStore(Limits(response_store_bytes=limit)).of(None)
+    store = ResponseStore(limit, 60).of(None)
     for number in range(100):
         store.keep(str(number), b"b" * 500, [b"i" * 400] * 2)
         assert store.num_bytes <= limit

@@ -10,9 +10,8 @@ import pytest
 from cbatch import FieldError
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.requests import ApiRequest, PendingPrompt, parse_chat
+from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import encrypted, parse_responses
-from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.response_store import ResponseStore
 from tests.server.http_client import MODEL, toy_model
 from tests.server.scripted import tokenizer_with
 
@@ -196,7 +195,7 @@ def read(api: str, body: dict[str, Any], **options: Any) -> ApiRequest:
         return parse_chat(raw, served)
     if api == "messages":
         return parse_messages(raw, served)
-    return parse_responses(raw, served, ResponseStore(Limits()).of(None))
+    return parse_responses(raw, served, ResponseStore(10_000, 60).of(None))
 
 
 def prompt_of(request: ApiRequest) -> str:

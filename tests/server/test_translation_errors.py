@@ -63,7 +63,7 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "p"}}, "prompt", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"include": ["message.output_text.logprobs"]}, "include", "logprobs' is not supported"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema"),
     ({"text": {"format": {"type": "grammar"}}}, "text", "grammar"),
     (
         {

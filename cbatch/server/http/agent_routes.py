@@ -13,20 +13,20 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.handler import AnyRequest, AnyResponse, CompletionHandler, Parse
 from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
+from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
 from cbatch.server.serving.block_builder import BlockBuilder
 from cbatch.server.serving.prompts import PromptReader
-from cbatch.server.serving.response_store import KeyResponses, ResponseStore
 from cbatch.server.serving.responses_builder import ResponsesBuilder
 
 
 def agent_routes(
     completions: CompletionHandler, limits: Limits, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
-    store = ResponseStore(limits)
+    store = ResponseStore(limits.response_store_bytes, limits.response_store_age_s)
 
     def responses_of(request: AnyRequest) -> KeyResponses:
         return store.of(record_of(request).key)

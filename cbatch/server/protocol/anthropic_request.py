@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
+from cbatch.server.protocol import translation
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, Count
-from cbatch.server.protocol.translation import (
-    NAMES,
-    OTHER_NAME,
-    REFUSED,
-    FieldNames,
-    function_tool,
-    json_format,
-    read_body,
-    require_parts,
-    translated,
-)
 from cbatch.text.forced_tools import FunctionName
 from cbatch.text.messages import list_problem
 
-ANTHROPIC_NAMES: FieldNames = {
-    **NAMES,
+ANTHROPIC_NAMES = {
+    **translation.NAMES,
     r"(tools\[\d+\])\.parameters": r"\1.input_schema",
     r"parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     r"reasoning_effort": "output_config.effort",
     r"response_format.*": "output_config.format",
     r"stop$": "stop_sequences",
 }
-REFUSED_FIELDS = REFUSED | {
+REFUSED_FIELDS = translation.REFUSED | {
     "container": Missing("a container"),
     "mcp_servers": Missing("calling MCP servers", []),
-    "parallel_tool_calls": OTHER_NAME,
+    "parallel_tool_calls": translation.OTHER_NAME,
     "stop": Missing("this name of chat completions", remedy="use stop_sequences"),
-    "stream_options": OTHER_NAME,
+    "stream_options": translation.OTHER_NAME,
 }
-
-
-class Hint(msgspec.Struct, frozen=True):
-    """A hint that changes no text, such as `cache_control`: prefixes are always cached."""
-
-    type: Any = None
-    ttl: Any = None
 
 
 class AnthropicBlock(msgspec.Struct, frozen=True, gc=False):
@@ -62,7 +46,7 @@ class AnthropicBlock(msgspec.Struct, frozen=True, gc=False):
     tool_use_id: str = ""
     content: str | list[AnthropicBlock] = ""
     is_error: bool | None = None
-    cache_control: Hint | None = None
+    cache_control: Any = None  # prefixes are always cached
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, gc=False):
@@ -76,7 +60,7 @@ class AnthropicTool(msgspec.Struct, frozen=True):
     description: str | None = None
     strict: bool | None = None
     type: str | None = None
-    cache_control: Hint | None = None
+    cache_control: Any = None
 
 
 class AnthropicChoice(msgspec.Struct, frozen=True):
@@ -119,21 +103,12 @@ class AnthropicFields(msgspec.Struct, frozen=True, kw_only=True):
     output_format: AnthropicFormat | None = None  # older name of `output_config.format`
     stop_sequences: list[str] = []
     metadata: AnthropicMetadata = AnthropicMetadata()
-    cache_control: Hint | None = None
+    cache_control: Any = None
 
 
-def parse_messages(body: bytes, model: ServedModel) -> ApiRequest:
+def parse_messages(body: bytes, model: ServedModel, *, needs_max_tokens: bool = True) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    return _parse(body, model, needs_max_tokens=True)
-
-
-def parse_count(body: bytes, model: ServedModel) -> ApiRequest:
-    """Return the request whose prompt is to be counted. Raises `FieldError` naming the field."""
-    return _parse(body, model, needs_max_tokens=False)
-
-
-def _parse(body: bytes, model: ServedModel, *, needs_max_tokens: bool) -> ApiRequest:
-    read = read_body(body, AnthropicFields, REFUSED_FIELDS)
+    read = translation.read_body(body, AnthropicFields, REFUSED_FIELDS)
     fields, rest = read.fields, read.rest
     if fields.max_tokens is None and needs_max_tokens:
         raise FieldError("max_tokens", "is missing", "give the most tokens to generate")
@@ -150,21 +125,24 @@ def _parse(body: bytes, model: ServedModel, *, needs_max_tokens: bool) -> ApiReq
         chat |= _choice(fields.tool_choice)
     shape = fields.output_config.format or fields.output_format
     if shape is not None:
-        chat["response_format"] = json_format(shape.schema)
+        schema = {"schema": shape.schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     thinking, variables = fields.thinking, rest.get("chat_template_kwargs", {})
     if thinking is not None and isinstance(variables, dict):
         switch = {"enable_thinking": thinking.type != "disabled"}
         chat["chat_template_kwargs"] = switch | variables
     if thinking is not None and thinking.display == "omitted":
         chat["include_reasoning"] = False
-    return translated(chat, model, ANTHROPIC_NAMES, read.ignored())
+    return translation.chat_request(chat, model, ANTHROPIC_NAMES, read.ignored())
+
+
+parse_count = partial(parse_messages, needs_max_tokens=False)  # of a prompt that is only counted
 
 
 def _tool(at: int, tool: AnthropicTool) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        remedy = "send tools with a name and an input_schema"
-        raise FieldError(f"tools[{at}].type", f"{tool.type!r} is not supported", remedy)
-    return function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+    if tool.type is not None and tool.type != "custom":
+        raise translation.unsupported(f"tools[{at}]", tool.type, "custom")
+    return translation.function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _choice(choice: AnthropicChoice) -> dict[str, Any]:
@@ -172,7 +150,7 @@ def _choice(choice: AnthropicChoice) -> dict[str, Any]:
     if value is None:
         if choice.name is None:
             raise FieldError("tool_choice.name", "is missing", "name a tool")
-        value = {"type": "function", "function": {"name": choice.name}}
+        value = translation.named_choice(choice.name)
     return {"tool_choice": value, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
@@ -184,9 +162,9 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
     if not fields.messages:
         remedy = 'send [{"role": "user", "content": "..."}]'
         raise FieldError("messages", list_problem(fields.messages), remedy)
-    require_parts("messages", _lists(fields), model)
+    translation.require_parts("messages", _lists(fields), model)
     if fields.system:
-        yield {"role": "system", "content": _texts(fields.system, "system")}
+        yield {"role": "system", "content": translation.text_parts(fields.system, "system", "text")}
     for at, message in enumerate(fields.messages):
         field = f"messages[{at}].content"
         if message.role == "assistant":
@@ -194,7 +172,8 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
         elif message.role == "user" and not isinstance(message.content, str):
             yield from _turn(message.content, field)
         else:
-            yield {"role": message.role, "content": _texts(message.content, field)}
+            content = translation.text_parts(message.content, field, "text")
+            yield {"role": message.role, "content": content}
     if fields.messages[-1].role == "assistant":
         remedy = "end with a message of the user"
         raise FieldError("messages", "continuing the assistant's text is not supported", remedy)
@@ -210,21 +189,6 @@ def _lists(fields: AnthropicFields) -> Iterator[object]:
             yield from (block.content for block in message.content)
 
 
-def _texts(content: str | list[AnthropicBlock], field: str) -> str | list[dict[str, str]]:
-    """Return text blocks as a chat's content. Raises `FieldError` for blocks of another type."""
-    if isinstance(content, str):
-        return content
-    for at, block in enumerate(content):
-        if block.type != "text":
-            raise _unsupported(f"{field}[{at}]", block, "text")
-    return [{"type": "text", "text": block.text} for block in content]
-
-
-def _unsupported(field: str, block: AnthropicBlock, *types: str) -> FieldError:
-    remedy = f"send blocks of type {', '.join(types)}"
-    return FieldError(f"{field}.type", f"{block.type!r} is not supported here", remedy)
-
-
 def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
     """Yield messages of the user and results of tools, in the order of their blocks."""
     if not blocks:
@@ -237,11 +201,11 @@ def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
             if texts:
                 yield {"role": "user", "content": texts}
                 texts = []
-            content = _texts(block.content, f"{field}[{at}].content")
+            content = translation.text_parts(block.content, f"{field}[{at}].content", "text")
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             yield result | ({"is_error": True} if block.is_error else {})
         else:
-            raise _unsupported(f"{field}[{at}]", block, "text", "tool_result")
+            raise translation.unsupported(f"{field}[{at}]", block.type, "text", "tool_result")
     if texts:
         yield {"role": "user", "content": texts}
 
@@ -260,7 +224,8 @@ def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
             function = {"name": block.name, "arguments": block.input or {}}
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
-            raise _unsupported(f"{field}[{at}]", block, "text", "thinking", "tool_use")
+            place = f"{field}[{at}]"
+            raise translation.unsupported(place, block.type, "text", "thinking", "tool_use")
     reply = {"content": texts, "reasoning": "\n".join(thoughts), "tool_calls": calls}
     given = {name: value for name, value in reply.items() if value}
     return {"role": "assistant", **given}

@@ -6,37 +6,29 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
+from cbatch.server.protocol import translation
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, Count
-from cbatch.server.protocol.translation import (
-    NAMES,
-    REFUSED,
-    FieldNames,
-    function_tool,
-    json_format,
-    read_body,
-    require_parts,
-    translated,
-)
+from cbatch.server.protocol.response_store import KeyResponses
 from cbatch.text.forced_tools import FunctionName
 from cbatch.text.messages import list_problem
 
-RESPONSES_NAMES: FieldNames = {
-    **NAMES,
+RESPONSES_NAMES = {
+    **translation.NAMES,
     r"messages\b": "input",
     r"max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
     r"response_format.*": "text.format",
 }
 _MAX_OUTPUT_TOKENS = Missing("this name of chat completions", remedy="use max_output_tokens")
-REFUSED_FIELDS = REFUSED | {
+REFUSED_FIELDS = translation.REFUSED | {
     "background": Missing("a response in the background", False),
     "conversation": Missing("a stored conversation", remedy="use previous_response_id"),
     "max_completion_tokens": _MAX_OUTPUT_TOKENS,
@@ -48,6 +40,7 @@ REFUSED_FIELDS = REFUSED | {
 }
 ENCRYPTED = "reasoning.encrypted_content"  # the only member of `include` that is supported
 _TEXTS = ("input_text", "output_text", "text")
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 class ContentPart(msgspec.Struct, frozen=True, gc=False):
@@ -135,16 +128,6 @@ class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: NoOptions = NoOptions()
 
 
-class StoredResponses(Protocol):
-    """The stored responses of one API key."""
-
-    def items(self, response_id: str) -> Sequence[bytes]:
-        """Return the items of a response's conversation, in JSON. Raises `FieldError`."""
-
-    def keep(self, response_id: str, body: bytes, items: Sequence[bytes]) -> None:
-        """Store a response, and the items of its conversation up to its end."""
-
-
 class ResponsesCall(msgspec.Struct, frozen=True):
     """A request for the builder of its response: `fields`, all members as `sent`, the items of the
     conversation in JSON, and the store, None if the response is not kept."""
@@ -152,12 +135,12 @@ class ResponsesCall(msgspec.Struct, frozen=True):
     fields: ResponsesFields
     sent: dict[str, Any]
     items: tuple[bytes, ...]
-    responses: Any  # `StoredResponses` or None
+    responses: KeyResponses | None
 
 
-def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses) -> ApiRequest:
+def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    read = read_body(body, ResponsesFields, REFUSED_FIELDS)
+    read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS)
     fields = read.fields
     for name in fields.include:
         if name != ENCRYPTED:
@@ -175,23 +158,25 @@ def parse_responses(body: bytes, model: ServedModel, responses: StoredResponses)
     if fields.previous_response_id is not None:
         before = responses.items(fields.previous_response_id)
     contents = (each for item in new for each in (item.content, item.output, item.summary))
-    require_parts("input", itertools.chain((list(before), new), contents), model)
+    translation.require_parts("input", itertools.chain((list(before), new), contents), model)
     earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
     messages = _messages([*earlier, *new], len(earlier))
     if fields.instructions:
         messages.insert(0, {"role": "system", "content": fields.instructions})
+    shape, choice = structs.asdict(fields.text.format), fields.tool_choice
+    kind = shape.pop("type")
     chat = read.rest | {
         "messages": messages,
         "max_tokens": fields.max_output_tokens,
         "reasoning_effort": fields.reasoning.effort,
-        "response_format": _response_format(fields.text.format),
-        "tool_choice": _choice(fields.tool_choice),
+        "response_format": {"type": kind, "json_schema": shape if kind == "json_schema" else None},
+        "tool_choice": choice if isinstance(choice, str) else translation.named_choice(choice.name),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "tools": list(_tools(fields.tools, "tools")) or None,
     }
     items = (*before, *map(msgspec.json.encode, raw))
     call = ResponsesCall(fields, read.sent, items, responses if fields.store else None)
-    return translated(chat, model, RESPONSES_NAMES, read.ignored(), call)
+    return translation.chat_request(chat, model, RESPONSES_NAMES, read.ignored(), call)
 
 
 def _tools(
@@ -200,37 +185,19 @@ def _tools(
     """Yield the functions of a chat. Raises `FieldError` for tools of another type."""
     for at, tool in enumerate(tools):
         if tool.type not in ("function", "namespace") or (namespace and tool.tools):
-            remedy = "send tools of type 'function'"
-            raise FieldError(f"{field}[{at}].type", f"{tool.type!r} is not supported", remedy)
+            raise translation.unsupported(f"{field}[{at}]", tool.type, "function")
         if tool.name is None:
             raise FieldError(f"{field}[{at}].name", "is missing", "name the function")
         if tool.type == "namespace":
             yield from _tools(tool.tools, f"{field}[{at}].tools", tool.name)
         else:
             name = qualified(namespace, tool.name)
-            yield function_tool(name, tool.description, tool.parameters, tool.strict)
+            yield translation.function_tool(name, tool.description, tool.parameters, tool.strict)
 
 
 def qualified(namespace: str | None, name: str) -> str:
     """Return the name that a chat has for a function of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
-
-
-def _choice(choice: str | NamedTool) -> Any:
-    if isinstance(choice, str):
-        return None if choice == "auto" else choice
-    return {"type": "function", "function": {"name": choice.name}}
-
-
-def _response_format(shape: TextFormat) -> dict[str, Any] | None:
-    if shape.type == "text":
-        return None
-    if shape.type == "json_object":
-        return {"type": "json_object"}
-    if shape.schema is None:
-        raise FieldError("text.format.schema", "is missing", "give a JSON schema")
-    about = {"name": shape.name, "description": shape.description, "strict": shape.strict}
-    return json_format(shape.schema, **about)
 
 
 # ---- items ------------------------------------------------------------------------------------
@@ -254,11 +221,10 @@ def _messages(items: list[InputItem], num_earlier: int) -> list[dict[str, Any]]:
             call = {"id": item.call_id, "type": "function", "function": function}
             _reply(messages).setdefault("tool_calls", []).append(call)
         elif item.type == "function_call_output":
-            content = _texts(item.output, f"{field}.output")
+            content = translation.text_parts(item.output, f"{field}.output", *_TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         else:
-            remedy = "send items of type message, reasoning, function_call or function_call_output"
-            raise FieldError(f"{field}.type", f"{item.type!r} is not supported", remedy)
+            raise translation.unsupported(field, item.type, *_ITEMS)
     return messages
 
 
@@ -268,7 +234,7 @@ def _add_message(messages: list[dict[str, Any]], item: InputItem, field: str) ->
         raise FieldError(f"{field}.role", f"{item.role!r} is not known", remedy)
     if item.content is None:
         raise FieldError(f"{field}.content", "is missing", "send a text")
-    content = _texts(item.content, f"{field}.content")
+    content = translation.text_parts(item.content, f"{field}.content", *_TEXTS)
     if item.role == "assistant":
         _reply(messages, "content", "tool_calls")["content"] = content
     else:
@@ -282,16 +248,6 @@ def _reply(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
         last = {"role": "assistant"}
         messages.append(last)
     return last
-
-
-def _texts(content: str | list[ContentPart], field: str) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    for at, part in enumerate(content):
-        if part.type not in _TEXTS:
-            problem = f"{part.type!r} is not supported"
-            raise FieldError(f"{field}[{at}].type", problem, "send parts of type input_text")
-    return [{"type": "text", "text": part.text} for part in content]
 
 
 def _thought(item: InputItem, field: str) -> str:

@@ -66,7 +66,7 @@ def read_body(
     return ReadBody(take_fields(rest, kind), sent, rest)
 
 
-def translated(
+def chat_request(
     chat: dict[str, Any],
     model: ServedModel,
     names: FieldNames,
@@ -112,16 +112,30 @@ def require_parts(field: str, lists: Iterable[object], model: ServedModel) -> No
             raise FieldError(field, f"has {num_parts} parts or more, which do not fit", limit)
 
 
-def json_format(schema: dict[str, Any], **about: Any) -> dict[str, Any]:
-    """Return a chat's `response_format` for a schema."""
-    about = {name: value for name, value in about.items() if value is not None}
-    return {"type": "json_schema", "json_schema": {"schema": schema, **about}}
+def unsupported(field: str, kind: str, *types: str) -> FieldError:
+    """Return the error for a tool, an item or a part whose type is not among the `types`."""
+    remedy = f"send type {' or '.join(types)}"
+    return FieldError(f"{field}.type", f"{kind!r} is not supported", remedy)
+
+
+def text_parts(content: str | list[Any], field: str, *types: str) -> str | list[dict[str, str]]:
+    """Return a chat's content for parts of these `types`. Raises `FieldError` for others."""
+    if isinstance(content, str):
+        return content
+    for at, part in enumerate(content):
+        if part.type not in types:
+            raise unsupported(f"{field}[{at}]", part.type, *types)
+    return [{"type": "text", "text": part.text} for part in content]
 
 
 def function_tool(
-    name: str | None, description: str | None, parameters: Any, strict: bool | None
+    name: str, description: str | None, parameters: Any, strict: Any
 ) -> dict[str, Any]:
     """Return a chat's tool."""
-    members = dict(name=name, description=description, parameters=parameters, strict=strict)
-    given = {name: value for name, value in members.items() if value is not None}
-    return {"type": "function", "function": given}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function | {"strict": strict}}
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    """Return a chat's `tool_choice` for a function."""
+    return {"type": "function", "function": {"name": name}}

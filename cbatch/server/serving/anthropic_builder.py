@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,6 +11,11 @@ from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
 from cbatch.server.protocol.errors import anthropic_error
 from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
 
+_DELTAS = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 SIGNATURE = "cbatch"  # of every thinking block; clients send it back, and nothing checks it
 
 
@@ -40,11 +46,7 @@ class AnthropicBuilder(BlockBuilder):
         return named_event("content_block_start", index=block.index, content_block=empty)
 
     def _delta(self, block: ReplyBlock, text: str) -> bytes:
-        kind, member = {
-            "thought": ("thinking_delta", "thinking"),
-            "text": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[block.kind]
+        kind, member = _DELTAS[block.kind]
         delta = {"type": kind, member: text}
         return named_event("content_block_delta", index=block.index, delta=delta)
 
@@ -60,15 +62,9 @@ class AnthropicBuilder(BlockBuilder):
         return delta + named_event("message_stop")
 
     def _head_of_message(self) -> dict[str, Any]:
-        return {
-            "id": self.api_request.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model.name,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
+        head = {"id": self.api_request.id, "type": "message", "role": "assistant"}
+        rest: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return head | {"model": self._model.name} | rest
 
     def _stop(self) -> dict[str, Any]:
         """Return why the message ended. A text that is shorter than `max_tokens` filled the
@@ -101,17 +97,7 @@ def _block(block: ReplyBlock) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "text":
         return {"type": "text", "text": block.text}
-    return {
-        "type": "tool_use",
-        "id": block.call_id,
-        "name": block.name,
-        "input": _object(block.text),
-    }
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; empty if the call was cut off."""
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {}
+    arguments: dict[str, Any] = {}  # of a call that was cut off
+    with suppress(msgspec.DecodeError):
+        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}

@@ -18,21 +18,19 @@ from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import encode
 
-_ID_PREFIX = {"thought": "rs", "text": "msg", "call": "fc"}
-# Members of the request that a response repeats, with their defaults.
-_REPEATED: dict[str, Any] = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": {"effort": None, "summary": None},
-    "store": True,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "user": None,
+# By the kind of a block: the prefix of ids, and the beginning of the names of its own events.
+_KINDS = {
+    "thought": ("rs", "reasoning_text"),
+    "text": ("msg", "output_text"),
+    "call": ("fc", "function_call_arguments"),
 }
+# Members of every response, and those that repeat the request's, with their defaults.
+_FIXED = {"object": "response", "background": False, "truncation": "disabled", "output": []}
+_FIXED |= dict.fromkeys(("error", "incomplete_details", "usage"))
+_REPEATED: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "store": True}
+_REPEATED |= {"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+_REPEATED |= {"reasoning": {"effort": None, "summary": None}}
+_REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "user"))
 
 
 class ResponsesBuilder(BlockBuilder):
@@ -44,12 +42,9 @@ class ResponsesBuilder(BlockBuilder):
         self._call = api_request.origin
         # Names and namespaces of functions, by their names in a chat.
         self._functions = {
-            qualified(tool.name, function.name or ""): {
-                "name": function.name,
-                "namespace": tool.name,
-            }
+            qualified(tool.name, str(each.name)): {"name": each.name, "namespace": tool.name}
             for tool in self._call.fields.tools
-            for function in tool.tools
+            for each in tool.tools
         }
         self._num_events = 0
 
@@ -76,9 +71,8 @@ class ResponsesBuilder(BlockBuilder):
 
     def _start(self) -> bytes:
         response = self._response("in_progress")
-        return self._event("created", response=response) + self._event(
-            "in_progress", response=response
-        )
+        created = self._event("created", response=response)
+        return created + self._event("in_progress", response=response)
 
     def _begin_block(self, block: ReplyBlock) -> bytes:
         item = self._item(block, "in_progress")
@@ -90,18 +84,15 @@ class ResponsesBuilder(BlockBuilder):
         return added + self._block_event("content_part.added", block, part=part)
 
     def _delta(self, block: ReplyBlock, text: str) -> bytes:
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        return self._block_event(f"{_stem(block)}.delta", block, delta=text, **more)
+        return self._own_event("delta", block, delta=text)
 
     def _end_block(self, block: ReplyBlock) -> bytes:
         item = self._item(block)
         if block.kind == "call":
-            done = {"arguments": block.text, "name": item["name"]}
-            ended = self._block_event(f"{_stem(block)}.done", block, **done)
+            ended = self._own_event("done", block, arguments=block.text, name=item["name"])
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            ended = self._block_event(f"{_stem(block)}.done", block, text=block.text, **more)
             (part,) = item["content"]
+            ended = self._own_event("done", block, text=block.text)
             ended += self._block_event("content_part.done", block, part=part)
         return ended + self._event("output_item.done", output_index=block.index, item=item)
 
@@ -120,9 +111,14 @@ class ResponsesBuilder(BlockBuilder):
             where["content_index"] = 0
         return self._event(name, **where, **members)
 
+    def _own_event(self, name: str, block: ReplyBlock, /, **members: Any) -> bytes:
+        if block.kind == "text":
+            members["logprobs"] = []
+        return self._block_event(f"{_KINDS[block.kind][1]}.{name}", block, **members)
+
     def _item_id(self, block: ReplyBlock) -> str:
         unique = self.api_request.id.removeprefix(self.id_prefix)
-        return f"{_ID_PREFIX[block.kind]}_{unique}_{block.index}"
+        return f"{_KINDS[block.kind][0]}_{unique}_{block.index}"
 
     def _item(self, block: ReplyBlock, status: str | None = None) -> dict[str, Any]:
         """Return an output item. Its default status is that of a finished block, and the last block
@@ -148,18 +144,12 @@ class ResponsesBuilder(BlockBuilder):
         sent, params = self._call.sent, self.api_request.params
         return {
             "id": self.api_request.id,
-            "object": "response",
+            **_FIXED,
             "created_at": self._created,
             "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
             "model": self._model.name,
-            "output": [],
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "truncation": "disabled",
-            "usage": None,
             **{name: sent.get(name, default) for name, default in _REPEATED.items()},
         }
 
@@ -172,12 +162,3 @@ class ResponsesBuilder(BlockBuilder):
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": self._prompt_tokens + self._completion_tokens,
         }
-
-
-def _stem(block: ReplyBlock) -> str:
-    """Return the beginning of the names of a block's own events."""
-    return {
-        "thought": "reasoning_text",
-        "text": "output_text",
-        "call": "function_call_arguments",
-    }[block.kind]

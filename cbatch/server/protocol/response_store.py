@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cbatch.server.protocol.errors import UnknownResponseError
-from cbatch.server.serving.admission_queue import Limits
 
 _ENTRY_BYTES = 512  # of Python's objects for a stored response
 _ITEM_BYTES = 64  # and for each item of its conversation
@@ -24,25 +23,26 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """The stored responses of all API keys. Responses of one key are unknown to others. `clock`
-    returns seconds."""
+    """The stored responses of all API keys. Responses of one key are unknown to others. `args` are
+    those of `KeyResponses`."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(self, *args: Any) -> None:
+        self._args = args
         self._by_key: dict[str | None, KeyResponses] = {}
 
     def of(self, key: str | None) -> KeyResponses:
-        if key not in self._by_key:
-            self._by_key[key] = KeyResponses(self._limits, self._clock)
-        return self._by_key[key]
+        return self._by_key.setdefault(key, KeyResponses(*self._args))
 
 
 class KeyResponses:
-    """The stored responses of one API key. `num_bytes` counts shared items in every conversation,
-    so the memory is at most that. Lookups change nothing, so a thread may make them."""
+    """The stored responses of one API key: at most `max_bytes`, kept for `max_age_s`. `num_bytes`
+    counts shared items in every conversation, so the memory is at most that. Lookups change
+    nothing, so a thread may make them."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(
+        self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0
 
@@ -64,20 +64,20 @@ class KeyResponses:
 
     def keep(self, response_id: str, body: bytes, items: Sequence[bytes]) -> None:
         """Store a response, if it fits, and drop others that are expired or have no room."""
-        limits, now_s = self._limits, self._clock()
+        now_s = self._clock()
         conversation_bytes = sum(map(len, items))
         num_bytes = conversation_bytes + len(body) + _ENTRY_BYTES + _ITEM_BYTES * len(items)
-        if conversation_bytes > MAX_CONVERSATION_BYTES or num_bytes > limits.response_store_bytes:
+        if conversation_bytes > MAX_CONVERSATION_BYTES or num_bytes > self._max_bytes:
             return
         if response_id in self._responses:
             self._drop(response_id)
         while self._responses:
             oldest = next(iter(self._responses))
-            fits = self.num_bytes + num_bytes <= limits.response_store_bytes
+            fits = self.num_bytes + num_bytes <= self._max_bytes
             if fits and self._responses[oldest].expires_s > now_s:
                 break
             self._drop(oldest)
-        expires_s = now_s + limits.response_store_age_s
+        expires_s = now_s + self._max_age_s
         self._responses[response_id] = StoredResponse(body, items, num_bytes, expires_s)
         self.num_bytes += num_bytes
 
@@ -85,13 +85,9 @@ class KeyResponses:
         response = self._responses.get(response_id)
         if response is not None and response.expires_s > self._clock():
             return response
-        limits = self._limits
-        problem = f"{response_id!r} is unknown or has expired"
-        kept = f"{limits.response_store_bytes} bytes of responses are kept per key, for "
-        kept += f"{limits.response_store_age_s:g} s at most"
-        raise UnknownResponseError(
-            field, problem, f"send the whole conversation as `input`; {kept}"
-        )
+        kept = f"{self._max_bytes} bytes per key are kept, for {self._max_age_s:g} s"
+        problem = f"{response_id!r} is unknown or has expired ({kept} at most)"
+        raise UnknownResponseError(field, problem, "send the whole conversation as `input`")
 
     def _drop(self, response_id: str) -> None:
         self.num_bytes -= self._responses.pop(response_id).num_bytes
