@@ -25,7 +25,6 @@ from cbatch.core.request.errors import FieldError, InputError
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.request.typed import knob
 from cbatch.engine.build import load_engine
-from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of
 from cbatch.text.chat_format import ChatFormat
 
@@ -78,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         if values.show_drafts and not info.drafter:
             problem = "has nothing to show, since nothing drafts"
             raise FieldError("show_drafts", problem, "give --draft MODEL or --drafter ngram")
-    for line in info.lines():
-        notes.print(line, style="dim", markup=False)
+    notes.print("\n".join(info.lines()), style="dim", markup=False)
+    defaults = {"max_tokens": info.max_model_len, **info.sampling_defaults}
     session = ChatSession(
         engine,
         ChatFormat(
@@ -89,18 +88,12 @@ def run(args: argparse.Namespace) -> int:
             chat_template=template,
             reasoning_parser=values.reasoning_parser,
         ),
-        _sampling(args, info),
+        read_settings(SamplingParams, args, defaults=defaults).values,
         notes,
-        system=values.system,
-        show_drafts=values.show_drafts,
+        values.system,
+        values.show_drafts,
     )
     return _talk(session, notes)
-
-
-def _sampling(args: argparse.Namespace, info: EngineInfo) -> SamplingParams:
-    """Return the parameters: flags, then the model's defaults; answers may fill the context."""
-    defaults = {"max_tokens": info.max_model_len, **info.sampling_defaults}
-    return read_settings(SamplingParams, args, defaults=defaults).values
 
 
 def _talk(session: ChatSession, notes: Console) -> int:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,32 +45,29 @@ _NOTES = {
 }
 
 
+@dataclass
 class ChatSession:
     """A conversation with the model in `engine`. Answers go to standard output, all else to
     `notes`. `say` and `command` raise `InputError`, and then change nothing."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        chat_format: ChatFormat,
-        params: SamplingParams,
-        notes: Console,
-        *,
-        system: str | None = None,
-        show_drafts: bool = False,
-    ) -> None:
-        self._engine, self._format, self._notes = engine, chat_format, notes
-        self._params, self._system, self._show_drafts = params, system, show_drafts
+    engine: Engine
+    chat_format: ChatFormat
+    params: SamplingParams
+    notes: Console
+    system: str | None = None
+    show_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        thoughts = self.chat_format.thoughts
+        self._reply = ReplyFormat(thoughts=thoughts, separate=thoughts is not None)
+        self._mark_ids = mark_ids(self._reply, self.chat_format.tokenizer)
         self._turns: list[dict[str, str]] = []
         self._console = Console(highlight=False)
-        thoughts = chat_format.thoughts
-        self._reply = ReplyFormat(thoughts=thoughts, separate=thoughts is not None)
-        self._mark_ids = mark_ids(self._reply, chat_format.tokenizer)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation in the form of OpenAI's API."""
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self._turns]
 
     def say(self, text: str) -> None:
@@ -77,10 +75,10 @@ class ChatSession:
         if not text:
             return
         message = {"role": "user", "content": text}
-        ids = self._format.prompt_ids([*self.messages, message])
-        params = self._format.constrain(self._params, ids)
-        request = self._engine.add(ids, params, mark_ids=self._mark_ids)
-        parts, choice = self._stream(request.request_id, self._format.prompt_end(ids))
+        ids = self.chat_format.prompt_ids([*self.messages, message])
+        params = self.chat_format.constrain(self.params, ids)
+        request = self.engine.add(ids, params, mark_ids=self._mark_ids)
+        parts, choice = self._stream(request.request_id, self.chat_format.prompt_end(ids))
         if choice.error:
             raise InputError(choice.error)
         answer = {"role": "assistant", "content": "".join(p for p in parts if type(p) is str)}
@@ -89,9 +87,9 @@ class ChatSession:
         if parts:
             self._turns += message, answer
         if choice.finish_reason in _NOTES:
-            self._notes.print(_NOTES[choice.finish_reason], style="dim")
-        if self._show_drafts:
-            self._notes.print(_share(choice), style="dim")
+            self.notes.print(_NOTES[choice.finish_reason], style="dim")
+        if self.show_drafts:
+            self.notes.print(_share(choice), style="dim")
 
     def command(self, line: str) -> bool:
         """Run a line such as `/set temperature 0`. Returns False if it says to leave."""
@@ -107,22 +105,22 @@ class ChatSession:
             case "set":
                 self._set(argument)
             case "system":
-                self._system = argument or None
+                self.system = argument or None
             case "save":
                 self._save(Path(argument).expanduser())
             case "clear":
                 self._turns.clear()
             case "help":
                 for command, (usage, text) in COMMANDS.items():
-                    self._notes.print(f"{f'/{command} {usage}':<20} {text}", markup=False)
+                    self.notes.print(f"{f'/{command} {usage}':<20} {text}", markup=False)
         return name != "exit"
 
     def _set(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
         if not name:
             for setting in SAMPLING_FIELDS.values():
-                value = getattr(self._params, setting.field)
-                self._notes.print(f"{setting.name} {value}", markup=False)
+                value = getattr(self.params, setting.field)
+                self.notes.print(f"{setting.name} {value}", markup=False)
             return
         given = name.lstrip("-").replace("-", "_")
         if given not in _BY_ALIAS:
@@ -133,7 +131,7 @@ class ChatSession:
         setting = _BY_ALIAS[given]
         raw = [value.strip()] if setting.repeats else value.strip()
         converted = setting.convert(raw, name, given, strict=False)
-        self._params = replace(self._params, **{setting.field: converted})
+        self.params = replace(self.params, **{setting.field: converted})
 
     def _save(self, file: Path) -> None:
         if file.suffix == ".jsonl":
@@ -151,7 +149,7 @@ class ChatSession:
         reader, parts = ReplyReader(self._reply, prompt_end), list[Part]()
         with _stop_on_interrupt() as stopped:
             while True:
-                for output in self._engine.step():
+                for output in self.engine.step():
                     for part, is_draft in _read(output, reader):
                         self._show(part, is_draft, previous=parts[-1] if parts else None)
                         parts.append(part)
@@ -160,12 +158,12 @@ class ChatSession:
                         self._console.file.write("\n")
                         return parts, output.finished
                 if stopped.is_set():
-                    self._engine.cancel(request_id)  # the next step returns its last output
+                    self.engine.cancel(request_id)  # the next step returns its last output
 
     def _show(self, part: Part, is_draft: bool, previous: Part | None) -> None:
         """Write a part of the answer, which follows `previous`."""
         thought = isinstance(part, Thought)
-        styles = [_THOUGHT] * thought + [_ACCEPTED] * (is_draft and self._show_drafts)
+        styles = [_THOUGHT] * thought + [_ACCEPTED] * (is_draft and self.show_drafts)
         if isinstance(previous, Thought) and not thought:
             self._console.file.write("\n\n")
         if styles:

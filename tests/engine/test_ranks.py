@@ -152,6 +152,16 @@ def test_a_killed_rank_ends_the_others_and_is_named() -> None:
         llm.generate([1, 2], PARAMS[1])
 
 
+def test_ctrl_c_in_a_terminal_ends_no_rank() -> None:
+    """A terminal sends it to all processes. Rank 0 alone decides what it ends."""
+    llm = make(lookahead="off", tokenizer="none")
+    before = llm.generate([[1, 2]], PARAMS[1])
+    for pid in ranks_of(llm).pids:
+        os.kill(pid, signal.SIGINT)
+    assert llm.generate([[1, 2]], PARAMS[1])[0].token_ids == before[0].token_ids
+    ranks_of(llm).close()
+
+
 def test_a_rank_with_another_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make(lookahead="off", tokenizer="none")
     verify = executor_module.verify
