@@ -248,10 +248,6 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 # Places where an engine, a server, a simulation or a run is put together from its parts.
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
-    "cbatch/cli/generate.py": 16,
-    "cbatch/cli/model_service.py": 16,
-    "cbatch/server/serving/service.py": 16,
-    "tools/heads/train_head.py": 17,
 }
 
 

@@ -23,7 +23,6 @@ from cbatch.engine.info import EngineInfo
 from cbatch.engine.options import EngineOptions, EngineSettings
 from cbatch.engine.progress import ProgressBar
 from cbatch.llm import Batch
-from cbatch.text.output_processor import seed_at
 from cbatch.text.outputs import Completion
 
 EPILOG = """\
@@ -133,13 +132,7 @@ def _complete(
 
 
 def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
-    """Add a job to the batch. Returns a completion with the error if the job cannot run, else None.
-
-    With an `engine_seed`, a job without a seed gets a seed derived from it and the job's index.
-    A resumed run therefore generates the same tokens as an uninterrupted run."""
+    """Add a job to the batch. Return the completion of a job that cannot run, else None."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)
-    params = job.params
-    if engine_seed is not None and params.seed is None:
-        params = msgspec.structs.replace(params, seed=seed_at(engine_seed, job.index))
-    return batch.add(job, job.prompt, params, priority=job.priority)
+    return batch.add(job, job.prompt, job.seeded_params(engine_seed), priority=job.priority)

@@ -14,6 +14,7 @@ from cbatch.core.request.from_json import sampling_from_json, sampling_to_json
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.request.typed import require_text
 from cbatch.engine.unsupported import without_neutral_fields
+from cbatch.text.output_processor import seed_at
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 LINE_FIELDS = ("prompt", "id", "priority")  # all other fields of a line are sampling parameters
@@ -34,6 +35,13 @@ class Job(msgspec.Struct, frozen=True):
 
     def params_json(self) -> dict[str, Any]:
         return sampling_to_json(self.params)
+
+    def seeded_params(self, engine_seed: int | None) -> SamplingParams:
+        """Return `params`; without a seed of their own, with one derived from `engine_seed` and
+        `index`, so that a resumed run generates the same tokens as an uninterrupted run."""
+        if engine_seed is None or self.params.seed is not None:
+            return self.params
+        return msgspec.structs.replace(self.params, seed=seed_at(engine_seed, self.index))
 
 
 def jobs_of_prompts(prompts: Iterable[str], defaults: SamplingParams) -> list[Job]:

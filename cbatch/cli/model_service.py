@@ -17,8 +17,7 @@ from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of, load_tokenizers
-from cbatch.kv_events.config import KVEventsConfig, read_config
-from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.publisher import configured_publisher
 from cbatch.process.client import EngineClient
 from cbatch.process.factory import EngineFactory
 from cbatch.process.server import EngineProcess
@@ -71,7 +70,9 @@ class ModelParts:
         """Return the service, without starting its engine. If KV events are configured, their
         publisher listens from now on."""
         settings = self._settings
-        kv_events = kv_event_publisher(settings)
+        kv_events = configured_publisher(
+            settings.kv_events_config, caches_prefixes=settings.engine.enable_prefix_caching
+        )
         factory = EngineFactory(
             self._model,
             self._draft,
@@ -128,21 +129,3 @@ def require_record(path: str | None) -> None:
     except (OSError, StepLogError) as error:
         remedy = "name a new file, or a step log, in a folder that exists"
         raise FieldError("record", f"{path} cannot be written ({error})", remedy) from error
-
-
-def kv_event_publisher(settings: ServeSettings) -> KVEventPublisher | None:
-    """Return a publisher that listens on its endpoints, or None if KV events are not configured.
-    Raises `FieldError` for an invalid configuration."""
-    text = settings.kv_events_config
-    config = KVEventsConfig() if text is None else read_config(text)
-    if not config.publishes:
-        return None
-    if not settings.engine.enable_prefix_caching:
-        remedy = "leave one of the two out"
-        raise FieldError(
-            "kv_events_config", "has no events to publish without the prefix cache", remedy
-        )
-    publisher = KVEventPublisher(config)
-    replays = "none" if publisher.replay_endpoint is None else publisher.replay_endpoint
-    _logger.info(f"KV events: {publisher.endpoint} (replays: {replays})")
-    return publisher

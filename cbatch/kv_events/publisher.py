@@ -15,7 +15,8 @@ from collections import deque
 
 import zmq
 
-from cbatch.kv_events.config import KVEventsConfig, binds, field_error
+from cbatch.core.request.errors import FieldError
+from cbatch.kv_events.config import KVEventsConfig, binds, field_error, read_config
 
 END = (-1).to_bytes(8, "big", signed=True)
 _LINGER_MS = 1000  # time in which `close` may still send queued batches
@@ -97,6 +98,21 @@ class KVEventPublisher:
             if seq >= start:
                 router.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), batch))
         router.send_multipart((client, b"", b"", END, b""))
+
+
+def configured_publisher(text: str | None, *, caches_prefixes: bool) -> KVEventPublisher | None:
+    """Return a publisher that listens on its endpoints, or None if KV events are not configured.
+    `text` is the value of `--kv-events-config`. Raises `FieldError` for an invalid one."""
+    config = KVEventsConfig() if text is None else read_config(text)
+    if not config.publishes:
+        return None
+    if not caches_prefixes:
+        problem = "has no events to publish without the prefix cache"
+        raise FieldError("kv_events_config", problem, "leave one of the two out")
+    publisher = KVEventPublisher(config)
+    replays = "none" if publisher.replay_endpoint is None else publisher.replay_endpoint
+    _logger.info(f"KV events: {publisher.endpoint} (replays: {replays})")
+    return publisher
 
 
 def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:

@@ -59,6 +59,11 @@ def encode_changes(changes: Sequence[CacheChange], now_s: float, block_size: int
     return _encoder.encode(KVEventBatch(now_s, events))
 
 
+def encode_cleared(now_s: float) -> bytes:
+    """Return the batch that says that all blocks are gone. `now_s` is seconds since the epoch."""
+    return encode_changes([CacheCleared()], now_s)
+
+
 def _event_of(
     change: CacheChange, block_size: int
 ) -> BlockStored | BlockRemoved | AllBlocksCleared:

@@ -18,7 +18,8 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from tools.heads.questions import ask_itself
-from tools.heads.train_head import record, train_head
+from tools.heads.record_lessons import record
+from tools.heads.train_head import train_head
 
 _TEXT_TOKENS = 256  # tokens per piece of a text that is read
 _QUESTIONS = 2000  # default number of questions that the model asks itself

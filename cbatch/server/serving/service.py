@@ -16,10 +16,9 @@ from msgspec import structs
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.recorded_pool import CacheCleared
 from cbatch.engine.core import EngineMetrics
 from cbatch.grammars import GrammarsBusyError, GrammarValidator, grammars_unsupported
-from cbatch.kv_events.wire import encode_changes
+from cbatch.kv_events.wire import encode_cleared
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Snapshot, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
@@ -248,7 +247,7 @@ class EngineService:
 
     def _publish_cleared(self) -> None:
         if self.kv_events is not None:
-            self.kv_events.publish(encode_changes([CacheCleared()], time.time()))
+            self.kv_events.publish(encode_cleared(time.time()))
 
     def _require_engine(self) -> Ready:
         """Return the engine's configuration. Raises `ServiceDownError`."""

@@ -29,8 +29,9 @@ from tools.heads.head_training import HeadTraining
 from tools.heads.initial_weights import set_initial_weights
 from tools.heads.lessons import Lesson, Shards
 from tools.heads.medusa_net import MedusaNet
+from tools.heads.record_lessons import record
 from tools.heads.target_parts import TargetParts
-from tools.heads.train_head import record, train_head
+from tools.heads.train_head import train_head
 
 TARGET = demo_paths()[0]
 LAYERS = (2, 6, 9, 12)
