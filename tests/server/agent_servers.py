@@ -36,12 +36,13 @@ class FailingService(ScriptedService):
     prompt = ""
 
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
+        if self.error is not None:
+            self.max_steps = 0 if self.at_once else 1
         async for opened in super().submit(api_request):
             ids = list(opened.request.prompt)
             self.prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
             opened.cached_tokens = 3
             if self.error is not None:
-                opened._unread = [] if self.at_once else opened._unread[:1]
                 opened.fail(self.error)
             yield opened
 

@@ -3,6 +3,7 @@ engine's."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ class ScriptedService:
     stats = None
     limits = Limits()
     text, reason, step_tokens, late = "", FinishReason.STOP, 3, False
+    max_steps = math.inf  # later steps do not come
     params: SamplingParams
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -75,6 +77,8 @@ class ScriptedService:
                 tokens[at : at + self.step_tokens] for at in range(0, len(tokens), self.step_tokens)
             ]
             for number, step in enumerate(steps, 1):
+                if number > self.max_steps:
+                    break
                 ends = number == len(steps) and not self.late
                 output = choice.extend(OutputRow("r", step, 0, 0, self.reason if ends else None))
                 opened.put(output)
