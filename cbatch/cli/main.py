@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": "show the shipped models completing functions, and a chat",
     "sim": "replay a trace through the scheduler on a virtual clock",
     "sim capacity": "find the highest rate at which a trace meets its objectives",
+    "advise": "find the best settings for a run recorded by cbatch serve --record",
     "calibrate": "measure the cost of steps on this machine, for cbatch sim --cost",
     "trace": "show, convert, sample, scale and generate traces of requests",
     "report": "compare reports of cbatch bench and cbatch sim",

@@ -67,7 +67,12 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     )
 
     record: Annotated[
-        str | None, _watching("append requests and steps to FILE, a trace for `cbatch sim`", "FILE")
+        str | None,
+        _watching(
+            "append steps and requests, with the token ids of prompts and outputs (your users' "
+            "texts), to FILE, for `cbatch advise` and `cbatch sim`",
+            "FILE",
+        ),
     ] = None
     otlp_endpoint: Annotated[
         str | None,

@@ -1,0 +1,1 @@
+"""Counterfactuals of a recorded run: `cbatch advise`. Imports all of `sim`, and the drafters."""

@@ -1,0 +1,254 @@
+"""`cbatch advise`: the settings that would have served a recorded run best."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.table import Table
+
+from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.core.request.request import LOOKUPS, MODEL
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead
+from sim.advise.plot import save_plots
+from sim.advise.prices import recorded_prices, with_drafter
+from sim.advise.recording import Recording, read_run
+from sim.advise.rerun import Rerun, load_drafts, rejects, rerun
+from sim.advise.scenarios import ModelDrafts, RecordedWorld, Row, ScenarioSettings, search
+from sim.advise.texts import Fates
+from sim.cli.costs import read_calibration
+from sim.cli.processes import counting_bar, num_processes, run_scenarios
+from sim.report.display import wide_console
+
+LOOKAHEADS = "off,fixed:4,adaptive"
+_DRAFTERS = (MODEL, *LOOKUPS)
+LEAST_STEPS = 500  # steps with which prices are not rough
+LEAST_DRAFTING = 50  # steps with drafts that price the log's own drafter
+_COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
+    "lookahead": ("lookahead", 1, ""),
+    "drafter": ("drafter", 1, ""),
+    "max_num_seqs": ("slots", 1, ","),
+    "max_num_batched_tokens": ("budget", 1, ","),
+    "itl_target_s": ("target ms", 1e3, ".3g"),
+    "tokens_per_s": ("tokens/s", 1, ",.1f"),
+    "ratio": ("ratio", 1, ".3f"),
+    "tpot_p95_s": ("TPOT p95 ms", 1e3, ",.2f"),
+    "ttft_p95_s": ("TTFT p95 ms", 1e3, ",.1f"),
+    "drafted_tokens": ("drafted", 1, ","),
+    "accepted_tokens": ("accepted", 1, ","),
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "advise",
+        description="Find the settings that would have served a recorded run best. Drafters are "
+        "rerun over the recorded texts, so that the outcome of every draft is known.",
+    )
+    parser.add_argument("log", type=Path, metavar="LOG", help="step log of cbatch serve --record")
+    tried = parser.add_argument_group("values to try", "each a list with commas")
+    sizes = "default: half, the same, double"
+    names = f"{', '.join(_DRAFTERS)}, or a chain: suffix+ngram (default: all that can be loaded)"
+    targets = "seconds; 0: none (default: none, the recorded p95 TPOT)"
+    for option, name, kind, text in (
+        ("--lookahead", "lookahead", str, f"default: {LOOKAHEADS}"),
+        ("--drafter", "drafter", _drafter, names),
+        ("--max-num-seqs", "max_num_seqs", int, sizes),
+        ("--max-num-batched-tokens", "max_num_batched_tokens", int, sizes),
+        ("--itl-target", "itl_target_s", float, targets),
+    ):
+        listed = partial(_values, kind)
+        tried.add_argument(option, dest=name, type=listed, metavar="V1,V2", help=text)
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="the log's model, if it has moved")
+    add("--draft", metavar="MODEL", help="draft model or head, by default the log's")
+    add("--cost", type=Path, metavar="FILE", help="prices of cbatch calibrate, not of the log")
+    add("--processes", type=int, metavar="N", help="scenarios in parallel (default: all cores)")
+    add("--plot", type=Path, metavar="FILE", help="draw a page of plots (PNG, PDF, SVG)")
+    add_json_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    for option, place in (("--plot", args.plot), ("--json", args.json)):
+        require_place(option, place)
+    recording, reruns, world, choices = prepare(args)
+
+    def serve_all(settings: list[ScenarioSettings]) -> list[Row]:
+        return run_scenarios(world.serve, settings, num_processes(args.processes, len(settings)))
+
+    rows = search(ScenarioSettings.of(world.config), choices, serve_all)
+    _print(args, recording, reruns, rows)
+    return 0
+
+
+def prepare(
+    args: argparse.Namespace,
+) -> tuple[Recording, dict[str, Rerun], RecordedWorld, dict[str, list[Any]]]:
+    """Return the recorded run, its drafters' reruns, the world of scenarios, and the values to try
+    of each setting. Raises `FieldError`."""
+    with counting_bar() as bar:
+        task = bar.add_task("steps read", total=None)
+        recording = read_run(args.log, lambda steps: bar.update(task, completed=steps))
+    choices = _choices(args, recording)
+    reruns, model = _rerun(args, recording, choices)
+    prices = _prices(args, recording, choices["drafter"], reruns)
+    world = RecordedWorld(recording.engine.config, recording.texts, prices, model)
+    return recording, reruns, world, choices
+
+
+def _values(kind: Callable[[str], Any], text: str) -> list[Any]:
+    """Return the values of an option's list. A target of 0 is None."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list: write V1,V2") from error
+    if kind in (int, float) and not min(values) >= (kind is int):
+        raise argparse.ArgumentTypeError(f"{text!r}: use positive numbers")
+    return [value or None for value in values]
+
+
+def _drafter(text: str) -> str:
+    if unknown := set(text.split("+")) - {*_DRAFTERS}:
+        remedy = f"use {', '.join(_DRAFTERS)}"
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is unknown: {remedy}")
+    return text
+
+
+def _choices(args: argparse.Namespace, recording: Recording) -> dict[str, list[Any]]:
+    """Return the values to try of each setting, the recorded one included."""
+    recorded = ScenarioSettings.of(recording.engine.config)
+    tpot_s = recording.figures()["tpot_p95_s"]
+    slots, budget = recorded.max_num_seqs, recorded.max_num_batched_tokens
+    choices: dict[str, list[Any]] = {
+        "lookahead": LOOKAHEADS.split(","),
+        "drafter": list(_DRAFTERS if args.draft or recording.engine.draft else LOOKUPS),
+        "max_num_seqs": [max(slots // 2, 1), 2 * slots],
+        "max_num_batched_tokens": [max(budget // 2, 1), 2 * budget],
+        "itl_target_s": [None, *([float(f"{tpot_s:.2g}")] if tpot_s else [])],
+    }
+    choices |= {name: values for name in choices if (values := getattr(args, name))}
+    for name, own in recorded._asdict().items():
+        choices[name] += [own] if name != "drafter" or own else []
+    policies = [lookahead_name(parse_lookahead(each)) for each in choices["lookahead"]]
+    choices["lookahead"] = policies
+    return {name: list(dict.fromkeys(values)) for name, values in choices.items()}
+
+
+def _rerun(
+    args: argparse.Namespace, recording: Recording, choices: dict[str, list[Any]]
+) -> tuple[dict[str, Rerun], ModelDrafts | None]:
+    """Rerun all drafters, each at the largest k of the policies."""
+    names = dict.fromkeys(each for chain in choices["drafter"] for each in chain.split("+"))
+    k = max(parse_lookahead(each).k for each in choices["lookahead"])
+    core = load_drafts(recording, args.model, args.draft) if MODEL in names else None
+    reruns = {}
+    with counting_bar() as bar:
+        for name in names:
+            task = bar.add_task(f"texts drafted by {name}", total=len(recording.texts))
+            reruns[name] = rerun(recording, name, k, core, partial(bar.advance, task))
+    if core is None:
+        return reruns, None
+    config, is_head = core.scheduler.config, bool(core.executor.drafter.hidden_layers)
+    sizes = config.draft_context_tokens, config.catch_up_price, is_head
+    core.resources.close()
+    return reruns, ModelDrafts(reruns[MODEL].fates, *sizes)
+
+
+def _prices(
+    args: argparse.Namespace, recording: Recording, drafters: list[str], reruns: dict[str, Rerun]
+) -> dict[str, Any]:
+    """Return prices by drafter. Drafts have the log's prices, or were timed in the rerun."""
+    samples, config = recording.samples, recording.engine.config
+    if args.cost is not None:
+        prices = read_calibration(args.cost).prices
+    else:
+        prices = recorded_prices(samples, config.cost_profile)
+    has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= LEAST_DRAFTING
+    own = ScenarioSettings.of(config).drafter if has_drafts else None
+    own = own if args.cost is None else MODEL
+    by_drafter = {"off": prices}
+    for chain in drafters:
+        timed = reruns[chain.split("+")[0]].samples
+        by_drafter[chain] = prices if chain == own or not timed else with_drafter(prices, timed)
+    return by_drafter
+
+
+# -- output
+
+
+def _print(
+    args: argparse.Namespace, recording: Recording, reruns: dict[str, Rerun], rows: list[Row]
+) -> None:
+    console, measured = wide_console(), recording.figures()
+    settings = ScenarioSettings.of(recording.engine.config)
+    recorded = next(row for row in rows if settings._asdict().items() <= row.items())
+    tokens = sum(len(text.output) for text in recording.texts.values())
+    table = Table(
+        title=f"{args.log.name}: {len(recording.texts):,} requests, {tokens:,} output tokens, "
+        f"{len(recording.samples):,} steps",
+        title_justify="left",
+        box=SIMPLE,
+    )
+    for heading, _, form in _COLUMNS.values():
+        table.add_column(heading, justify="right" if form else "left")
+    for row in rows:
+        style = "bold" if row is rows[0] else "cyan" if row is recorded else None
+        table.add_row(*_cells(row), style=style)
+    table.add_section()
+    table.add_row(*_cells({"lookahead": "measured", **measured}))
+    console.print(table)
+    for line in (*recording.warnings, *_remarks(recording, reruns)):
+        console.print(line, soft_wrap=True)
+    best = "the recorded settings" if rows[0] is recorded else _label(rows[0])
+    console.print(f"best: {best}: {_changes(rows[0], recorded)}, both simulated", soft_wrap=True)
+    console.print(f"recorded settings, simulated against measured: {_changes(recorded, measured)}")
+    if args.plot is not None:
+        fates = {
+            name: Fates(*map(np.concatenate, zip(*each.fates.values(), strict=True)))
+            for name, each in reruns.items()
+        }
+        save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
+    checks = {n: {"checked": e.checked, "differing": e.differing} for n, e in reruns.items()}
+    document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
+    document |= {"simulated": recorded, "best": rows[0], "fates": checks, "scenarios": rows}
+    print_figures(document, args.json)
+
+
+def _cells(row: Row) -> Iterable[str]:
+    for name, (_, factor, form) in _COLUMNS.items():
+        value = row.get(name)
+        yield "" if value is None else format(factor * value, form) if form else value
+
+
+def _label(row: Row) -> str:
+    names = list(_COLUMNS)[:5]
+    parts = zip((_COLUMNS[name][0] for name in names), _cells(row), strict=False)
+    return ", ".join(f"{name} {value}" for name, value in parts if value)
+
+
+def _changes(row: Row, base: Row) -> str:
+    names = ("tokens_per_s", "tpot_p95_s", "ttft_p95_s")
+    pairs = [(_COLUMNS[name][0].removesuffix(" ms"), row[name], base[name]) for name in names]
+    return ", ".join(f"{name} {new / old - 1:+.1%}" for name, new, old in pairs if new and old)
+
+
+def _remarks(recording: Recording, reruns: dict[str, Rerun]) -> Iterable[str]:
+    if len(recording.samples) < LEAST_STEPS:
+        yield f"warning: the prices of {len(recording.samples)} steps are rough: record more"
+    for name, again in reruns.items():
+        if again.checked:
+            verdict = "all have the recorded outcome"
+            if again.differing:
+                verdict = f"warning: {again.differing:,} have another one: is it the same model?"
+            yield f"{again.checked:,} recorded rows drafted by {name} were rerun: {verdict}"
+    if rejects(recording):
+        yield (
+            "drafts of some requests are verified by rejection sampling: other settings would give "
+            "other texts of the same distribution"
+        )

@@ -1,0 +1,144 @@
+"""Scenarios: the recorded arrivals and texts, served by other settings on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.terms import ProfiledCost
+from cbatch.core.request.request import MODEL
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead
+from cbatch.runtime.drafting.lookups import chain_drafter
+from sim.advise.recording import figures
+from sim.advise.texts import Fates, PricedExecutor, RecordedDrafts, TextExecutor, Texts
+from sim.replay.replay import replay
+from sim.report.report import Record
+from sim.report.timeline import Observer
+from sim.workload.sources import OpenLoop
+
+SIMILAR = 0.01  # relative difference in tokens/s below which the shorter gaps decide
+Row = dict[str, Any]  # the settings of a scenario and its figures, by name
+
+
+class ScenarioSettings(NamedTuple):
+    """The settings that scenarios vary. `drafter`: names joined by "+"; None with `off`."""
+
+    lookahead: str
+    drafter: str | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    itl_target_s: float | None
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> ScenarioSettings:
+        names = "+".join(config.default_chain)
+        lookahead = lookahead_name(config.lookahead) if names else "off"
+        sizes = config.max_num_seqs, config.max_num_batched_tokens, config.itl_target_s
+        return cls(lookahead, None if lookahead == "off" else names, *sizes)
+
+
+class ModelDrafts(NamedTuple):
+    """The fates of the drafts of a draft model or head, and its sizes."""
+
+    fates: Mapping[str, Fates]
+    context_tokens: int
+    catch_up_price: float
+    is_head: bool
+
+
+class RecordedWorld(NamedTuple):
+    """All that scenarios share. `prices` are by drafter, "off" for none."""
+
+    config: SchedulerConfig
+    texts: Texts
+    prices: Mapping[str, CostProfile]
+    model: ModelDrafts | None = None
+
+    def config_of(self, settings: ScenarioSettings) -> SchedulerConfig:
+        """Return the configuration of an engine with these settings."""
+        recorded, drafter, changes = ScenarioSettings.of(self.config), settings.drafter, {}
+        if drafter is not None:
+            start = self.config.cost_profile if drafter == recorded.drafter else None
+            changes["cost_profile"] = start or self.prices[drafter]
+            changes["drafter"] = tuple(drafter.split("+"))
+            if MODEL in changes["drafter"] and self.model is not None:
+                changes["draft_context_tokens"] = self.model.context_tokens
+                changes["catch_up_price"] = self.model.catch_up_price
+        none = {"drafter": None, "draft_context_tokens": None, "cost_profile": None}
+        slots, budget = settings.max_num_seqs, settings.max_num_batched_tokens
+        sizes = {"max_num_seqs": slots, "max_num_batched_tokens": max(budget, slots)}
+        lookahead = parse_lookahead(settings.lookahead)
+        more = {"lookahead": lookahead, "itl_target_s": settings.itl_target_s, "kv_events": False}
+        return replace(self.config, **(none | changes | sizes | more))
+
+    def serve(self, settings: ScenarioSettings, observers: Sequence[Observer] = ()) -> Row:
+        """Serve the recorded arrivals with these settings. Return the settings and the figures."""
+        config, records, model = self.config_of(settings), list[Record](), None
+        if self.model is not None:
+            sizes = self.model.context_tokens, self.model.is_head
+            model = RecordedDrafts(self.model.fates, self.texts, *sizes)
+        chain = None if settings.drafter is None else chain_drafter(config, model)
+        cost = ProfiledCost(self.prices[settings.drafter or "off"])
+        report = replay(
+            OpenLoop(text.traced for text in self.texts.values()),
+            config,
+            PricedExecutor(TextExecutor(self.texts, config, chain), config, cost),
+            on_record=records.append,
+            observers=observers,
+            make_request=lambda number, _: self.texts[str(number)].request,
+        )
+        drafts = report.speculation
+        measures = figures(
+            report.output_tokens,
+            report.duration_s,
+            [record.ttft_s for record in records],
+            [record.tpot_s for record in records if record.tpot_s is not None],
+        )
+        measures["drafted_tokens"] = 0 if drafts is None else drafts.drafted_tokens
+        measures["accepted_tokens"] = 0 if drafts is None else drafts.accepted_tokens
+        return settings._asdict() | measures
+
+
+def search(
+    recorded: ScenarioSettings,
+    choices: Mapping[str, Sequence[Any]],
+    run: Callable[[list[ScenarioSettings]], Iterable[Row]],
+) -> list[Row]:
+    """Try the recorded settings, then every lookahead with every drafter, then the other `choices`,
+    by setting, each with the best settings so far. Return the rows, the best first; `ratio` is
+    tokens/s relative to the recorded settings."""
+    rows: dict[ScenarioSettings, Row] = {}
+
+    def attempt(settings: Iterable[ScenarioSettings]) -> ScenarioSettings:
+        new = [each for each in dict.fromkeys(settings) if each not in rows]
+        rows.update(zip(new, run(new) if new else (), strict=True))
+        best = ranked(rows.values())[0]
+        return next(each for each, row in rows.items() if row is best)
+
+    pairs = product(choices["lookahead"], choices["drafter"] or (None,))
+    speculating = [
+        recorded._replace(lookahead=lookahead, drafter=None if lookahead == "off" else drafter)
+        for lookahead, drafter in pairs
+        if drafter is not None or lookahead == "off"
+    ]
+    best = attempt([recorded, *speculating])
+    for name in ("max_num_seqs", "max_num_batched_tokens", "itl_target_s"):
+        best = attempt(best._replace(**{name: value}) for value in choices[name])
+    for row in rows.values():
+        row["ratio"] = (row["tokens_per_s"] or 0.0) / (rows[recorded]["tokens_per_s"] or 1.0)
+    return ranked(rows.values())
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows by tokens/s, the most first. The best is the one with the shortest gaps (p95
+    TPOT) among those with nearly the most (`SIMILAR`)."""
+    ordered = sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0.0))
+    least = (1 - SIMILAR) * (ordered[0]["tokens_per_s"] or 0.0)
+    close = [row for row in ordered if (row["tokens_per_s"] or 0.0) >= least]
+    best = min(close, key=lambda row: row["tpot_p95_s"] or 0.0)
+    return [best, *(row for row in ordered if row is not best)]

@@ -1,0 +1,386 @@
+"""Drafters are rerun over recorded texts; scenarios then do what an engine would have done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from cbatch.cli.main import main
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample, StepWork
+from cbatch.core.prices.terms import ProfiledCost
+from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.events import TextFinished
+from cbatch.core.speculation.build import parse_lookahead
+from cbatch.demo import demo_head, demo_paths, demo_prompts, edit_prompts
+from cbatch.engine.build import load_core
+from cbatch.engine.core import EngineCore
+from cbatch.engine.options import EngineOptions
+from cbatch.runtime.cpu.executor import TorchExecutor
+from cbatch.runtime.drafting.lookups import chain_drafter
+from cbatch.steplog.recorder import StepRecorder
+from cbatch.steplog.step_log import encode_line
+from cbatch.text import load_tokenizer
+from sim.advise.prices import recorded_prices, with_drafter
+from sim.advise.recording import Recording, read_run
+from sim.advise.rerun import rerun
+from sim.advise.scenarios import ModelDrafts, RecordedWorld, ScenarioSettings, ranked
+from sim.advise.texts import PricedExecutor
+from sim.replay.replay import replay
+from sim.report.timeline import TimelineStep
+from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
+
+TARGET, DRAFT = demo_paths()
+OPTIONS = EngineOptions(
+    lookahead="fixed:1", drafter=("model",), num_blocks=1, max_num_seqs=1, tokenizer="none"
+)
+PRICES = CostProfile(
+    tokens=(1, 8, 512),
+    target_s=(2e-3, 3e-3, 5e-2),
+    context_token_s=1e-7,
+    row_s=1e-4,
+    draft_setup_s=1e-4,
+    draft_pass_s=3e-4,
+    draft_token_s=1e-5,
+    draft_ingest_s=1e-5,
+    further={"verify_step_s": 2e-4, "host_step_s": 3e-4, "host_row_s": 2e-5},
+)
+MODELS = {"model": str(TARGET), "draft": str(DRAFT), "options": {"tokenizer": "none"}}
+K = 8
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "coupled": {"temperature": 0.8, "verification": "coupled"},
+    "rejection": {"temperature": 0.8, "top_p": 0.9},
+    "block": {"temperature": 0.8, "verification": "block"},
+}
+
+
+@pytest.fixture(scope="module", params=["draft", "head"])
+def any_core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
+    yield from loaded(DRAFT if request.param == "draft" else demo_head())
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[EngineCore]:
+    yield from loaded(DRAFT)
+
+
+def loaded(draft: Path) -> Iterator[EngineCore]:
+    core, _, _ = load_core(TARGET, draft, OPTIONS, handles_text=False)
+    yield core
+    core.resources.close()
+
+
+@dataclass
+class Steps:
+    """An observer that keeps what each step did."""
+
+    steps: list[Any] = field(default_factory=list)
+
+    def step(self, step: TimelineStep) -> None:
+        plan, result = step.plan, step.result
+        arrays = plan.slots, plan.query_lens, plan.num_drafts, plan.catch_up
+        arrays += result.num_drafted, result.num_accepted, result.tokens
+        times_s = step.started_s, step.ended_s
+        self.steps.append((*times_s, *(array.tolist() for array in arrays)))
+
+
+def config_for(core: EngineCore, lookahead: str, drafter: str | None) -> SchedulerConfig:
+    loaded_config = core.scheduler.config
+    return replace(
+        loaded_config,
+        num_blocks=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=96,
+        lookahead=parse_lookahead(lookahead),
+        drafter=None if drafter is None else (drafter,),
+        draft_context_tokens=loaded_config.draft_context_tokens if drafter == "model" else None,
+    )
+
+
+def requests_for(sampling: str, count: int = 14) -> list[tuple[TraceRequest, Request]]:
+    tokenizer = load_tokenizer(TARGET)
+    texts = [text for pair in zip(demo_prompts(), edit_prompts(), strict=False) for text in pair]
+    requests = []
+    for number in range(count):
+        prompt = tuple(tokenizer.encode(texts[number % len(texts)]))[-70:]
+        params = SamplingParams(max_tokens=12 + 5 * (number % 7), **SAMPLING[sampling])
+        request = Request(request_id=str(number), prompt=prompt, params=params, seed=number)
+        lengths = {"prompt_tokens": len(prompt), "output_tokens": params.max_tokens}
+        requests.append((TraceRequest(arrival_s=0.012 * number, **lengths), request))
+    return requests
+
+
+def run(
+    core: EngineCore,
+    config: SchedulerConfig,
+    requests: list[tuple[TraceRequest, Request]],
+    log: Any = None,
+) -> list[Any]:
+    """Serve requests with the real executor, on a virtual clock with `PRICES`."""
+    sizes = {name: getattr(config, name) for name in ("num_blocks", "block_size", "max_num_seqs")}
+    names, drafter = config.default_chain, None
+    if names and config.lookahead.policy != "off":
+        drafter = chain_drafter(config, core.executor.drafter.model if "model" in names else None)
+    executor = TorchExecutor(core.executor.model, **sizes, drafter=drafter)
+    core.executor.model.keep_hidden(() if drafter is None else drafter.hidden_layers)
+    steps = Steps()
+    replay(
+        OpenLoop(traced for traced, _ in requests),
+        config,
+        PricedExecutor(executor, config, ProfiledCost(PRICES)),
+        make_request=lambda number, _: requests[number][1],
+        observers=[steps],
+        log=log,
+    )
+    return steps.steps
+
+
+def record(
+    path: Path, core: EngineCore, sampling: str, lookahead: str, drafter: str | None
+) -> Recording:
+    config = config_for(core, lookahead, drafter)
+    with StepRecorder(path, models=MODELS) as log:
+        run(core, config, requests_for(sampling), log)
+    return read_run(path)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("drafter", ["model", "ngram", "suffix"])
+def test_fates_of_a_rerun_are_those_recorded(
+    tmp_path: Path, core: EngineCore, sampling: str, drafter: str
+) -> None:
+    """All of them, at a largest k of more than the recorded one."""
+    recording = record(tmp_path / "log", core, sampling, "fixed:4", drafter)
+    again = rerun(recording, drafter, K, core)
+    assert again.differing == 0
+    if (drafter, sampling) == ("model", "block"):
+        assert not again.checked, "an outcome of block verification depends on k"
+        return
+    assert again.checked > (100 if drafter == "model" else 50)
+    rows = [row for row in recording.drafts if row.drafted]
+    assert sum(row.accepted for row in rows) > 20
+    wrong = [row._replace(accepted=(row.accepted + 1) % (row.drafted + 1)) for row in rows]
+    assert rerun(recording._replace(drafts=wrong), drafter, K, core).differing > len(rows) // 2
+
+
+def test_fates_of_a_head_are_those_recorded(tmp_path: Path) -> None:
+    for core in loaded(demo_head()):
+        for sampling in ("greedy", "rejection"):
+            recording = record(tmp_path / sampling, core, sampling, "fixed:4", "model")
+            again = rerun(recording, "model", K, core)
+            assert again.differing == 0 and again.checked > 100
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_the_fate_at_a_position_is_that_of_an_engine_that_is_there(
+    tmp_path: Path, core: EngineCore, sampling: str
+) -> None:
+    """The log has no drafts at all. An engine gets a text up to a position as its prompt."""
+    recording = record(tmp_path / "log", core, sampling, "off", None)
+    assert not recording.drafts
+    fates = rerun(recording, "model", K, core).fates
+    config = replace(config_for(core, f"fixed:{K}", "model"), max_num_batched_tokens=256)
+    outcomes = []
+    for name in ("3", "6"):
+        text = recording.texts[name]
+        for position in range(2, 24, 2):
+            prompt = (*text.request.prompt, *text.output[: position - 1])
+            params = replace(text.request.params, max_tokens=K + 2)
+            request = replace(text.request, request_id="0", prompt=prompt, params=params)
+            traced = TraceRequest(arrival_s=0.0, prompt_tokens=len(prompt), output_tokens=K + 2)
+            (*_, drafted, accepted, _) = run(core, config, [(traced, request)])[1]
+            outcomes.append((drafted[0], accepted[0]))
+            left = len(text.output) - position
+            assert fates[name].drafted[position] == min(K, left - 1)
+            if left > K:
+                assert fates[name].accepted[position] == accepted[0]
+    assert len({accepted for _, accepted in outcomes}) > 2
+
+
+def world_of(recording: Recording, core: EngineCore) -> RecordedWorld:
+    loaded_config, fates = core.scheduler.config, rerun(recording, "model", K, core).fates
+    sizes = loaded_config.draft_context_tokens, loaded_config.catch_up_price
+    assert sizes[0] is not None
+    model = ModelDrafts(fates, *sizes, bool(core.executor.drafter.hidden_layers))
+    prices = dict.fromkeys(("off", "model", "ngram", "suffix+ngram", "ngram+model"), PRICES)
+    return RecordedWorld(recording.engine.config, recording.texts, prices, model)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_a_scenario_is_a_real_run_step_by_step(
+    tmp_path: Path, any_core: EngineCore, sampling: str
+) -> None:
+    recording = record(tmp_path / "log", any_core, sampling, "fixed:2", "model")
+    world = world_of(recording, any_core)
+    recorded = ScenarioSettings.of(world.config)
+    for changes in (
+        {},
+        {"lookahead": "off", "drafter": None},
+        {"lookahead": "fixed:4"},
+        {"lookahead": "adaptive:8"},
+        {"lookahead": "ema:6", "drafter": "ngram"},
+        {"lookahead": "adaptive:8", "drafter": "ngram", "max_num_seqs": 8},
+        {"lookahead": "fixed:5", "drafter": "suffix+ngram", "max_num_seqs": 2},
+        {"lookahead": "ema:4", "drafter": "ngram+model"},
+        {"lookahead": "fixed:4", "max_num_batched_tokens": 40, "itl_target_s": 0.006},
+    ):
+        settings = recorded._replace(**changes)
+        steps = Steps()
+        row = world.serve(settings, [steps])
+        expected = run(any_core, world.config_of(settings), requests_for(sampling))
+        for number, (simulated, real) in enumerate(zip(steps.steps, expected, strict=False)):
+            assert simulated == real, (changes, number)
+        assert len(steps.steps) == len(expected)
+        assert (row["drafted_tokens"] > 0) == (settings.lookahead != "off"), changes
+
+
+def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: EngineCore) -> None:
+    """Also for other numbers of rows and drafts, if the log has the prices of the start."""
+    recording = record(tmp_path / "log", core, "greedy", "fixed:2", "model")
+    for start in (None, PRICES):
+        prices = recorded_prices(recording.samples, start)
+        cost, true = ProfiledCost(prices), ProfiledCost(PRICES)
+        fitted_s, true_s = (
+            np.array([sum(each.step_s(s.work)) for s in recording.samples]) for each in (cost, true)
+        )
+        assert fitted_s.sum() == pytest.approx(true_s.sum(), rel=0.02)
+        assert np.median(np.abs(fitted_s / true_s - 1)) < 0.02
+    work = StepWork(rows=16, decode_rows=16, target_tokens=16, logit_tokens=16, context_tokens=1600)
+    assert sum(cost.step_s(work)) == pytest.approx(sum(true.step_s(work)), rel=0.1)
+    slow = [StepSample(s.work, 3 * s.draft_s, s.target_s) for s in recording.samples if s.draft_s]
+    other = with_drafter(prices, slow)
+    drafting = next(s.work for s in recording.samples if s.work.draft_depth == 2)
+    ratio = ProfiledCost(other).step_s(drafting)[0] / cost.step_s(drafting)[0]
+    assert ratio == pytest.approx(3, rel=0.1)
+
+
+def test_the_best_has_the_most_tokens_and_among_equals_the_shortest_gaps() -> None:
+    rows = [
+        {"name": name, "tokens_per_s": rate, "tpot_p95_s": gap_s}
+        for name, rate, gap_s in (("a", 99.5, 0.01), ("b", 100.0, 0.02), ("c", 98.0, 0.001))
+    ]
+    assert [row["name"] for row in ranked(rows)] == ["a", "b", "c"]
+    assert ranked([{"tokens_per_s": None, "tpot_p95_s": None}])
+
+
+def test_a_text_that_a_stop_string_ended_is_cut(tmp_path: Path, core: EngineCore) -> None:
+    path = tmp_path / "log"
+    whole = record(path, core, "greedy", "off", None)
+    with path.open("ab") as file:
+        file.write(encode_line(TextFinished("3", 5, 9.0)))
+    cut = read_run(path).texts["3"]
+    assert cut.cut and cut.output == whole.texts["3"].output[:5]
+    assert cut.request.params.max_tokens == 5 and not whole.texts["3"].cut
+
+
+def test_the_command_prints_plots_and_ends_with_json(
+    tmp_path: Path, core: EngineCore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plot = tmp_path / "log", tmp_path / "page.png"
+    record(path, core, "greedy", "fixed:2", "model")
+    words = ["advise", str(path), "--processes", "1", "--plot", str(plot), "--itl-target", "0,0.01"]
+    assert main([*words, "--drafter", "ngram", "--max-num-batched-tokens", "96"]) == 0
+    out = capsys.readouterr().out
+    assert "have the recorded outcome" in out and "simulated against measured" in out
+    document = json.loads(out.splitlines()[-1])
+    rows = document["scenarios"]
+    assert document["best"] == rows[0] and document["requests"] == 14
+    assert document["fates"]["model"]["differing"] == 0 < document["fates"]["model"]["checked"]
+    tried = {(row["lookahead"], row["drafter"], row["max_num_seqs"]) for row in rows}
+    assert {("off", None, 4), ("fixed:4", "ngram", 4), ("adaptive:8", "model", 4)} <= tried
+    assert {row["max_num_seqs"] for row in rows} == {2, 4, 8}
+    assert all(row["drafted_tokens"] == 0 for row in rows if row["lookahead"] == "off")
+    assert document["simulated"] in rows and document["simulated"]["ratio"] == 1.0
+    assert document["simulated"]["tokens_per_s"] == pytest.approx(
+        document["recorded"]["tokens_per_s"], rel=0.03
+    )
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--drafter", "oracle"), "--drafter: 'oracle' is unknown: use model, ngram, suffix"),
+        (("--max-num-seqs", "4,x"), "--max-num-seqs: '4,x' is not a list: write V1,V2"),
+        (("--max-num-seqs", "0"), "--max-num-seqs: '0': use positive numbers"),
+        (("--itl-target", "-1"), "--itl-target: '-1': use positive numbers"),
+        (("--lookahead", "fixed:99"), "lookahead.k: out of range"),
+        (("--draft", "/no/such/draft"), "--draft: /no/such/draft does not exist"),
+    ],
+)
+def test_bad_options_are_named(
+    log_of_four: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["advise", str(log_of_four), "--processes", "1", *words]
+    if words[0] in ("--lookahead", "--draft"):
+        assert main(command) == 2
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def log_of_four(tmp_path_factory: pytest.TempPathFactory, core: EngineCore) -> Path:
+    path = tmp_path_factory.mktemp("logs") / "log"
+    config = config_for(core, "off", None)
+    with StepRecorder(path, models=MODELS) as log:
+        run(core, config, requests_for("greedy", 4), log)
+    return path
+
+
+def test_logs_without_texts_name_the_remedy(tmp_path: Path, log_of_four: Path) -> None:
+    remedy = "cbatch serve --record FILE"
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,1\n")
+    with pytest.raises(FieldError, match=f"has no texts.*{remedy}"):
+        read_run(trace)
+    with pytest.raises(FieldError, match=f"has no texts.*{remedy}"):
+        read_run(tmp_path / "missing")
+    lines = log_of_four.read_bytes().splitlines(keepends=True)
+    simulated = tmp_path / "simulated"
+    configured = msgspec.json.decode(lines[1])
+    configured["config"]["vocab_size"] = 2**31 - 1
+    simulated.write_bytes(lines[0] + msgspec.json.encode(configured) + b"\n" + b"".join(lines[2:]))
+    with pytest.raises(FieldError, match="of a simulation"):
+        read_run(simulated)
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"".join(lines[:3]))
+    with pytest.raises(FieldError, match=f"no request with output.*{remedy}"):
+        read_run(empty)
+
+
+def test_a_damaged_log_names_the_line_and_a_cut_one_is_used(
+    tmp_path: Path, log_of_four: Path
+) -> None:
+    content = log_of_four.read_bytes()
+    lines = content.splitlines(keepends=True)
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"".join([*lines[:6], b'{"type":"Planned"}\n', *lines[7:]]))
+    with pytest.raises(FieldError, match="line 7: damaged record"):
+        read_run(damaged)
+    cut = tmp_path / "cut"
+    cut.write_bytes(content[: 2 * len(content) // 3])
+    recording = read_run(cut)
+    assert "cut short" in recording.warnings[0]
+    whole = read_run(log_of_four)
+    for name, text in recording.texts.items():
+        output = whole.texts[name].output
+        assert text.output == output[: len(text.output)]
+        assert text.cut == (len(text.output) < len(output))
+    assert any(text.cut for text in recording.texts.values())
+    again = rerun(recording, "ngram", K)
+    assert again.differing == 0
