@@ -55,8 +55,8 @@ def run(options: Sequence[str]) -> dict[str, Any]:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-x"]
         command += ["--benchmark-enable", "--benchmark-only", f"--benchmark-json={out}"]
-        # On a busy machine, threads of a matrix product that wait for each other make it up to a
-        # hundred times slower.
+        # On a busy machine a matrix product of several threads can be a hundred times slower, as
+        # its threads wait for each other.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -73,12 +73,12 @@ def run(options: Sequence[str]) -> dict[str, Any]:
 def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return a row for each benchmark, in order of running. Ratios are None without a baseline."""
     past = {} if baseline is None else baseline["quartile_us"]
-    speed = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
+    slowdown = 1.0 if baseline is None else measured["yardstick_us"] / baseline["yardstick_us"]
     rows = []
     for name, quartile_us in measured["quartile_us"].items():
         row = {"benchmark": name, "quartile_us": quartile_us, "baseline_us": past.get(name)}
         raw = quartile_us / past[name] if name in past else None
-        rows.append(row | {"raw": rounded(raw), "ratio": rounded(raw and raw / speed)})
+        rows.append(row | {"raw": rounded(raw), "ratio": rounded(raw and raw / slowdown)})
     return rows
 
 
@@ -115,11 +115,13 @@ def _notes(
     if baseline is None:
         return ["no baseline: store one with --save"]
     cpu, this_cpu = baseline["machine"]["cpu"], measured["machine"]["cpu"]
-    change = measured["yardstick_us"] / baseline["yardstick_us"]
+    slowdown = measured["yardstick_us"] / baseline["yardstick_us"]
     notes = [f"baseline: {cpu}, torch {baseline['versions'].get('torch')}"]
     if cpu != this_cpu:
         notes.append(f"this machine differs ({this_cpu}): ratios are rough")
-    notes.append(f"yardstick {change:.3f} of the baseline's; ratio = raw / that")
+    notes.append(
+        f"yardstick took {slowdown:.3f} x the baseline's time; ratio = raw / {slowdown:.3f}"
+    )
     slower = [row["benchmark"] for row in rows if row["ratio"] and row["ratio"] > SLOWER]
     if slower:
         notes.append(f"slower by more than {SLOWER - 1:.0%}: {', '.join(slower)}")

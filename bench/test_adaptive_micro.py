@@ -1,5 +1,5 @@
-"""Micro-benchmark (`pytest bench --benchmark-enable`) of the `adaptive` decision at 256 rows and 8
-depths.
+"""Micro-benchmark (`pytest bench --benchmark-enable`) of the `adaptive` decision for 256 rows of up
+to 8 drafts each.
 
 Profile `flat` is memory-bound at this load, `steep` compute-bound; `stairs` rises every 64 tokens.
 """
@@ -65,7 +65,7 @@ class Drafted(NamedTuple):
         return _sample(int(self.num_drafted.max()), int(self.num_drafted.sum()))
 
 
-class ToPlan(NamedTuple):
+class FakePlannedRows(NamedTuple):
     """Implements `policy.PlannedRows`."""
 
     rows: slice
@@ -80,9 +80,9 @@ class ToPlan(NamedTuple):
         return len(self.max_drafts)
 
 
-def to_plan(rows: int) -> ToPlan:
-    lag = np.zeros(rows, np.int32)
-    return ToPlan(slice(0, rows), inputs(rows)[2], lag, lag + 1)
+def planned_rows(rows: int) -> FakePlannedRows:
+    zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+    return FakePlannedRows(slice(0, rows), inputs(rows)[2], zeros, ones)
 
 
 def policy_of(kind: str, rows: int) -> AdaptivePolicy:
@@ -112,8 +112,9 @@ def test_decide(benchmark, kind):
 
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_whole_choice(benchmark, rows):
-    """Time `choose` called repeatedly, as by a planner: the decision is mostly kept."""
-    k = benchmark(policy_of("flat", rows).choose, to_plan(rows))
+    """Time `choose`, called again and again for the same rows. Most calls keep the last
+    decision."""
+    k = benchmark(policy_of("flat", rows).choose, planned_rows(rows))
     assert k is not None and k.any()
 
 
@@ -124,15 +125,15 @@ def test_survival(benchmark):
 
 
 def test_a_step_while_off(benchmark):
-    """Time a step with useless drafts, where k = 0 for all rows: all calls, decisions and probes
-    included."""
-    policy, planned = policy_of("steep", ROWS), to_plan(ROWS)
+    """Time a step after the policy has stopped drafting, since drafts are useless. The mean
+    includes decisions and experiments."""
+    policy, planned = policy_of("steep", ROWS), planned_rows(ROWS)
     policy.estimate[0] *= 0.1
-    rows, zero = planned.rows, planned.draft_kv_lag
+    rows, zeros = planned.rows, np.zeros(ROWS, np.int32)
 
     def step() -> None:
         k = policy.choose(planned)
-        policy.observe(Drafted(rows, zero if k is None else k, zero, k is not None))
+        policy.observe(Drafted(rows, zeros if k is None else k, zeros, k is not None))
 
     for _ in range(2000):
         step()

@@ -21,7 +21,7 @@ from triton_kernels.sampling import (
     rows_of,
 )
 
-_TOP_P = {False: torch.inf, True: 0.9}
+_TOP_PS = {False: torch.inf, True: 0.9}
 
 
 class VerifyCase(NamedTuple):
@@ -43,9 +43,9 @@ def make_case(
     logits: str = "random",
     seed: int = 0,
 ) -> VerifyCase:
-    """Make requests of one mode with `num_drafts[i]` drafts each, at temperature 0.8, with
-    `filters` also top_p 0.9. Logits are bf16, random or recorded. Drafts are mostly the argmax;
-    with `proposed` they are drawn from logits near the target's."""
+    """Make one request per entry of `num_drafts`, at temperature 0.8. `mode` is a value of
+    `Requests.modes`; `filters` sets top_p 0.9. Logits are bf16, random or recorded. Drafts
+    are mostly the argmax; with `proposed` they are drawn from logits near the target's."""
     generator = torch.Generator(device).manual_seed(seed)
     counts = torch.tensor(num_drafts, device=device)
     size, num_rows = len(counts), int((counts + 1).sum())
@@ -65,12 +65,12 @@ def make_case(
     tokens = values[drafted].argmax(dim=-1)
     tokens = torch.where(integers(10, len(tokens)) < 3, integers(vocab, len(tokens)), tokens)
     draft_starts = counts.cumsum(0) - counts
-    whole = torch.ones(size, dtype=torch.int32, device=device)
+    ones = torch.ones(size, dtype=torch.int32, device=device)
     batch = LogitsBatch(
         values,
         rows,
-        Requests(whole * mode, whole * 0.8, whole * vocab, whole * _TOP_P[filters], whole * 0.0),
-        Noise(integers(1 << 32, size, 2), whole.long() * 0, integers(5000, size)),
+        Requests(ones * mode, ones * 0.8, ones * vocab, ones * _TOP_PS[filters], ones * 0.0),
+        Noise(integers(1 << 32, size, 2), ones.long() * 0, integers(5000, size)),
         DraftTokens(tokens.int(), draft_starts.int(), counts.int()),
         None,
     )
@@ -82,6 +82,6 @@ def make_case(
         drafts = batch.drafts._replace(tokens=draft_sample.tokens[:, 0].contiguous())
         batch, proposals = (
             batch._replace(drafts=drafts),
-            Proposals(near, None, draft_sample, whole * 0),
+            Proposals(near, None, draft_sample, ones * 0),
         )
     return VerifyCase(batch, starts, proposals)

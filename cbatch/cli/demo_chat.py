@@ -25,7 +25,7 @@ QUESTIONS = (
     "Tell me about the moon.",
 )
 FOLLOW_UP = "Can you explain that to a child?"
-LOOKUP = ("ngram",)  # used if the options name no lookup, since SmolLM2 has no draft model
+DEFAULT_DRAFTER = ("ngram",)  # needs no draft model, which SmolLM2 lacks
 FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
 
 Messages = list[dict[str, str]]
@@ -36,7 +36,7 @@ def chat(
 ) -> list[BatchRun]:
     """Run all conversations as one batch, two turns each, and print them.
 
-    The second turn finds the first in the prefix cache. A step that is drawn takes at least
+    The second turn finds the first in the prefix cache. A step that is shown takes at least
     `pace_s` seconds. Returns a list with the run. If the model is not installed, prints the
     reason and returns an empty list."""
     console.print()
@@ -46,7 +46,7 @@ def chat(
     except FieldError as error:
         console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
         return []
-    drafter = tuple(name for name in options.drafter or () if name != MODEL) or LOOKUP
+    drafter = tuple(name for name in options.drafter or () if name != MODEL) or DEFAULT_DRAFTER
     options = replace(options, drafter=drafter, dtype="auto", max_model_len=1024)
     engine, info = load_engine(model, None, options)
     for line in info.lines():

@@ -29,8 +29,8 @@ EPILOG = """\
 Each prompt becomes one JSON line, written when it is done:
   {"index", "id", "prompt", "params", "seed", "choices": [{"text", "token_ids", ...}], "error"}
 A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and sampling fields},
-which override the options. The answer to an invalid line is its error; other lines are answered.
-The last line printed is {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
+which override the options. An invalid line gets a result with "error"; other lines still run.
+The last line has figures: {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
 SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # this command's own defaults
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with open_results(args.output, jobs, resume=args.resume) as results:
         remaining = [job for job in jobs if job.index not in results.done]
         if args.resume:
-            failed = f", {results.num_failed} failed and run again" if results.num_failed else ""
+            failed = f", {results.num_failed} failed and will rerun" if results.num_failed else ""
             num_done = len(results.done)
             console.print(f"{num_done} of {len(jobs)} prompts are answered already{failed}")
         if not remaining:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
     if bool(args.prompts) == (args.input is not None):
-        raise FieldError("PROMPT", "give prompts or --input", "one of the two")
+        raise FieldError("PROMPT", "needs prompts or --input", "give one of the two")
     return (
         read_jobs(args.input, defaults) if args.input else jobs_of_prompts(args.prompts, defaults)
     )

@@ -21,7 +21,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "serve completions over HTTP",
     "bench": "load-test a server of the OpenAI API",
-    "demo": "show the shipped models completing functions, and a chat",
+    "demo": "show the shipped models: they complete functions, then chat",
     "sim": "replay a trace through the scheduler on a virtual clock",
     "sim capacity": "find the highest rate at which a trace meets its objectives",
     "advise": "find the best settings for a run recorded by cbatch serve --record",
@@ -29,28 +29,29 @@ COMMANDS = {
     "trace": "show, convert, sample, scale and generate traces of requests",
     "report": "compare reports of cbatch bench and cbatch sim",
 }
-# Group of entry points: functions `add_parser`, named by their command with `-` for a space.
+# Group of entry points. Each is an `add_parser`, under its command's name with `-` for a space.
 GROUP = "cbatch.commands"
 # Removed commands, each with the remedy that its error message names.
 REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
-# Commands of two words, not subparsers of `sim`: its first argument may be a trace file.
+# Two-word commands. They cannot be subparsers of `sim`: its first argument may be a trace file.
 TWO_WORDS = ("sim capacity",)
 
 # Errors of the operating system, such as a full disk, that are printed without a traceback.
 EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
 # Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
-# signal itself, as a server must: a client that closes its socket may not end the process.
+# signal itself, as a server must: a client that closes its socket must not end the process.
 BROKEN_PIPE = 141
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Return the parser. Only the module of `command` is imported; other commands have only a
-    help line. None imports the modules of all commands. Raises `FieldError` for a command that the
-    installed metadata does not name."""
+    help line. If `command` is None, the modules of all are imported. Raises `FieldError` for a
+    command that the installed metadata does not name."""
     parser = CommandParser(
         prog="cbatch",
         description="Serves language models: many sequences in every step, each speculating with "
-        "a lookahead of its own. Without a model the small pair that is shipped is used.",
+        "a lookahead of its own. Without a model, the small pair of target and draft that is "
+        "shipped is used.",
     )
     parser.add_argument("--version", action="version", version=f"cbatch {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -83,7 +84,7 @@ def _adder_of(command: str) -> AddParser:
 def _registered(command: str) -> AddParser:
     from importlib.metadata import entry_points
 
-    problem = "is not registered: cbatch was installed before its code changed"
+    problem = "is not registered: the installed cbatch is older than this code"
     for point in entry_points(group=GROUP, name=command.replace(" ", "-")):
         try:
             adder: AddParser = point.load()
@@ -142,8 +143,8 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
 
 
 def _abandon_output() -> None:
-    """Redirect a stream that cannot be flushed to the null device. Python would flush it again at
-    exit, and print a second error about a closed pipe or a full disk."""
+    """Replace an output stream that fails to flush by the null device. Python would flush it again
+    at exit, and print a second error about a closed pipe or a full disk."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

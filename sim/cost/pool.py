@@ -5,8 +5,8 @@ profiling run, and the process's memory outside torch, and cuts the remainder in
 is the larger of two: activations of the largest step, and the sampler on one row of logits per
 slot. Since 0.21 vLLM also reserves memory for CUDA graphs, and its top-p needs no sort.
 
-Three numbers are fitted, each to one run (`FITTED`); the others come from vLLM's code. The memory
-of a draft model follows cbatch's own rule, not vLLM's.
+Three numbers are fitted, each to one run (`FITTED`), and one is typical of four logs. The others
+come from vLLM's code. The memory of a draft model follows cbatch's own rule, not vLLM's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ class PoolRules(NamedTuple):
     context_bytes: float  # outside torch: modules that are loaded late, libraries
 
 
-# Bytes per logit. 38.2: bf16 and fp32 logits, sorted values, indices and the sort's buffers, fitted
-# to a peak of 1.40 GiB (L20, Qwen3-8B, 256 slots, 2,048 tokens). 14: bf16 and fp32 logits,
-# probabilities and noise. Bytes per graph: vLLM 0.21.0 estimated 0.52 GiB for 86 graphs on an
-# A5000. Bytes outside torch. 48 MiB: four logs of versions 0.10 to 0.15 report 0.02 to 0.07 GiB.
-# 307 MiB: an A100 with 0.31.0 reported 15.26 GiB, of which the weights were 14.96 GiB.
 RULES = {
-    "vllm-0.19": PoolRules(38.2, 0.0, 48 * MIB),
-    "vllm-0.21": PoolRules(14.0, 6.19 * MIB, 307 * MIB),
+    "vllm-0.19": PoolRules(
+        # bf16 and fp32 logits, sorted values, indices and the sort's buffers: fitted to a peak of
+        # 1.40 GiB (L20, Qwen3-8B, 256 slots, 2,048 tokens).
+        sampler_value_bytes=38.2,
+        graph_bytes=0.0,
+        context_bytes=48 * MIB,  # four logs of versions 0.10 to 0.15 report 0.02 to 0.07 GiB
+    ),
+    "vllm-0.21": PoolRules(
+        sampler_value_bytes=14.0,  # bf16 and fp32 logits, probabilities and noise
+        graph_bytes=6.19 * MIB,  # 0.21.0 estimated 0.52 GiB for 86 graphs on an A5000
+        # An A100 with 0.31.0 reported 15.26 GiB, of which the weights were 14.96 GiB.
+        context_bytes=307 * MIB,
+    ),
 }
 FITTED = {"vllm-0.19": ("L20",), "vllm-0.21": ("A5000", "A100")}  # GPUs of the fitted runs
 DEFAULT_RULES = "vllm-0.21"
@@ -69,10 +75,10 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     `FieldError` if not even one block fits."""
     settings = settings or PoolSettings()
     shapes = [config.shape, *([config.draft] if config.draft else [])]
-    gpu, parts = config.gpu, config.tensor_parallel_size
+    gpu, num_devices = config.gpu, config.tensor_parallel_size
     total_bytes = gpu.memory_bytes if gpu.usable_bytes is None else gpu.usable_bytes
-    weight_bytes = sum(shape.weight_bytes for shape in shapes) / parts
-    reserved = max(reserved_bytes(shape, settings, parts) for shape in shapes)
+    weight_bytes = sum(shape.weight_bytes for shape in shapes) / num_devices
+    reserved = max(reserved_bytes(shape, settings, num_devices) for shape in shapes)
     token_bytes = sum(config.kv_token_bytes(shape) for shape in shapes)
     settings.check()
     kv_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - reserved
@@ -80,8 +86,8 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     if blocks < 1:
         raise FieldError(
             "--gpu",
-            f"{weight_bytes / 2**30:.1f} GiB of weights and {reserved / 2**30:.1f} of work leave "
-            "no room for KV",
+            f"{weight_bytes / 2**30:.1f} GiB of weights and {reserved / 2**30:.1f} GiB for a step "
+            "leave no room for KV",
             "use more devices (--tensor-parallel-size) or a larger one",
         )
     return blocks
@@ -96,8 +102,8 @@ def reserved_bytes(shape: ModelShape, settings: PoolSettings, num_devices: int =
     rows = min(settings.max_rows, settings.step_tokens)
     sampler_bytes = hidden_bytes + rules.sampler_value_bytes * rows * shape.vocab_size
     pass_bytes = settings.step_tokens * pass_token_bytes(shape, num_devices)
-    graphs = num_graphs(settings.max_rows) * rules.graph_bytes
-    return max(pass_bytes, sampler_bytes) + graphs + rules.context_bytes
+    total_graph_bytes = num_graphs(settings.max_rows) * rules.graph_bytes
+    return max(pass_bytes, sampler_bytes) + total_graph_bytes + rules.context_bytes
 
 
 def pass_token_bytes(shape: ModelShape, tensor_parallel_size: int = 1) -> float:

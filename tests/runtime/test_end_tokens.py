@@ -110,7 +110,7 @@ def test_what_is_no_regular_file_is_named(
     path = directory(tmp_path)
     (path / name).unlink(missing_ok=True)
     make(path / name)
-    with pytest.raises(ModelError, match=f"{name}: is not a regular file"):
+    with pytest.raises(ModelError, match=f"{name}: is a folder, a pipe or a device"):
         load_config(path)
 
 

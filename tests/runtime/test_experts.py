@@ -15,9 +15,9 @@ from cbatch.runtime.compiled import CompiledProduct
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.transformers_backend.experts import (
     NAME,
-    compile_experts,
     experts,
     gate_of,
+    pack_experts,
     register,
 )
 from tests.runtime.marks import needs_compiler
@@ -203,14 +203,14 @@ def test_experts_of_transformers(name: str) -> None:
     made = Made(torch.float32)
     expected = module(made.x, made.chosen, made.weights)
     assert gate_of(module).gating is gating
-    assert compile_experts(module) and module.gate_up_proj is None
+    assert pack_experts(module) and module.gate_up_proj is None
     computed = experts(module, made.x, made.chosen, made.weights)
     torch.testing.assert_close(computed, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_what_has_no_such_weights_is_left_alone() -> None:
     module = torch.nn.Linear(3, 4)
-    assert not compile_experts(module) and module.weight is not None
+    assert not pack_experts(module) and module.weight is not None
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
@@ -229,6 +229,6 @@ def test_a_model_of_experts(family: str) -> None:
     tokens = torch.arange(20)[None]
     expected = net(tokens, use_cache=False).logits
     register()
-    assert sum(compile_experts(module) for module in net.modules()) == 2
+    assert sum(pack_experts(module) for module in net.modules()) == 2
     net.set_experts_implementation(NAME)
     torch.testing.assert_close(net(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)

@@ -200,5 +200,5 @@ def test_the_bench_reads_the_recorded_pool(tmp_path: Path) -> None:
     more = found(hardware | {"kv_cache": {"gpu_memory_utilization": 0.95}})
     assert more - found(hardware) == pytest.approx(0.05 * 25_250_627_584 / 2**21, abs=1)
     assert found(hardware | {"vllm_version": "0.28.0"}) != found(hardware)
-    with pytest.raises(FieldError, match="--num-blocks: .* says neither blocks nor"):
+    with pytest.raises(FieldError, match="--num-blocks: .* has neither blocks nor"):
         found({})

@@ -1,5 +1,5 @@
-"""Files of a trained head that vLLM reads too: EAGLE-3 in the layout of speculators, Medusa in
-vLLM's own."""
+"""Save and load trained heads in formats that cbatch and vLLM read: EAGLE-3 in the layout of
+speculators, Medusa in vLLM's own."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def load_eagle3(folder: Path, parts: TargetParts, draft_ids: Tensor | None = Non
 
 
 def save_medusa(net: MedusaNet, folder: Path, *, with_head: bool) -> None:
-    """Save Medusa heads, like `save_eagle3`. vLLM finds the counts in fields whose names contain
-    "num" and "heads", or "layers", so the config has a field of each kind. vLLM 0.32 refuses files
-    with a token map."""
+    """Save Medusa heads, like `save_eagle3`. The config has `num_heads` and `num_hidden_layers`,
+    because vLLM looks for either. vLLM 0.32 refuses files with a token map."""
     tensors = _tensors(net, with_head=with_head)
     ids, target = net.draft_ids, net.parts.config
     if len(ids) < target.vocab_size:
@@ -100,7 +99,7 @@ def _tensors(net: EagleNet | MedusaNet, *, with_head: bool) -> dict[str, Tensor]
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write weights and config. The weights appear in one operation."""
+    """Write weights and config. A reader never sees half of the weights: their file is renamed."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.part"
     save_file(tensors, part, metadata={"format": "pt"})

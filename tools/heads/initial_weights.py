@@ -1,10 +1,10 @@
 """Initial weights of an EAGLE-3 head: a linear prediction, fitted by least squares.
 
 The target's last hidden state at t + 1, after its norm, is predicted as F x + B e. Here x are the
-hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`. B, at
-the rank of the values, is stored in V and output projections of one query head per KV head, which
-attends only to its own position. All other parts add nothing at first. The fit takes a minute and
-saves hundreds of steps.
+hidden states read at t, and e is the embedding of the token at t + 1. F is stored in `fc`. B is
+approximated by V and output projections, so its rank is at most that of V. One query head of each
+KV head is used, and attends only to its own position. All other parts add nothing at first. The fit
+takes a minute and saves hundreds of steps.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tools.heads.eagle_net import EagleNet
 from tools.heads.lessons import Lesson
 
 RIDGE = 0.02  # ridge term, relative to the mean of the diagonal.
-MAX_TOKENS, MAX_CONSTANT_TOKENS = 1 << 16, 1 << 13  # samples for fit and `_constant_direction`
+MAX_TOKENS, MAX_DIRECTION_TOKENS = 1 << 16, 1 << 13  # samples for fit and `_constant_direction`
 # RMS of the predictions. Any value works, because a norm follows; small values learn faster.
 PREDICTION_RMS = 0.2
-# Attention to the own position uses this number of dimension pairs, the fastest rotating, and
-# queries and keys of this length. A neighbouring position has exp(-7) times the weight.
-OWN_PAIRS, OWN_LENGTH = 4, 8.0
+# Attention to the own position uses the `OWN_PAIRS` pairs of dimensions that rotate fastest, and
+# queries and keys of norm `OWN_NORM`. A neighbouring position has exp(-7) times the weight.
+OWN_PAIRS, OWN_NORM = 4, 8.0
 
 
 class _Samples(NamedTuple):
-    """Data from n positions of a lesson: normed hidden states [n, read], normed embeddings of the
-    next tokens [n, hidden], and the targets of the prediction [n, hidden]."""
+    """Data from n positions of a lesson: normed hidden states [n, read_size], normed embeddings of
+    the next tokens [n, hidden], and the targets of the prediction [n, hidden]."""
 
-    read: Tensor
+    states: Tensor
     embedded: Tensor
     targets: Tensor
 
@@ -43,7 +43,7 @@ def set_initial_weights(net: EagleNet, lessons: Sequence[Lesson]) -> None:
     read_size = net.fc.weight.shape[1]
     gram, moments = torch.zeros(2)
     for samples in _samples(net, lessons, MAX_TOKENS):
-        x = torch.cat((samples.read, samples.embedded), -1)
+        x = torch.cat((samples.states, samples.embedded), -1)
         gram, moments = gram + x.T @ x, moments + x.T @ samples.targets
     linear = _solve(gram, moments)
     net.fc.weight.copy_(linear[:, :read_size] * PREDICTION_RMS)
@@ -53,7 +53,8 @@ def set_initial_weights(net: EagleNet, lessons: Sequence[Lesson]) -> None:
 
 
 def _solve(gram: Tensor, moments: Tensor) -> Tensor:
-    """Return [targets, n] from the sums of x x^T [n, n] and of x y^T [n, targets]."""
+    """Return the W [targets, n] of y = W x with the least error (ridge regression), from the sums
+    of x x^T [n, n] and of x y^T [n, targets]."""
     solution: Tensor = torch.linalg.solve(_ridged(gram), moments)
     return solution.T
 
@@ -83,15 +84,16 @@ def _constant_direction(net: EagleNet, lessons: Sequence[Lesson]) -> Tensor:
     """Return the vector [2 hidden] whose product with the input of attention is nearly 1
     anywhere."""
     parts = []
-    for samples in _samples(net, lessons, MAX_CONSTANT_TOKENS):
-        state = net.layers[0].hidden_norm(net.fc(samples.read))
+    for samples in _samples(net, lessons, MAX_DIRECTION_TOKENS):
+        state = net.layers[0].hidden_norm(net.fc(samples.states))
         parts.append(torch.cat((samples.embedded, state), -1))
     x = torch.cat(parts)
     return _solve(x.T @ x, x.sum(0)[:, None])[0]
 
 
 def _attend_to_own_position(net: EagleNet, constant: Tensor) -> None:
-    """Set the first query head of each KV head. The other heads get zeros in its dimensions."""
+    """Make the first query head of each KV head attend to its own position. The other query heads
+    get zeros in the dimensions used for that."""
     s, attention = net.shape, net.layers[0].self_attn
     pairs, half = min(OWN_PAIRS, s.head_dim // 2), s.head_dim // 2
     group = s.num_heads // s.num_kv_heads
@@ -101,22 +103,23 @@ def _attend_to_own_position(net: EagleNet, constant: Tensor) -> None:
     for at in (0, half):
         queries[:, :, at : at + pairs] = 0
         keys[:, at : at + pairs] = 0
-    queries[:, 0, :pairs] = constant * OWN_LENGTH
-    keys[:, :pairs] = constant * OWN_LENGTH
+    queries[:, 0, :pairs] = constant * OWN_NORM
+    keys[:, :pairs] = constant * OWN_NORM
 
 
 def _set_values(net: EagleNet, linear: Tensor, covariance: Tensor) -> None:
-    """Store `linear` [hidden, hidden] in values and outputs, approximated by the rank they allow.
-    The approximation is best for embeddings whose sum of x x^T is `covariance`."""
+    """Store `linear` [hidden, hidden] in the V and output projections, approximated at the
+    highest rank that these can hold. The approximation is best for embeddings whose sum of x x^T is
+    `covariance`."""
     s, attention = net.shape, net.layers[0].self_attn
-    root = torch.linalg.cholesky(_ridged(covariance))
-    out, sizes, into = torch.linalg.svd(linear @ root)
-    rank = min(s.num_kv_heads * s.head_dim, len(sizes))
-    roots = sizes[:rank].sqrt()
-    values = torch.linalg.solve_triangular(root, into[:rank], upper=False, left=False)
+    factor = torch.linalg.cholesky(_ridged(covariance))
+    left, singular, right = torch.linalg.svd(linear @ factor)
+    rank = min(s.num_kv_heads * s.head_dim, len(singular))
+    sqrt_singular = singular[:rank].sqrt()
+    values = torch.linalg.solve_triangular(factor, right[:rank], upper=False, left=False)
     attention.v_proj.weight.zero_()
-    attention.v_proj.weight[:rank, : s.hidden_size] = values * roots[:, None]
-    at, group = torch.arange(rank), s.num_heads // s.num_kv_heads
+    attention.v_proj.weight[:rank, : s.hidden_size] = values * sqrt_singular[:, None]
+    index, group = torch.arange(rank), s.num_heads // s.num_kv_heads
     attention.o_proj.weight.zero_()
-    columns = at // s.head_dim * group * s.head_dim + at % s.head_dim
-    attention.o_proj.weight[:, columns] = out[:, :rank] * roots
+    columns = index // s.head_dim * group * s.head_dim + index % s.head_dim
+    attention.o_proj.weight[:, columns] = left[:, :rank] * sqrt_singular

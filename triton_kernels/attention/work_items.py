@@ -2,14 +2,14 @@
 lengths.
 
 The tokens of a sequence are cut into blocks that fill a tile with (token, head) rows, and its keys
-into splits of `split_tokens` at absolute positions. A block is *whole*, a single item, or *split*
-into parts, one item each: the program that finishes last folds their partial results.
+into splits at multiples of `split_tokens`. A block is either *whole* (one item) or *split* (one
+item for each of its parts). The program that finishes last folds the parts' partial results.
 
 - Fixed parts: softmax is computed for each split on its own, and the splits are folded in order,
   also in a whole block. So a row's bits depend neither on the batch nor on the assignment of
   work. A part is one split. Short queries are split while memory for partial results lasts.
-- Balanced parts: a part has as many splits as give every program about one part. An item is one
-  running softmax over its keys, so a row's bits depend on the load of the step.
+- Balanced parts: parts are as long as needed to give each program about one. An item is one running
+  softmax over its keys, so a row's bits depend on the load of the step.
 
 Without memory for partial results a block stays whole: slower, but just as correct. Items are
 ordered roughly longest first. Their number stays on the device: nothing waits for the host, and a
@@ -40,7 +40,7 @@ from triton_kernels.attention.kernel import (
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 
-_MOST_SPLIT_BLOCKS = 8  # queries of more blocks are not split: they fill the device anyway
+_MAX_BLOCKS_TO_SPLIT = 8  # queries of more blocks are not split: they fill the device anyway
 _ANY = (1 << 30) - 1  # no limit: larger than any token or block count
 _LANES = 128
 # Arguments that must not specialise the planning kernel: one compilation serves every work list.
@@ -158,7 +158,8 @@ def block_tokens(heads: Heads, tile: Tile) -> int:
 
 def balanced_partials(programs: int, heads: Heads) -> int:
     """Return the most partial results of a step balanced over `programs` programs. A block is split
-    if it has work for 1.5 programs or more, so there are at most 4/3 as many parts as programs."""
+    if it has work for 1.5 programs or more. Parts are rounded, and the worst case is 2 parts for
+    1.5 programs."""
     return -(-4 * programs // (3 * heads.kv_heads)) + 1
 
 
@@ -173,13 +174,15 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     check_tensor("context_lens", context_lens, torch.int32, (count,))
     check_tensor("query_starts", query_starts, torch.int32, (count + 1,))
     if count > work.most_sequences:
-        raise ValueError(f"context_lens: {count} sequences, work for {work.most_sequences}")
+        raise ValueError(
+            f"context_lens: {count} sequences, the work list holds {work.most_sequences}"
+        )
     balanced = work.balanced is not None
     plan_kernel[(count,)](
         query_starts, context_lens, work.items, work.num_items, len(work.partials.arrived), count,
         *work.queries, block_tokens(work.heads, work.tile), work.split_tokens, work.window or _ANY,
         max(1, (work.balanced or 0) // work.heads.kv_heads),
-        _ANY if balanced else _MOST_SPLIT_BLOCKS, BALANCED=balanced,
+        _ANY if balanced else _MAX_BLOCKS_TO_SPLIT, BALANCED=balanced,
         BLOCK_SEQUENCES=max(16, triton.next_power_of_2(count)), LANES=_LANES, num_warps=4,
         num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from msgspec.structs import FieldInfo
 
 from cbatch.core.request.errors import FieldError, short
 
-# New names of options by their old names, which are accepted with a warning, and in old files.
+# Old name of an option to its new name. Old names are accepted with a warning, and in old files.
 OLD_NAMES = {
     "block_size_tokens": "block_size",
     "kv_memory": "kv_cache_memory_bytes",
@@ -35,9 +35,9 @@ _fields = functools.cache(msgspec.structs.fields)
 
 def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta:
     """Mark a field that an operator may set: `cbatch.cli.settings` gives it a flag, an environment
-    variable and a TOML key. `group` and `text` are for the help. Further keywords say how the
-    setting differs from its field: `name`, hidden `aliases`, `type`, the `default` to show in place
-    of None, and `units`: by name, its unit as a multiple of the field's unit."""
+    variable and a TOML key. `group` and `text` are for the help. Other keywords are for a setting
+    that differs from its field: its `name`, hidden `aliases`, `type`, and the `default` to show in
+    place of None. `units` maps a setting's name to its unit, as a multiple of the field's unit."""
     return Meta(description=text, extra={"group": group, "metavar": metavar, **more})
 
 
@@ -84,8 +84,8 @@ def convert_fields(struct: msgspec.Struct) -> None:
             value = msgspec.convert(value, field.type, str_keys=True)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             values = [v for kind in types_of(field.type) for v in get_args(kind)]
-            only = set(origins) == {Literal}
-            remedy = f"use {' or '.join(map(repr, values))}" if only else str(error)
+            only_literals = set(origins) == {Literal}
+            remedy = f"use {' or '.join(map(repr, values))}" if only_literals else str(error)
             raise FieldError(field.name, f"{short(original)} is not allowed", remedy) from error
         msgspec.structs.force_setattr(struct, field.name, value)
 
@@ -99,7 +99,7 @@ def converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def types_of(annotation: Any) -> list[Any]:
-    """Return the members of a union without None, or the single type, of a field's annotation."""
+    """Return the types that an annotation allows, without None."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     kinds = get_args(plain) if get_origin(plain) in (UnionType, Union) else (plain,)
     return [kind for kind in kinds if kind is not NoneType]

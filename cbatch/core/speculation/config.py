@@ -11,14 +11,14 @@ MAX_DRAFTS = 32  # most drafts of a sequence in a step
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The policy that chooses each slot's k: `off`, `fixed`, `ema`, `adaptive` (`goodput` until
-    2026-11), or `module:Class`, a `LookaheadPolicy` of your own. `k` is the number of drafts of
+    """The policy that chooses each slot's k: `off`, `fixed`, `ema`, `adaptive` (`goodput` in
+    old files), or `module:Class`, a `LookaheadPolicy` of your own. `k` is the number of drafts of
     `fixed`, and the maximum of the other policies."""
 
     policy: str = "off"
     k: int = 4
     # Parameters of `ema` and, except `min_survival`, also of `adaptive` (see acceptance.py).
-    decay: float = 0.96  # of an estimate's sums, per trial
+    decay: float = 0.96  # share of an estimate's sums that remains after each trial
     prior_acceptance: float = 0.7  # acceptance of a request without history
     prior_trials: float = 6.0  # weight of the prior, in trials
     min_survival: float = 0.2  # smallest probability of survival at which a token is drafted

@@ -16,7 +16,7 @@ from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.model.config import ModelConfig, ModelError
-from cbatch.runtime.transformers_backend import attention as interface
+from cbatch.runtime.transformers_backend import attention as attention_interface
 from cbatch.runtime.transformers_backend.config import bridge, changes_angles
 from cbatch.runtime.transformers_backend.loading import load_net
 from cbatch.runtime.transformers_backend.self_test import compare, reference_of
@@ -24,7 +24,7 @@ from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 from triton_kernels.layers.kv_write import kv_write
 
 _PAGE_TOKENS = 16  # page size of the self test after loading
-_ACTIVATION_WIDTHS = 12  # estimate: a layer's activations per token, in widths of its widest tensor
+_ACTIVATION_WIDTHS = 12  # estimate: activations of a layer per token, over its widest tensor
 # Operations that no graph can hold: they wait for the device, or the shape of their output depends
 # on data.
 _WAITS = {
@@ -35,7 +35,7 @@ _INDEXES = ("index", "index_put", "index_put_")  # with a boolean index they wai
 
 
 class _Step(NamedTuple):
-    """The attention of one pass, which its layers call."""
+    """Attention of one pass. Each layer calls `compute`."""
 
     attention: PagedAttention
     flat: FlatTokens
@@ -52,9 +52,15 @@ class _Step(NamedTuple):
         fused = torch.cat([grouped, keys, values], dim=2)
         pages = self.attention.pages(layer.index)
         k_scale, v_scale = self.attention.scales[layer.index]
-        here = torch.zeros_like(self.flat.slots)
+        zero_positions = torch.zeros_like(self.flat.slots)
         kv_write(
-            fused, here, self.flat.slots, self.no_rotation, *pages, k_scale=k_scale, v_scale=v_scale
+            fused,
+            zero_positions,
+            self.flat.slots,
+            self.no_rotation,
+            *pages,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         queries = fused[:, :, : heads // kv_heads]
         out = self.attention.run(
@@ -73,17 +79,17 @@ class ModellingDecoder:
         self.device = net.get_input_embeddings().weight.device
         self.kv_dtype, self.numerics = dtype, "fast"
         self._pass, self._body = Pass(), _SplitModel(net, path)
-        interface.register()
-        net.set_attn_implementation(interface.NAME)
+        attention_interface.register()
+        net.set_attn_implementation(attention_interface.NAME)
         if any(_is_mixture(module) for module in net.modules()):
             net.set_experts_implementation("grouped_mm")  # needs no row counts on the host
         row = torch.zeros(1, dtype=torch.int64, device=self.device)
         with _GraphCheck(self.device):
-            layers, vocab_size = interface.probe(
+            layers, vocab_size = attention_interface.probe(
                 self.path, net, self._pass, lambda: self._body.logits(self._body.states(row, row))
             )
         config = bridge(net.config, path, layers, vocab_size)
-        self.config = _served(config, net.config, layers, path)
+        self.config = _executor_config(config, net.config, layers, path)
         self.matrix_bytes = sum(parameter.nbytes for parameter in net.parameters())
         self.kv_scales = [(1.0, 1.0)] * len(layers)
         no_rotation = torch.tensor([1.0, 0.0], device=self.device)  # cosine and sine of angle 0
@@ -97,7 +103,7 @@ class ModellingDecoder:
         return f"transformers {__version__} ({type(self.net).__name__}), with our attention"
 
     def keeps_bits(self) -> bool:
-        """Return False: products and norms are a library's, and not batch-invariant."""
+        """Return False: torch's products and norms are not batch-invariant."""
         return False
 
     def pass_bytes(self, tokens: int) -> int:
@@ -130,13 +136,13 @@ class ModellingDecoder:
 
 class _SplitModel:
     """A causal LM in two parts: tokens to the states after the final norm, and states to logits.
-    The second part runs the whole model with a body that returns given states, because only the
-    model's own `forward` has its scales and soft caps."""
+    For logits, the model's own `forward` runs with its body replaced by the given states. So the
+    model's scale and soft cap of logits apply."""
 
     def __init__(self, net: Any, path: Path) -> None:
         self._net, body = net, net.base_model
         if body is net:
-            raise ModelError(f"{path}: {type(net).__name__} has no module apart from its head")
+            raise ModelError(f"{path}: {type(net).__name__} has no layers apart from its LM head")
         self._body = body.forward
         self._given_states: Tensor | None = None
         self._output_type: Any = None  # type of the body's output
@@ -170,17 +176,17 @@ class _GraphCheck(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._there = torch.empty(0, device=device)
+        self._on_device = torch.empty(0, device=device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        away = any(
-            isinstance(x, Tensor) and x.dim() and x.device != self._there.device for x in args
+        on_other_device = any(
+            isinstance(x, Tensor) and x.dim() and x.device != self._on_device.device for x in args
         )
         waits = _waits(name, args)
-        if waits or away:
+        if waits or on_other_device:
             what = "reads from the device" if waits else "computes on the host"
             raise ModelError(
                 f"its code {what} ({name}), which a graph cannot capture; use --device cpu"
@@ -198,12 +204,13 @@ def _waits(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts that uses transformers' experts interface."""
+    """Return whether a module is a mixture of experts that uses transformers' interface for
+    experts."""
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj"))
     return any(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights)
 
 
-def _served(
+def _executor_config(
     config: ModelConfig, hf_config: Any, layers: list[AttentionLayer], path: Path
 ) -> ModelConfig:
     """Return the config for the executor. Raises ModelError for attention that our kernel lacks."""
@@ -236,9 +243,9 @@ def load_modelling_decoder(
     if numerics == "invariant":
         problem = "'invariant' is not supported with transformers' modelling code on a GPU"
         raise FieldError("numerics", problem, "use fast, or --device cpu")
-    net, path, served = load_net(path_or_name, dtype, random_weights_seed)
+    net, path, net_dtype = load_net(path_or_name, dtype, random_weights_seed)
     net = net.to(device)
     reference = reference_of(net, path)
-    decoder = ModellingDecoder(net, path, served)
+    decoder = ModellingDecoder(net, path, net_dtype)
     compare(OneCall(decoder), reference, block_tokens=_PAGE_TOKENS, own_bits=False)
     return decoder

@@ -17,8 +17,8 @@ from cbatch.runtime.model.quantisation import Quantisation
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Upper limits of config fields, above the values of any model. A larger value means a damaged file,
-# or would waste memory. Kernels count in 32 bits and keep one attention head on the
-# stack.
+# or would waste memory. Below the limits no kernel's 32-bit count overflows, and an attention head
+# fits on the stack.
 _MAX_INT = 1 << 30
 _MAX_OF = {
     "num_hidden_layers": 1 << 12,
@@ -48,8 +48,8 @@ class RopeConfig(msgspec.Struct, frozen=True):
 
     `attention_factor` multiplies cos and sin (yarn, longrope); it is 1.0 elsewhere. `divisors`, one
     for each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
-    rotate. With `interleaved`, the dimensions of a pair are adjacent; otherwise they are half of
-    the rotated dimensions apart.
+    rotate. With `interleaved`, the dimensions of a pair are adjacent; otherwise dimension i pairs
+    with i + rotated / 2.
     """
 
     type: str = "default"
@@ -102,11 +102,13 @@ class Experts(msgspec.Struct, frozen=True):
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """Differences from Llama's arithmetic. On CPUs only the compiled pass computes them.
+    """Differences from Llama's arithmetic. On CPUs these need the compiled pass.
 
     norms: names of a layer's norms before and after attention, before and after the
         feed-forward; None where there is none.
-    layer_norm, norm_bias, norm_offset: norms subtract the mean, have a bias, add this to weights.
+    layer_norm: norms subtract the mean.
+    norm_bias: norms have a bias.
+    norm_offset: norms add this number to their weights.
     parallel: attention and feed-forward have the same input.
     gated: the feed-forward has gate and up projections; if False, only an up projection.
     whole_qk_norm: all query heads of a token are normed together, and all its key heads.
@@ -179,8 +181,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class Fields:
-    """A JSON object. Errors name the file and the field; `names` maps fields to the file's
-    names."""
+    """A JSON object. Errors name the file and the field; `names` maps our field
+    names to those of the file."""
 
     def __init__(
         self,
@@ -256,7 +258,7 @@ def read_optional(file: Path) -> dict[str, Any]:
 def require_file(file: Path) -> None:
     """Raise ModelError for a pipe, a device or a folder: reading one may never end."""
     if file.exists() and not file.is_file():
-        raise ModelError(f"{file}: is not a regular file; use the model's own")
+        raise ModelError(f"{file}: is a folder, a pipe or a device; use the model's file")
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

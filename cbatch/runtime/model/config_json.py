@@ -31,7 +31,7 @@ _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
 _MAX_NORM_EPS = 1.0
-# Context limits in tokens: a prompt token and one more; positions are 32-bit integers.
+# Context limits in tokens: one of a prompt and one generated; positions fit 32-bit integers.
 _MIN_CONTEXT, _MAX_CONTEXT = 2, 1 << 30
 
 
@@ -54,8 +54,9 @@ def load_config(path: str | Path) -> ModelConfig:
 def parse_config(
     values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """Return the configuration for the fields `values`. Messages use `path`; `names` maps fields to
-    their names in a file of another format. Raises ModelError as `load_config` does."""
+    """Return the configuration that the JSON object `values` describes. Errors name `path` and the
+    field; `names` maps field names to those of a file in another format. Raises ModelError as
+    `load_config` does."""
     family = _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
@@ -99,17 +100,17 @@ def parse_config(
 
 
 def _arithmetic(f: Fields, family: Family, layer_ropes: tuple[RopeConfig, ...]) -> Arithmetic:
-    flags = dict(family.flags)
-    if flags.get("parallel"):
-        flags["norms"] = _SHARED_NORM
-    if "norms" in flags:
-        flags["norms"] = tuple(name or None for name in flags["norms"])
+    options = dict(family.flags)
+    if options.get("parallel"):
+        options["norms"] = _SHARED_NORM
+    if "norms" in options:
+        options["norms"] = tuple(name or None for name in options["norms"])
     for name, (field, power) in family.numbers.items():
         if f.get(field) is not None:
-            flags[name] = f.number(field) ** power
+            options[name] = f.number(field) ** power
     experts = _experts(f, family)
     act = _activation(f, family)
-    return Arithmetic(activation=act, experts=experts, layer_ropes=layer_ropes, **flags)
+    return Arithmetic(activation=act, experts=experts, layer_ropes=layer_ropes, **options)
 
 
 def _activation(f: Fields, family: Family) -> str:
@@ -135,9 +136,9 @@ def _experts(f: Fields, family: Family) -> Experts | None:
         raise f.error(
             "num_experts_per_tok", f"must be at most the {count} experts of a layer, got {chosen}"
         )
-    shared = f.integer(fields.shared, least=0) if fields.shared else 0
-    if shared % width:
-        problem = f"must be a multiple of the width of an expert, {width}; got {shared}"
+    shared_width = f.integer(fields.shared, least=0) if fields.shared else 0
+    if shared_width % width:
+        problem = f"must be a multiple of the width of an expert, {width}; got {shared_width}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
@@ -147,7 +148,7 @@ def _experts(f: Fields, family: Family) -> Experts | None:
         chosen=chosen,
         width=width,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
-        shared=shared // width,
+        shared=shared_width // width,
         dense_layers=tuple(i for i in layers if i in dense_layers or (i + 1) % interval),
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,
@@ -225,8 +226,10 @@ def _windows(
     f: Fields, family: Family, layers: int, types: list[str] | None
 ) -> tuple[int | None, ...]:
     """Return each layer's window, by the rules of the family's transformers class."""
-    unused = "use_sliding_window" in family.defaults and not f.flag("use_sliding_window", False)
-    if family.windows == "none" or unused or f.get("sliding_window") is None:
+    windows_off = "use_sliding_window" in family.defaults and not f.flag(
+        "use_sliding_window", False
+    )
+    if family.windows == "none" or windows_off or f.get("sliding_window") is None:
         return (None,) * layers
     window = f.integer("sliding_window")
     return tuple(
@@ -242,7 +245,7 @@ def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
     - longrope: the original length; longer contexts need other frequencies, which are unsupported;
     - others: `max_position_embeddings` itself.
 
-    Where layers have different ropes, nothing is multiplied.
+    With a rope for each type of layer (`typed`), nothing is multiplied.
     """
     context: float = f.integer("max_position_embeddings")
     if rope.type in ("yarn", "longrope"):
@@ -269,11 +272,11 @@ def _ropes(
         nested = f.get("rope_parameters", {})
         if not isinstance(nested, dict):
             raise f.error("rope_parameters", f"must be an object, got {nested!r:.40}")
-        local = f.get("rope_local_base_freq", f.get("rope_theta"))
+        local_theta = f.get("rope_local_base_freq", f.get("rope_theta"))
         by_type = {}
         for kind, overrides in (
             ("full_attention", {}),
-            ("sliding_attention", {"rope_theta": local, "rope_scaling": None}),
+            ("sliding_attention", {"rope_theta": local_theta, "rope_scaling": None}),
         ):
             values = {**f.values, **overrides, "rope_parameters": nested.get(kind)}
             by_type[kind] = _rope(Fields(f.path, values, names=f.names), family, head_dim)
@@ -349,8 +352,8 @@ def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
 
 
 def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs: int) -> RopeConfig:
-    """Return LongRoPE (arXiv:2402.13753) with the factors for contexts up to the original length.
-    Longer contexts would need its `long_factor`."""
+    """Return LongRoPE (arXiv:2402.13753) with the divisors in `short_factor`, which are for
+    contexts up to the original length. Longer contexts would need those in `long_factor`."""
     divisors = r.get("short_factor")
     valid = isinstance(divisors, list) and all(
         isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf
@@ -371,7 +374,8 @@ def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs:
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """Return the given factor, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22, arXiv:2309.00071)."""
+    """Return the field `attention_factor`, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22,
+    arXiv:2309.00071), divided by the same with `mscale_all_dim` if both fields are set."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -48,7 +48,8 @@ def create_app(
 ) -> RequestMiddleware:
     """Return an application that serves one engine as `model`. If there are `keys`, a request needs
     a key, also for metrics unless `open_metrics`. Pages of `cors_origins` may send requests. A
-    replica passes its own `metrics`, and a `metrics_page` of all. `span_exporter` gets traces."""
+    replica passes its own `metrics`, and a `metrics_page` that covers all
+    replicas. `span_exporter` gets traces."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)

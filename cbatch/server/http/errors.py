@@ -37,7 +37,7 @@ class BodyTooLongError(FieldError):
 
 
 class MediaTypeError(FieldError):
-    """The body is not declared to be JSON, plain or gzipped. Other types are rejected, since a page
+    """The headers do not declare the body as JSON. Other types are rejected, since a page
     of another site can send them without the browser's preflight request."""
 
 
@@ -48,13 +48,13 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
-    """Return the application's error handlers. `reject` counts refused requests by reason, except
-    the queue's own rejections."""
+def handlers(count_rejection: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
+    """Return the application's error handlers, which call `count_rejection` with the reason of each
+    refusal. Rejections by the queue are not counted here."""
 
     def refused(status: int, reason: str, code: str | None = None) -> Handler:
         def handle(_: AnyRequest, error: FieldError) -> ErrorResponse:
-            reject(reason)
+            count_rejection(reason)
             body = error_body(str(error), "invalid_request_error", error.field, code)
             return HttpResponse(body, status_code=status)
 
@@ -75,7 +75,7 @@ def handlers(reject: Callable[[str], None]) -> dict[int | type[Exception], Handl
         RecursionError: _too_deep,
         HTTPException: _http_error,
         Exception: lambda request, error: HttpResponse(
-            unforeseen(error, request.url.path), status_code=500
+            internal_error_body(error, request.url.path), status_code=500
         ),
     }
     return {kind: _in_format_of_api(handle) for kind, handle in by_error.items()}
@@ -130,7 +130,7 @@ def _http_error(request: AnyRequest, error: HTTPException) -> ErrorResponse:
         headers["allow"] = ", ".join(_methods(request))
     body = error_body(error.detail, "invalid_request_error")
     if error.status_code >= 500:
-        body = unforeseen(error, request.url.path)
+        body = internal_error_body(error, request.url.path)
     return HttpResponse(body, status_code=error.status_code, headers=headers)
 
 
@@ -144,7 +144,7 @@ def _methods(request: AnyRequest) -> list[str]:
     )
 
 
-def unforeseen(error: Exception, path: str) -> dict[str, Any]:
+def internal_error_body(error: Exception, path: str) -> dict[str, Any]:
     """Log an internal error, and return a body that does not reveal it."""
     _logger.error("%s failed", path, exc_info=error)
     return error_body("the server failed; see its log", "server_error")

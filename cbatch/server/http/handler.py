@@ -17,7 +17,7 @@ from litestar.response import Stream
 from msgspec import Meta, structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.errors import ClientGoneError, error_body, unforeseen
+from cbatch.server.http.errors import ClientGoneError, error_body, internal_error_body
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.errors import GenerationError, ServiceError
@@ -34,7 +34,8 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sen
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
-CONTINUES = b'"previous_response_id"'  # in a body that continues a conversation, which may be long
+# A body with this field continues a stored conversation, which may be long: a thread parses it too.
+CONTINUATION_FIELD = b'"previous_response_id"'
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
@@ -61,14 +62,14 @@ class CompletionHandler:
         return [completions, chat_completions]
 
     async def respond(
-        self, request: AnyRequest, parse: Parse, kind: type[ResponseBuilder[Any]]
+        self, request: AnyRequest, parse: Parse, builder_type: type[ResponseBuilder[Any]]
     ) -> AnyResponse:
         record = record_of(request)
         record.generates = True
         try:
             self._service.queue.require_room()
             api_request = await self.read(request, parse)
-            record.id = f"{kind.id_prefix}{record.request_id}"
+            record.id = f"{builder_type.id_prefix}{record.request_id}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
@@ -78,9 +79,9 @@ class CompletionHandler:
                 key=record.key,
             )
             try:
-                return await self._respond(request, kind(api_request, self._model, record))
+                return await self._respond(request, builder_type(api_request, self._model, record))
             except FieldError as error:
-                raise renamed(error, kind.field_names) from error
+                raise renamed(error, builder_type.field_names) from error
         except Exception as error:
             record.fail(error)
             raise
@@ -88,7 +89,7 @@ class CompletionHandler:
     async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
         """Return the parsed body. Raises what `parse` and the intake raise."""
         async with self._intake.body(request) as body:
-            if len(body) > LONG_BODY_BYTES or CONTINUES in body:
+            if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
                 return await asyncio.to_thread(parse, body, self._model)
             return parse(body, self._model)
 
@@ -106,12 +107,12 @@ class CompletionHandler:
     async def _submit(self, builder: ResponseBuilder[Any], stack: ExitStack) -> list[OpenRequest]:
         """Queue the request's prompts. Closing `stack` cancels the choices that still run."""
         stack.callback(builder.record.close)
-        prompts = []
+        opened_requests = []
         async for opened in self._service.submit(builder.api_request):
             stack.callback(opened.close)
             builder.open(opened)
-            prompts.append(opened)
-        return prompts
+            opened_requests.append(opened)
+        return opened_requests
 
     async def _gather(self, builder: ResponseBuilder[Any]) -> None:
         """Pass all outputs to `builder`, until every choice has finished."""
@@ -141,7 +142,7 @@ class CompletionHandler:
                 if isinstance(error, GenerationError | ServiceError):
                     body = error_body(str(error), error.kind)
                 else:
-                    body = unforeseen(error, "a stream")
+                    body = internal_error_body(error, "a stream")
                 last = builder.error_event(body)
             yield last
 

@@ -12,7 +12,7 @@ from litestar import Request
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
-from cbatch.server.http.errors import error_body, formatted, unforeseen
+from cbatch.server.http.errors import error_body, formatted, internal_error_body
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
@@ -88,7 +88,7 @@ class RequestMiddleware:
             record.fail(error)
             if record.status is not None:
                 raise
-            body = formatted(record.path, 500, unforeseen(error, record.path))
+            body = formatted(record.path, 500, internal_error_body(error, record.path))
             await _send_error(send_with_id, 500, body)
         finally:
             if scope["path"] not in self._open_paths:

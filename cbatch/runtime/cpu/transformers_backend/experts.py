@@ -1,4 +1,5 @@
-"""The experts function that transformers calls, and the conversion of experts to our products."""
+"""The experts function that transformers calls, and the packing of experts for our matrix
+products."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def register() -> None:
 
 def experts(module: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute experts: hidden_states [T, hidden], chosen and weights [T, k] -> [T, hidden]. A
-    module that `compile_experts` does not support runs its own code."""
+    module that `pack_experts` does not support runs its own code."""
     packed: CompiledExperts | None = getattr(module, PACKED_EXPERTS, None)
     if packed is None:
         return type(module).forward.__wrapped__(module, hidden_states, chosen, weights)
@@ -33,12 +34,12 @@ def experts(module: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor)
     return packed(rows, chosen, weights).view(hidden_states.shape).to(hidden_states.dtype)
 
 
-def compile_experts(module: nn.Module) -> bool:
+def pack_experts(module: nn.Module) -> bool:
     """Pack a module's experts for `experts` and free its own weights. Return False for a module
-    that our products do not support, which is left as it is."""
+    that our matrix products do not support, which is left as it is."""
     if not _is_supported(module):
         return False
-    packed = _compiled(module)
+    packed = _packed(module)
     for name in _WEIGHTS:
         setattr(module, name, None)
     object.__setattr__(module, PACKED_EXPERTS, packed)
@@ -63,7 +64,7 @@ def _is_supported(module: Any) -> bool:
     return plain and hasattr(module, "_apply_gate") and all(compiles(w.dtype) for w in weights)
 
 
-def _compiled(module: Any) -> CompiledExperts:
+def _packed(module: Any) -> CompiledExperts:
     gate_up, down = (getattr(module, name).detach() for name in _WEIGHTS)
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -90,12 +91,12 @@ def gate_of(module: Any) -> Gate:
     outputs = module._apply_gate(arranged)
     gate, up = inputs.chunk(2, dim=-1)
     limit, alpha = (float(getattr(module, name, 0.0) or 0.0) for name in ("limit", "alpha"))
-    low = gate.clamp(max=limit)
+    clamped_gate = gate.clamp(max=limit)
     candidates = {
         Gate(Gating.SILU): nn.functional.silu(gate) * up,
         Gate(Gating.GELU_TANH): nn.functional.gelu(gate, approximate="tanh") * up,
-        Gate(Gating.CLAMPED, limit, alpha): low
-        * torch.sigmoid(low * alpha)
+        Gate(Gating.CLAMPED, limit, alpha): clamped_gate
+        * torch.sigmoid(clamped_gate * alpha)
         * (up.clamp(-limit, limit) + 1),
     }
     for candidate, expected in candidates.items():
@@ -107,5 +108,5 @@ def gate_of(module: Any) -> Gate:
 
 
 def _interleaved(halves: Tensor) -> Tensor:
-    """Reorder rows with all gates before all ups to alternating gates and ups."""
+    """Reorder the rows gates, ups to gate 0, up 0, gate 1, up 1, and so on."""
     return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -58,7 +58,7 @@ class TransformersModel:
         experts.register()
         with torch.no_grad():
             shard = None if ranks is None else RankShard(net, ranks)
-            self._experts = [each for each in net.modules() if experts.compile_experts(each)]
+            self._experts = [each for each in net.modules() if experts.pack_experts(each)]
             self._products = Products(numerics)
             self._products.replace(net)
             widen(net)
