@@ -54,10 +54,11 @@ class StubService:
     running = ready = True
     num_requests = num_restarts = 0
     stats = None
+    limits = Limits()
 
     def __init__(self, num_chunks: int, tokens: int, tick_s: float = TICK_S) -> None:
         self._tick_s = tick_s
-        self.queue = AdmissionQueue(Limits(), time.monotonic)
+        self.queue = AdmissionQueue(self.limits, time.monotonic)
         self._num_chunks, self._ids = num_chunks, tuple(range(100, 100 + tokens))
         self._open: dict[OpenRequest, int] = {}  # remaining outputs
         self._has_open = asyncio.Event()  # set while a stream is open

@@ -179,7 +179,7 @@ def test_a_page_of_measured_loads_and_one_next_to_their_simulation(
     assert [each["report"] for each in runs] == document["reports"]
     for drawn in runs:
         series, report = drawn["series"], drawn["report"]
-        assert drawn["points"]["of"] == 24
+        assert drawn["points"]["num_requests"] == 24
         assert drawn["quantiles"]["ttft_s"][100] == pytest.approx(report["ttft_s"]["p50"], rel=1e-5)
         tokens = sum(series["output_tokens_per_s"]) * series["length_s"]
         assert tokens == pytest.approx(report["output_tokens"], rel=1e-3)
@@ -198,7 +198,7 @@ def test_a_page_of_measured_loads_and_one_next_to_their_simulation(
     assert [each["name"] for each in runs] == ["report, measured", "simulated, simulated"]
     for drawn, path in zip(runs, reports, strict=True):
         assert drawn["report"] == json.loads(path.read_bytes())
-        assert drawn["points"]["of"] == 20 and len(drawn["points"]["e2e_s"]) == 20
+        assert drawn["points"]["num_requests"] == 20 and len(drawn["points"]["e2e_s"]) == 20
         cut = drawn["report"]["e2e_s"]["p50"]
         assert drawn["quantiles"]["e2e_s"][100] == pytest.approx(cut, rel=1e-5)
     assert cbatch(*both).status == 0 and [each["points"] for each in _drawn(page)] == [None, None]

@@ -88,7 +88,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     seeds = [seed for seed, _ in tokens_of(whole).values() if seed is not None]
     assert len(set(seeds)) == NUM_LINES - 1, "and no two lines have the same seed"
     assert part.read_bytes().splitlines()[: len(kept)] == kept, "earlier results were changed"
-    assert ("1 failed and run again" in done.out) == (left in (failed, cut))
+    assert ("1 failed and will rerun" in done.out) == (left in (failed, cut))
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -91,6 +91,7 @@ def residual_kernel(
         else:
             # If p and q are nearly equal, rounding may leave no residual: p then replaces it.
             has_residual = tl.max(tl.max(residual, axis=1), axis=0) > 0.0
+            score = tl.where(has_residual, residual, p)
             seed, position, choice = order.draw_of(batch.noise, request, depth)
             stream = depth * 0 + RESIDUAL
             if tile < num_dense:
@@ -98,7 +99,7 @@ def residual_kernel(
                 words = noise_device.run_words(seed, group, position, choice, stream, PIECES, PIECE)
             else:
                 words = noise_device.words_of(seed, ids, position, choice, stream)
-            score = tl.where(has_residual, residual, p) / noise_device.exponential(words)
+            score /= noise_device.exponential(words)
             best = tl.max(tl.max(score, axis=1), axis=0)
             token = tl.min(tl.min(tl.where(score == best, ids, ALL_IDS), axis=1), axis=0)
             key = order.key_of(best) * SCORE + (token ^ ALL_IDS)
