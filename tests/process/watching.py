@@ -112,12 +112,17 @@ async def kill_mid_stream(client: EngineClient, watched: list[Watched], rng: ran
         assert client.num_open, "the streams were too short"
         await asyncio.sleep(0.001)
         cut = sum(each.streaming for each in watched)
+    await kill_and_restart(client)
+    return cut
+
+
+async def kill_and_restart(client: EngineClient) -> None:
+    """Kill the engine, and wait until it starts again: until then its tokens may still arrive."""
     starts = client.num_starts
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    while client.num_starts == starts:  # tokens of the killed engine may still arrive
+    while client.num_starts == starts:
         await asyncio.sleep(0.001)
-    return cut
 
 
 def assert_ended_by(watched: Watched, reason: FinishReason, words: str) -> None:

@@ -27,6 +27,7 @@ from cbatch.process.factory import EngineFactory
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
+from tests.process.watching import kill_and_restart
 from tests.server.http_client import Client, sample, wait_until
 from tests.server.processes import Answer, Served, call, server_process, serving_process
 from tests.server.sim_server import Settings
@@ -283,13 +284,8 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
             while served.engine.num_tokens < before + more:
                 assert not streams.done(), "the streams were too short for the test"
                 await asyncio.sleep(0.001)
-            assert served.engine.pid is not None and served.service.num_requests > 16
-            starts = served.engine.num_starts
-            os.kill(served.engine.pid, signal.SIGKILL)
-            while (
-                served.engine.num_starts == starts
-            ):  # tokens of the killed engine may still arrive
-                await asyncio.sleep(0.001)
+            assert served.service.num_requests > 16
+            await kill_and_restart(served.engine)
         return await streams
 
     options = EngineOptions(**settings)
