@@ -9,12 +9,13 @@ from litestar import MediaType, delete, get, post
 from litestar import Response as HttpResponse
 from litestar.handlers import HTTPRouteHandler
 
+from cbatch.core.request.errors import FieldError
 from cbatch.server.http.handler import AnyRequest, AnyResponse, CompletionHandler, Parse
 from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
-from cbatch.server.protocol.translation import renaming
+from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
 from cbatch.server.serving.block_builder import BlockBuilder
@@ -35,8 +36,10 @@ def agent_routes(
 
     async def count(request: AnyRequest, parse: Parse, kind: type[BlockBuilder]) -> int:
         (prompt,) = (await completions.read(request, parse)).prompts
-        with renaming(kind.field_names):
+        try:
             return len(await prompts.ids(prompt))
+        except FieldError as error:
+            raise renamed(error, kind.field_names) from error
 
     @post("/v1/responses", status_code=200)
     async def responses(request: AnyRequest) -> AnyResponse:

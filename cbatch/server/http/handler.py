@@ -23,7 +23,7 @@ from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
-from cbatch.server.protocol.translation import renaming
+from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.open_request import OpenRequest, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
@@ -78,8 +78,10 @@ class CompletionHandler:
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
                 key=record.key,
             )
-            with renaming(builder_type.field_names):
+            try:
                 return await self._respond(request, builder_type(api_request, self._model, record))
+            except FieldError as error:
+                raise renamed(error, builder_type.field_names) from error
         except Exception as error:
             record.fail(error)
             raise

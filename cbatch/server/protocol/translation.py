@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ from cbatch.server.protocol.body import decode_object, take_fields, unknown_memb
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat
 
+AnyError = TypeVar("AnyError", bound=FieldError)
 AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)
 # Names in another API of a chat's fields: regular expressions and their replacements.
 FieldNames = Mapping[str, str]
@@ -76,8 +76,10 @@ def chat_request(
     """Return the request for a chat's body. `ignored` are unknown fields of the API's own body,
     `origin` is for the builder of the response. Raises `FieldError`, with the API's `names`."""
     present = {name: value for name, value in chat.items() if value is not None}
-    with renaming(names):
+    try:
         request = parse_chat(msgspec.json.encode(present), model)
+    except FieldError as error:
+        raise renamed(error, names) from error
     ignored = (*(rename(name, names) for name in request.ignored), *ignored)
     return structs.replace(request, ignored=ignored, origin=origin)
 
@@ -89,18 +91,14 @@ def rename(field: str, names: FieldNames) -> str:
     return field
 
 
-@contextmanager
-def renaming(names: FieldNames) -> Iterator[None]:
-    """Context manager that gives an error of a chat's field the API's names of fields."""
+def renamed(error: AnyError, names: FieldNames) -> AnyError:
+    """Return the error of a chat's field with the API's names of fields."""
 
     def text(value: str) -> str:
         return re.sub("`([^`]+)`", lambda match: f"`{rename(match[1], names)}`", value)
 
-    try:
-        yield
-    except FieldError as error:
-        field = rename(error.field, names)
-        raise type(error)(field, text(error.problem), text(error.remedy)) from error
+    field = rename(error.field, names)
+    return type(error)(field, text(error.problem), text(error.remedy))
 
 
 def require_parts(field: str, lists: Iterable[object], model: ServedModel) -> None:
