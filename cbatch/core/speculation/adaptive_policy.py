@@ -34,7 +34,7 @@ SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
-_EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
+_EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.0025
 
 
 class AdaptivePolicy(EstimatingPolicy):
@@ -79,6 +79,12 @@ class AdaptivePolicy(EstimatingPolicy):
 
     def observe(self, step: DraftedStep) -> None:
         learns_prices = self._learns_prices()
+        if step.total_planned or step.shadow is not None:
+            self._observe_drafts(step, learns_prices)
+        if learns_prices:
+            self.costs.observe(step.sample())
+
+    def _observe_drafts(self, step: DraftedStep, learns_prices: bool) -> None:
         if learns_prices and self.drafting and step.total_drafted:
             accepted, trials = self.estimate[:, step.rows]
             chances = survival(accepted, trials, self.max_depth).T
@@ -91,8 +97,6 @@ class AdaptivePolicy(EstimatingPolicy):
         if step.total_planned:
             caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # beyond one per row
             self.all_rows.observe_drafter(step.total_planned, step.total_drafted, caught_up)
-        if learns_prices:
-            self.costs.observe(step.sample())
 
     def learn(self, rows: Rows, trials: np.ndarray, accepted: np.ndarray) -> None:
         super().learn(rows, trials, accepted)
