@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from sim.advise.plot import save_plots
@@ -20,6 +21,7 @@ from sim.advise.prices import recorded_prices, with_drafter
 from sim.advise.recording import Recording, read_run
 from sim.advise.rerun import Rerun, load_drafts, rejects, rerun
 from sim.advise.scenarios import ModelDrafts, RecordedWorld, Row, ScenarioSettings, search
+from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import Fates
 from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
@@ -98,7 +100,11 @@ def prepare(
     choices = _choices(args, recording)
     reruns, model = _rerun(args, recording, choices)
     prices = _prices(args, recording, choices["drafter"], reruns)
-    world = RecordedWorld(recording.engine.config, recording.texts, prices, model)
+    speed = None
+    if args.cost is None:
+        own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
+        speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(own))
+    world = RecordedWorld(recording.engine.config, recording.texts, prices, model, speed)
     return recording, reruns, world, choices
 
 

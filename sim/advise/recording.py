@@ -19,6 +19,7 @@ from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.steplog.step_log import AnyEvent, StepLogError, engines_of, read_step_log, replay
+from sim.advise.speed import Span
 from sim.workload.tokens import VOCAB_SIZE
 from sim.workload.traces.request import TraceRequest
 from sim.workload.traces.step_log import is_step_log
@@ -70,6 +71,7 @@ class Recording(NamedTuple):
     engine: events.Configured
     texts: dict[str, RecordedText]
     samples: list[StepSample]
+    spans: list[Span]  # of the steps of `samples`
     drafts: list[DraftedRow]
     warnings: list[str]
 
@@ -120,7 +122,7 @@ def read_run(path: Path, on_step: Callable[[int], None] = lambda steps: None) ->
         warnings.append(f"of {len(engines)} runs in the log, only the longest is used")
     named = {text.request.request_id: text for text in texts}
     drafts = [row for row in reader.drafts if row.text.request.request_id in named]
-    return Recording(engine[0], named, reader.samples, drafts, warnings)
+    return Recording(engine[0], named, reader.samples, reader.spans, drafts, warnings)
 
 
 class _Reader:
@@ -128,6 +130,7 @@ class _Reader:
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self.samples: list[StepSample] = []
+        self.spans: list[Span] = []
         self.drafts: list[DraftedRow] = []
         self._on_step, self._texts = on_step, dict[str, RecordedText]()
         self._open: set[str] = set()
@@ -147,6 +150,7 @@ class _Reader:
             text.arrival_s, text.first_s, text.last_s = (
                 at_s - first_s for at_s in (text.arrival_s, text.first_s, text.last_s)
             )
+        self.spans = [(start_s - first_s, end_s - first_s) for start_s, end_s in self.spans]
         return sorted(texts, key=lambda text: text.arrival_s)
 
     def _noted(self, engine: list[AnyEvent]) -> Iterator[AnyEvent]:
@@ -207,6 +211,7 @@ class _Reader:
         counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
         host_s = max(whole_s - result.draft_s - result.target_s, 0.0)
         self.samples.append(StepSample(work, result.draft_s, result.target_s, host_s))
+        self.spans.append((planned_s if after_idle else self._last_s, self._now_s))
 
     def _note_drafts(self, plan: StepPlan, commit: Commit) -> None:
         names = [self._occupants[slot] for slot in plan.slots.tolist()]

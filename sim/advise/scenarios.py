@@ -15,6 +15,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.runtime.drafting.lookups import chain_drafter
 from sim.advise.recording import figures
+from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import Fates, PricedExecutor, RecordedDrafts, TextExecutor, Texts
 from sim.replay.replay import replay
 from sim.report.report import Record
@@ -22,6 +23,7 @@ from sim.report.timeline import Observer
 from sim.workload.sources import OpenLoop
 
 SIMILAR = 0.01  # relative difference in tokens/s below which the shorter gaps decide
+SHORTER = 0.05  # gaps shorter by this share are a reason to change settings
 Row = dict[str, Any]  # the settings of a scenario and its figures, by name
 
 
@@ -58,6 +60,7 @@ class RecordedWorld(NamedTuple):
     texts: Texts
     prices: Mapping[str, CostProfile]
     model: ModelDrafts | None = None
+    speed: RecordedSpeed | None = None
 
     def config_of(self, settings: ScenarioSettings) -> SchedulerConfig:
         """Return the configuration of an engine with these settings."""
@@ -87,7 +90,7 @@ class RecordedWorld(NamedTuple):
         report = replay(
             OpenLoop(text.traced for text in self.texts.values()),
             config,
-            PricedExecutor(TextExecutor(self.texts, config, chain), config, cost),
+            PricedExecutor(TextExecutor(self.texts, config, chain), config, cost, self.speed),
             on_record=records.append,
             observers=observers,
             make_request=lambda number, _: self.texts[str(number)].request,
@@ -117,7 +120,7 @@ def search(
     def attempt(settings: Iterable[ScenarioSettings]) -> ScenarioSettings:
         new = [each for each in dict.fromkeys(settings) if each not in rows]
         rows.update(zip(new, run(new) if new else (), strict=True))
-        best = ranked(rows.values())[0]
+        best = ranked(rows.values(), rows[recorded])[0]
         return next(each for each, row in rows.items() if row is best)
 
     pairs = product(choices["lookahead"], choices["drafter"] or (None,))
@@ -131,14 +134,18 @@ def search(
         best = attempt(best._replace(**{name: value}) for value in choices[name])
     for row in rows.values():
         row["ratio"] = (row["tokens_per_s"] or 0.0) / (rows[recorded]["tokens_per_s"] or 1.0)
-    return ranked(rows.values())
+    return ranked(rows.values(), rows[recorded])
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
+def ranked(rows: Iterable[Row], recorded: Row) -> list[Row]:
     """Return the rows by tokens/s, the most first. The best is the one with the shortest gaps (p95
-    TPOT) among those with nearly the most (`SIMILAR`)."""
+    TPOT) among those with nearly the most (`SIMILAR`). The `recorded` settings stay the best while
+    they are among those, and their gaps are nearly the shortest (`SHORTER`)."""
     ordered = sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0.0))
     least = (1 - SIMILAR) * (ordered[0]["tokens_per_s"] or 0.0)
     close = [row for row in ordered if (row["tokens_per_s"] or 0.0) >= least]
     best = min(close, key=lambda row: row["tpot_p95_s"] or 0.0)
+    least_s = (1 - SHORTER) * (recorded["tpot_p95_s"] or 0.0)
+    if any(row is recorded for row in close) and least_s <= (best["tpot_p95_s"] or 0.0):
+        best = recorded
     return [best, *(row for row in ordered if row is not best)]

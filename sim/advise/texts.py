@@ -28,6 +28,7 @@ from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 from sim.advise.recording import RecordedText
+from sim.advise.speed import RecordedSpeed
 from sim.cost.base import CostModel
 from sim.executor.acceptance import leading
 
@@ -164,12 +165,28 @@ class RecordedDrafts(ModelDrafter):
 class PricedExecutor:
     """A text executor whose results have the durations of a cost model."""
 
-    def __init__(self, executor: TextExecutor, config: SchedulerConfig, cost: CostModel) -> None:
+    def __init__(
+        self,
+        executor: TextExecutor,
+        config: SchedulerConfig,
+        cost: CostModel,
+        speed: RecordedSpeed | None = None,
+    ) -> None:
+        """With a `speed`, a step is as slow as the recorded steps of its time were."""
         self._meter, self._cost = StepMeter(executor, config.max_num_seqs), cost
-        self.idle = self._meter.idle
+        self._speed, self._now_s = speed, 0.0
         self.host_s = 0.0  # of the last step
+
+    def idle(self, seconds: float) -> None:
+        self._meter.idle(seconds)
+        self._now_s += seconds
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._meter.run(plan)
-        draft_s, target_s, self.host_s = self._cost.step_s(self._meter.last.work)
+        parts_s = self._cost.step_s(self._meter.last.work)
+        step_s = price_s = sum(parts_s)
+        if self._speed is not None:
+            step_s = self._speed.end_s(self._now_s, price_s) - self._now_s
+        self._now_s += step_s
+        draft_s, target_s, self.host_s = (part_s * step_s / price_s for part_s in parts_s)
         return replace(result, draft_s=draft_s, target_s=target_s)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from sim.advise.prices import recorded_prices, with_drafter
 from sim.advise.recording import Recording, read_run
 from sim.advise.rerun import rerun
 from sim.advise.scenarios import ModelDrafts, RecordedWorld, ScenarioSettings, ranked
+from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import PricedExecutor
 from sim.replay.replay import replay
 from sim.report.timeline import TimelineStep
@@ -82,6 +83,15 @@ def loaded(draft: Path) -> Iterator[EngineCore]:
     core.resources.close()
 
 
+class Constant(NamedTuple):
+    """Implements `CostModel`."""
+
+    seconds: float
+
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        return 0.0, self.seconds, 0.0
+
+
 @dataclass
 class Steps:
     """An observer that keeps what each step did."""
@@ -127,6 +137,7 @@ def run(
     config: SchedulerConfig,
     requests: list[tuple[TraceRequest, Request]],
     log: Any = None,
+    speed: RecordedSpeed | None = None,
 ) -> list[Any]:
     """Serve requests with the real executor, on a virtual clock with `PRICES`."""
     sizes = {name: getattr(config, name) for name in ("num_blocks", "block_size", "max_num_seqs")}
@@ -139,7 +150,7 @@ def run(
     replay(
         OpenLoop(traced for traced, _ in requests),
         config,
-        PricedExecutor(executor, config, ProfiledCost(PRICES)),
+        PricedExecutor(executor, config, ProfiledCost(PRICES), speed),
         make_request=lambda number, _: requests[number][1],
         observers=[steps],
         log=log,
@@ -266,13 +277,48 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
     assert ratio == pytest.approx(3, rel=0.1)
 
 
-def test_the_best_has_the_most_tokens_and_among_equals_the_shortest_gaps() -> None:
+def test_a_recorded_step_takes_its_recorded_time_and_half_of_it_half_the_time() -> None:
+    works = [StepWork(rows=n, decode_rows=n, target_tokens=n) for n in (1, 4, 2, 8)]
+    spans = [(0.0, 0.01), (0.01, 0.5), (0.7, 0.71), (0.71, 0.71)]  # idle from 0.5 to 0.7
+    cost = ProfiledCost(PRICES)
+    prices_s = [sum(cost.step_s(work)) for work in works]
+    speed = RecordedSpeed(spans, [StepSample(work, 0.0, 0.0) for work in works], cost)
+    for (start_s, end_s), price_s in zip(spans[:3], prices_s, strict=False):
+        assert speed.end_s(start_s, price_s) == pytest.approx(end_s)
+        assert speed.end_s(start_s, price_s / 2) == pytest.approx((start_s + end_s) / 2)
+    assert speed.end_s(0.255, prices_s[1]) == pytest.approx(0.5 + prices_s[1] / 2)
+    assert speed.end_s(2.0, 0.25) == pytest.approx(2.25)
+
+
+def test_a_scenario_is_slow_when_the_recorded_machine_was(tmp_path: Path, core: EngineCore) -> None:
+    """The machine takes three times as long between 50 and 150 ms."""
+    slow = RecordedSpeed([(0.05, 0.15)], [StepSample(StepWork(), 0.0, 0.0)], Constant(0.1 / 3))
+    config, path = config_for(core, "fixed:2", "model"), tmp_path / "log"
+    with StepRecorder(path, models=MODELS) as log:
+        run(core, config, requests_for("greedy"), log, slow)
+    recording = read_run(path)
+    measured, world = recording.figures(), world_of(recording, core)
+    speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(PRICES))
+    settings = ScenarioSettings.of(world.config)
+    row = world._replace(speed=speed).serve(settings)
+    assert {name: row[name] for name in measured} == pytest.approx(measured, rel=1e-3)
+    assert world.serve(settings)["tokens_per_s"] > 1.1 * row["tokens_per_s"]
+
+
+def test_the_best_has_the_most_tokens_and_among_equals_much_shorter_gaps() -> None:
     rows = [
         {"name": name, "tokens_per_s": rate, "tpot_p95_s": gap_s}
-        for name, rate, gap_s in (("a", 99.5, 0.01), ("b", 100.0, 0.02), ("c", 98.0, 0.001))
+        for name, rate, gap_s in (
+            ("a", 99.5, 0.01),
+            ("b", 100.0, 0.02),
+            ("c", 98.0, 0.001),
+            ("d", 99.2, 0.0104),
+        )
     ]
-    assert [row["name"] for row in ranked(rows)] == ["a", "b", "c"]
-    assert ranked([{"tokens_per_s": None, "tpot_p95_s": None}])
+    for recorded, names in enumerate(("abdc", "abdc", "abdc", "dbac")):
+        assert "".join(row["name"] for row in ranked(rows, rows[recorded])) == names
+    unknown = {"tokens_per_s": None, "tpot_p95_s": None}
+    assert ranked([unknown], unknown) == [unknown]
 
 
 def test_a_text_that_a_stop_string_ended_is_cut(tmp_path: Path, core: EngineCore) -> None:
