@@ -34,7 +34,7 @@ SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
-_EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.0025
+_EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
 
 
 class AdaptivePolicy(EstimatingPolicy):
