@@ -25,7 +25,6 @@ class RecordedSpeed:
         times_s = np.maximum.accumulate(np.array(spans).ravel())
         work_s = np.diff(times_s, prepend=0.0)  # by interval: the time between steps, a step, ...
         work_s[1::2] = np.where(work_s[1::2] > 0, prices_s, 0.0)
-        work_s[0] = max(times_s[0], 0.0)
         self._times_s, self._work_s = times_s, np.cumsum(work_s)
 
     def end_s(self, start_s: float, price_s: float) -> float:
