@@ -58,11 +58,12 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
 def test_a_slow_disk_holds_up_no_step_and_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
     write = os.write
 
     def stuck(file: int, content: bytes) -> int:
         if threading.current_thread().name == "cbatch-recorder":
+            begun.set()
             gate.wait(30)
         return write(file, content)
 
@@ -71,6 +72,9 @@ def test_a_slow_disk_holds_up_no_step_and_no_memory(
     monkeypatch.setattr(recorder.os, "write", stuck)
     configured = Configured(make_config())
     with caplog.at_level(logging.ERROR):
+        log(configured)
+        log(Added(make_request("a"), 0.0))
+        assert begun.wait(30)
         for _ in range(500):
             log(configured)
     assert "the recording ends here" in caplog.text and "lags by 50 events" in caplog.text
