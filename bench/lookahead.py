@@ -17,6 +17,8 @@ with another model or a head. Workloads: `questions` of many kinds, `stories` (f
 
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
 that verifies drafts: with `rejection` and `block` the texts differ between policies.
+
+A policy may be followed by `+FILE`: its engine appends a step log to that file.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
+from cbatch.steplog.recorder import StepRecorder
 from cbatch.text.outputs import Output, Speculation
 
 WORKLOADS = ("fresh", "edit", "mix", "useless")
@@ -333,6 +336,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build(policy: str, args: argparse.Namespace) -> Engine:
+    policy, _, record = policy.partition("+")
     max_tokens = _MAX_PROMPT_TOKENS + 3 * args.output_tokens // 2
     options = EngineOptions(
         lookahead=policy,
@@ -345,7 +349,7 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         tokenizer=None if args.draft is not None else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),
     )
-    return load_engine(*_models(args), options)[0]
+    return load_engine(*_models(args), options, log=StepRecorder(record) if record else None)[0]
 
 
 def _models(args: argparse.Namespace) -> tuple[str | Path, str | Path | None]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec import structs
 
-from cbatch.core.scheduler.events import Added, Configured, Event
+from cbatch.core.scheduler.events import Configured, Event
 from cbatch.steplog.step_log import encode_line, open_to_append
 
-# Seconds between two writes of the results of steps. Each write takes the interpreter's lock from the
-# engine; a write for each step costs 2 to 8 % of tokens/s on two cores.
+# Seconds between two writes. Each write takes the interpreter's lock from the engine; a write for
+# each step costs 2 to 8 % of tokens/s on two cores, for each request 2 %.
 WRITE_EVERY_S = 0.2
 MAX_WAITING = 100_000  # events in the queue; a step makes two, each request one or two more
 _logger = logging.getLogger("cbatch")
@@ -23,10 +23,9 @@ _logger = logging.getLogger("cbatch")
 
 class StepRecorder:
     """Pass this recorder to a scheduler as `log`. Events are immutable, so a background thread
-    encodes them and writes all queued ones with one system call: every `WRITE_EVERY_S`, and at once
-    when a request was added. A killed process therefore loses at most the results of the steps of
-    the last `WRITE_EVERY_S`. The file is appended to; the configuration event marks where each
-    engine begins.
+    encodes them. Every `WRITE_EVERY_S` it writes all that are queued with one system call. A killed
+    process loses at most the events since the last write. The file is appended to; the
+    configuration event marks where each engine begins.
 
     `models` has the fields `model`, `draft` and `options` of the configuration event.
 
@@ -41,8 +40,7 @@ class StepRecorder:
         self._file = open_to_append(self._path)
         self._events: deque[Event] = deque()
         self._max_waiting = max_waiting
-        self._wake = threading.Event()
-        self._closed = False
+        self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="cbatch-recorder", daemon=True)
         self._thread.start()
@@ -56,8 +54,6 @@ class StepRecorder:
             self._fail(f"the disk lags by {self._max_waiting} events")
             return
         self._events.append(event)
-        if isinstance(event, Added):
-            self._wake.set()
 
     def __enter__(self) -> StepRecorder:
         return self
@@ -67,17 +63,14 @@ class StepRecorder:
 
     def close(self) -> None:
         """Write all queued events and close the file. Call this once."""
-        self._closed = True
-        self._wake.set()
+        self._closing.set()
         self._thread.join()
         os.close(self._file)
 
     def _run(self) -> None:
         closed = False
         while not closed:
-            self._wake.wait(WRITE_EVERY_S)
-            self._wake.clear()
-            closed = self._closed  # read before the queue, because no event comes after `close`
+            closed = self._closing.wait(WRITE_EVERY_S)
             events = (self._events.popleft() for _ in range(len(self._events)))
             self._write(b"".join(map(encode_line, events)))
 

@@ -148,6 +148,9 @@ def test_packed_vllm_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         wheel.writestr("sibling.py", "")
     out = tmp_path / "out"
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("vllm", "sibling"):
+        monkeypatch.setitem(sys.modules, name, None)  # removes the fake module after the test
+        del sys.modules[name]
     monkeypatch.setattr(vllm_engine.os, "environ", {})
     monkeypatch.setattr(vllm_engine, "step_kernels", lambda step, steps: [{"kernel": "k"}])
     turns = DeviceTurns(out)

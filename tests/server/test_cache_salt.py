@@ -68,7 +68,7 @@ def test_a_salt_survives_a_restart_of_the_engine(tmp_path: Path) -> None:
         async def scene() -> None:
             body = BODY | {"max_tokens": 300, "stream": True, "cache_salt": "alice"}
             stream = asyncio.create_task(call(served.client.port, body))
-            while served.engine.num_tokens < 50:
+            while served.engine.num_tokens < 50 or b'"Added"' not in path.read_bytes():
                 await asyncio.sleep(0.002)
             assert served.engine.pid is not None
             pause_file.unlink()

@@ -73,7 +73,6 @@ def test_a_slow_disk_holds_up_no_step_and_no_memory(
     configured = Configured(make_config())
     with caplog.at_level(logging.ERROR):
         log(configured)
-        log(Added(make_request("a"), 0.0))
         assert begun.wait(30)
         for _ in range(500):
             log(configured)
