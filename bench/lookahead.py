@@ -18,7 +18,8 @@ with another model or a head. Workloads: `questions` of many kinds, `stories` (f
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
 that verifies drafts: with `rejection` and `block` the texts differ between policies.
 
-A policy may be followed by `+FILE`: its engine appends a step log to that file.
+With `+FILE` after a policy its engine appends a step log to FILE. The log is written every 0.2 s,
+so its cost shows in turns of seconds (`--turn-tokens`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -29,8 +30,9 @@ class StepRecorder:
 
     `models` has the fields `model`, `draft` and `options` of the configuration event.
 
-    Recording stops with a logged error when a write fails or `MAX_WAITING` events are queued. The
-    records before that remain valid. Raises OSError if the file cannot be opened.
+    Recording stops with a logged error when a write fails, an event cannot be encoded, or
+    `MAX_WAITING` events are queued. The records before that remain valid. Raises OSError if the
+    file cannot be opened.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class StepRecorder:
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="cbatch-recorder", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def __call__(self, event: Event) -> None:
         if self._failed:
@@ -62,7 +65,9 @@ class StepRecorder:
         self.close()
 
     def close(self) -> None:
-        """Write all queued events and close the file. Call this once."""
+        """Write all queued events and close the file. Call this once, or let the process's normal
+        end do it."""
+        atexit.unregister(self.close)
         self._closing.set()
         self._thread.join()
         os.close(self._file)
@@ -71,14 +76,14 @@ class StepRecorder:
         closed = False
         while not closed:
             closed = self._closing.wait(WRITE_EVERY_S)
-            events = (self._events.popleft() for _ in range(len(self._events)))
-            self._write(b"".join(map(encode_line, events)))
+            self._write([self._events.popleft() for _ in range(len(self._events))])
 
-    def _write(self, content: bytes) -> None:
+    def _write(self, events: list[Event]) -> None:
         try:
+            content = b"".join(map(encode_line, events))
             while content and not self._failed:
                 content = content[os.write(self._file, content) :]
-        except OSError as error:
+        except Exception as error:
             self._fail(str(error))
 
     def _fail(self, cause: str) -> None:

@@ -137,7 +137,7 @@ class _Reader:
         self._plans: deque[tuple[float, bool, StepPlan]] = deque()  # with time, and if after idling
         self._counts, self._occupants = SlotCounts(0), dict[int, str]()
         self._now_s = self._last_s = 0.0  # times of the event, and of the last commit
-        self._idle = True  # no request was open after the last commit
+        self._idle = True  # no request is open, and no step runs
 
     def read(self, engine: list[AnyEvent]) -> list[RecordedText]:
         """Return the texts in order of arrival, the first at 0."""
@@ -163,6 +163,7 @@ class _Reader:
                     self._open.add(request.request_id)
                 case events.Cancelled() | events.Failed() | events.TextFinished():
                     self._open.discard(event.request_id)
+                    self._idle = not (self._open or self._plans)
                     if isinstance(event, events.TextFinished) and event.request_id in self._texts:
                         text = self._texts[event.request_id]
                         text.cut = True

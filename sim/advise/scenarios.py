@@ -75,7 +75,9 @@ class RecordedWorld(NamedTuple):
         none = {"drafter": None, "draft_context_tokens": None, "cost_profile": None}
         slots, budget = settings.max_num_seqs, settings.max_num_batched_tokens
         sizes = {"max_num_seqs": slots, "max_num_batched_tokens": max(budget, slots)}
-        lookahead = parse_lookahead(settings.lookahead)
+        lookahead = self.config.lookahead
+        if settings.lookahead != recorded.lookahead:
+            lookahead = parse_lookahead(settings.lookahead)
         more = {"lookahead": lookahead, "itl_target_s": settings.itl_target_s, "kv_events": False}
         return replace(self.config, **(none | changes | sizes | more))
 

@@ -41,6 +41,7 @@ from sim.replay.replay import replay
 from sim.report.timeline import TimelineStep
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
+from tests.helpers import World, make_request
 
 TARGET, DRAFT = demo_paths()
 OPTIONS = EngineOptions(
@@ -303,6 +304,36 @@ def test_a_scenario_is_slow_when_the_recorded_machine_was(tmp_path: Path, core: 
     row = world._replace(speed=speed).serve(settings)
     assert {name: row[name] for name in measured} == pytest.approx(measured, rel=1e-3)
     assert world.serve(settings)["tokens_per_s"] > 1.1 * row["tokens_per_s"]
+
+
+def test_the_recorded_policy_keeps_its_parameters(core: EngineCore) -> None:
+    config = config_for(core, "adaptive", "model")
+    config = replace(config, lookahead=replace(config.lookahead, switch_gain=0.01))
+    model = ModelDrafts({}, config.draft_context_tokens or 0, config.catch_up_price, False)
+    world = RecordedWorld(config, {}, {"model": PRICES}, model)
+    settings = ScenarioSettings.of(config)
+    assert world.config_of(settings).lookahead == config.lookahead
+    assert world.config_of(settings._replace(lookahead="fixed:4")).lookahead.k == 4
+
+
+@pytest.mark.parametrize("ended", ["stop string", "cancelled"])
+def test_the_machine_is_idle_after_the_last_request_was_ended(tmp_path: Path, ended: str) -> None:
+    with StepRecorder(tmp_path / "log") as log:
+        world = World(log=log, cost=ProfiledCost(PRICES))
+        world.add(make_request("a", max_tokens=50))
+        for _ in range(5):
+            world.step()
+        if ended == "cancelled":
+            world.scheduler.cancel("a", world.clock())
+        else:
+            world.scheduler.finish("a", 2, world.clock())
+        world.clock.advance(10.0)
+        world.add(make_request("b", max_tokens=3))
+        world.run()
+    recording = read_run(tmp_path / "log")
+    spans = np.array(recording.spans)
+    assert spans[-1, 1] > 10.0 and np.diff(spans).max() < 0.5
+    assert max(sample.host_s for sample in recording.samples) < 0.5
 
 
 def test_the_best_has_the_most_tokens_and_among_equals_much_shorter_gaps() -> None:

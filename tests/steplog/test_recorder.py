@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,24 @@ def test_a_full_disk_ends_the_recording_alone(
     log(Configured(make_config()))
     log.close()
     assert "No space left" in caplog.text
+
+
+def test_an_event_that_cannot_be_encoded_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with StepRecorder(tmp_path / "log") as log:
+        log(Cancelled(object(), 0.0))  # type: ignore[arg-type]
+    assert "object cannot be written to a step log" in caplog.text
+
+
+def test_a_process_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    imports = (
+        "from cbatch.core.scheduler.events import Cancelled; from cbatch.steplog import recorder"
+    )
+    code = f"{imports}; recorder.StepRecorder({str(path)!r})(Cancelled('a', 1.0))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert read_step_log(path).events == (Cancelled("a", 1.0),)
 
 
 def test_time_goes_on_after_the_machine_was_started_again() -> None:
