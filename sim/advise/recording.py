@@ -137,7 +137,7 @@ class _Reader:
         self._plans: deque[tuple[float, bool, StepPlan]] = deque()  # with time, and if after idling
         self._counts, self._occupants = SlotCounts(0), dict[int, str]()
         self._now_s = self._last_s = 0.0  # times of the event, and of the last commit
-        self._idle = True  # no request is open, and no step runs
+        self._idle = True  # since the last plan there was a time without open requests and steps
 
     def read(self, engine: list[AnyEvent]) -> list[RecordedText]:
         """Return the texts in order of arrival, the first at 0."""
@@ -163,7 +163,6 @@ class _Reader:
                     self._open.add(request.request_id)
                 case events.Cancelled() | events.Failed() | events.TextFinished():
                     self._open.discard(event.request_id)
-                    self._idle = not (self._open or self._plans)
                     if isinstance(event, events.TextFinished) and event.request_id in self._texts:
                         text = self._texts[event.request_id]
                         text.cut = True
@@ -173,6 +172,7 @@ class _Reader:
                 case events.Committed(result):
                     self._result = result
             yield event
+            self._idle = self._idle or not (self._open or self._plans)
 
     def _planned(self, plan: StepPlan | None) -> None:
         if plan is not None:
@@ -196,7 +196,7 @@ class _Reader:
                 natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._texts[end.request_id].cut = not natural
                 self._open.remove(end.request_id)
-        self._last_s, self._idle = self._now_s, not self._open
+        self._last_s = self._now_s
         self._on_step(len(self.samples))
 
     def _measure(self, plan: StepPlan, planned_s: float, after_idle: bool) -> None:

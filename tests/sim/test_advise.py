@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from sim.advise.rerun import rerun
 from sim.advise.scenarios import ModelDrafts, RecordedWorld, ScenarioSettings, ranked
 from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import PricedExecutor
+from sim.cost.base import constant_cost
 from sim.replay.replay import replay
 from sim.report.timeline import TimelineStep
 from sim.workload.sources import OpenLoop
@@ -82,15 +83,6 @@ def loaded(draft: Path) -> Iterator[EngineCore]:
     core, _, _ = load_core(TARGET, draft, OPTIONS, handles_text=False)
     yield core
     core.resources.close()
-
-
-class Constant(NamedTuple):
-    """Implements `CostModel`."""
-
-    seconds: float
-
-    def step_s(self, work: StepWork) -> tuple[float, float, float]:
-        return 0.0, self.seconds, 0.0
 
 
 @dataclass
@@ -293,7 +285,7 @@ def test_a_recorded_step_takes_its_recorded_time_and_half_of_it_half_the_time() 
 
 def test_a_scenario_is_slow_when_the_recorded_machine_was(tmp_path: Path, core: EngineCore) -> None:
     """The machine takes three times as long between 50 and 150 ms."""
-    slow = RecordedSpeed([(0.05, 0.15)], [StepSample(StepWork(), 0.0, 0.0)], Constant(0.1 / 3))
+    slow = RecordedSpeed([(0.05, 0.15)], [StepSample(StepWork(), 0.0, 0.0)], constant_cost(0.1 / 3))
     config, path = config_for(core, "fixed:2", "model"), tmp_path / "log"
     with StepRecorder(path, models=MODELS) as log:
         run(core, config, requests_for("greedy"), log, slow)
