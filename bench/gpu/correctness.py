@@ -30,7 +30,7 @@ _MOST_PROCESSES = 14
 def command(*more: str, processes: int = _MOST_PROCESSES) -> list[str]:
     """Return a pytest command over the tests for a device. 0 `processes` means no pytest-xdist."""
     words = [sys.executable, "-m", "pytest", TESTS, "-q", "-W", "default", "-p", __name__]
-    words += ["-p", "no:cacheprovider", *more]
+    words += ["-p", "no:cacheprovider", "-m", "", *more]  # statistics too
     if processes and importlib.util.find_spec("xdist") is not None:
         count = min(processes, len(os.sched_getaffinity(0)))
         words += ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "50"]

@@ -46,7 +46,7 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
         ", ".join((device, *versions, str(about.get("date")))),
         _table("steps of an engine", _steps(measured)),
         _table("starts", [r for r in rows if r.get("what") == "start"], _COLUMNS["start"]),
-        _table("streams of the demo pair", _streams(measured)),
+        _table("streams of trained models", _streams(measured)),
         _table("correctness: tests by outcome", _outcomes(rows)),
         *(
             _table(f"kernels of a step: {setting}", lines)
@@ -86,11 +86,15 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
 
 def _streams(rows: Sequence[Row]) -> list[Row]:
     streams = [r for r in rows if r.get("what") == "streams"]
-    plain = {r["batch"]: r["tokens_per_s"] for r in streams if r["lookahead"] == "off"}
-    names = "batch", "lookahead", "tokens_per_s"
+    names = "model", "drafter", "numerics", "lookahead", "batch", "tokens_per_s", "equal_texts"
+
+    def subject(row: Row) -> tuple[str, str, int]:
+        return row["model"], row["numerics"], row["batch"]
+
+    plain = {subject(r): r["tokens_per_s"] for r in streams if r["lookahead"] == "off"}
     return [
         {name: r[name] for name in names}
-        | {"/off": _ratio(r["tokens_per_s"], plain.get(r["batch"]))}
+        | {"/off": _ratio(r["tokens_per_s"], plain.get(subject(r)))}
         for r in streams
     ]
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -207,3 +208,15 @@ def survival_chances(models: ToyModels, mode: str, depth: int = DEEPEST) -> np.n
         states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
         chances.append(float(chance @ ratio))
     return np.array(chances)
+
+
+def acceptance_z(run: Decoded, chances: np.ndarray) -> list[float]:
+    """Return z of the accepted drafts at each depth, among the first drafts that reached it."""
+    k, accepted = run.steps[0].num_drafts.numpy(), run.steps[0].verdict.num_accepted.numpy()
+    z = []
+    for depth in range(DEEPEST):
+        tried = (k > depth) & (accepted >= depth)
+        chance = chances[depth + 1] / chances[depth]
+        expected, spread = tried.sum() * chance, tried.sum() * chance * (1 - chance)
+        z.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
+    return z

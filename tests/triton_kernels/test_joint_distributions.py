@@ -23,6 +23,7 @@ from tests.triton_kernels.decoding import (
     Decoded,
     Decoder,
     Fixed,
+    acceptance_z,
     joint_z,
     survival_chances,
 )
@@ -157,18 +158,6 @@ def test_coupled_tokens_do_not_depend_on_k(kind: str) -> None:
 
 
 # --- T3: acceptance -------------------------------------------------------------------------------
-
-
-def acceptance_z(run: Decoded, chances: np.ndarray) -> list[float]:
-    """Return z of the accepted drafts at each depth, among the first drafts that reached it."""
-    k, accepted = run.steps[0].num_drafts.numpy(), run.steps[0].verdict.num_accepted.numpy()
-    z = []
-    for depth in range(DEEPEST):
-        tried = (k > depth) & (accepted >= depth)
-        chance = chances[depth + 1] / chances[depth]
-        expected, spread = tried.sum() * chance, tried.sum() * chance * (1 - chance)
-        z.append(float((accepted[tried] > depth).sum() - expected) / math.sqrt(spread))
-    return z
 
 
 @ALL

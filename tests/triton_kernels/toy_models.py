@@ -136,7 +136,7 @@ def joint_dist(models: ToyModels, length: int, state: int = 0) -> np.ndarray:
     target = exact_dists(models.target)
     dist, states = np.ones(1), torch.tensor([state])
     for _ in range(length):
-        dist = (dist[:, None] * target[states]).ravel()
+        dist = (dist[:, None] * target[states.numpy()]).ravel()
         states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
     return dist.reshape((models.vocab,) * length)
 
@@ -148,7 +148,7 @@ def survival(models: ToyModels, overlap: np.ndarray, depth: int) -> np.ndarray:
     """
     reached, states, survival_chances = np.ones(1), torch.zeros(1, dtype=torch.int64), [1.0]
     for _ in range(depth):
-        reached = (reached[:, None] * overlap[states]).ravel()
+        reached = (reached[:, None] * overlap[states.numpy()]).ravel()
         states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
         survival_chances.append(float(reached.sum()))
     return np.array(survival_chances)

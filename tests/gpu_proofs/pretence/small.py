@@ -94,6 +94,11 @@ def _sizes(module: Any) -> Any:
     )  # fmt: skip
 
 
+def _fast(module: Any) -> Any:
+    """Products of `invariant` are interpreted, which takes minutes."""
+    return [setting for setting in module.SETTINGS if setting.numerics == "fast"]
+
+
 def _device(module: Any) -> Any:
     return lambda: module.RunMode.DEVICE
 
@@ -109,5 +114,5 @@ _VALUES: dict[str, dict[str, Any]] = {
     "sweep": {"tunings": _few, "_compile": _nothing},
     "engine": {"FULL": _sizes, "_PROFILE_S": 0.0, "_PROFILED": {("off", "greedy"): (2,)},
                "step_kernels": _unprofiled},
-    "demo_pair": {"_STREAMS": 2, "_TOKENS": 4, "_RUNS": 2},
+    "trained": {"_STREAMS": 2, "_TOKENS": 4, "_RUNS": 2, "SETTINGS": _fast},
 }  # fmt: skip

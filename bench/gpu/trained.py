@@ -1,0 +1,129 @@
+"""Trained models with 28 streams and with 1, through the public `LLM`: tokens per second with and
+without speculation, and whether the texts are equal. A small model waits for the host, which kernel
+times do not show."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.gpu.cells import Cell, NotAvailable, Row
+from bench.gpu.environment import Bench
+from cbatch import LLM, Completion, SamplingParams
+from cbatch.core.request.errors import FieldError
+from cbatch.demo import demo_head, demo_paths, demo_prompts
+
+_STREAMS, _TOKENS, _RUNS = 28, 96, 3
+_KV_BYTES = 1 << 30
+_ROOT = Path(__file__).parents[2]
+_CHATS = _ROOT / "bench" / "data" / "chat_prompts.json"
+
+
+class Setting(NamedTuple):
+    """A model, what drafts for it, numerics and lookahead."""
+
+    model: str
+    drafter: str
+    numerics: str
+    lookahead: str
+
+    @property
+    def key(self) -> str:
+        return " ".join(self)
+
+
+SETTINGS = [
+    *(Setting("demo", "model", "fast", lookahead) for lookahead in ("off", "adaptive", "fixed:3")),
+    *(Setting("demo", "head", "invariant", each) for each in ("off", "adaptive", "fixed:3")),
+    Setting("demo", "model", "invariant", "fixed:3"),
+    *(Setting("smollm2", "ngram", "invariant", each) for each in ("off", "adaptive", "fixed:4")),
+    *(Setting("smollm2", "head", "invariant", each) for each in ("adaptive", "fixed:2")),
+]
+
+Texts = dict[tuple[str, str, int], list[str]]  # without drafts; by model, numerics, streams
+
+
+def cells(bench: Bench) -> Iterator[Cell]:
+    texts: Texts = {}
+    for setting in SETTINGS:
+        labels: Row = setting._asdict() | {"implementation": "cbatch"}
+        subject = _Subject(bench, setting, texts)
+        yield Cell(f"{setting.key}, start", labels | {"what": "start"}, subject.start, timed=False)
+        for streams in (_STREAMS, 1):
+            yield Cell(
+                f"{setting.key}, {streams}",
+                labels | {"what": "streams", "batch": streams},
+                functools.partial(subject.measure, streams),
+            )
+
+
+class _Subject:
+    def __init__(self, bench: Bench, setting: Setting, texts: Texts) -> None:
+        self._bench, self._setting, self._texts = bench, setting, texts
+        self._llm: LLM | None = None
+
+    def start(self) -> Row:
+        if not self._bench.full:
+            return {"status": "unmeasured"}
+        began_s = time.perf_counter()
+        try:
+            self._llm = _load(self._setting)
+        except FieldError as error:
+            if self._setting.model == "smollm2":
+                raise NotAvailable(str(error)) from error
+            raise
+        return {"seconds": time.perf_counter() - began_s}
+
+    def measure(self, streams: int) -> Row:
+        """Return the median speed of several runs, after one warm-up run, and the share of texts
+        that equal those without drafts."""
+        if self._llm is None:
+            return {"tokens_per_s": None, "status": "unmeasured"}
+        rates = []
+        for _ in range(1 + _RUNS):
+            began_s = time.perf_counter()
+            completions = _complete(self._llm, self._setting.model, streams)
+            seconds = time.perf_counter() - began_s
+            rates.append(
+                sum(len(c.token_ids) for each in completions for c in each.choices) / seconds
+            )
+        texts = [each.text for each in completions]
+        plain = self._texts.setdefault(
+            (self._setting.model, self._setting.numerics, streams), texts
+        )
+        if streams == 1:
+            self._llm = None  # frees its memory
+        low, *_, high = sorted(rates[1:])
+        return {
+            "tokens_per_s": statistics.median(rates[1:]),
+            "tokens_per_s_low": low,
+            "tokens_per_s_high": high,
+            "equal_texts": statistics.fmean(a == b for a, b in zip(texts, plain, strict=True)),
+        }
+
+
+def _load(setting: Setting) -> LLM:
+    options: dict[str, Any] = {"lookahead": setting.lookahead, "numerics": setting.numerics}
+    options |= {"device": "cuda", "seed": 1, "kv_cache_memory_bytes": _KV_BYTES}
+    if setting.model == "demo":
+        target, draft = demo_paths()
+        return LLM(target, draft if setting.drafter == "model" else demo_head(), **options)
+    if setting.drafter == "head":
+        return LLM(setting.model, _ROOT / "tools" / "heads" / setting.model, **options)
+    return LLM(setting.model, drafter=(setting.drafter,), **options)
+
+
+def _complete(llm: LLM, model: str, streams: int) -> list[Completion]:
+    """Return completions of different prompts: of beginnings of functions, or for `smollm2` of
+    requests to rewrite code and to tell stories, by turns."""
+    params = SamplingParams(max_tokens=_TOKENS, temperature=0, ignore_eos=True)
+    if model == "demo":
+        return llm.generate((demo_prompts() * _STREAMS)[:streams], params)
+    chats = json.loads(_CHATS.read_text(encoding="utf-8"))
+    prompts = [p for pair in zip(chats["renames"], chats["stories"], strict=True) for p in pair]
+    return llm.chat([[{"role": "user", "content": p}] for p in prompts[:streams]], params)
