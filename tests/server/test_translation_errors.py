@@ -40,6 +40,7 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "'web_search_call'"),
     ({"input": [{"type": "function_call", "arguments": "[1]"}]}, "input[0].arguments", "object"),
     ({"input": [USER] * 300}, "input", "has 300 parts or more"),
+    ({"input": [USER] * 20_480}, "body", "has too many lists and objects; send <= 20480"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "'mcp'"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
@@ -84,6 +85,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "x"}, "messages", "'x' is not allowed"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool"),
     ({"messages": [USER] * 300}, "messages", "has 300 parts or more"),
+    ({"messages": [USER] * 20_480}, "body", "has too many lists and objects"),
     ({"messages": [USER, {"role": "assistant", "content": "The"}]}, "messages", "continuing"),
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},

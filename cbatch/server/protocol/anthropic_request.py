@@ -108,7 +108,7 @@ class AnthropicFields(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_messages(body: bytes, model: ServedModel, *, needs_max_tokens: bool = True) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    read = translation.read_body(body, AnthropicFields, REFUSED_FIELDS)
+    read = translation.read_body(body, AnthropicFields, REFUSED_FIELDS, model)
     fields, rest = read.fields, read.rest
     if fields.max_tokens is None and needs_max_tokens:
         raise FieldError("max_tokens", "is missing", "give the most tokens to generate")

@@ -140,7 +140,7 @@ class ResponsesCall(msgspec.Struct, frozen=True):
 
 def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) -> ApiRequest:
     """Return the checked request. Raises `FieldError` naming the field."""
-    read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS)
+    read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS, model)
     fields = read.fields
     for name in fields.include:
         if name != ENCRYPTED:

@@ -12,7 +12,12 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
-from cbatch.server.protocol.body import decode_object, take_fields, unknown_members
+from cbatch.server.protocol.body import (
+    MAX_CONTAINERS,
+    decode_object,
+    take_fields,
+    unknown_members,
+)
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat
 
@@ -20,6 +25,9 @@ AnyError = TypeVar("AnyError", bound=FieldError)
 AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)
 # Names in another API of a chat's fields: regular expressions and their replacements.
 FieldNames = Mapping[str, str]
+# A body has at most this many brackets per token of the context, and some for other members. More
+# fit no context, and their objects would take ten times the memory of the body.
+_BRACKETS_PER_TOKEN, _FREE_BRACKETS = 16, 2**14
 MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
 _LOGPROBS = Missing("log probabilities in this API", False, 0, remedy="use chat completions")
 OTHER_NAME = Missing("this name of chat completions", remedy="use this API's own field")
@@ -55,10 +63,11 @@ class ReadBody(msgspec.Struct, Generic[AnyFields]):
 
 
 def read_body(
-    body: bytes, kind: type[AnyFields], refused: Mapping[str, Missing]
+    body: bytes, kind: type[AnyFields], refused: Mapping[str, Missing], model: ServedModel
 ) -> ReadBody[AnyFields]:
     """Read the fields of `kind`. Raises `FieldError`, also for fields that are `refused`."""
-    record = decode_object(body)
+    most = _BRACKETS_PER_TOKEN * model.max_model_len + _FREE_BRACKETS
+    record = decode_object(body, min(most, MAX_CONTAINERS))
     for name in record.keys() & refused.keys():
         refused[name].check(name, record[name])
     rest = {name: value for name, value in record.items() if name not in refused}
