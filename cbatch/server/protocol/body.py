@@ -20,11 +20,11 @@ MAX_CONTAINERS = 250_000
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
-def decode_object(body: bytes, max_containers: int = MAX_CONTAINERS) -> dict[str, Any]:
+def decode_object(body: bytes, limit: int = MAX_CONTAINERS) -> dict[str, Any]:
     """Return the body's JSON object without null members. Raises `FieldError`, also for more than
-    `max_containers` lists and objects, where brackets in strings count as well."""
-    if body.count(b"[") + body.count(b"{") > max_containers:
-        remedy = f"send <= {max_containers} of them"
+    `limit` lists and objects, where brackets in strings count as well."""
+    if body.count(b"[") + body.count(b"{") > limit:
+        remedy = f"send <= {limit} of them"
         raise FieldError("body", "has too many lists and objects", remedy)
     try:
         record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))

@@ -66,8 +66,8 @@ def read_body(
     body: bytes, kind: type[AnyFields], refused: Mapping[str, Missing], model: ServedModel
 ) -> ReadBody[AnyFields]:
     """Read the fields of `kind`. Raises `FieldError`, also for fields that are `refused`."""
-    most = _BRACKETS_PER_TOKEN * model.max_model_len + _FREE_BRACKETS
-    record = decode_object(body, min(most, MAX_CONTAINERS))
+    limit = _BRACKETS_PER_TOKEN * model.max_model_len + _FREE_BRACKETS
+    record = decode_object(body, min(limit, MAX_CONTAINERS))
     for name in record.keys() & refused.keys():
         refused[name].check(name, record[name])
     rest = {name: value for name, value in record.items() if name not in refused}
