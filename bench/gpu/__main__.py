@@ -39,7 +39,7 @@ def parts(out: Path, peers: Path | None, sections: Sequence[str]) -> list[RunPar
         part("vllm", 45, 300),
         part("correctness", 20, 150, "engine", needed=True),
         part("kernels", 20, 150, "correctness", "vllm", needed=True),
-        part("trained", 20, 180, "kernels"),
+        part("trained", 20, 240, "kernels"),
         part("engine-1b", 25, 150, "trained"),
         part("sweep", 40, 600, "engine-1b"),
     ]

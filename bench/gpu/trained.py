@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class _Subject:
 
     def measure(self, streams: int) -> Row:
         """Return the median speed of several runs, after one warm-up run, and the share of texts
-        that equal those without drafts."""
+        that equal those without drafts, if these were measured."""
         if self._llm is None:
             return {"tokens_per_s": None, "status": "unmeasured"}
         completions = _complete(self._llm, self._setting.model, streams)
@@ -107,9 +108,10 @@ class _Subject:
             rates.append(tokens / seconds)
             measured_s += seconds
         texts = [each.text for each in completions]
-        plain = self._texts.setdefault(
-            (self._setting.model, self._setting.numerics, streams), texts
-        )
+        key = self._setting.model, self._setting.numerics, streams
+        if self._setting.lookahead == "off":
+            self._texts[key] = texts
+        plain = self._texts.get(key)
         if streams == 1:
             self._llm = None  # frees its memory
         low, *_, high = sorted(rates)
@@ -117,7 +119,7 @@ class _Subject:
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_low": low,
             "tokens_per_s_high": high,
-            "equal_texts": statistics.fmean(a == b for a, b in zip(texts, plain, strict=True)),
+            "equal_texts": None if plain is None else statistics.fmean(map(eq, texts, plain)),
         }
 
 

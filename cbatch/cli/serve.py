@@ -19,6 +19,7 @@ from cbatch.cli.settings import PREFIX, Settings, read_settings, unknown_variabl
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.limits import ConnectionLimits, connections_for
 from cbatch.server.protocol.errors import EngineLostError
+from cbatch.system.heap import share_malloc_arena
 from cbatch.system.logs import configure
 
 _logger = logging.getLogger("cbatch")
@@ -86,6 +87,7 @@ def refuse_replica_settings(settings: Settings[ServeSettings]) -> None:
 async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> None:
     from cbatch.cli.model_service import ModelParts
 
+    share_malloc_arena()
     parts = ModelParts(settings)
     with closing(bind(settings.host, settings.port)) as listener:
         service = parts.make_service()

@@ -37,7 +37,7 @@ from cbatch.process.messages import (
     encode,
 )
 from cbatch.process.monitor import Monitor
-from cbatch.system.heap import freeze_heap, trim_heap
+from cbatch.system.heap import freeze_heap, share_malloc_arena, trim_heap
 
 HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine
 MAX_COMMANDS = 64  # between two steps, since reading commands delays the next step
@@ -184,6 +184,7 @@ def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
     # A terminal or service manager signals all processes; the server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    share_malloc_arena()
     threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()
     socket = connect(endpoint)
     try:

@@ -144,3 +144,25 @@ print(resident_mib() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_free_memory_before_a_used_block_is_returned() -> None:
     assert kept_mib(SCATTERED, "gives back") < 20 < kept_mib(SCATTERED, "keeps")
+
+
+THREADS = """
+import ctypes, re, sys, threading
+from cbatch.system.heap import share_malloc_arena
+
+if sys.argv[1] == "one arena":
+    share_malloc_arena()
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+blocks = []
+thread = threading.Thread(target=lambda: blocks.append(malloc(1000)))
+thread.start()
+thread.join()
+heap = re.search(r"^(\\w+)-(\\w+) .*\\[heap\\]$", open("/proc/self/maps").read(), re.MULTILINE)
+print(int(int(heap[1], 16) <= blocks[0] < int(heap[2], 16)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_threads_allocate_from_the_main_arena() -> None:
+    assert (kept_mib(THREADS, "one arena"), kept_mib(THREADS, "an arena each")) == (1, 0)
