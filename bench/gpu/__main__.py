@@ -39,15 +39,15 @@ def parts(out: Path, peers: Path | None, sections: Sequence[str]) -> list[RunPar
         part("vllm", 45, 300),
         part("correctness", 20, 150, "engine", needed=True),
         part("kernels", 20, 150, "correctness", "vllm", needed=True),
-        part("trained", 20, 240, "kernels"),
-        part("engine-1b", 25, 150, "trained"),
+        part("models", 20, 240, "kernels"),
+        part("engine-1b", 25, 150, "models"),
         part("sweep", 40, 600, "engine-1b"),
     ]
     return [p for p in parts if p.name in sections and (p.name != "vllm" or peers is not None)]
 
 
 SECTIONS = (
-    "ceilings", "engine", "vllm", "correctness", "kernels", "trained", "engine-1b", "sweep",
+    "ceilings", "engine", "vllm", "correctness", "kernels", "models", "engine-1b", "sweep",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench.gpu import ceilings, engine, kernels, sweep, trained, vllm_engine
+from bench.gpu import ceilings, engine, kernels, models, sweep, vllm_engine
 from bench.gpu.cells import Cell, Journal, run_cells
 from bench.gpu.environment import Bench, describe, device_of, find_mode
 from bench.gpu.limits import SMALLER
@@ -18,7 +18,7 @@ CELLS: dict[str, Callable[[Bench], Iterable[Cell]]] = {
     "engine": engine.cells,
     "vllm": vllm_engine.cells,
     "kernels": kernels.cells,
-    "trained": trained.cells,
+    "models": models.cells,
     "engine-1b": functools.partial(engine.cells, model=SMALLER),
     "sweep": sweep.cells,
 }

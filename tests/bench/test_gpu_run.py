@@ -62,7 +62,7 @@ def test_every_cell_of_a_device_can_be_named(tmp_path: Path) -> None:
 
 SECTIONS = {
     "ceilings": 3, "kernels": 90, "sweep": 40, "engine": 30, "engine-1b": 30, "vllm": 14,
-    "trained": 36,
+    "models": 36,
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_tables_compare_what_was_measured(tmp_path: Path) -> None:
         timed | {"implementation": "vllm", "median_us": 150.0},
         {"section": "correctness", "test": "t", "status": "failed: wrong"},
         {"section": "correctness", "test": "u", "status": "ok"},
-        {"section": "trained", "status": "not reached"},
+        {"section": "models", "status": "not reached"},
     ]
     report.write(tmp_path, {"device": "X", "commit": "c"}, rows)
     assert json.loads((tmp_path / report.RESULTS).read_text())["rows"] == rows
@@ -210,7 +210,7 @@ def test_tables_compare_what_was_measured(tmp_path: Path) -> None:
     (line,) = [x for x in lines if x[:3] == ["m", "greedy", "64"]]
     assert "1.2" in line and "1.5" in line and names
     assert ["verify", "64", "vllm", "150", "-", "-", "-", "0.5"] in lines
-    assert ["failed:", "wrong", "t"] in lines and ["trained", "not", "reached", "1"] in lines
+    assert ["failed:", "wrong", "t"] in lines and ["models", "not", "reached", "1"] in lines
     assert text.count("32 x gemm") == 2
 
 

@@ -114,6 +114,6 @@ _VALUES: dict[str, dict[str, Any]] = {
     "sweep": {"tunings": _few, "_compile": _nothing},
     "engine": {"FULL": _sizes, "_PROFILE_S": 0.0, "_PROFILED": {("off", "greedy"): (2,)},
                "step_kernels": _unprofiled},
-    "trained": {"_STREAMS": 2, "_TOKENS": 4, "_RUNS": 2, "_MEASURED_S": 0.0,
+    "models": {"_STREAMS": 2, "_TOKENS": 4, "_RUNS": 2, "_MEASURED_S": 0.0,
                 "SETTINGS": _fast},
 }  # fmt: skip
