@@ -17,7 +17,10 @@ CBATCH, VLLM = "cbatch", "vllm"
 _MOST_KERNELS = 12
 _WIDTH = 56  # largest width of a column, in characters
 _COLUMNS = {
-    "start": ("model", "lookahead", "implementation", "seconds", "device_mib", "note", "status"),
+    "start": (
+        "model", "drafter", "numerics", "lookahead", "implementation", "seconds", "device_mib",
+        "note", "status",
+    ),
     "ceilings": ("ceiling", "per_s", "unit", "best", "slowed_by"),
     "kernels": (
         "kernel", "workload", "implementation", "median_us", "limit_us", "fraction_of_limit",
