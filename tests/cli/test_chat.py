@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -264,9 +264,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
 
-    def wait_for(self, pattern: str, since: int = 0) -> int:
+    def interrupt(self, pattern: str, since: int) -> int:
+        """Press Ctrl-C, and wait as `wait_for` does. Press it again after five seconds: Python's
+        `input` does not see a signal that comes just before it begins to wait, until the next."""
+        for _ in range(60):
+            self.type("\x03")
+            with suppress(AssertionError):
+                return self.wait_for(pattern, since, limit_s=5)
+        raise AssertionError(self.seen)
+
+    def wait_for(self, pattern: str, since: int = 0, limit_s: float = 300) -> int:
         """Read until the text after index `since` matches. Returns the end of the match."""
-        deadline_s = time.monotonic() + 300
+        deadline_s = time.monotonic() + limit_s
         while not (match := re.search(pattern, self.seen[since:])):
             assert time.monotonic() < deadline_s, self.seen
             if select.select([self._end], [], [], 0.1)[0]:
@@ -305,8 +314,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path: Path) -> None:
         at = tty.wait_for(r"..", begin)  # it streams: the answer takes 20 s, and is not over
         tty.type("\x03")
         at = tty.wait_for("stopped\r\n(.|\n)*> $", at)
-        tty.type("\x03")  # at the prompt: a hint
-        at = tty.wait_for("Ctrl-D or /exit leaves\r\n(.|\n)*> $", at)
+        at = tty.interrupt("Ctrl-D or /exit leaves\r\n(.|\n)*> $", at)  # at the prompt: a hint
         tty.type("/set max_tokens 5\n")
         at = tty.wait_for("> $", tty.wait_for("max_tokens 5", at))
         tty.type("class A\n")
