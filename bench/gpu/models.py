@@ -8,7 +8,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,12 +97,13 @@ class _Subject:
         that equal those without drafts, if these were measured."""
         if self._llm is None:
             return {"tokens_per_s": None, "status": "unmeasured"}
-        completions = _complete(self._llm, self._setting.model, streams)
+        complete = _completing(self._llm, self._setting.model, streams)
+        complete()
         rates: list[float] = []
         measured_s = 0.0
         while len(rates) < _RUNS or measured_s < _MEASURED_S:
             began_s = time.perf_counter()
-            completions = _complete(self._llm, self._setting.model, streams)
+            completions = complete()
             seconds = time.perf_counter() - began_s
             tokens = sum(len(c.token_ids) for each in completions for c in each.choices)
             rates.append(tokens / seconds)
@@ -134,12 +135,13 @@ def _load(setting: ModelSetting) -> LLM:
     return LLM(setting.model, drafter=(setting.drafter,), **options)
 
 
-def _complete(llm: LLM, model: str, streams: int) -> list[Completion]:
-    """Return completions of different prompts: of beginnings of functions, or for `smollm2` of
+def _completing(llm: LLM, model: str, streams: int) -> Callable[[], list[Completion]]:
+    """Return a function that completes different prompts: beginnings of functions, or for `smollm2`
     requests to rewrite code and to tell stories, by turns."""
     params = SamplingParams(max_tokens=_TOKENS, temperature=0, ignore_eos=True)
     if model == "demo":
-        return llm.generate((demo_prompts() * _STREAMS)[:streams], params)
+        return functools.partial(llm.generate, (demo_prompts() * _STREAMS)[:streams], params)
     chats = json.loads(_CHATS.read_text(encoding="utf-8"))
     prompts = [p for pair in zip(chats["renames"], chats["stories"], strict=True) for p in pair]
-    return llm.chat([[{"role": "user", "content": p}] for p in prompts[:streams]], params)
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts[:streams]]
+    return functools.partial(llm.chat, conversations, params)
