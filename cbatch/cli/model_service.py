@@ -21,7 +21,7 @@ from cbatch.kv_events.publisher import configured_publisher
 from cbatch.process.client import EngineClient
 from cbatch.process.factory import EngineFactory
 from cbatch.process.server import EngineProcess
-from cbatch.server.http.keys import KeyRing, read_keys
+from cbatch.server.http.keys import KeyRing, configured_keys
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.service import EngineService
 from cbatch.server.serving.tracing import span_exporter
@@ -42,8 +42,7 @@ class ModelParts:
         self._draft = None if draft is None else find_model(draft, "draft")
         for field, path in (("model", self._model), ("draft", self._draft)):
             require_model(field, path)
-        key_file = settings.api_key_file
-        secrets = [*settings.api_key, *([] if key_file is None else read_keys(Path(key_file)))]
+        secrets = configured_keys(settings.api_key, settings.api_key_file)
         self.keys = KeyRing(secrets, max_requests_per_key=settings.max_requests_per_key)
         share = settings.engine.prompt_share
         self._options = msgspec.structs.replace(

@@ -40,8 +40,8 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
         _server("auto: take default sampling parameters from generation_config.json"),
     ] = "auto"
     api_key: Annotated[
-        tuple[str, ...], _server("require one of these API keys; repeatable", "KEY")
-    ] = ()
+        tuple[str, ...] | None, _server("require one of these API keys; repeatable", "KEY")
+    ] = None
     api_key_file: Annotated[
         str | None, _server("file with more API keys, one per line", "FILE")
     ] = None

@@ -106,6 +106,8 @@ class Setting:
         try:
             if isinstance(value, str) and _is_struct(self.plain):
                 return msgspec.json.decode(value, type=self.plain)
+            if get_origin(self.plain) is tuple and isinstance(value, str):
+                value = [value]  # a list of one, as with the flag
             if get_origin(self.plain) is dict and not strict:
                 value = dict(each.split("=", 1) for each in value)
             size = _SIZE.fullmatch(value) if isinstance(value, str) else None

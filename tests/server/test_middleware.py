@@ -93,7 +93,7 @@ def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_retry_after_follows_the_durations_of_the_keys_calls() -> None:
     clock = VirtualClock()
-    key = ApiKey("secret", 2, clock)
+    key = ApiKey(b"secret", 2, clock)
 
     def refused_until_s() -> int:
         with (
@@ -110,7 +110,7 @@ def test_retry_after_follows_the_durations_of_the_keys_calls() -> None:
         with key.count_request():
             clock.advance(12.0)
     assert refused_until_s() == 6
-    assert "secret" not in key.name
+    assert "secret" not in key.id
 
 
 @pytest.mark.parametrize(("keys", "limit"), [(["a"], 0), ([], 3)])

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import math
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +27,11 @@ class KeyBusyError(RuntimeError):
 
 
 class ApiKey:
-    """One API key. `name` identifies the key in logs without revealing it."""
+    """One API key. `id` identifies it without revealing it; log lines show the beginning only."""
 
-    def __init__(self, secret: str, max_open: int | None, clock: Callable[[], float]) -> None:
-        self.digest = digest(secret.encode())
-        self.name = self.digest.hex()[:8]
+    def __init__(self, secret: bytes, max_open: int | None, clock: Callable[[], float]) -> None:
+        self.digest = digest(secret)
+        self.id = self.digest.hex()
         self._max_open, self._clock = max_open, clock
         self._num_open = 0
         self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
@@ -60,7 +61,8 @@ class ApiKey:
 
 class KeyRing:
     """The accepted keys. Without keys every request is accepted. Keys are stored as digests and
-    compared in constant time. Raises `FieldError` for an invalid limit, or a limit without keys."""
+    compared in constant time. Raises `FieldError` for an empty key, or a key that no header can
+    hold, for an invalid limit, and for a limit without keys."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class KeyRing:
             raise FieldError("max_requests_per_key", f"{limit} is not allowed", "give 1 or more")
         if limit is not None and not secrets:
             raise FieldError("max_requests_per_key", "there are no keys", "give API keys as well")
-        self._keys = [ApiKey(secret, limit, clock) for secret in dict.fromkeys(secrets)]
+        checked = dict.fromkeys(map(_checked, secrets))
+        self._keys = [ApiKey(secret, limit, clock) for secret in checked]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -91,14 +94,32 @@ def digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+def _checked(secret: str) -> bytes:
+    """Return a key as the bytes of a header, without white space around it, which HTTP drops."""
+    stripped = secret.strip()
+    if not stripped:
+        raise FieldError("api_key", "is empty", "give a key, or leave it out to need none")
+    if any(unicodedata.category(char) == "Cc" for char in stripped):
+        raise FieldError("api_key", "has a control character", "give a key that a header can hold")
+    return stripped.encode(errors="surrogateescape")
+
+
+def configured_keys(secrets: Sequence[str] | None, file: str | None) -> list[str]:
+    """Return the keys of the options; None: not given. Raises `FieldError` for a list without keys,
+    so that an unset variable does not open the server."""
+    if secrets is not None and not secrets:
+        raise FieldError("api_key", "has no key", "give a key, or leave it out to need none")
+    return [*(secrets or ()), *([] if file is None else read_keys(Path(file)))]
+
+
 def read_keys(path: Path) -> list[str]:
     """Return the keys in a file, one per line, without # comment lines. Raises `FieldError`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         remedy = "name a file with a key on each line"
         raise FieldError("api_key_file", f"{path} cannot be read ({error})", remedy) from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if not keys:
         raise FieldError("api_key_file", f"{path} has no key", "write one on each line")
     return keys

@@ -82,7 +82,7 @@ class RequestMiddleware:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
                 if key is None and API_KEY in request_headers:
                     key = self._keys.find(b"Bearer " + request_headers[API_KEY])
-                record.key = None if key is None else key.name
+                record.key = None if key is None else key.id
                 await self._serve_with_key(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)

@@ -173,7 +173,7 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""  # the id of the response, which is the only id that a client sees
     timeout_s: float | None = None  # for the whole request, in addition to the server's limit
     itl_target_s: float | None = None  # target for the longest gap between tokens
-    key: str | None = None  # name of the API key; limits how many grammars it has validated at once
+    key: str | None = None  # id of the API key; limits how many grammars it has validated at once
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
     grammar_field: str = "structured_outputs"  # the field that asked for structured output

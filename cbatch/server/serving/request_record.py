@@ -26,6 +26,7 @@ _VLLM_REASONS = {"cancelled": "abort"}  # vLLM's names of finish reasons, where 
 
 _logger = logging.getLogger("cbatch")
 MAX_PATH_CHARS = 200
+SHOWN_KEY_CHARS = 8  # of a key's id in log lines
 
 
 class Histogram:
@@ -124,7 +125,7 @@ class RequestRecord:
         self._totals, self._began_s = totals, time.monotonic()
         self._method, self.path, self.request_id = method, path[:MAX_PATH_CHARS], request_id
         self.status: int | None = None
-        self.key: str | None = None
+        self.key: str | None = None  # id of the API key
         self.id: str | None = None  # the response's id
         self.streamed: bool | None = None
         self.error: str | None = None
@@ -203,7 +204,7 @@ class RequestRecord:
             "id": self.id,
             "path": self.path,
             "status": status,
-            "key": self.key,
+            "key": self.key and self.key[:SHOWN_KEY_CHARS],
             "stream": self.streamed,
             "e2e_s": round(time.monotonic() - self._began_s, 4),
         }
