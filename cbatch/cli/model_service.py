@@ -43,7 +43,15 @@ class ModelParts:
         for field, path in (("model", self._model), ("draft", self._draft)):
             require_model(field, path)
         secrets = configured_keys(settings.api_key, settings.api_key_file)
-        self.keys = KeyRing(secrets, max_requests_per_key=settings.max_requests_per_key)
+        shares = settings.share_prefix_cache
+        if shares and not settings.engine.enable_prefix_caching:
+            problem = "has nothing to share without the prefix cache"
+            raise FieldError("share_prefix_cache", problem, "leave one of the two options out")
+        self.keys = KeyRing(
+            secrets,
+            max_requests_per_key=settings.max_requests_per_key,
+            share_prefix_cache=shares,
+        )
         share = settings.engine.prompt_share
         self._options = msgspec.structs.replace(
             settings.engine,

@@ -45,6 +45,9 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str | None, _server("file with more API keys, one per line", "FILE")
     ] = None
+    share_prefix_cache: Annotated[
+        bool, _server("let all API keys share cached beginnings of prompts (default: each its own)")
+    ] = False
     cors_origin: Annotated[
         tuple[str, ...], _server("web origin that may call the API (*: any); repeatable", "ORIGIN")
     ] = ()

@@ -77,6 +77,7 @@ class CompletionHandler:
                 timeout_s=deadline_s(request, api_request.fields.timeout),
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
                 key=record.key,
+                key_salt=record.key_salt,
             )
             try:
                 return await self._respond(request, builder_type(api_request, self._model, record))

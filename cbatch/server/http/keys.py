@@ -27,7 +27,10 @@ class KeyBusyError(RuntimeError):
 
 
 class ApiKey:
-    """One API key. `id` identifies it without revealing it; log lines show the beginning only."""
+    """One API key. `id` identifies it without revealing it; log lines show the beginning only.
+    `salt` keeps its prompts apart in the prefix cache; None: it shares them with other keys."""
+
+    salt: str | None = None
 
     def __init__(self, secret: bytes, max_open: int | None, clock: Callable[[], float]) -> None:
         self.digest = digest(secret)
@@ -60,15 +63,17 @@ class ApiKey:
 
 
 class KeyRing:
-    """The accepted keys. Without keys every request is accepted. Keys are stored as digests and
-    compared in constant time. Raises `FieldError` for an empty key, or a key that no header can
-    hold, for an invalid limit, and for a limit without keys."""
+    """The accepted keys. Without keys every request is accepted. Several keys have a salt each,
+    unless they `share_prefix_cache`. Keys are stored as digests and compared in constant time.
+    Raises `FieldError` for an empty key, or a key that no header can hold, for an invalid limit,
+    and for a limit without keys."""
 
     def __init__(
         self,
         secrets: Sequence[str] = (),
         *,
         max_requests_per_key: int | None = None,
+        share_prefix_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limit = max_requests_per_key
@@ -78,6 +83,9 @@ class KeyRing:
             raise FieldError("max_requests_per_key", "there are no keys", "give API keys as well")
         checked = dict.fromkeys(map(_checked, secrets))
         self._keys = [ApiKey(secret, limit, clock) for secret in checked]
+        if len(self._keys) > 1 and not share_prefix_cache:
+            for key in self._keys:  # the same salt in every replica, and no key's id in events
+                key.salt = digest(b"prefix cache" + key.digest).hex()
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -82,7 +82,8 @@ class RequestMiddleware:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
                 if key is None and API_KEY in request_headers:
                     key = self._keys.find(b"Bearer " + request_headers[API_KEY])
-                record.key = None if key is None else key.id
+                if key is not None:
+                    record.key, record.key_salt = key.id, key.salt
                 await self._serve_with_key(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -164,7 +165,7 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
-    sets `id`, `timeout_s`, `itl_target_s` and `key`."""
+    sets `id`, `timeout_s`, `itl_target_s`, `key` and `key_salt`."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
@@ -174,6 +175,7 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # for the whole request, in addition to the server's limit
     itl_target_s: float | None = None  # target for the longest gap between tokens
     key: str | None = None  # id of the API key; limits how many grammars it has validated at once
+    key_salt: str | None = None  # of the API key, for the prefix cache
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
     grammar_field: str = "structured_outputs"  # the field that asked for structured output
@@ -181,6 +183,14 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
     include_reasoning: bool = True
     origin: msgspec.Struct | None = None  # what the builder of another API's response needs
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The salt of the request, that of its key, or one made of both."""
+        own, of_key = self.fields.cache_salt, self.key_salt
+        if own is None or of_key is None:
+            return own or of_key
+        return hashlib.sha256(f"{of_key} {own}".encode()).hexdigest()
 
     @property
     def include_usage(self) -> bool:

@@ -126,6 +126,7 @@ class RequestRecord:
         self._method, self.path, self.request_id = method, path[:MAX_PATH_CHARS], request_id
         self.status: int | None = None
         self.key: str | None = None  # id of the API key
+        self.key_salt: str | None = None  # of the key, for the prefix cache
         self.id: str | None = None  # the response's id
         self.streamed: bool | None = None
         self.error: str | None = None

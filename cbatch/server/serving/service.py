@@ -269,7 +269,7 @@ class EngineService:
             params=params,
             seed=self._seeds.seed_for(params),
             priority=api_request.fields.priority,
-            cache_salt=api_request.fields.cache_salt,
+            cache_salt=api_request.cache_salt,
             itl_target_s=api_request.itl_target_s,
         )
         require_supported(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
