@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -112,15 +114,74 @@ def test_a_client_that_disconnects_is_not_logged_as_a_failure(lines: Lines) -> N
         assert (line["status"], line["error"]) == (499, "ClientGoneError")
 
 
-def test_no_value_breaks_a_log_line() -> None:
+HOSTILE = {
+    "csi": "\x9b31m",
+    "delete": "\x7f",
+    "escape": "\x1b[2J",
+    "forged line": "\n2026-11-28T00:00:00Z info: request",
+    "return": "\r",
+    "next line": "\x85x",
+    "line separator": "\u2028x",
+    "direction": "\u202etxt.exe",
+    "isolate": "\u2066a",
+    "tag": "\U000e0041",
+    "mark": "\ufeff",
+}
+AT_EVERY_PLACE = pytest.mark.parametrize("text", [*HOSTILE.values(), "\ud800"], ids=ascii)
+
+
+def is_safe(log: str) -> bool:
+    """Return whether the log has no control or invisible character but line ends."""
+    return log.replace("\n", "").isprintable()
+
+
+@AT_EVERY_PLACE
+def test_no_value_breaks_a_log_line(text: str) -> None:
+    try:
+        raise ValueError(f"near {text}")
+    except ValueError:
+        cause = sys.exc_info()
+    values = {"name": "cbatch", "levelname": "INFO", "msg": "%s\nfailed", "args": (text,)}
     record = logging.makeLogRecord(
-        {"name": "cbatch", "levelname": "INFO", "msg": "a\nb %s", "args": ('"',)}
-        | fields(cause="x\ny", tokens=3, none=None)
+        values | {"exc_info": cause} | fields(path=text, names=[text], tokens=3, none=None)
     )
     line = JsonLines().format(record)
-    assert "\n" not in line
+    assert line.isprintable(), "one line"
     entry = json.loads(line)
-    assert entry["message"] == 'a\nb "' and entry["cause"] == "x\ny" and entry["tokens"] == 3
+    assert entry["message"] == f"{text}\nfailed" and entry["path"] == text
+    assert entry["names"] == [text] and entry["tokens"] == 3 and text in entry["exception"]
     assert "none" not in entry and entry["time"].endswith("Z")
-    line = PlainLines().format(record)
-    assert line.endswith('cause="x\\ny" tokens=3') and line.count("\n") == 1, "the message's own"
+    plain = PlainLines().format(record)
+    first, *trace = plain.split("\n")
+    assert is_safe(plain) and "failed path=" in first.replace("\\n", "")
+    assert trace and all(each.startswith("  ") for each in trace), "no line begins as a record"
+
+
+def test_a_client_cannot_write_controls_into_the_log(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = PlainLines()
+    monkeypatch.setattr(lines, "emit", lambda record: lines.raw.append(plain.format(record)))
+    with serving(make_engine(), keys=KeyRing(["first"])) as client:
+        for text in HOSTILE.values():
+            path, own_id = f"/v1/{quote(text)}", text.encode().strip(b"\r\n")
+            post(client, None, path)
+            post(client, BODY, path)
+            post(client, {text: "\ud800"})
+            post(client, BODY | {"model": text, text: 1})
+            with client.open(BODY, headers={"x-request-id": own_id}):
+                pass
+        wait_until(lambda: len(lines.raw) >= 4 * len(HOSTILE))
+        monkeypatch.setattr(KeyRing, "find", lambda *_: 1 / 0)
+        for text in HOSTILE.values():  # an internal error is logged with the path
+            post(client, None, f"/v1/{quote(text)}")
+    assert sum("division by zero" in line for line in lines.raw) == len(HOSTILE)
+    assert all(map(is_safe, lines.raw)), lines.raw
+    starts = [line for record in lines.raw for line in record.split("\n") if line[:1] != " "]
+    assert len(starts) == len(lines.raw), "no line but the first of a record begins as one"
+
+
+def test_a_long_name_of_a_field_is_cut_in_the_log(lines: Lines) -> None:
+    with serving(make_engine()) as client:
+        post(client, {"x" * 10_000: "\ud800"})
+    assert lines.last(1)["error"].startswith("FieldError xxx") and len(lines.raw[0]) < 1000

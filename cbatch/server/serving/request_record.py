@@ -25,7 +25,7 @@ REASONS = ("stop", "length", "abort", "error")
 _VLLM_REASONS = {"cancelled": "abort"}  # vLLM's names of finish reasons, where they differ
 
 _logger = logging.getLogger("cbatch")
-MAX_PATH_CHARS = 200
+MAX_PATH_CHARS = 200  # of a path, or a field's name, in a log line
 SHOWN_KEY_CHARS = 8  # of a key's id in log lines
 
 
@@ -140,7 +140,7 @@ class RequestRecord:
         """Record the error's type and field. The message may contain the client's data."""
         self.error = type(error).__name__
         if isinstance(error, FieldError):
-            self.error += f" {error.field}"
+            self.error += f" {error.field[:MAX_PATH_CHARS]}"
 
     def open(self, opened: OpenRequest) -> None:
         """Count an accepted prompt."""
