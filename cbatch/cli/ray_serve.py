@@ -45,6 +45,7 @@ _REFUSED = {  # setting: why replicas do not support it, and the remedy
     ),
     "max_connections": (_CONNECTIONS, "leave it out"),
     "request_timeout": (_CONNECTIONS, "leave it out"),
+    "keep_alive": (_CONNECTIONS, "leave it out"),
 }
 REFUSED_IN_FILE = {  # settings that are refused in the `args` of a Serve config file too
     "ray": ("Ray Serve reads this file", "leave it out"),

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
-from litestar import HttpMethod, Litestar, MediaType, Request, get, post, route
+from litestar import Litestar, MediaType, Request, get, post
 from litestar import Response as HttpResponse
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cbatch.server.http.agent_routes import agent_routes
 from cbatch.server.http.errors import error_body, handlers
-from cbatch.server.http.handler import CompletionHandler, json_response
+from cbatch.server.http.handler import CompletionHandler, event_stream, json_response
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
@@ -30,7 +30,6 @@ from cbatch.server.serving.service import EngineService
 from cbatch.server.serving.tracing import RequestTracer, SpanExporter
 
 DEFAULT_LIMITS = ConnectionLimits()
-READ_METHODS = [HttpMethod.GET, HttpMethod.HEAD]
 MetricsPage = Callable[[], Awaitable[bytes]]  # returns the page in Prometheus' text format
 
 
@@ -124,21 +123,21 @@ def _model_routes(
 def _operator_routes(
     service: EngineService, page: MetricsPage, shows_load: bool
 ) -> list[HTTPRouteHandler]:
-    @route("/health", http_method=READ_METHODS)
+    @get("/health")
     async def health() -> HttpResponse[dict[str, Any]]:
         state: dict[str, Any] = {"status": "ok" if service.running else "down"}
         if shows_load:
             state["requests"] = service.num_requests
         return HttpResponse(state, status_code=200 if service.running else 503)
 
-    @route("/ready", http_method=READ_METHODS)
+    @get("/ready")
     async def ready() -> HttpResponse[dict[str, Any]]:
         state: dict[str, Any] = {"status": "ready" if service.ready else "not ready"}
         if service.stats is not None and service.stats.compiling:
             state["compiling"] = service.stats.compiling
         return HttpResponse(state, status_code=200 if service.ready else 503)
 
-    @route(METRICS_PATH, http_method=READ_METHODS)
+    @get(METRICS_PATH)
     async def metrics_page() -> HttpResponse[bytes]:
         return HttpResponse(await page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -154,6 +153,6 @@ def _live_routes(feed: LiveFeed) -> list[HTTPRouteHandler]:
     async def live() -> Stream:
         events = feed.events()
         await anext(events)  # the feed now counts this page until the generator is closed
-        return Stream(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return event_stream(events)
 
     return [live, *page_routes()]

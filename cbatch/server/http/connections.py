@@ -32,7 +32,8 @@ class ServerConfig(uvicorn.Config):
     """Configuration of a server with bounded connections. `options` are uvicorn's."""
 
     def __init__(self, app: RequestMiddleware, limits: ConnectionLimits, **options: Any) -> None:
-        super().__init__(app, http=BoundedProtocol, ws="none", access_log=False, **options)
+        options |= {"http": BoundedProtocol, "ws": "none", "access_log": False}
+        super().__init__(app, timeout_keep_alive=limits.keep_alive_s, **options)  # type: ignore[arg-type]
         self.limits, self.reject = limits, app.reject
         self.connection_limit = limits.connection_limit
         self.lingering: set[BoundedProtocol] = set()

@@ -135,13 +135,10 @@ def _http_error(request: AnyRequest, error: HTTPException) -> ErrorResponse:
 
 
 def _methods(request: AnyRequest) -> list[str]:
-    """Return the methods that the request's path supports."""
-    return sorted(
-        method
-        for route in request.app.routes
-        if route.path == request.url.path
-        for method in getattr(route, "methods", ())
-    )
+    """Return the methods that the request's path supports. HEAD is answered wherever GET is."""
+    routes = [route for route in request.app.routes if route.path == request.url.path]
+    methods = {method for route in routes for method in getattr(route, "methods", ())}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def internal_error_body(error: Exception, path: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class CompletionHandler:
         if builder.api_request.fields.stream:
             chunks = self._events(builder)
             await or_disconnect(request, anext(chunks))
-            return Stream(chunks, media_type="text/event-stream", headers=headers)
+            return event_stream(chunks, headers)
         await or_disconnect(request, self._gather(builder))
         return json_response(builder.full_response(), headers)
 
@@ -182,6 +182,12 @@ def header_s(request: AnyRequest, name: str) -> float | None:
         return msgspec.convert(value, Milliseconds, strict=False) / 1e3 or None
     except msgspec.ValidationError as error:
         raise FieldError(name, "is not a number of milliseconds", str(error)) from error
+
+
+def event_stream(events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> Stream:
+    """Return a stream that no cache may keep and no proxy (nginx) may hold back."""
+    fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return Stream(events, media_type="text/event-stream", headers=fixed | (headers or {}))
 
 
 def json_response(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import re
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
 
 # Bytes of each body that do not count, so that long bodies cannot block short bodies.
 FREE_BYTES = 2**14
+_JSON_SUFFIX = re.compile(r"application/[\w.!#$&^-]+\+json")  # RFC 6839
 
 
 class BodyIntake:
@@ -38,10 +40,9 @@ class BodyIntake:
         `MediaTypeError`, `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`,
         `BodyTooLongError` or `FieldError`."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise MediaTypeError(
-                "content-type", f"{kind!r} is not supported", "send application/json"
-            )
+        if kind != "application/json" and not _JSON_SUFFIX.fullmatch(kind):
+            problem = f"{kind!r} is not supported" if kind else "is missing"
+            raise MediaTypeError("content-type", problem, "send application/json")
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", "gzip", "x-gzip"):
             raise MediaTypeError(

@@ -23,7 +23,8 @@ MIN_READ_BYTES = 2**14  # response bytes that a client must read in `request_tim
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
     and its body the same time again. A client must read `MIN_READ_BYTES` of a response within
-    `request_timeout_s`. All bodies that are being read share `max_reading_bytes`."""
+    `request_timeout_s`. Between requests a connection stays open for `keep_alive_s`, longer than
+    proxies keep it. All bodies that are being read share `max_reading_bytes`."""
 
     max_connections: Annotated[
         int | None,
@@ -41,6 +42,11 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             name="request_timeout",
         ),
     ] = 30.0
+    keep_alive_s: Annotated[
+        float,
+        Meta(gt=0),
+        _limits("keep a connection open between calls", "S", name="keep_alive"),
+    ] = 75.0
     max_body_bytes: int = 8 * 2**20
     max_reading_bytes: int = 64 * 2**20
 

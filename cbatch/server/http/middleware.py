@@ -59,6 +59,8 @@ class RequestMiddleware:
         if scope["type"] != ScopeType.HTTP:
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # of any route, as RFC 9110 requires
+            scope, send = cast(HTTPScope, {**scope, "method": "GET"}), _head_only(send)
         request_headers = {name: value for name, value in scope["headers"] if name in _READ_HEADERS}
         request_id = _request_id(request_headers.get(REQUEST_ID, b""))
         args = self._totals, scope["method"], scope["path"], request_id.decode()
@@ -141,6 +143,21 @@ def _request_id(client_id: bytes) -> bytes:
     if 0 < len(client_id) <= MAX_ID_CHARS and all(33 <= byte < 127 for byte in client_id):
         return client_id
     return uuid.uuid4().hex.encode()
+
+
+def _head_only(send: Send) -> Send:
+    """Return a `send` that ends the response with its head, so that a stream ends too."""
+    ended = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not ended:
+            ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return send_head
 
 
 async def _answer_preflight(send: Any, fields: bytes) -> None:

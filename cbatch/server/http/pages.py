@@ -10,13 +10,10 @@ from litestar import get
 from litestar.handlers import HTTPRouteHandler
 
 _FOLDER = Path(__file__).parent / "page"
-_FILES = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{
-        f"/{name}": (name, "text/javascript; charset=utf-8")
-        for name in ("page.js", "draw.js", "slots.js")
-    },
+_FILES = {  # litestar adds the charset
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    **{f"/{name}": (name, "text/javascript") for name in ("page.js", "draw.js", "slots.js")},
 }
 PAGE_PATHS = tuple(_FILES)
 # Only this server's own resources, no inline script or style, no framing by other pages.
