@@ -29,7 +29,8 @@ EPILOG = """\
 Each prompt becomes one JSON line, written when it is done:
   {"index", "id", "prompt", "params", "seed", "choices": [{"text", "token_ids", ...}], "error"}
 A line of a .jsonl input is {"prompt": text or token ids, "id", "priority", and sampling fields},
-which override the options. An invalid line gets a result with "error"; other lines still run.
+which override the options. "priority" needs --scheduling-policy priority. An invalid line gets a
+result with "error"; other lines still run.
 The last line has figures: {"results": [{"output_tokens_per_s", ...}], "machine", "versions"}.
 """
 SAMPLING = {"max_tokens": 64, "temperature": 0.0}  # this command's own defaults

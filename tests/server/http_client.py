@@ -99,13 +99,22 @@ class Client:
             yield response
 
     @contextmanager
+    def running(
+        self, body: dict[str, Any], headers: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Open a stream, and wait for its first token: it has a slot."""
+        with self.open(body, headers=headers) as response:
+            assert response.readline().startswith(b"data: ")
+            yield response
+
+    @contextmanager
     def begin(
         self,
         body: dict[str, Any] | bytes | None,
         path: str = COMPLETIONS,
         headers: dict[str, Any] | None = None,
     ) -> Iterator[http.client.HTTPConnection]:
-        """Send a call without waiting for the response, which begins with the first token."""
+        """Send a call without waiting for the response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         method = "GET" if raw is None else "POST"

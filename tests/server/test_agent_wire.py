@@ -192,16 +192,19 @@ def test_unknown_fields_are_named_in_a_header(served: Scripted, path: str) -> No
 # ---- errors -----------------------------------------------------------------------------------
 
 
-@STREAM
 @PATHS
-def test_an_error_before_the_first_token_has_a_status(
-    served: Scripted, path: str, stream: bool
-) -> None:
+def test_an_error_before_the_first_token(served: Scripted, path: str) -> None:
+    """It is a status, or if the stream has begun, its last event."""
     served.service.error, served.service.at_once = OverloadedError("full", 7), True
-    status, body, headers = served.client.post(BODIES[path] | {"stream": stream}, path)
     kind = "overloaded_error" if path == MESSAGES else "overloaded"
+    status, body, headers = served.client.post(BODIES[path], path)
     assert (status, *error_of(path, body)) == (503, kind, "full")
     assert headers["retry-after"] == "7"
+    last = events_of(served.client, path, BODIES[path])[-1]
+    if path == MESSAGES:
+        assert error_of(path, last) == (kind, "full")
+    else:
+        assert last["response"]["error"] == {"code": "server_error", "message": "full"}
 
 
 @PATHS

@@ -234,7 +234,7 @@ def test_a_server_whose_engine_is_lost_reports_it_and_exits(tmp_path: Path) -> N
         await until_running(client, 4)
         first = await call(port, body(4, 400), leave_after_bytes=600)
         assert first.body, "earlier calls have tokens by now"
-        last = await call(port, body(5, 4, prompt=[poison]))
+        last = await call(port, body(5, 4, prompt=[poison], stream=False))
         assert last.status == 503 and "retry-after" not in last.headers
         return await streams
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,7 @@ PROMPT = "def add(a, b):"
 TEMPLATE = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
 BODY = {"prompt": PROMPT, "max_tokens": 20, "seed": 5}
 LONG = BODY | {"max_tokens": 400, "stream": True}
+STREAM = pytest.mark.parametrize("stream", [False, True])
 ENVOY = "x-envoy-expected-rq-timeout-ms"
 
 
@@ -50,7 +52,7 @@ def test_rejections_of_the_queue_are_counted_by_reason() -> None:
     """One request has the slot and one is queued; then only the bound on prompt tokens is
     reached."""
     limits = Limits(max_queued_requests=2, max_queued_prompt_tokens=40)
-    with one_slot(limits) as (client, service, _), client.open(LONG), client.begin(LONG):
+    with one_slot(limits) as (client, service, _), client.running(LONG), client.begin(LONG):
         wait_until(lambda: service.queue.num_requests == 1)
         assert client.post(BODY | {"prompt": [1] * 40})[0] == 503
         with client.begin(LONG):
@@ -82,7 +84,7 @@ def test_a_prompt_is_not_rendered_before_it_has_a_place(
         monkeypatch.setattr(PromptReader, "run", watched)
         chat = {"messages": [{"role": "user", "content": "a" * 200}], "max_tokens": 1}
         cut = {"prompt": "a" * 200, "truncate_prompt_tokens": 5, "max_tokens": 1}
-        with client.open(LONG), client.begin(LONG):
+        with client.running(LONG), client.begin(LONG):
             wait_until(lambda: service.queue.num_requests == 1)
             for path, body in ((CHAT, chat), ("/v1/completions", cut)):
                 assert client.post(body, path)[0] == 503
@@ -94,39 +96,40 @@ def test_a_prompt_is_not_rendered_before_it_has_a_place(
         wait_until(lambda: service.queue.num_prompt_tokens == 0)
 
 
-def test_a_call_that_waits_too_long_for_a_slot_is_rejected() -> None:
-    calls = [
-        (BODY | more | {"stream": stream}, path)
-        for path, more in ((COMPLETIONS, {}), (CHAT, chat_of(PROMPT)))
-        for stream in (False, True)
-    ]
+@STREAM
+def test_a_call_that_waits_too_long_for_a_slot_is_rejected(stream: bool) -> None:
+    """A stream has begun by then, so an event says it."""
+    calls = [(COMPLETIONS, BODY), (CHAT, BODY | chat_of(PROMPT))]
     with (
         one_slot(Limits(queue_timeout_s=1.0)) as (client, _, _),
-        client.open(LONG) as first,
+        client.running(LONG) as first,
         ThreadPoolExecutor(len(calls)) as pool,
     ):
-        for status, answer, headers in pool.map(client.post, *zip(*calls, strict=True)):
-            assert status == 503 and int(headers["retry-after"]) >= 1
-            assert answer["error"]["type"] == "overloaded"
+        for status, error, headers in pool.map(
+            lambda call: outcome(client, call[1] | {"stream": stream}, call[0]), calls
+        ):
+            assert status == (200 if stream else 503) and error["type"] == "overloaded"
+            assert stream or int(headers["retry-after"]) >= 1
         assert first.read().endswith(b"data: [DONE]\n\n"), "a request with a slot continues"
 
 
-def test_the_timeout_of_a_call() -> None:
-    """The status is 408 if no event was sent before; otherwise an error event ends the stream. The
-    server's own limit gives 504."""
-    with one_slot(Limits(timeout_s=30)) as (client, service, _), client.open(LONG) as first:
+@STREAM
+def test_the_timeout_of_a_call(stream: bool) -> None:
+    """The status is 408 if the call is not streamed; an error event ends a stream. The server's own
+    limit gives 504."""
+    body, expected = BODY | {"stream": stream}, 200 if stream else 408
+    with one_slot(Limits(timeout_s=30)) as (client, service, _), client.running(LONG) as first:
         wait_until(lambda: service.queue.num_requests == 0)
-        for body in (BODY | {"stream": stream} for stream in (False, True)):
-            status, answer, _ = client.post(body | {"timeout": 0.2})
-            assert (status, answer["error"]["type"]) == (408, "timeout")
-            assert "0.2 s is over" in answer["error"]["message"]
-            with client.open(body, headers={ENVOY: "150"}) as response:
-                assert response.status == 408 and b"0.15 s is over" in response.read()
-            for wrong in ({"timeout": 0}, {"timeout": "1"}, {"timeout": 1e9}):
-                status, answer, _ = client.post(body | wrong)
-                assert (status, answer["error"]["param"]) == (400, "timeout")
-            with client.open(body, headers={ENVOY: "soon"}) as response:
-                assert response.status == 400 and ENVOY in response.read().decode()
+        status, error, _ = outcome(client, body | {"timeout": 0.2})
+        assert (status, error["type"]) == (expected, "timeout")
+        assert "0.2 s is over" in error["message"]
+        with client.open(body, headers={ENVOY: "150"}) as response:
+            assert response.status == expected and b"0.15 s is over" in response.read()
+        for wrong in ({"timeout": 0}, {"timeout": "1"}, {"timeout": 1e9}):
+            status, answer, _ = client.post(body | wrong)
+            assert (status, answer["error"]["param"]) == (400, "timeout")
+        with client.open(body, headers={ENVOY: "soon"}) as response:
+            assert response.status == 400 and ENVOY in response.read().decode()
         first.close()
         wait_until(lambda: not service.num_requests)
         with client.open(LONG | {"timeout": 1.0}, headers={ENVOY: "0"}) as response:
@@ -138,7 +141,7 @@ def test_the_timeout_of_a_call() -> None:
 
 def test_a_client_may_request_short_gaps() -> None:
     with one_slot(Limits()) as (client, service, scheduler):
-        with client.open(LONG, headers={"x-slo-itl-ms": "40"}):
+        with client.running(LONG, headers={"x-slo-itl-ms": "40"}):
             (sequence,) = scheduler.state.sequences.values()
             assert sequence.request.itl_target_s == 0.04
         wait_until(lambda: not service.num_requests)
@@ -154,7 +157,7 @@ def test_the_servers_timeout() -> None:
 
 
 def test_a_stopping_server_sends_retry_after() -> None:
-    with one_slot(Limits()) as (client, service, _), client.open(LONG) as first:
+    with one_slot(Limits()) as (client, service, _), client.running(LONG) as first:
         draining = client.run(service.drain(7))
         wait_until(lambda: not service.ready)
         for stream in (False, True):
@@ -163,6 +166,19 @@ def test_a_stopping_server_sends_retry_after() -> None:
             assert 1 <= int(headers["retry-after"]) <= 7
         first.close()
         draining.result(timeout=30)
+
+
+def outcome(
+    client: Client, body: dict[str, Any], path: str = COMPLETIONS
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Return the status, the error (of a stream: in its last event), and the headers."""
+    with client.open(body, path) as response:
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        raw = response.read().decode()
+    if response.status == 200 and body.get("stream"):
+        *_, raw, done, _ = raw.split("\n\n")
+        assert done == "data: [DONE]"
+    return response.status, json.loads(raw.removeprefix("data: "))["error"], headers
 
 
 def chat_of(text: str) -> dict[str, Any]:

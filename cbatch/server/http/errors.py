@@ -114,8 +114,16 @@ def _failed(error: Exception, status: int) -> ErrorResponse:
 
 
 def _unanswerable(_: AnyRequest, error: UnanswerableError) -> ErrorResponse:
-    body = error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
-    return HttpResponse(body, status_code=400)
+    return HttpResponse(stream_error_body(error), status_code=400)
+
+
+def stream_error_body(error: Exception) -> dict[str, Any]:
+    """Return the body for an error that ends a stream."""
+    if isinstance(error, UnanswerableError):
+        return error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
+    if isinstance(error, GenerationError | ServiceError):
+        return error_body(str(error), error.kind)
+    return internal_error_body(error, "a stream")
 
 
 def _too_deep(_: AnyRequest, error: RecursionError) -> ErrorResponse:

@@ -17,15 +17,14 @@ from litestar.response import Stream
 from msgspec import Meta, structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.http.errors import ClientGoneError, error_body, internal_error_body
+from cbatch.server.http.errors import ClientGoneError, stream_error_body
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.middleware import record_of
-from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.open_request import OpenRequest, merged_outputs
+from cbatch.server.serving.open_request import Heartbeat, OpenRequest, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 
@@ -95,10 +94,13 @@ class CompletionHandler:
             return parse(body, self._model)
 
     async def _respond(self, request: AnyRequest, builder: ResponseBuilder[Any]) -> AnyResponse:
-        ignored, headers = builder.api_request.ignored[:16], {}
+        ignored, headers = [*builder.api_request.ignored[:16]], {}
+        fields = builder.api_request.fields
+        if fields.priority and self._service.config.queue_policy != "priority":
+            ignored.append("priority")
         if ignored:  # the client chose these names, so they are percent-encoded
             headers[IGNORED_HEADER] = ", ".join(quote(name[:64]) for name in ignored)
-        if builder.api_request.fields.stream:
+        if fields.stream:
             chunks = self._events(builder)
             await or_disconnect(request, anext(chunks))
             return event_stream(chunks, headers)
@@ -123,28 +125,36 @@ class CompletionHandler:
                     builder.take(position, output)
 
     async def _events(self, builder: ResponseBuilder[Any]) -> AsyncIterator[bytes]:
-        """Yield server-sent events, those of one step as one item. The first item is empty and
-        precedes the first event, so that an earlier error can still become an HTTP status."""
+        """Yield server-sent events, those of one step as one item. The first item is empty. An
+        error before it can still become an HTTP status. It follows when the prompts are queued, or
+        without heartbeats, when there is a first event."""
         begun = False
         with ExitStack() as stack:
             try:
-                async for items in merged_outputs(await self._submit(builder, stack)):
+                opened = await self._submit(builder, stack)
+                interval_s = self._service.limits.sse_heartbeat_s
+                heartbeat = Heartbeat(interval_s)
+                stack.callback(heartbeat.close)
+                if interval_s:
+                    begun = True
+                    yield b""
+                    yield builder.first_events()
+                async for items in merged_outputs(opened, heartbeat):
                     content = b"".join([builder.event(at, output) for at, output in items])
+                    if not content and heartbeat.due:
+                        content = builder.ping
                     if content and not begun:
                         begun = True
                         yield b""
                     if content:
                         yield content
+                        heartbeat.record_sent()
                 last = builder.last_event()
             except Exception as error:
                 if not begun:
                     raise
                 builder.record.fail(error)
-                if isinstance(error, GenerationError | ServiceError):
-                    body = error_body(str(error), error.kind)
-                else:
-                    body = internal_error_body(error, "a stream")
-                last = builder.error_event(body)
+                last = builder.error_event(stream_error_body(error))
             yield last
 
 

@@ -71,6 +71,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             units={"prompt_memory": 2**30},
         ),
     ] = 2**30
+    sse_heartbeat_s: Annotated[
+        float,
+        _limits(
+            "begin a stream at once, and send a comment when it is silent for so long; 0: no "
+            "comments, and begin with the first token",
+            "S",
+            name="sse_heartbeat",
+        ),
+    ] = 10.0
     response_store_bytes: Annotated[
         int,
         _limits("memory for responses of /v1/responses, for each API key; 0: store none", "BYTES"),
@@ -83,7 +92,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
-            if field.name == "response_store_bytes" and value == 0:
+            if field.name in ("response_store_bytes", "sse_heartbeat_s") and value == 0:
                 continue
             if value is not None and not 0 < value < math.inf:
                 raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")

@@ -21,6 +21,7 @@ SIGNATURE = "cbatch"  # of every thinking block; clients send it back, and nothi
 
 class AnthropicBuilder(BlockBuilder):
     id_prefix, field_names = "msg_", ANTHROPIC_NAMES
+    ping = named_event("ping")
 
     def full_response(self) -> dict[str, Any]:
         content = [_block(block) for block in self._blocks]
@@ -32,7 +33,8 @@ class AnthropicBuilder(BlockBuilder):
         }
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        return named_event("error", **anthropic_error(500, body))
+        status = 400 if body["error"]["type"] == "invalid_request_error" else 500
+        return named_event("error", **anthropic_error(status, body))
 
     def _start(self) -> bytes:
         return named_event(

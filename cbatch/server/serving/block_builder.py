@@ -41,11 +41,12 @@ class BlockBuilder(ChatBuilder):
         super().__init__(api_request, model, record)
         self._blocks: list[ReplyBlock] = []
         self._pending: list[bytes] = []  # events that were not sent yet
+        self._started = False
 
     def event(self, position: int, output: Output) -> bytes:
         self.take(position, output)
-        if output.finished is not None and not self._blocks:
-            self._pending.append(self._start())
+        if output.finished is not None:
+            self._pending.append(self._start_once())
         events, self._pending = b"".join(self._pending), []
         return events
 
@@ -80,7 +81,7 @@ class BlockBuilder(ChatBuilder):
         ended = self._blocks[-1:]
         self._blocks.append(ReplyBlock(kind, len(self._blocks), call_id, name))
         if self.api_request.fields.stream:
-            before = [self._end_block(block) for block in ended] or [self._start()]
+            before = [self._start_once(), *map(self._end_block, ended)]
             self._pending += [*before, self._begin_block(self._blocks[-1])]
 
     def _add(self, text: str) -> None:
@@ -89,6 +90,10 @@ class BlockBuilder(ChatBuilder):
         self._blocks[-1].pieces.append(text)
         if self.api_request.fields.stream:
             self._pending.append(self._delta(self._blocks[-1], text))
+
+    def _start_once(self) -> bytes:
+        started, self._started = self._started, True
+        return b"" if started else self._start()
 
     @abstractmethod
     def _start(self) -> bytes:

@@ -205,17 +205,48 @@ class OpenRequest:
 Item = tuple[int, Output]  # index of the prompt, and its output
 
 
-async def merged_outputs(opened: Sequence[OpenRequest]) -> AsyncIterator[list[Item]]:
-    """Yield the outputs of all prompts as they arrive, those of one step together. Raises the first
-    `ServiceError` that ended a prompt, after all earlier outputs."""
-    has_outputs = asyncio.Event()
+class Heartbeat:
+    """Sets `wake` when a stream has sent nothing for `interval_s`; 0: never. `due` is then true,
+    until `record_sent`."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.wake, self.due = asyncio.Event(), False
+        self._interval_s, self._loop = interval_s, asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self.record_sent()
+        if interval_s:
+            self._check()
+
+    def record_sent(self) -> None:
+        self._sent_s, self.due = self._loop.time(), False
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        """Timer callback. A timer per stream is cheaper than one for each output."""
+        remaining_s = self._sent_s + self._interval_s - self._loop.time()
+        if remaining_s <= 0:
+            self.due, remaining_s = True, self._interval_s
+            self.wake.set()
+        self._timer = self._loop.call_later(remaining_s, self._check)
+
+
+async def merged_outputs(
+    opened: Sequence[OpenRequest], heartbeat: Heartbeat | None = None
+) -> AsyncIterator[list[Item]]:
+    """Yield the outputs of all prompts as they arrive, those of one step together, and an empty
+    list when `heartbeat` is due. Raises the first `ServiceError` that ended a prompt, after all
+    earlier outputs."""
+    has_outputs = asyncio.Event() if heartbeat is None else heartbeat.wake
     for request in opened:
         request.share_event(has_outputs)
     while True:
         await has_outputs.wait()
         has_outputs.clear()
         items = [(at, output) for at, request in enumerate(opened) for output in request.take()]
-        if items:
+        if items or (heartbeat is not None and heartbeat.due):
             yield items
         if all([request.ended() for request in opened]):
             return

@@ -55,6 +55,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     id_prefix: ClassVar[str]  # with its separator
     chunk_object: ClassVar[str]
+    ping: ClassVar[bytes] = b": ping\n\n"  # an event that clients ignore
     field_names: ClassVar[FieldNames] = {}  # names that errors use for fields of a chat
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
@@ -82,6 +83,10 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         self._opened.append(opened)
         self._prompt_tokens += len(opened.request.prompt)
         self.record.open(opened)
+
+    def first_events(self) -> bytes:
+        """Return the events to send before the first output, if any."""
+        return b""
 
     def take(self, position: int, output: Output) -> ChoiceState:
         """Count a choice's output, and return the state of the choice. `position` is the index of

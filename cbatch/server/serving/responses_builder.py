@@ -65,8 +65,13 @@ class ResponsesBuilder(BlockBuilder):
             self._call.responses.keep(self.api_request.id, encode(response), items)
         return response
 
+    def first_events(self) -> bytes:
+        return self._start_once()
+
     def error_event(self, body: dict[str, Any]) -> bytes:
-        error = {"code": "server_error", "message": body["error"]["message"]}
+        of_request = body["error"]["type"] == "invalid_request_error"
+        code = "invalid_prompt" if of_request else "server_error"
+        error = {"code": code, "message": body["error"]["message"]}
         return self._event("failed", response=self._response("failed") | {"error": error})
 
     def _start(self) -> bytes:
