@@ -152,6 +152,22 @@ def test_no_proxy_holds_the_feed_back(client: Client) -> None:
         assert response.getheader("x-accel-buffering") == "no"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_priority_without_effect_is_named_as_ignored(
+    client: Client, path: str, stream: bool
+) -> None:
+    """As other hints that have no effect: the text is the same."""
+    with serving(make_engine(queue_policy="priority"), chat_template=TEMPLATE) as other:
+        for server, policy in ((client, "fcfs"), (other, "priority")):
+            for priority in (None, 0, 3, -3):
+                body = CALLS[path] | {"priority": priority, "stream": stream}
+                with server.open(body, path) as response:
+                    assert response.status == 200 and response.read()
+                named = response.getheader("x-cbatch-ignored-fields")
+                assert named == ("priority" if priority and policy == "fcfs" else None)
+
+
 # ---- idle connections ----------------------------------------------------------------------------
 
 
