@@ -38,12 +38,12 @@ Events = list[tuple[str, dict[str, Any]]]
 
 def events(raw: str) -> Events:
     """Return the events of a stream without comments and pings: names and data."""
-    found: Events = []
+    parsed: Events = []
     for block in raw.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.split("\n") if line[:1] not in ("", ":"))
         if lines and lines.get("event") != "ping" and lines["data"] != "[DONE]":
-            found.append((lines.get("event", ""), json.loads(lines["data"])))
-    return found
+            parsed.append((lines.get("event", ""), json.loads(lines["data"])))
+    return parsed
 
 
 def without_ids(stream: Events) -> Any:

@@ -1,4 +1,4 @@
-"""What proxies rely on: HEAD, content types, headers of streams, idle connections."""
+"""Behaviour that proxies need: HEAD, content types, headers of streams, idle connections."""
 
 from __future__ import annotations
 

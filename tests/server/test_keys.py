@@ -1,4 +1,4 @@
-"""Which keys a server takes, and that keys are told apart by more than their beginnings."""
+"""Keys that a server takes, and that are distinguished by more than the beginnings of digests."""
 
 from __future__ import annotations
 
