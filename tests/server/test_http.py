@@ -192,6 +192,33 @@ def test_idle_connections_outlive_those_of_proxies(client: Client) -> None:
         assert closed_after_s(short.port, 2.0)
 
 
+def test_idle_connections_give_way_to_new_ones() -> None:
+    """The one that is idle for the longest is closed; connections in use are not."""
+    limits = ConnectionLimits(max_connections=3)
+    long = {"prompt": "def", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+    engine = make_engine(max_model_len=2**18, num_blocks=2**17)
+    with serving(engine, connections=limits) as client, client.running(long):
+        with closing(reused(client)) as first, closing(reused(client)) as second:
+            with closing(reused(client)), pytest.raises((ConnectionError, RemoteDisconnected)):
+                ask(first)
+            ask(second)
+        with client.running(long), client.running(long):
+            assert call(client, "GET", "/version")[0] == 503
+
+
+def reused(client: Client) -> HTTPConnection:
+    """Return a connection that has had a response."""
+    connection = HTTPConnection("127.0.0.1", client.port, timeout=30)
+    ask(connection)
+    return connection
+
+
+def ask(connection: HTTPConnection) -> None:
+    connection.request("GET", "/version")
+    response = connection.getresponse()
+    assert response.status == 200 and response.read()
+
+
 def test_keep_alive_is_a_setting(tmp_path: Path) -> None:
     assert read(tmp_path, "", {}, "--keep-alive", "5").values.connections.keep_alive_s == 5
     for wrong in ("0", "-1", "inf"):

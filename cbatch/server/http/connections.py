@@ -89,11 +89,25 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         limit = self._connection_limit
-        if len(self.connections) > limit:
+        if len(self.connections) > limit and not self._close_idle():
             self._refuse(503, "connections", f"{limit} connections are open", b"retry-after: 1\r\n")
         else:
             self._waiting_since_s = self.loop.time()
             self._check_timeouts()
+
+    def _close_idle(self) -> bool:
+        """Close the connection that has waited longest for another request, if there is one."""
+        idle = [
+            (timer.when(), id(each), each)
+            for each in self.connections
+            if isinstance(each, BoundedProtocol) and (timer := each.timeout_keep_alive_task)
+        ]
+        if not idle:
+            return False
+        *_, oldest = min(idle)
+        oldest.transport.close()
+        self.connections.discard(oldest)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
