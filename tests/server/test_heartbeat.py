@@ -152,6 +152,25 @@ def test_an_error_after_the_head_is_an_event_of_the_api(path: str) -> None:
 
 
 @EACH_API
+def test_constraints_without_any_text_are_an_error_of_the_request(
+    path: str, demo_client: Client
+) -> None:
+    """Whether there is a text shows only after the head of a stream."""
+    ids = demo_client.post({"prompt": "a"}, "/tokenize")[1]["tokens"]
+    body = CALLS[path] | {"structured_outputs": {"regex": "[0-9]"}, "allowed_token_ids": ids}
+    status, answer, _ = demo_client.post(body, path)
+    assert status == 400 and "no token is allowed next" in answer["error"]["message"]
+    with demo_client.open(body | {"stream": True}, path) as stream:
+        assert stream.status == 200
+        _, last = events(stream.read().decode())[-1]
+    if path == RESPONSES:
+        assert last["response"]["error"]["code"] == "invalid_prompt"
+    else:
+        assert last["error"] == answer["error"]
+        assert last["error"]["type"] == "invalid_request_error"
+
+
+@EACH_API
 def test_without_heartbeats_a_stream_begins_with_its_first_token(path: str) -> None:
     limits = Limits(sse_heartbeat_s=0, queue_timeout_s=0.5)
     with a_busy_slot(limits) as (client, leave):
