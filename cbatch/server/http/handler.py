@@ -34,8 +34,9 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sen
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
-# A body with this field continues a stored conversation, which may be long: a thread parses it too.
-CONTINUATION_FIELD = b'"previous_response_id"'
+# A body with one of these fields may refer to stored conversations, which may be long: a thread
+# parses it too.
+STORED_FIELDS = (b'"previous_response_id"', b'"id"')
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
@@ -69,7 +70,7 @@ class CompletionHandler:
         try:
             self._service.queue.require_room()
             api_request = await self.read(request, parse)
-            record.id = f"{builder_type.id_prefix}{record.request_id}"
+            record.id = builder_type.response_id(record.request_id)
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
@@ -89,7 +90,7 @@ class CompletionHandler:
     async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
         """Return the parsed body. Raises what `parse` and the intake raise."""
         async with self._intake.body(request) as body:
-            if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
+            if len(body) > LONG_BODY_BYTES or any(field in body for field in STORED_FIELDS):
                 return await asyncio.to_thread(parse, body, self._model)
             return parse(body, self._model)
 

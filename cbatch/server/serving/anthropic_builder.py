@@ -32,7 +32,8 @@ class AnthropicBuilder(BlockBuilder):
         }
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        return named_event("error", **anthropic_error(500, body))
+        status = 400 if body["error"]["type"] == "invalid_request_error" else 500
+        return named_event("error", **anthropic_error(status, body))
 
     def _start(self) -> bytes:
         return named_event(
@@ -80,7 +81,7 @@ class AnthropicBuilder(BlockBuilder):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _counts(self) -> dict[str, Any]:
-        cached = self._opened[0].cached_tokens
+        cached = self._cached_tokens
         counts: dict[str, Any] = {
             "input_tokens": self._prompt_tokens - cached,  # the rest of the prompt
             "cache_creation_input_tokens": 0,

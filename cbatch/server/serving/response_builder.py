@@ -19,6 +19,7 @@ from cbatch.server.protocol.responses import (
     ChatChunkChoice,
     CompletionChoice,
     CompletionResponse,
+    PromptDetails,
     PromptLogprobs,
     Usage,
 )
@@ -76,6 +77,11 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         self._has_token_data = has_logprobs or api_request.fields.return_token_ids
         # True if a choice's events after the first differ only in their text.
         self._only_text = not (self._has_token_data or self._continuous)
+
+    @classmethod
+    def response_id(cls, request_id: str) -> str:
+        """Return the response's id for the id of its HTTP request, which a client may repeat."""
+        return cls.id_prefix + request_id
 
     def open(self, opened: OpenRequest) -> None:
         """Add the next prompt. Call this for all prompts before any output."""
@@ -143,7 +149,12 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
-        return Usage(self._prompt_tokens, self._completion_tokens, total)
+        details = PromptDetails(self._cached_tokens)
+        return Usage(self._prompt_tokens, self._completion_tokens, total, details)
+
+    @property
+    def _cached_tokens(self) -> int:
+        return sum(opened.cached_tokens for opened in self._opened)
 
     @abstractmethod
     def full_response(self) -> msgspec.Struct | dict[str, Any]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
-from cbatch.server.protocol.responses_request import (
-    ENCRYPTED,
-    RESPONSES_NAMES,
-    ResponsesCall,
-    encrypted,
-    qualified,
-)
+from cbatch.server.protocol.response_items import encrypted, qualified
+from cbatch.server.protocol.responses_request import ENCRYPTED, RESPONSES_NAMES, ResponsesCall
 from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import encode
@@ -43,10 +39,15 @@ class ResponsesBuilder(BlockBuilder):
         # Names and namespaces of functions, by their names in a chat.
         self._functions = {
             qualified(tool.name, str(each.name)): {"name": each.name, "namespace": tool.name}
-            for tool in self._call.fields.tools
-            for each in tool.tools
+            for tool in self._call.tools
+            for each in tool.tools or ()
         }
         self._num_events = 0
+
+    @classmethod
+    def response_id(cls, request_id: str) -> str:
+        """Return a new id in any case: a stored response must not replace another."""
+        return cls.id_prefix + uuid.uuid4().hex
 
     def full_response(self) -> dict[str, Any]:
         """Return the response, and store it unless the client does not want that."""
@@ -61,12 +62,15 @@ class ResponsesBuilder(BlockBuilder):
         else:
             response["completed_at"] = int(time.time())
         if self._call.responses is not None:
-            items = (*self._call.items, *map(encode, response["output"]))
-            self._call.responses.keep(self.api_request.id, encode(response), items)
+            new = {item["id"]: encode(item) for item in response["output"]}
+            items, named = (*self._call.items, *new.values()), self._call.named_items | new
+            self._call.responses.keep(self.api_request.id, encode(response), items, named)
         return response
 
     def error_event(self, body: dict[str, Any]) -> bytes:
         error = {"code": "server_error", "message": body["error"]["message"]}
+        if body["error"]["code"] is not None:
+            error["code"] = body["error"]["code"]
         return self._event("failed", response=self._response("failed") | {"error": error})
 
     def _start(self) -> bytes:
@@ -154,7 +158,7 @@ class ResponsesBuilder(BlockBuilder):
         }
 
     def _counts(self) -> dict[str, Any]:
-        details = {"cached_tokens": self._opened[0].cached_tokens, "cache_write_tokens": 0}
+        details = {"cached_tokens": self._cached_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": details,
