@@ -49,7 +49,7 @@ class AnthropicBlock(msgspec.Struct, frozen=True, gc=False):
     name: str = ""
     input: dict[str, Any] | str | None = None
     tool_use_id: str = ""
-    content: str | list[AnthropicBlock] | None = None
+    content: str | list[AnthropicBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: Any = None  # prefixes are always cached
 

@@ -135,10 +135,14 @@ def unsupported(field: str, kind: str, *types: str) -> FieldError:
     return FieldError(f"{field}.type", f"{kind!r} is not supported", remedy)
 
 
-def text_parts(content: str | list[Any], field: str, *types: str) -> str | list[dict[str, str]]:
+def text_parts(
+    content: str | list[Any] | dict[str, Any], field: str, *types: str
+) -> str | list[dict[str, str]]:
     """Return a chat's content for parts of these `types`. Raises `FieldError` for others."""
     if isinstance(content, str):
         return content
+    if isinstance(content, dict):
+        raise FieldError(field, "is an object", "send a text, or a list of parts")
     for at, part in enumerate(content):
         if part.type not in types:
             raise unsupported(f"{field}[{at}]", part.type, *types)

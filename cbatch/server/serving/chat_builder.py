@@ -34,7 +34,6 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
     """A response whose replies are parsed into thoughts, tool calls and text."""
 
     id_prefix, chunk_object = "chatcmpl-", "chat.completion.chunk"
-    field_names = {r"prompt$": "messages"}
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         super().__init__(api_request, model, record)
