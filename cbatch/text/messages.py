@@ -102,9 +102,9 @@ class _CalledFunction(msgspec.Struct):
 def _parsed(text: str) -> dict[str, Any]:
     """Return a call's arguments. An object in a JSON text is read, and one that `max_tokens` has
     cut is closed. Anything else is one argument, `input`."""
-    for each in (text, _closed(text)):
+    for json_text in (text, _closed(text)):
         with suppress(msgspec.DecodeError, RecursionError):
-            value = msgspec.json.decode(each)
+            value = msgspec.json.decode(json_text)
             if isinstance(value, str):
                 value = msgspec.json.decode(value)
             if value is None or isinstance(value, dict):

@@ -75,8 +75,8 @@ def test_no_thought_is_lost(items: list[dict[str, Any]], text: str) -> None:
 @pytest.mark.parametrize("kind", ["redacted_thinking", "server_tool_use", "web_search_tool_result"])
 def test_blocks_that_only_claude_reads_are_left_out(kind: str) -> None:
     foreign = {"type": kind, "data": "EsoBCkYI", "id": "s1", "name": "web_search", "input": {}}
-    found = [{"type": "web_search_result", "url": "x", "encrypted_content": "E"}]
-    for content in (found, {"type": "web_search_tool_result_error"}, None):
+    results = [{"type": "web_search_result", "url": "x", "encrypted_content": "E"}]
+    for content in (results, {"type": "web_search_tool_result_error"}, None):
         blocks = [foreign | {"content": content}, {"type": "thinking", "thinking": "Hm."}]
         blocks.append({"type": "text", "text": "Yes."})
         turns = [USER, {"role": "assistant", "content": blocks}, USER]

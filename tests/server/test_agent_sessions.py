@@ -64,7 +64,7 @@ def post_as(served: Scripted, key: str, body: dict[str, Any], **headers: str) ->
 # ---- stored items -----------------------------------------------------------------------------
 
 
-def test_a_reference_stands_for_an_item_of_a_stored_response(scripted: Scripted) -> None:
+def test_a_reference_stands_for_a_stored_item(scripted: Scripted) -> None:
     scripted.service.text = "<think>Hm.</think>Yes."
     question = {"type": "message", "role": "user", "content": "Rome?", "id": "msg_mine"}
     _, first = post_as(scripted, "one", {"input": [question]})
@@ -101,9 +101,9 @@ def test_items_leave_with_their_response() -> None:
     store.delete("a")
     assert [store.item(each, "x") for each in "jk"] == [b"2", b"3"]
     clock.advance(11)
-    for each in "ijk":
-        with pytest.raises(UnknownItemError, match=f"x: '{each}' is not an item of a stored"):
-            store.item(each, "x")
+    for item_id in "ijk":
+        with pytest.raises(UnknownItemError, match=f"x: '{item_id}' is not an item of a stored"):
+            store.item(item_id, "x")
     store.keep("c", b"", [])
     store.delete("c")
     assert store.num_bytes == 0
@@ -154,8 +154,8 @@ def test_cached_tokens_are_those_of_the_metrics(client: Client, path: str, strea
         if path in (RESPONSES, MESSAGES):
             usage = ask(client, path, body, stream=stream).body["usage"]
             if path == MESSAGES:
-                found = usage["cache_read_input_tokens"]
-                return found, found + usage["input_tokens"]
+                num_cached = usage["cache_read_input_tokens"]
+                return num_cached, num_cached + usage["input_tokens"]
             return usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
         options = {"stream_options": {"include_usage": True}}
         if stream:
@@ -166,20 +166,20 @@ def test_cached_tokens_are_those_of_the_metrics(client: Client, path: str, strea
 
     first, _ = cached({})
     hits = sample(client, "vllm:prefix_cache_hits_total")
-    found, prompt_tokens = cached({})
-    assert sample(client, "vllm:prefix_cache_hits_total") - hits == found
-    assert found > prompt_tokens / 2 > first
+    num_cached, prompt_tokens = cached({})
+    assert sample(client, "vllm:prefix_cache_hits_total") - hits == num_cached
+    assert num_cached > prompt_tokens / 2 > first
     if path in (COMPLETIONS, CHAT):
-        assert cached({"n": 3}) == (found, prompt_tokens), "a prompt counts once"
+        assert cached({"n": 3}) == (num_cached, prompt_tokens), "a prompt counts once"
 
 
 def test_each_prompt_of_a_call_counts(client: Client) -> None:
     texts = [f"text {number} that only this test sends, of several blocks" for number in range(3)]
     usages = [client.post({"prompt": texts, "max_tokens": 1})[1]["usage"] for _ in range(2)]
     one = client.post({"prompt": texts[0], "max_tokens": 1})[1]["usage"]
-    found = usages[1]["prompt_tokens_details"]["cached_tokens"]
-    assert found >= 2 * one["prompt_tokens_details"]["cached_tokens"] > 0
-    assert found < usages[1]["prompt_tokens"] == usages[0]["prompt_tokens"]
+    num_cached = usages[1]["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached >= 2 * one["prompt_tokens_details"]["cached_tokens"] > 0
+    assert num_cached < usages[1]["prompt_tokens"] == usages[0]["prompt_tokens"]
 
 
 # ---- a context that is full -------------------------------------------------------------------
@@ -201,8 +201,8 @@ def test_a_full_context_is_said_in_words_that_agents_know(
     assert status == 400
     kind, message = error_of(path, answer)
     assert kind == "invalid_request_error"
-    found = re.search(ANTHROPIC_WORDS if path == MESSAGES else WORDS, message)
-    assert found is not None and int(found[found.re.groups]) > 255, message
+    words = re.search(ANTHROPIC_WORDS if path == MESSAGES else WORDS, message)
+    assert words is not None and int(words[words.re.groups]) > 255, message
     if path != MESSAGES:
         assert answer["error"]["code"] == "context_length_exceeded"
         fields = {COMPLETIONS: ["prompt"], RESPONSES: ["input"]}

@@ -126,14 +126,14 @@ def all_functions(
     tools: list[ResponsesTool], items: list[InputItem], num_earlier: int, skipped: list[str]
 ) -> list[dict[str, Any]]:
     """Return `functions` of the tools, and of those that items bring along, as Codex sends them."""
-    found = list(functions(tools, "tools", skipped))
-    names = {function["function"]["name"] for function in found}
+    chat_tools = list(functions(tools, "tools", skipped))
+    names = {function["function"]["name"] for function in chat_tools}
     for at, item in enumerate(items, -num_earlier):
         for function in functions(brought_tools(item), f"input[{at}].tools", skipped):
             if function["function"]["name"] not in names:
                 names.add(function["function"]["name"])
-                found.append(function)
-    return found
+                chat_tools.append(function)
+    return chat_tools
 
 
 def brought_tools(item: InputItem) -> list[ResponsesTool]:

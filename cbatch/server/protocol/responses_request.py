@@ -100,9 +100,9 @@ class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesCall(msgspec.Struct, frozen=True):
-    """A request for the builder of its response: `fields`, all members as `sent`, its `tools`, the
-    items of the conversation in JSON, those of its own that have an id, and the store, None if the
-    response is not kept."""
+    """A request for the builder of its response: `fields`, all members as `sent`, and its `tools`.
+    `items` are those of the conversation in JSON, `named_items` its own by id. The store is None if
+    the response is not kept."""
 
     fields: ResponsesFields
     sent: dict[str, Any]
