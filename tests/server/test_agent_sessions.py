@@ -64,7 +64,7 @@ def post_as(served: Scripted, key: str, body: dict[str, Any], **headers: str) ->
 # ---- stored items -----------------------------------------------------------------------------
 
 
-def test_a_reference_stands_for_a_stored_item(scripted: Scripted) -> None:
+def test_a_stored_item_replaces_a_reference(scripted: Scripted) -> None:
     scripted.service.text = "<think>Hm.</think>Yes."
     question = {"type": "message", "role": "user", "content": "Rome?", "id": "msg_mine"}
     _, first = post_as(scripted, "one", {"input": [question]})

@@ -248,6 +248,6 @@ def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
         else:
             place = f"{field}[{at}]"
             raise translation.unsupported(place, block.type, "text", "thinking", "tool_use")
-    reply = {"content": texts, "reasoning": "\n".join(thoughts), "tool_calls": calls}
+    reply = {"content": texts, "reasoning": "\n".join(filter(None, thoughts)), "tool_calls": calls}
     given = {name: value for name, value in reply.items() if value}
     return {"role": "assistant", **given}
