@@ -105,8 +105,7 @@ def _parsed(text: str) -> dict[str, Any]:
     for json_text in (text, _closed(text)):
         with suppress(msgspec.DecodeError, RecursionError):
             value = msgspec.json.decode(json_text)
-            if isinstance(value, str):
-                value = msgspec.json.decode(value)
+            value = msgspec.json.decode(value) if isinstance(value, str) else value
             if value is None or isinstance(value, dict):
                 return value or {}
     return {"input": text}

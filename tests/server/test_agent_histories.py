@@ -231,11 +231,12 @@ def test_tools_may_come_with_items() -> None:
     space["tools"] += OPEN_TOOLS
     for kind in ("additional_tools", "tool_search_output"):
         item = {"type": kind, "role": "developer", "tools": [space, *OPEN_TOOLS]}
-        for own in ([], OPEN_TOOLS):
-            request = read("responses", {"input": [item, USER], "tools": own})
-            text = prompt_of(request)
-            assert (text.count("<f:"), text.count("<ns.f:")) == (1, 1) and text.endswith(HEAD)
-            assert "input[0].tools[0].tools[0]" in request.ignored
+        text = prompt_of(read("responses", {"input": [item, item, USER]}))
+        assert (text.count("<f:"), text.count("<ns.f:")) == (1, 1) and text.endswith(HEAD)
+        other = [OPEN_TOOLS[0] | {"name": "g"}]
+        request = read("responses", {"input": [item, USER], "tools": other})
+        assert [prompt_of(request).count(f"<{name}:") for name in ("f", "ns.f", "g")] == [1, 1, 1]
+        assert "input[0].tools[0].tools[0]" in request.ignored
         wrong = item | {"tools": [*OPEN_TOOLS, {"type": "file_search"}]}
         with pytest.raises(FieldError, match=r"input\[1\].tools\[1\].type: 'file_search'"):
             read("responses", {"input": [USER, wrong]})

@@ -14,7 +14,7 @@ from cbatch.core.request.errors import FieldError, too_long
 from cbatch.server.http.errors import error_body
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.protocol import translation
-from cbatch.server.protocol.errors import TOO_LONG, UnknownItemError
+from cbatch.server.protocol.errors import UnknownItemError
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
@@ -104,7 +104,7 @@ def test_items_leave_with_their_response() -> None:
     for item_id in "ijk":
         with pytest.raises(UnknownItemError, match=f"x: '{item_id}' is not an item of a stored"):
             store.item(item_id, "x")
-    store.keep("c", b"", [])
+    store.keep("c", b"", [], {})
     store.delete("c")
     assert store.num_bytes == 0
 
@@ -114,7 +114,7 @@ def test_references_to_long_items_are_limited() -> None:
     item = json.dumps({"role": "user", "content": "x" * 2**20}).encode()
     store.keep("a", b"", [item], {"i": item})
     body = {"input": [{"type": "item_reference", "id": "i"}] * 17}
-    with pytest.raises(FieldError, match="input: refers to items of more than"):
+    with pytest.raises(FieldError, match="input: refers to too long items; refer to items of"):
         parse_responses(json.dumps(body).encode(), model(), store)
 
 
@@ -236,7 +236,7 @@ def test_a_stream_that_has_begun_ends_with_the_same_words(
     builder = kind(read(api, of_three("text")[api]), model(), record)
     error = too_long("messages", 300, 256)
     event = builder.error_event(
-        error_body(str(error), "invalid_request_error", "messages", TOO_LONG)
+        error_body(str(error), "invalid_request_error", "messages", "context_length_exceeded")
     )
     (data,) = re.findall(rb"^data: ({.*)$", event, re.MULTILINE)
     sent = json.loads(data)

@@ -12,7 +12,6 @@ from litestar.exceptions import HTTPException, MethodNotAllowedException
 
 from cbatch.core.request.errors import FieldError, RefusedError
 from cbatch.server.protocol.errors import (
-    TOO_LONG,
     BodyTimeoutError,
     GenerationError,
     ServiceError,
@@ -64,7 +63,7 @@ def handlers(count_rejection: Callable[[str], None]) -> dict[int | type[Exceptio
 
     by_error: dict[int | type[Exception], Handler] = {
         FieldError: refused(400, "invalid"),
-        RefusedError: refused(400, "invalid", TOO_LONG),
+        RefusedError: refused(400, "invalid", "context_length_exceeded"),
         UnknownModelError: refused(404, "unknown_model", "model_not_found"),
         UnknownResponseError: refused(404, "unknown_response", "previous_response_not_found"),
         UnknownItemError: refused(404, "unknown_response"),

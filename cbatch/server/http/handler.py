@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
+from uuid import uuid4
 
 import msgspec
 from litestar import MediaType, Request, post
@@ -34,8 +35,7 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sen
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
-# A body with one of these fields may refer to stored conversations, which may be long: a thread
-# parses it too.
+# A body with one of these may refer to a stored conversation, and be long: a thread parses it too.
 STORED_FIELDS = (b'"previous_response_id"', b'"id"')
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
@@ -70,7 +70,8 @@ class CompletionHandler:
         try:
             self._service.queue.require_room()
             api_request = await self.read(request, parse)
-            record.id = builder_type.response_id(record.request_id)
+            unique = uuid4().hex if builder_type.new_ids else record.request_id
+            record.id = f"{builder_type.id_prefix}{unique}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,

@@ -168,8 +168,9 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
         remedy = 'send [{"role": "user", "content": "..."}]'
         raise FieldError("messages", list_problem(fields.messages), remedy)
     translation.require_parts("messages", _lists(fields), model)
-    system = translation.text_parts(_without_billing(fields.system), "system", "text")
-    if system:
+    system: Any = fields.system or []
+    system = _system([AnthropicBlock("text", system)] if isinstance(system, str) else system)
+    if system := translation.text_parts(system, "system", "text"):
         yield {"role": "system", "content": system}
     for at, message in enumerate(fields.messages):
         field = f"messages[{at}].content"
@@ -185,18 +186,15 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
         raise FieldError("messages", "continuing the assistant's text is not supported", remedy)
 
 
-def _without_billing(system: str | list[AnthropicBlock]) -> str | list[AnthropicBlock]:
-    """Return the system's text without Claude Code's line for Anthropic's bills at its start. It
-    differs between calls, so that the prefix cache would end there."""
-    begin = system if isinstance(system, str) else system[0].text if system else ""
-    line = _BILLING.match(begin)
+def _system(blocks: list[AnthropicBlock]) -> list[AnthropicBlock]:
+    """Return the system's blocks without Claude Code's line for Anthropic's bills at their start.
+    It differs between calls, so that the prefix cache would end there."""
+    line = _BILLING.match(blocks[0].text) if blocks else None
     if line is None:
-        return system
+        return blocks
     translation.log_skipped("lines", "x-anthropic-billing-header")
-    rest = begin[line.end() :]
-    if isinstance(system, str):
-        return rest
-    return [structs.replace(system[0], text=rest), *system[1:]][not rest :]
+    rest = blocks[0].text[line.end() :]
+    return [structs.replace(blocks[0], text=rest), *blocks[1:]][not rest :]
 
 
 def _lists(fields: AnthropicFields) -> Iterator[object]:

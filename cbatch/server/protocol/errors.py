@@ -97,7 +97,6 @@ _ANTHROPIC_TYPES: dict[str | int, str] = {
 }
 
 
-TOO_LONG = "context_length_exceeded"  # OpenAI's code of the error of `too_long`
 _LENGTHS = re.compile(r"This model's .* is (\d+) tokens.* resulted in (?:at least )?(\d+) tokens")
 
 
@@ -106,8 +105,9 @@ def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     error, types = body["error"], _ANTHROPIC_TYPES
     kind = types.get(error["type"]) or types.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")
-    message = error["message"]
-    if error["code"] == TOO_LONG and (lengths := _LENGTHS.search(message)):
-        words = f"prompt is too long: {lengths[2]} tokens > {int(lengths[1]) - 1} maximum"
-        message = message.replace(lengths[0], words)
+    message = _LENGTHS.sub(_anthropic_words, error["message"])
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_words(lengths: re.Match[str]) -> str:
+    return f"prompt is too long: {lengths[2]} tokens > {int(lengths[1]) - 1} maximum"

@@ -21,12 +21,7 @@ from cbatch.core.request.request import (
 )
 from cbatch.core.request.typed import converted
 from cbatch.engine.unsupported import without_neutral_fields
-from cbatch.server.protocol.body import (
-    MAX_IGNORED,
-    decode_object,
-    take_fields,
-    unknown_members,
-)
+from cbatch.server.protocol.body import MAX_IGNORED, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import (
     ForcedCall,

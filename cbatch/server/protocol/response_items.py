@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -13,11 +14,10 @@ from cbatch.server.protocol import translation
 from cbatch.server.protocol.response_store import MAX_CONVERSATION_BYTES, KeyResponses
 from cbatch.text.forced_tools import FunctionName
 
-TEXTS = ("input_text", "output_text", "text", "refusal")
+TEXT_TYPES = ("input_text", "output_text", "text", "refusal")
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{call}_output" for call in _CALLS)
 _WITH_TOOLS = ("additional_tools", "tool_search_output")
-REFERENCE = "item_reference"
 # Items of OpenAI's own tools, and those that only OpenAI can read. None has a text for the model.
 _SKIPPED_ITEMS = (
     *("compaction", "compaction_summary", "configuration_update", "context_compaction"),
@@ -31,7 +31,7 @@ _SKIPPED_TOOLS = (
 _MARK = b"cbatch:"  # before a thought, in content that is said to be encrypted
 
 
-class ContentPart(msgspec.Struct, frozen=True, gc=False):
+class ContentPart(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     type: str
     text: str = ""
     refusal: str = ""
@@ -39,7 +39,7 @@ class ContentPart(msgspec.Struct, frozen=True, gc=False):
     logprobs: Any = None
 
 
-class ResponsesTool(msgspec.Struct, frozen=True):
+class ResponsesTool(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function, or a `namespace` of functions, which a chat calls `namespace.function`."""
 
     type: str = ""
@@ -50,7 +50,7 @@ class ResponsesTool(msgspec.Struct, frozen=True):
     tools: list[ResponsesTool] | None = None
 
 
-class InputItem(msgspec.Struct, frozen=True, gc=False):
+class InputItem(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """An item of any type. States of earlier items are not used."""
 
     type: str | None = None
@@ -74,30 +74,21 @@ class InputItem(msgspec.Struct, frozen=True, gc=False):
     def kind(self) -> str:
         """The item's type, which messages and references may leave out."""
         is_reference = self.id is not None and self.role is None and self.content is None
-        return self.type or (REFERENCE if is_reference else "message")
+        return self.type or ("item_reference" if is_reference else "message")
 
 
-def resolved(
-    items: Sequence[InputItem], sent: Sequence[Any], responses: KeyResponses
-) -> tuple[list[InputItem], list[bytes]]:
-    """Return the items and their JSON, with stored items in place of references. Raises
-    `FieldError`."""
-    whole, texts, num_bytes = list(items), [], 0
+def resolved(items: list[InputItem], responses: KeyResponses) -> Iterator[InputItem]:
+    """Yield the items, with stored items in place of references. Raises `FieldError`."""
+    num_bytes = 0
     for at, item in enumerate(items):
-        if item.kind != REFERENCE:
-            texts.append(msgspec.json.encode(sent[at]))
-            continue
-        text = responses.item(item.id or "", f"input[{at}].id")
-        num_bytes += len(text)
-        if num_bytes > MAX_CONVERSATION_BYTES:
-            problem = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes"
-            raise FieldError("input", problem, "refer to fewer items")
-        texts.append(text)
-        whole[at] = msgspec.json.decode(text, type=InputItem)
-    return whole, texts
-
-
-# ---- tools ------------------------------------------------------------------------------------
+        if item.kind == "item_reference":
+            stored = responses.item(item.id or "", f"input[{at}].id")
+            num_bytes += len(stored)
+            if num_bytes > MAX_CONVERSATION_BYTES:
+                limit = f"refer to items of <= {MAX_CONVERSATION_BYTES} bytes"
+                raise FieldError("input", "refers to too long items", limit)
+            item = msgspec.json.decode(stored, type=InputItem)
+        yield item
 
 
 def functions(
@@ -126,14 +117,12 @@ def all_functions(
     tools: list[ResponsesTool], items: list[InputItem], num_earlier: int, skipped: list[str]
 ) -> list[dict[str, Any]]:
     """Return `functions` of the tools, and of those that items bring along, as Codex sends them."""
-    chat_tools = list(functions(tools, "tools", skipped))
-    names = {function["function"]["name"] for function in chat_tools}
-    for at, item in enumerate(items, -num_earlier):
-        for function in functions(brought_tools(item), f"input[{at}].tools", skipped):
-            if function["function"]["name"] not in names:
-                names.add(function["function"]["name"])
-                chat_tools.append(function)
-    return chat_tools
+    brought = {
+        tool["function"]["name"]: tool
+        for at, item in enumerate(items, -num_earlier)
+        for tool in functions(brought_tools(item), f"input[{at}].tools", skipped)
+    }
+    return [*functions(tools, "tools", skipped), *brought.values()]
 
 
 def brought_tools(item: InputItem) -> list[ResponsesTool]:
@@ -143,9 +132,6 @@ def brought_tools(item: InputItem) -> list[ResponsesTool]:
 def qualified(namespace: str | None, name: str) -> str:
     """Return the name that a chat has for a function of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
-
-
-# ---- messages ---------------------------------------------------------------------------------
 
 
 def messages_of(
@@ -166,15 +152,14 @@ def messages_of(
         elif kind in _CALLS:
             _reply(messages).setdefault("tool_calls", []).append(_call(item, kind))
         elif kind in _RESULTS:
-            content = translation.text_parts(item.output or "", f"{field}.output", *TEXTS)
-            result = {"role": "tool", "tool_call_id": _call_id(item), "content": content}
-            messages.append(result)
+            content = translation.text_parts(item.output or "", f"{field}.output", *TEXT_TYPES)
+            call_id = item.call_id or item.id  # the result of a local shell has only an `id`
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind in _SKIPPED_ITEMS:
             skipped.append(field)
             translation.log_skipped("items", kind)
         elif kind not in _WITH_TOOLS:
-            known = ("message", "reasoning", *_CALLS, *_RESULTS, REFERENCE)
-            raise translation.unsupported(field, kind, *known)
+            raise translation.unsupported(field, kind, "message", "reasoning", *_CALLS, *_RESULTS)
     for message in messages:
         if "reasoning" in message:
             message["reasoning"] = "\n".join(message["reasoning"])
@@ -187,7 +172,7 @@ def _add_message(messages: list[dict[str, Any]], item: InputItem, field: str) ->
         raise FieldError(f"{field}.role", f"{item.role!r} is not known", remedy)
     if item.content is None:
         raise FieldError(f"{field}.content", "is missing", "send a text")
-    content = translation.text_parts(item.content, f"{field}.content", *TEXTS)
+    content = translation.text_parts(item.content, f"{field}.content", *TEXT_TYPES)
     if item.role == "assistant":
         _reply(messages, "content", "tool_calls")["content"] = content
     else:
@@ -205,28 +190,23 @@ def _reply(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
 
 def _call(item: InputItem, kind: str) -> dict[str, Any]:
     """Return a chat's call. A custom tool has a text as its only argument."""
-    arguments = item.arguments
-    if kind != "function_call":
-        arguments = {"input": item.input or ""} if kind == "custom_tool_call" else item.action
+    others = {"custom_tool_call": {"input": item.input}, "local_shell_call": item.action}
     name = qualified(item.namespace, item.name or kind.removesuffix("_call"))
-    function = {"name": name, "arguments": arguments}
-    return {"id": _call_id(item), "type": "function", "function": function}
-
-
-def _call_id(item: InputItem) -> str:
-    return item.call_id or item.id or ""  # OpenAI's result of a local shell has only an `id`
+    function = {"name": name, "arguments": others.get(kind, item.arguments)}
+    return {"id": item.call_id or item.id, "type": "function", "function": function}
 
 
 def _thought(item: InputItem) -> str:
-    """Return the text of a reasoning item. Encrypted content of another server is left out, as it
-    cannot be read."""
+    """Return the text of a reasoning item. What another server encrypted is left out."""
     if isinstance(item.content, str):
         return item.content
     text = "\n".join(part.text for part in item.content or ())
     if not text and item.encrypted_content is not None:
-        text = _decrypted(item.encrypted_content)
-        if not text:
-            translation.log_skipped("encrypted_content", "reasoning")
+        with suppress(ValueError):
+            content = base64.b64decode(item.encrypted_content, validate=True)
+            if content.startswith(_MARK):
+                return content.removeprefix(_MARK).decode()
+        translation.log_skipped("encrypted_content", "reasoning")
     return text or "\n".join(part.text for part in item.summary or ())
 
 
@@ -234,12 +214,3 @@ def encrypted(thought: str) -> str:
     """Return a thought in the form in which clients without a store send it back. It is encoded,
     not encrypted, as the client sees the thought itself."""
     return base64.b64encode(_MARK + thought.encode()).decode()
-
-
-def _decrypted(content: str) -> str:
-    """Return the thought of `encrypted`; empty for another text."""
-    try:
-        thought = base64.b64decode(content, validate=True)
-        return thought.removeprefix(_MARK).decode() if thought.startswith(_MARK) else ""
-    except ValueError:
-        return ""

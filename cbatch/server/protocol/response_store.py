@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import short
@@ -21,7 +20,7 @@ MAX_CONVERSATION_BYTES = 16 * 2**20
 class StoredResponse(NamedTuple):
     body: bytes
     items: Sequence[bytes]  # of the conversation up to the end of the response, in JSON
-    named_items: Mapping[str, bytes]  # of the request and the response, by id
+    named: Mapping[str, bytes]  # of the request and the response, by id
     num_bytes: int
     expires_s: float
 
@@ -64,7 +63,7 @@ class KeyResponses:
         if response is None or response.expires_s <= self._clock():
             problem = f"{short(item_id)} is not an item of a stored response"
             raise UnknownItemError(field, problem, "send the item itself")
-        return response.named_items[item_id]
+        return response.named[item_id]
 
     def body(self, response_id: str) -> bytes:
         """Return a response as it was sent. Raises `UnknownResponseError`."""
@@ -76,21 +75,15 @@ class KeyResponses:
         self._drop(response_id)
 
     def keep(
-        self,
-        response_id: str,
-        body: bytes,
-        items: Sequence[bytes],
-        named_items: Mapping[str, bytes] = MappingProxyType({}),
+        self, response_id: str, body: bytes, items: Sequence[bytes], named: Mapping[str, bytes]
     ) -> None:
         """Store a response, if it fits, and drop others that are expired or have no room."""
         now_s = self._clock()
         conversation_bytes = sum(map(len, items))
         num_bytes = conversation_bytes + len(body) + _ENTRY_BYTES + _ITEM_BYTES * len(items)
-        num_bytes += sum(map(len, named_items)) + _NAMED_BYTES * len(named_items)
+        num_bytes += sum(map(len, named)) + _NAMED_BYTES * len(named)
         if conversation_bytes > MAX_CONVERSATION_BYTES or num_bytes > self._max_bytes:
             return
-        if response_id in self._responses:
-            self._drop(response_id)
         while self._responses:
             oldest = next(iter(self._responses))
             fits = self.num_bytes + num_bytes <= self._max_bytes
@@ -98,9 +91,9 @@ class KeyResponses:
                 break
             self._drop(oldest)
         expires_s = now_s + self._max_age_s
-        stored = StoredResponse(body, items, named_items, num_bytes, expires_s)
+        stored = StoredResponse(body, items, named, num_bytes, expires_s)
         self._responses[response_id] = stored
-        self._holders |= dict.fromkeys(named_items, response_id)
+        self._holders |= dict.fromkeys(named, response_id)
         self.num_bytes += num_bytes
 
     def _find(self, response_id: str, field: str) -> StoredResponse:
@@ -114,6 +107,6 @@ class KeyResponses:
     def _drop(self, response_id: str) -> None:
         response = self._responses.pop(response_id)
         self.num_bytes -= response.num_bytes
-        for item_id in response.named_items:
+        for item_id in response.named:
             if self._holders.get(item_id) == response_id:
                 del self._holders[item_id]

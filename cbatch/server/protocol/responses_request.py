@@ -12,19 +12,10 @@ from msgspec import Meta, structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
-from cbatch.server.protocol import translation
+from cbatch.server.protocol import response_items, translation
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, Count
-from cbatch.server.protocol.response_items import (
-    TEXTS,
-    ContentPart,
-    InputItem,
-    ResponsesTool,
-    all_functions,
-    brought_tools,
-    messages_of,
-    resolved,
-)
+from cbatch.server.protocol.response_items import TEXT_TYPES, ContentPart, InputItem, ResponsesTool
 from cbatch.server.protocol.response_store import KeyResponses
 from cbatch.text.forced_tools import FunctionName
 from cbatch.text.messages import list_problem
@@ -122,25 +113,22 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
     if not fields.input:
         problem = list_problem(fields.input or None)
         raise FieldError("input", problem, "send a text, or a list of items")
-    raw = read.sent["input"]
-    if isinstance(fields.input, str):
-        new = [InputItem(role="user", content=fields.input)]
-        raw = [{"type": "message", "role": "user", "content": raw}]
-    else:
-        new = fields.input
+    new = fields.input
+    if isinstance(new, str):
+        new = [InputItem(role="user", content=new)]
     before: Sequence[bytes] = ()
     if fields.previous_response_id is not None:
         before = responses.items(fields.previous_response_id)
-    new, texts = resolved(new, raw, responses)
+    new = list(response_items.resolved(new, responses))
     contents = (each for item in new for each in (item.content, item.output, item.summary))
     translation.require_parts("input", itertools.chain((list(before), new), contents), model)
     earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
     items, skipped = [*earlier, *new], list[str]()
-    messages = messages_of(items, len(earlier), skipped)
+    messages = response_items.messages_of(items, len(earlier), skipped)
     if fields.instructions:
-        content = translation.text_parts(fields.instructions, "instructions", *TEXTS)
+        content = translation.text_parts(fields.instructions, "instructions", *TEXT_TYPES)
         messages.insert(0, {"role": "system", "content": content})
-    tools = fields.tools + [tool for item in items for tool in brought_tools(item)]
+    tools = response_items.all_functions(fields.tools, items, len(earlier), skipped)
     shape, choice = structs.asdict(fields.text.format), fields.tool_choice
     kind = shape.pop("type")
     chat = read.rest | {
@@ -150,10 +138,12 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
         "response_format": {"type": kind, "json_schema": shape if kind == "json_schema" else None},
         "tool_choice": choice if isinstance(choice, str) else translation.named_choice(choice.name),
         "parallel_tool_calls": fields.parallel_tool_calls,
-        "tools": all_functions(fields.tools, items, len(earlier), skipped) or None,
+        "tools": tools or None,
     }
+    texts = [msgspec.json.encode(item) for item in new]
     named = {item.id: text for item, text in zip(new, texts, strict=True) if item.id}
+    offered = [*fields.tools, *(t for item in items for t in response_items.brought_tools(item))]
     store = responses if fields.store else None
-    call = ResponsesCall(fields, read.sent, tools, (*before, *texts), named, store)
+    call = ResponsesCall(fields, read.sent, offered, (*before, *texts), named, store)
     ignored = itertools.chain(skipped, read.ignored())
     return translation.chat_request(chat, model, RESPONSES_NAMES, ignored, call)

@@ -24,7 +24,6 @@ from cbatch.server.protocol.body import (
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat
 
-_logger = logging.getLogger("cbatch")
 AnyError = TypeVar("AnyError", bound=FieldError)
 AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)
 # Names in another API of a chat's fields: regular expressions and their replacements.
@@ -126,7 +125,7 @@ def require_parts(field: str, lists: Iterable[object], model: ServedModel) -> No
 @lru_cache(maxsize=64)
 def log_skipped(what: str, kind: str) -> None:
     """Log once that this is left out of prompts. Both words are from the code, not a client."""
-    _logger.warning("%s of the type %s are left out of prompts", what, kind)
+    logging.getLogger("cbatch").warning("%s of the type %s are left out of prompts", what, kind)
 
 
 def unsupported(field: str, kind: str, *types: str) -> FieldError:
@@ -135,9 +134,7 @@ def unsupported(field: str, kind: str, *types: str) -> FieldError:
     return FieldError(f"{field}.type", f"{kind!r} is not supported", remedy)
 
 
-def text_parts(
-    content: str | list[Any] | dict[str, Any], field: str, *types: str
-) -> str | list[dict[str, str]]:
+def text_parts(content: Any, field: str, *types: str) -> str | list[dict[str, str]]:
     """Return a chat's content for parts of these `types`. Raises `FieldError` for others."""
     if isinstance(content, str):
         return content

@@ -55,6 +55,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     """Builds one response over all prompts and choices of a request."""
 
     id_prefix: ClassVar[str]  # with its separator
+    new_ids: ClassVar[bool] = False  # False: ids of HTTP requests, which clients may repeat
     chunk_object: ClassVar[str]
     field_names: ClassVar[FieldNames] = {}  # names that errors use for fields of a chat
 
@@ -77,11 +78,6 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         self._has_token_data = has_logprobs or api_request.fields.return_token_ids
         # True if a choice's events after the first differ only in their text.
         self._only_text = not (self._has_token_data or self._continuous)
-
-    @classmethod
-    def response_id(cls, request_id: str) -> str:
-        """Return the response's id for the id of its HTTP request, which a client may repeat."""
-        return cls.id_prefix + request_id
 
     def open(self, opened: OpenRequest) -> None:
         """Add the next prompt. Call this for all prompts before any output."""
@@ -149,12 +145,8 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
-        details = PromptDetails(self._cached_tokens)
+        details = PromptDetails(sum(opened.cached_tokens for opened in self._opened))
         return Usage(self._prompt_tokens, self._completion_tokens, total, details)
-
-    @property
-    def _cached_tokens(self) -> int:
-        return sum(opened.cached_tokens for opened in self._opened)
 
     @abstractmethod
     def full_response(self) -> msgspec.Struct | dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
+
+from msgspec import to_builtins
 
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
@@ -31,6 +32,7 @@ _REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_respo
 
 class ResponsesBuilder(BlockBuilder):
     id_prefix, field_names = "resp_", RESPONSES_NAMES
+    new_ids = True  # since a stored response must not replace another
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         super().__init__(api_request, model, record)
@@ -43,11 +45,6 @@ class ResponsesBuilder(BlockBuilder):
             for each in tool.tools or ()
         }
         self._num_events = 0
-
-    @classmethod
-    def response_id(cls, request_id: str) -> str:
-        """Return a new id in any case: a stored response must not replace another."""
-        return cls.id_prefix + uuid.uuid4().hex
 
     def full_response(self) -> dict[str, Any]:
         """Return the response, and store it unless the client does not want that."""
@@ -68,9 +65,8 @@ class ResponsesBuilder(BlockBuilder):
         return response
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        error = {"code": "server_error", "message": body["error"]["message"]}
-        if body["error"]["code"] is not None:
-            error["code"] = body["error"]["code"]
+        code, message = body["error"]["code"] or "server_error", body["error"]["message"]
+        error = {"code": code, "message": message}
         return self._event("failed", response=self._response("failed") | {"error": error})
 
     def _start(self) -> bytes:
@@ -158,7 +154,7 @@ class ResponsesBuilder(BlockBuilder):
         }
 
     def _counts(self) -> dict[str, Any]:
-        details = {"cached_tokens": self._cached_tokens, "cache_write_tokens": 0}
+        details = to_builtins(self.usage().prompt_tokens_details) | {"cache_write_tokens": 0}
         return {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": details,
