@@ -26,13 +26,15 @@ _IN_STRING, _OUTSIDE_STRING = re.compile(r'["\\\x00-\x1f]'), re.compile(r"[^\s\d
 _BEGIN, _ARGUMENTS = '{"name": ', ', "arguments": '
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+# The name of a function in a chat, which may be that of a namespace, a dot, and its own name.
+QualifiedName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,257}$")]
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function's signature. `parameters` is a JSON schema; None: the function takes nothing."""
 
-    name: FunctionName
+    name: QualifiedName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # accepted, since a forced call always follows the schema
@@ -44,7 +46,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class FunctionChoice(msgspec.Struct, frozen=True):
-    name: FunctionName
+    name: QualifiedName
 
 
 class NamedChoice(msgspec.Struct, frozen=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,6 +13,9 @@ import msgspec
 from cbatch.core.request.errors import FieldError, short
 from cbatch.text.chat import RESERVED_VARIABLES, CallArguments
 
+# Types of content parts, also those of the Responses API, in which clients keep conversations.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_JSON_MARK, _ENDS = re.compile(r'\\.|["{}\[\]]', re.DOTALL), {"{": "}", "[": "]"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -33,6 +38,8 @@ def conversation(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise FieldError(field, "has no known role", f"use {', '.join(ROLES)}")
         content = message.get("content")
+        if not content and message["role"] == "assistant":
+            content = message.get("refusal", content)
         if content is None and message["role"] != "assistant":
             raise FieldError(f"{field}.content", "is missing", "send a text")
         text = None if content is None else _content(content, f"{field}.content")
@@ -53,9 +60,8 @@ def _without_absent(record: dict[str, Any]) -> dict[str, Any]:
 def _copy_thought(message: dict[str, Any], field: str) -> None:
     """Store the thought of an earlier reply under all names that templates read. The template of
     gpt-oss reads `thinking`, and rejects it together with both content and calls."""
-    thought = message.get("reasoning", message.get("reasoning_content", ""))
-    if not isinstance(thought, str):
-        raise FieldError(f"{field}.reasoning", "is not a text", "send a text")
+    name = "reasoning" if message.get("reasoning") else "reasoning_content"
+    thought = _content(message.get(name, ""), f"{field}.{name}")
     if thought:
         message["reasoning"] = message["reasoning_content"] = thought
     if thought and not (message.get("tool_calls") and message["content"]):
@@ -89,8 +95,34 @@ class _CalledFunction(msgspec.Struct):
     def decoded(self) -> CallArguments:
         if isinstance(self.arguments, dict):
             return CallArguments(self.arguments, json.dumps(self.arguments, ensure_ascii=False))
-        text = self.arguments or "{}"
-        return CallArguments(msgspec.json.decode(text, type=dict[str, Any] | None) or {}, text)
+        text = self.arguments if self.arguments and not self.arguments.isspace() else "{}"
+        return CallArguments(_parsed(text), text)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return a call's arguments. An object in a JSON text is read, and one that `max_tokens` has
+    cut is closed. Anything else is one argument, `input`."""
+    for json_text in (text, _closed(text)):
+        with suppress(msgspec.DecodeError, RecursionError):
+            value = msgspec.json.decode(json_text)
+            value = msgspec.json.decode(value) if isinstance(value, str) else value
+            if value is None or isinstance(value, dict):
+                return value or {}
+    return {"input": text}
+
+
+def _closed(text: str) -> str:
+    """Return JSON that was cut with an end for each string, list and object that is open."""
+    open_ends, quoted = [], False
+    for match in _JSON_MARK.finditer(text):
+        mark = match[0]
+        if mark == '"':
+            quoted = not quoted
+        elif not quoted and mark in _ENDS:
+            open_ends.append(_ENDS[mark])
+        elif not quoted and open_ends and mark == open_ends[-1]:
+            open_ends.pop()
+    return text + '"' * quoted + "".join(reversed(open_ends))
 
 
 class _ToolCall(msgspec.Struct):
@@ -104,13 +136,14 @@ def _content(value: Any, field: str) -> str:
         raise FieldError(field, "is not a text", "send a text, or a list of text parts")
     texts = []
     for at, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in _TEXT_PARTS:
             problem = f"{short(kind)} is not supported yet"
             raise FieldError(f"{field}[{at}]", problem, "send parts of type 'text'")
-        if not isinstance(part.get("text"), str):
-            raise FieldError(f"{field}[{at}].text", "is not a text", "send a text")
-        texts.append(part["text"])
+        member = "refusal" if kind == "refusal" else "text"
+        if not isinstance(part.get(member), str):
+            raise FieldError(f"{field}[{at}].{member}", "is not a text", "send a text")
+        texts.append(part[member])
     return "\n".join(texts)
 
 

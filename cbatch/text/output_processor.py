@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
-from cbatch.core.request.errors import FieldError, RefusedError
+from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
@@ -67,9 +67,9 @@ def token_ids(
 def require_length(field: str, text: str, tokenizer: TextTokenizer, max_tokens: int) -> None:
     """Raise `RefusedError` if a text cannot fit in `max_tokens` tokens. The check uses only the
     length of the text."""
-    if len(text) > max_tokens * tokenizer.longest_token_chars:
-        problem = f"{len(text)} characters cannot fit"
-        raise RefusedError(field, problem, f"the context takes {max_tokens} tokens")
+    min_tokens = -(-len(text) // tokenizer.longest_token_chars)
+    if min_tokens > max_tokens:
+        raise too_long(field, f"at least {min_tokens}", max_tokens)
 
 
 def token_texts(

@@ -75,5 +75,5 @@ def test_requests_larger_than_the_pool_are_reported(
     if reader != "capacity":
         assert "refused" in run.out
     if reader in ("sim", "fleet"):
-        assert "request 2: prompt: 480 tokens do not fit; the whole KV pool" in run.out
+        assert "(the whole KV pool). However, your prompt resulted in 480 tokens" in run.out
         assert (run.lines[-1]["requests"], run.lines[-1]["refused"]) == (3, 1)

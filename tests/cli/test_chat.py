@@ -106,7 +106,7 @@ def test_sampling_is_set_by_flags_and_in_the_conversation(chat: Chat) -> None:
         ("/clear all", "/clear: 'all' is not allowed"),
         ("/save", "/save: '' is not allowed; write /save FILE"),
         ("/save /", "/save: / cannot be written (Is a directory)"),
-        ("x" * 9999, "characters cannot fit; the context takes 128 tokens"),
+        ("x" * 9999, "maximum context length is 128 tokens. However"),
     ],
 )
 def test_a_bad_line_is_named_and_changes_nothing(chat: Chat, line: str, message: str) -> None:

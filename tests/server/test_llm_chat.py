@@ -145,7 +145,7 @@ def test_a_bad_conversation_does_not_lose_the_others(llm: LLM) -> None:
         "messages[0]: has no known role": [{"role": "robot", "content": "a"}],
         "messages[0].content: is missing": [{"role": "user"}],
         "messages[0].content[0]: 'image_url' is not supported": [user([{"type": "image_url"}])],
-        "characters cannot fit; the context takes 512 tokens": [user("x" * 9999)],
+        "maximum context length is 512 tokens. However": [user("x" * 9999)],
         "messages: is empty": [],
     }
     good = CONVERSATIONS["turns"]

@@ -312,7 +312,7 @@ def test_a_stream_that_fails(scene: Scene) -> None:
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "search"}]}, "tools[1].type"),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["x"]}]}, "tools[0].type"),
         ({"background": True}, "background"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

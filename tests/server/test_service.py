@@ -86,7 +86,7 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenized(
             await asyncio.sleep(0)
             await made.drain(30)
             assert (await read(await submitting))[-1].finished is not None
-            with pytest.raises(FieldError, match="prompt: .* tokens do not fit"):
+            with pytest.raises(FieldError, match="prompt: .* resulted in 10000 tokens"):
                 await beside
             await idle(made)
 

@@ -257,7 +257,7 @@ def test_earlier_thoughts_may_be_sent_under_either_name() -> None:
         assert text == "[user]Rome?[assistant]<think>Hm.</think>Yes.[user]Rome?[assistant]\n"
     none = [*MESSAGES, {"role": "assistant", "content": "Yes.", "reasoning": None}]
     assert prompt(model, messages=none) == "[user]Rome?[assistant]Yes.[assistant]\n"
-    with pytest.raises(FieldError, match=r"messages\[0\].reasoning: is not a text"):
+    with pytest.raises(FieldError, match=r"messages\[0\].reasoning\[0\]: 'y' is not"):
         prompt(model, messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}])
     off = prompt(model, chat_template_kwargs={"enable_thinking": False})
     assert off.endswith("[assistant]\n<think>\n\n</think>\n\n")

@@ -10,8 +10,9 @@ import pytest
 from cbatch import FieldError
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.requests import ApiRequest, PendingPrompt, parse_chat
+from cbatch.server.protocol.response_items import encrypted
 from cbatch.server.protocol.response_store import ResponseStore
-from cbatch.server.protocol.responses_request import encrypted, parse_responses
+from cbatch.server.protocol.responses_request import parse_responses
 from tests.server.http_client import MODEL, toy_model
 from tests.server.scripted import tokenizer_with
 
@@ -272,9 +273,11 @@ def test_a_client_without_a_store_sends_thoughts_back() -> None:
     reply = {"role": "assistant", "content": "Yes."}
     request = read("responses", {"input": [USER, item, reply, USER]})
     assert prompt_of(request).startswith("[user]Rome?[assistant]Yes.(Hm.)[user]")
-    for other in ("gAAAAABo", "%"):
-        with pytest.raises(FieldError, match=r"input\[1\].encrypted_content: is not of this"):
-            read("responses", {"input": [USER, item | {"encrypted_content": other}, USER]})
+    for other in ("gAAAAABo", "%", "aGlkZGVu", ""):  # of another server: nothing can read it
+        items = [USER, item | {"encrypted_content": other}, reply, USER]
+        assert prompt_of(read("responses", {"input": items})).startswith(
+            "[user]Rome?[assistant]Yes.[user]"
+        )
 
 
 def test_functions_of_a_namespace_have_its_name() -> None:
@@ -283,7 +286,7 @@ def test_functions_of_a_namespace_have_its_name() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "f", "namespace": "ns"}
     text = prompt_of(read("responses", {"input": [USER, call, USER], "tools": tools}))
     assert "<f:" in text and "<ns.f:" in text and "!1:ns.f:" in text
-    for inner, field in (({"type": "custom", "name": "x"}, "type"), ({"type": "function"}, "name")):
+    for inner, field in (({"type": "file_search"}, "type"), ({"type": "function"}, "name")):
         wrong = [*OPEN_TOOLS, {"type": "namespace", "name": "ns", "tools": [inner]}]
         with pytest.raises(FieldError, match=rf"tools\[1\].tools\[0\].{field}: "):
             read("responses", {"input": "x", "tools": wrong})

@@ -32,6 +32,14 @@ class RefusedError(FieldError):
     """A well-formed request that this engine can never run (too long for its context or pool)."""
 
 
+def too_long(field: str, length: int | str, max_tokens: int, limit: str = "") -> RefusedError:
+    """Return the error for a prompt that does not fit in `max_tokens` with one token of output.
+    `limit` names another limit than the context. Agents know these words of OpenAI's servers."""
+    context = f"This model's maximum context length is {max_tokens} tokens{limit}"
+    problem = f"{context}. However, your prompt resulted in {length} tokens"
+    return RefusedError(field, problem, "reduce its length, and leave one token for the output")
+
+
 def short(value: object) -> str:
     """Return the `repr` of a value for an error message, cut to 80 characters."""
     text = repr(value)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_costs import PROMPT_SHARE
-from cbatch.core.request.errors import FieldError, RefusedError
+from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.request import (
     DRAFTERS,
     MAX_SALT_CHARS,
@@ -145,12 +145,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 )
         longest = self.max_sequence_tokens - 1
         if len(prompt) > longest:
-            limit = "context" if self.max_model_len <= longest + 1 else "whole KV pool"
-            raise RefusedError(
-                "prompt",
-                f"{len(prompt)} tokens do not fit",
-                f"the {limit} takes at most {longest} and one more for the output",
-            )
+            limit = "" if self.max_model_len <= longest + 1 else " (the whole KV pool)"
+            raise too_long("prompt", len(prompt), longest + 1, limit)
         if len(output) >= min(params.max_tokens, longest + 1 - len(prompt)):
             raise FieldError("output", f"{len(output)} tokens fill the context", "end it instead")
         token_ids = np.concatenate([*tokens.values()]) if output else tokens["prompt"]

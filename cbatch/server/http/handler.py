@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
+from uuid import uuid4
 
 import msgspec
 from litestar import MediaType, Request, post
@@ -33,8 +34,8 @@ DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sen
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
-# A body with this field continues a stored conversation, which may be long: a thread parses it too.
-CONTINUATION_FIELD = b'"previous_response_id"'
+# A body with one of these may refer to a stored conversation, and be long: a thread parses it too.
+STORED_FIELDS = (b'"previous_response_id"', b'"id"')
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
 T = TypeVar("T")
 AnyRequest = Request[Any, Any, Any]
@@ -68,7 +69,8 @@ class CompletionHandler:
         try:
             self._service.queue.require_room()
             api_request = await self.read(request, parse)
-            record.id = f"{builder_type.id_prefix}{record.request_id}"
+            unique = uuid4().hex if builder_type.new_ids else record.request_id
+            record.id = f"{builder_type.id_prefix}{unique}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
@@ -89,7 +91,7 @@ class CompletionHandler:
     async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
         """Return the parsed body. Raises what `parse` and the intake raise."""
         async with self._intake.body(request) as body:
-            if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
+            if len(body) > LONG_BODY_BYTES or any(field in body for field in STORED_FIELDS):
                 return await asyncio.to_thread(parse, body, self._model)
             return parse(body, self._model)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
@@ -16,6 +18,9 @@ from cbatch.server.protocol.requests import ApiRequest, Count
 from cbatch.text.forced_tools import FunctionName
 from cbatch.text.messages import list_problem
 
+_BILLING = re.compile(r"x-anthropic-billing-header: \w+=[^\n]*(\n|\Z)")
+# Blocks of Claude's own tools, and those that only Claude can read. None has a text for the model.
+_SKIPPED_BLOCKS = ("redacted_thinking", "server_tool_use", "web_search_tool_result")
 ANTHROPIC_NAMES = {
     **translation.NAMES,
     r"(tools\[\d+\])\.parameters": r"\1.input_schema",
@@ -42,9 +47,9 @@ class AnthropicBlock(msgspec.Struct, frozen=True, gc=False):
     signature: Any = None
     id: str = ""
     name: str = ""
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | str | None = None
     tool_use_id: str = ""
-    content: str | list[AnthropicBlock] = ""
+    content: str | list[AnthropicBlock] | dict[str, Any] | None = None
     is_error: bool | None = None
     cache_control: Any = None  # prefixes are always cached
 
@@ -163,8 +168,10 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
         remedy = 'send [{"role": "user", "content": "..."}]'
         raise FieldError("messages", list_problem(fields.messages), remedy)
     translation.require_parts("messages", _lists(fields), model)
-    if fields.system:
-        yield {"role": "system", "content": translation.text_parts(fields.system, "system", "text")}
+    system: Any = fields.system or []
+    system = _system([AnthropicBlock("text", system)] if isinstance(system, str) else system)
+    if system := translation.text_parts(system, "system", "text"):
+        yield {"role": "system", "content": system}
     for at, message in enumerate(fields.messages):
         field = f"messages[{at}].content"
         if message.role == "assistant":
@@ -177,6 +184,17 @@ def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str,
     if fields.messages[-1].role == "assistant":
         remedy = "end with a message of the user"
         raise FieldError("messages", "continuing the assistant's text is not supported", remedy)
+
+
+def _system(blocks: list[AnthropicBlock]) -> list[AnthropicBlock]:
+    """Return the system's blocks without Claude Code's line for Anthropic's bills at their start.
+    It differs between calls, so that the prefix cache would end there."""
+    line = _BILLING.match(blocks[0].text) if blocks else None
+    if line is None:
+        return blocks
+    translation.log_skipped("lines", "x-anthropic-billing-header")
+    rest = blocks[0].text[line.end() :]
+    return [structs.replace(blocks[0], text=rest), *blocks[1:]][not rest :]
 
 
 def _lists(fields: AnthropicFields) -> Iterator[object]:
@@ -201,7 +219,7 @@ def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
             if texts:
                 yield {"role": "user", "content": texts}
                 texts = []
-            content = translation.text_parts(block.content, f"{field}[{at}].content", "text")
+            content = translation.text_parts(block.content or "", f"{field}[{at}].content", "text")
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             yield result | ({"is_error": True} if block.is_error else {})
         else:
@@ -223,9 +241,11 @@ def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
         elif block.type == "tool_use":
             function = {"name": block.name, "arguments": block.input or {}}
             calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type in _SKIPPED_BLOCKS:
+            translation.log_skipped("blocks", block.type)
         else:
             place = f"{field}[{at}]"
             raise translation.unsupported(place, block.type, "text", "thinking", "tool_use")
-    reply = {"content": texts, "reasoning": "\n".join(thoughts), "tool_calls": calls}
+    reply = {"content": texts, "reasoning": "\n".join(filter(None, thoughts)), "tool_calls": calls}
     given = {name: value for name, value in reply.items() if value}
     return {"role": "assistant", **given}

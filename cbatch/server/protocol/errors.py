@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from cbatch.core.request.errors import FieldError
@@ -75,6 +76,10 @@ class UnknownResponseError(FieldError):
     """The request names a stored response that is not there."""
 
 
+class UnknownItemError(FieldError):
+    """The request refers to a stored item that is not there."""
+
+
 class EngineLostError(RuntimeError):
     """The engine cannot be kept running, and the server has ended. The message says why."""
 
@@ -92,9 +97,17 @@ _ANTHROPIC_TYPES: dict[str | int, str] = {
 }
 
 
+_LENGTHS = re.compile(r"This model's .* is (\d+) tokens.* resulted in (?:at least )?(\d+) tokens")
+
+
 def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in Anthropic's format, for a body in OpenAI's."""
+    """Return an error in Anthropic's format and words, for a body in OpenAI's."""
     error, types = body["error"], _ANTHROPIC_TYPES
     kind = types.get(error["type"]) or types.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+    message = _LENGTHS.sub(_anthropic_words, error["message"])
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_words(lengths: re.Match[str]) -> str:
+    return f"prompt is too long: {lengths[2]} tokens > {int(lengths[1]) - 1} maximum"

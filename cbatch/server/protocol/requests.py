@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.from_json import SAMPLING_FIELDS, STRUCTURED_FIELDS, sampling_from_json
 from cbatch.core.request.request import (
     MAX_TOP_LOGPROBS,
@@ -21,7 +22,7 @@ from cbatch.core.request.request import (
 )
 from cbatch.core.request.typed import converted
 from cbatch.engine.unsupported import without_neutral_fields
-from cbatch.server.protocol.body import decode_object, take_fields, unknown_members
+from cbatch.server.protocol.body import MAX_IGNORED, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import (
     ForcedCall,
@@ -300,7 +301,8 @@ def _parse(
     defaults = dict(model.sampling_defaults)
     defaults.pop("max_tokens", None)
     known = {name: value for name, value in record.items() if name in fields.__struct_fields__}
-    return fields, defaults | sampling, (*rest, *unknown_members(known, fields, ""))
+    ignored = islice(chain(rest, unknown_members(known, fields, "")), MAX_IGNORED)
+    return fields, defaults | sampling, tuple(ignored)
 
 
 def _check_size(params: SamplingParams, num_prompts: int) -> None:
@@ -330,8 +332,7 @@ def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...]
         raise FieldError("prompt", list_problem(value), remedy)
     if type(value[0]) is int:
         if len(value) > model.max_model_len:
-            limit = f"the context takes {model.max_model_len}"
-            raise FieldError("prompt", f"{len(value)} tokens do not fit", limit)
+            raise too_long("prompt", len(value), model.max_model_len)
         if all(type(i) is int for i in value):
             return (tuple(value),)
     elif all(isinstance(p, str | list) for p in value):

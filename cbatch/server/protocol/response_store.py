@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cbatch.server.protocol.errors import UnknownResponseError
+from cbatch.core.request.errors import short
+from cbatch.server.protocol.errors import UnknownItemError, UnknownResponseError
 
 _ENTRY_BYTES = 512  # of Python's objects for a stored response
 _ITEM_BYTES = 64  # and for each item of its conversation
+_NAMED_BYTES = 256  # and for each of its own that has an id
 # A longer conversation fits no context, and translating it would take long.
 MAX_CONVERSATION_BYTES = 16 * 2**20
 
@@ -18,6 +20,7 @@ MAX_CONVERSATION_BYTES = 16 * 2**20
 class StoredResponse(NamedTuple):
     body: bytes
     items: Sequence[bytes]  # of the conversation up to the end of the response, in JSON
+    named: Mapping[str, bytes]  # of the request and the response, by id
     num_bytes: int
     expires_s: float
 
@@ -44,6 +47,7 @@ class KeyResponses:
     ) -> None:
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._holders: dict[str, str] = {}  # ids of responses, by those of their items
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -52,6 +56,14 @@ class KeyResponses:
     def items(self, response_id: str) -> Sequence[bytes]:
         """Return the items of a response's conversation. Raises `UnknownResponseError`."""
         return self._find(response_id, "previous_response_id").items
+
+    def item(self, item_id: str, field: str) -> bytes:
+        """Return the newest item of this id, in JSON. Raises `UnknownItemError`."""
+        response = self._responses.get(self._holders.get(item_id, ""))
+        if response is None or response.expires_s <= self._clock():
+            problem = f"{short(item_id)} is not an item of a stored response"
+            raise UnknownItemError(field, problem, "send the item itself")
+        return response.named[item_id]
 
     def body(self, response_id: str) -> bytes:
         """Return a response as it was sent. Raises `UnknownResponseError`."""
@@ -62,15 +74,16 @@ class KeyResponses:
         self._find(response_id, "response_id")
         self._drop(response_id)
 
-    def keep(self, response_id: str, body: bytes, items: Sequence[bytes]) -> None:
+    def keep(
+        self, response_id: str, body: bytes, items: Sequence[bytes], named: Mapping[str, bytes]
+    ) -> None:
         """Store a response, if it fits, and drop others that are expired or have no room."""
         now_s = self._clock()
         conversation_bytes = sum(map(len, items))
         num_bytes = conversation_bytes + len(body) + _ENTRY_BYTES + _ITEM_BYTES * len(items)
+        num_bytes += sum(map(len, named)) + _NAMED_BYTES * len(named)
         if conversation_bytes > MAX_CONVERSATION_BYTES or num_bytes > self._max_bytes:
             return
-        if response_id in self._responses:
-            self._drop(response_id)
         while self._responses:
             oldest = next(iter(self._responses))
             fits = self.num_bytes + num_bytes <= self._max_bytes
@@ -78,7 +91,9 @@ class KeyResponses:
                 break
             self._drop(oldest)
         expires_s = now_s + self._max_age_s
-        self._responses[response_id] = StoredResponse(body, items, num_bytes, expires_s)
+        stored = StoredResponse(body, items, named, num_bytes, expires_s)
+        self._responses[response_id] = stored
+        self._holders |= dict.fromkeys(named, response_id)
         self.num_bytes += num_bytes
 
     def _find(self, response_id: str, field: str) -> StoredResponse:
@@ -90,4 +105,8 @@ class KeyResponses:
         raise UnknownResponseError(field, problem, "send the whole conversation as `input`")
 
     def _drop(self, response_id: str) -> None:
-        self.num_bytes -= self._responses.pop(response_id).num_bytes
+        response = self._responses.pop(response_id)
+        self.num_bytes -= response.num_bytes
+        for item_id in response.named:
+            if self._holders.get(item_id) == response_id:
+                del self._holders[item_id]

@@ -16,10 +16,15 @@ class TokenDetails(msgspec.Struct):
     reasoning_tokens: int  # includes the marks around thoughts
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int  # that were in the prefix cache, of a prompt's first choice
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens_details: TokenDetails | UnsetType = UNSET  # set with a reasoning parser
 
 

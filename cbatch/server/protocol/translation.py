@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.errors import FieldError, too_long
 from cbatch.engine.unsupported import Missing
 from cbatch.server.protocol.body import (
     MAX_CONTAINERS,
+    MAX_IGNORED,
     decode_object,
     take_fields,
     unknown_members,
@@ -28,7 +31,6 @@ FieldNames = Mapping[str, str]
 # A body has at most this many brackets per token of the context, and some for other members. More
 # fit no context, and their objects would take ten times the memory of the body.
 _BRACKETS_PER_TOKEN, _FREE_BRACKETS = 16, 2**14
-MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
 _LOGPROBS = Missing("log probabilities in this API", False, 0, remedy="use chat completions")
 OTHER_NAME = Missing("this name of chat completions", remedy="use this API's own field")
 # Fields of chats that other APIs lack or name otherwise, with values that do not use them.
@@ -59,7 +61,7 @@ class ReadBody(msgspec.Struct, Generic[AnyFields]):
     def ignored(self) -> Iterable[str]:
         """Return names of unknown members of `fields`, which takes time for each part."""
         known = {name: self.sent[name] for name in self.sent if name not in self.rest}
-        return islice(unknown_members(known, self.fields, ""), MAX_IGNORED)
+        return unknown_members(known, self.fields, "")
 
 
 def read_body(
@@ -89,7 +91,7 @@ def chat_request(
         request = parse_chat(msgspec.json.encode(present), model)
     except FieldError as error:
         raise renamed(error, names) from error
-    ignored = (*(rename(name, names) for name in request.ignored), *ignored)
+    ignored = (*(rename(name, names) for name in request.ignored), *islice(ignored, MAX_IGNORED))
     return structs.replace(request, ignored=ignored, origin=origin)
 
 
@@ -113,12 +115,17 @@ def renamed(error: AnyError, names: FieldNames) -> AnyError:
 def require_parts(field: str, lists: Iterable[object], model: ServedModel) -> None:
     """Check the number of parts of a conversation, of which each has at least one token, before any
     is translated. Values that are not `lists` are ignored. Raises `FieldError`."""
-    num_parts, most_parts = 0, model.max_model_len
+    num_parts = 0
     for parts in lists:
         num_parts += len(parts) if isinstance(parts, list) else 0
-        if num_parts > most_parts:
-            limit = f"the context takes {most_parts} tokens"
-            raise FieldError(field, f"has {num_parts} parts or more, which do not fit", limit)
+        if num_parts > model.max_model_len:
+            raise too_long(field, f"at least {num_parts}", model.max_model_len)
+
+
+@lru_cache(maxsize=64)
+def log_skipped(what: str, kind: str) -> None:
+    """Log once that this is left out of prompts. Both words are from the code, not a client."""
+    logging.getLogger("cbatch").warning("%s of the type %s are left out of prompts", what, kind)
 
 
 def unsupported(field: str, kind: str, *types: str) -> FieldError:
@@ -127,14 +134,17 @@ def unsupported(field: str, kind: str, *types: str) -> FieldError:
     return FieldError(f"{field}.type", f"{kind!r} is not supported", remedy)
 
 
-def text_parts(content: str | list[Any], field: str, *types: str) -> str | list[dict[str, str]]:
+def text_parts(content: Any, field: str, *types: str) -> str | list[dict[str, str]]:
     """Return a chat's content for parts of these `types`. Raises `FieldError` for others."""
     if isinstance(content, str):
         return content
+    if isinstance(content, dict):
+        raise FieldError(field, "is an object", "send a text, or a list of parts")
     for at, part in enumerate(content):
         if part.type not in types:
             raise unsupported(f"{field}[{at}]", part.type, *types)
-    return [{"type": "text", "text": part.text} for part in content]
+    texts = (part.refusal if part.type == "refusal" else part.text for part in content)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def function_tool(

@@ -82,7 +82,7 @@ class AnthropicBuilder(BlockBuilder):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _counts(self) -> dict[str, Any]:
-        cached = self._opened[0].cached_tokens
+        cached = self.usage().prompt_tokens_details.cached_tokens
         counts: dict[str, Any] = {
             "input_tokens": self._prompt_tokens - cached,  # the rest of the prompt
             "cache_creation_input_tokens": 0,

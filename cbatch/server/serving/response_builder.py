@@ -19,6 +19,7 @@ from cbatch.server.protocol.responses import (
     ChatChunkChoice,
     CompletionChoice,
     CompletionResponse,
+    PromptDetails,
     PromptLogprobs,
     Usage,
 )
@@ -54,6 +55,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     """Builds one response over all prompts and choices of a request."""
 
     id_prefix: ClassVar[str]  # with its separator
+    new_ids: ClassVar[bool] = False  # False: ids of HTTP requests, which clients may repeat
     chunk_object: ClassVar[str]
     ping: ClassVar[bytes] = b": ping\n\n"  # an event that clients ignore
     field_names: ClassVar[FieldNames] = {}  # names that errors use for fields of a chat
@@ -148,7 +150,8 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
 
     def usage(self) -> Usage:
         total = self._prompt_tokens + self._completion_tokens
-        return Usage(self._prompt_tokens, self._completion_tokens, total)
+        details = PromptDetails(sum(opened.cached_tokens for opened in self._opened))
+        return Usage(self._prompt_tokens, self._completion_tokens, total, details)
 
     @abstractmethod
     def full_response(self) -> msgspec.Struct | dict[str, Any]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from msgspec import to_builtins
+
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
-from cbatch.server.protocol.responses_request import (
-    ENCRYPTED,
-    RESPONSES_NAMES,
-    ResponsesCall,
-    encrypted,
-    qualified,
-)
+from cbatch.server.protocol.response_items import encrypted, qualified
+from cbatch.server.protocol.responses_request import ENCRYPTED, RESPONSES_NAMES, ResponsesCall
 from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import encode
@@ -35,6 +32,7 @@ _REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_respo
 
 class ResponsesBuilder(BlockBuilder):
     id_prefix, field_names = "resp_", RESPONSES_NAMES
+    new_ids = True  # since a stored response must not replace another
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         super().__init__(api_request, model, record)
@@ -43,8 +41,8 @@ class ResponsesBuilder(BlockBuilder):
         # Names and namespaces of functions, by their names in a chat.
         self._functions = {
             qualified(tool.name, str(each.name)): {"name": each.name, "namespace": tool.name}
-            for tool in self._call.fields.tools
-            for each in tool.tools
+            for tool in self._call.tools
+            for each in tool.tools or ()
         }
         self._num_events = 0
 
@@ -61,17 +59,18 @@ class ResponsesBuilder(BlockBuilder):
         else:
             response["completed_at"] = int(time.time())
         if self._call.responses is not None:
-            items = (*self._call.items, *map(encode, response["output"]))
-            self._call.responses.keep(self.api_request.id, encode(response), items)
+            new = {item["id"]: encode(item) for item in response["output"]}
+            items, named = (*self._call.items, *new.values()), self._call.named_items | new
+            self._call.responses.keep(self.api_request.id, encode(response), items, named)
         return response
 
     def first_events(self) -> bytes:
         return self._start_once()
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        of_request = body["error"]["type"] == "invalid_request_error"
-        code = "invalid_prompt" if of_request else "server_error"
-        error = {"code": code, "message": body["error"]["message"]}
+        error = body["error"]
+        kind = "invalid_prompt" if error["type"] == "invalid_request_error" else "server_error"
+        error = {"code": error["code"] or kind, "message": error["message"]}
         return self._event("failed", response=self._response("failed") | {"error": error})
 
     def _start(self) -> bytes:
@@ -159,7 +158,7 @@ class ResponsesBuilder(BlockBuilder):
         }
 
     def _counts(self) -> dict[str, Any]:
-        details = {"cached_tokens": self._opened[0].cached_tokens, "cache_write_tokens": 0}
+        details = to_builtins(self.usage().prompt_tokens_details) | {"cache_write_tokens": 0}
         return {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": details,
