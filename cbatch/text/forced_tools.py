@@ -127,15 +127,15 @@ def call_id() -> str:
 
 
 class JsonEnd:
-    """Find the closing bracket that ends a JSON value in incremental text. `depth` brackets are
-    open at the start. `broken` is set once the text cannot be JSON."""
+    """Find the closing bracket or quote that ends a JSON value in incremental text. `depth`
+    brackets are open at the start. `broken` is set once the text cannot be JSON."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.quoted = self.broken = self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """Return the index after the final bracket if it is in `text`."""
+        """Return the index after the value if its end is in `text`."""
         at = 0
         while at < len(text) and not self.broken:
             if self._escaped:
@@ -147,6 +147,8 @@ class JsonEnd:
             character, at = match[0], match.end()
             if character == '"':
                 self.quoted = not self.quoted
+                if not (self.quoted or self.depth):
+                    return at
             elif self.quoted:
                 self._escaped = character == "\\"
                 self.broken = not self._escaped

@@ -46,7 +46,7 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
     "mistral": ToolCallFormat(
         ("[TOOL_CALLS]",),
         THOUGHTS["mistral"],
-        r"\s*\[?\s*|\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*",
+        r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*|\s*\[?\s*",
         r"\s*\[?\s*|\s*[\w.-]+[][\w]*\s*",
         next_head=r"\s*,\s*",
         end="]",

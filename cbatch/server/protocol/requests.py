@@ -228,7 +228,8 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     calls = call_format(model.tool_parser, tools, choice)
     separate = fields.separate_reasoning and model.thoughts is not None
     thoughts = model.thoughts or (calls and calls.thoughts)
-    reply = ReplyFormat(calls, thoughts, forced, separate, parallel)
+    names = frozenset(tool.function.name for tool in tools)
+    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names)
     if calls is not None:  # unforced calls follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         ignored = (*ignored, *(f"tools[{at}].function.strict" for at in strict))
