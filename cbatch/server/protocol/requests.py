@@ -42,6 +42,7 @@ ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_i
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="RequestFields")
+AnyIds = TypeVar("AnyIds", list[int], tuple[int, ...])
 
 
 class PendingPrompt(NamedTuple):
@@ -146,7 +147,7 @@ class ChatFields(RequestFields, frozen=True, kw_only=True):
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A text or a conversation to tokenize."""
+    """A text to tokenize, or a conversation with the fields of a chat that change its prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -154,6 +155,10 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None  # None: true for a text, else false
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None
+    truncate_prompt_tokens: Count | None = None
     return_token_strs: bool = False
 
 
@@ -339,7 +344,7 @@ def _read_prompt(
     """Return the prompt for the engine. A text stays a text if no option changes its token ids."""
     num_last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
-        return _truncated(prompt, num_last)
+        return truncated(prompt, num_last)
     model.require_length("prompt", prompt)
     if num_last is None and special:
         return prompt
@@ -352,24 +357,26 @@ def text_ids(
 ) -> tuple[int, ...]:
     """Return the ids of the prompt's last `num_last` tokens; None: all."""
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return _truncated(tuple(ids), num_last)
+    return truncated(tuple(ids), num_last)
 
 
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a chat's messages. Raises `FieldError`."""
     fields = take_fields(decode_object(body), ChatFields)
-    tools = list(fields.tools) if fields.tool_choice != "none" else []
+    text = chat_text(fields, model)
+    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+    return truncated(ids, fields.truncate_prompt_tokens)
+
+
+def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
+    """Return the prompt of a chat's messages as text. Raises `FieldError`."""
+    tools = fields.tools if fields.tool_choice != "none" else []
     level = fields.reasoning_effort
     effort = {} if level is None else {"reasoning_effort": level}
-    ids = model.prompt_ids(
-        fields.messages,
-        tools=tools,
-        add_generation_prompt=fields.add_generation_prompt,
-        variables=effort | (fields.chat_template_kwargs or {}),
-        add_special_tokens=fields.add_special_tokens,
-    )
-    return _truncated(ids, fields.truncate_prompt_tokens)
+    variables = effort | (fields.chat_template_kwargs or {})
+    return model.prompt_text(fields.messages, tools, fields.add_generation_prompt, variables)
 
 
-def _truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:
+def truncated(ids: AnyIds, num_last: int | None) -> AnyIds:
+    """Return the last `num_last` ids; None: all."""
     return ids if num_last is None else ids[-num_last:]
