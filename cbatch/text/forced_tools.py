@@ -71,7 +71,7 @@ def forced_call(
         return None
     if not tools:
         raise FieldError("tool_choice", "forces a call without `tools`", "give them")
-    parameters = _parameters(tools)
+    parameters = parameters_of(tools)
     if isinstance(choice, NamedChoice):
         name = choice.function.name
         if name not in parameters:
@@ -80,7 +80,7 @@ def forced_call(
     return ForcedCall(None, StructuredOutputs(grammar=_calls_grammar(parameters, parallel)))
 
 
-def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
+def parameters_of(tools: list[Tool]) -> dict[str, dict[str, Any]]:
     """Return the schemas of the functions' arguments, by name. Raises `FieldError`."""
     schemas = {}
     for at, tool in enumerate(tools):

@@ -57,7 +57,9 @@ class ToolCallFormat(NamedTuple):
     """The format of a tool call: a tag, a head and a JSON object. The object is the call (`name`,
     and `arguments` or `parameters`), or only its arguments if the head has a group `name`. A call
     may lack arguments, have null, or have the object as a text. If there are no tags, only a reply
-    that begins with a call has calls."""
+    that begins with a call has calls.
+
+    For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`."""
 
     tags: tuple[str, ...]
     thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
@@ -66,6 +68,9 @@ class ToolCallFormat(NamedTuple):
     next_head: str | None = None  # head of a further call that has no tag of its own
     end: str = ""  # a tag that may follow a call
     head_tokens: tuple[str, ...] = ()  # control tokens that occur in heads
+    shapes: tuple[str, ...] = ()
+    separator: str | None = None  # between calls; None: a reply has one call
+    arguments: str = "arguments"  # the member's name, as the model writes it
 
 
 class ReplyFormat(NamedTuple):
@@ -255,7 +260,9 @@ class ReplyReader:
         if call is None:
             return self._reject_call()
         name, arguments = call
-        if not arguments and self._names is not None and name not in self._names:
+        # Without arguments or a tag, an object with an unknown name may be an answer.
+        may_be_answer = not (arguments and self._calls is not None and self._calls.tags)
+        if may_be_answer and self._names is not None and name not in self._names:
             return self._reject_call()
         if self._num_calls != self._max_calls:  # further calls are dropped
             self._parts.append(ToolCallPart(self._num_calls, arguments or "{}", call_id(), name))

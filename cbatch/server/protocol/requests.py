@@ -31,6 +31,7 @@ from cbatch.text.forced_tools import (
 from cbatch.text.messages import list_problem
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
+from cbatch.text.thought_grammar import FreeCalls
 from cbatch.text.tool_parsers import call_format, mark_ids
 
 MAX_CHOICES = 128  # sequences that one request may start
@@ -235,14 +236,18 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     thoughts = model.thoughts or (calls and calls.thoughts)
     names = frozenset(tool.function.name for tool in tools)
     reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names)
-    if calls is not None:  # unforced calls follow no grammar
+    params, grammar_field = _structured(sampling, fields, forced)
+    constrain, output = model.constrain, params.structured_outputs
+    if calls is not None and output is not None and output.around is None:
+        constrain = partial(model.constrain, calls=FreeCalls(calls, tools, parallel))
+        params = constrain(params, ())  # checks the tools; the prompt's end is not known yet
+    elif calls is not None:  # unforced calls follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         ignored = (*ignored, *(f"tools[{at}].function.strict" for at in strict))
-    params, grammar_field = _structured(sampling, fields, forced)
     _check_size(params, 1)
     ids = partial(chat_ids, body)
     return ApiRequest(
-        prompts=(PendingPrompt(len(body), model, ids, "messages", model.constrain),),
+        prompts=(PendingPrompt(len(body), model, ids, "messages", constrain),),
         params=params,
         fields=fields,
         ignored=ignored,
@@ -256,13 +261,14 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
 def _structured(
     sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
-    """Return the parameters with the request's constraint on the output, and its field."""
+    """Return the parameters with the request's constraint on the output, and its field. A format
+    of the answer does not constrain a forced call."""
     params = sampling_from_json(sampling)
     constraints: dict[str, StructuredOutputs] = {}
     if forced is not None:
         constraints["tools"] = forced.output
     output = fields.response_format.output()
-    if output is not None:
+    if output is not None and forced is None:
         constraints["response_format"] = output
     if params.structured_outputs is not None:
         names = (name for name in STRUCTURED_FIELDS if sampling.get(name) is not None)
