@@ -23,6 +23,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cbatch.core.request.errors import InputError
+from cbatch.text.instructions import (
+    ARRANGEMENTS,
+    Message,
+    is_instruction,
+    keeps_instructions,
+    with_marks,
+)
 
 TEMPLATE_FILE = "chat_template.jinja"  # the default template
 TEMPLATE_FOLDER = "additional_chat_templates"  # the others, by name
@@ -34,8 +41,9 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOK
 
 _MAX_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
-Message = Mapping[str, Any]
-
+# A system message of this length is not in a rendered text by chance.
+_LONG_CHARS = 32
+Form = tuple[bool, bool, bool]  # arguments of `_adapted`
 # Replacements for roles that a template does not support.
 _OTHER_ROLE = {"developer": "system", "function": "tool"}
 _NULL_CONTENT = re.compile(r"""content['"]?\]?\)?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)[nN]one""")
@@ -116,15 +124,43 @@ class ChatTemplate:
         return chosen._render(messages, values)
 
     def _render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+        """Render the conversation with its system and developer messages where the template keeps
+        their text."""
+        if not (isinstance(messages, Sequence) and any(map(is_instruction, messages))):
+            return self._in_some_form(messages, values)[0]
+        given, tried = list(messages), list[Any]()
+        errors: list[ChatTemplateError] = []
+        for arrange in ARRANGEMENTS:
+            arranged = arrange(given)
+            if arranged in tried:
+                continue
+            tried.append(arranged)
+            try:
+                text, form = self._in_some_form(arranged, values)
+            except ChatTemplateError as error:
+                errors.append(error)
+                continue
+            if _plainly_keeps(given, text):
+                return text
+            marked = with_marks(given)
+            with suppress(Exception):
+                adapted = [self._adapted(m, *form) for m in arrange(marked)]
+                if keeps_instructions(marked, self._template.render(values, messages=adapted)):
+                    return text
+            errors.append(ChatTemplateError("it drops system messages", refused=True))
+        raise errors[0]
+
+    def _in_some_form(
+        self, messages: Sequence[Message], values: Mapping[str, Any]
+    ) -> tuple[str, Form]:
         """Render the conversation, with its tool calls in the first form that the template accepts.
         DeepSeek's templates accept only text arguments, Mistral's only ids of nine letters and
         digits. Some templates recognise a tool call by null content."""
         no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
-        forms = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
-        for short_ids, as_text, null_content in forms:
+        for form in itertools.product((False, True), (False, True), no_content):
             try:
-                adapted = [self._adapted(m, short_ids, as_text, null_content) for m in messages]
+                adapted = [self._adapted(m, *form) for m in messages]
                 text = self._template.render(values, messages=adapted)
             except MemoryError:
                 raise
@@ -140,7 +176,7 @@ class ChatTemplate:
                 if drops and not self._renders_as([], values, text):  # the text has messages
                     problem = f"it drops messages of the role {role!r}"
                     raise ChatTemplateError(problem, refused=True)
-            return text
+            return text, form
         refusals = [
             error for error in errors if type(error) is TemplateError
         ]  # by `raise_exception`
@@ -182,6 +218,13 @@ class ChatTemplate:
                 arguments = str(call["function"]["arguments"])
                 call["function"] = {**call["function"], "arguments": arguments}
         return adapted
+
+
+def _plainly_keeps(messages: Sequence[Message], text: str) -> bool:
+    """Return True if the only system message is the first, is long, and is in the text."""
+    first = str(messages[0].get("content")).strip()
+    single = is_instruction(messages[0]) and sum(map(is_instruction, messages)) == 1
+    return single and len(first) >= _LONG_CHARS and first in text
 
 
 def _short_id(call_id: Any) -> str:
