@@ -24,11 +24,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cbatch.core.request.errors import InputError
 from cbatch.text.instructions import (
-    ARRANGEMENTS,
     Message,
+    arrangements,
     is_instruction,
     keeps_instructions,
-    with_marks,
+    plainly_keeps,
 )
 
 TEMPLATE_FILE = "chat_template.jinja"  # the default template
@@ -41,8 +41,6 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOK
 
 _MAX_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
-# A system message of this length is not in a rendered text by chance.
-_LONG_CHARS = 32
 Form = tuple[bool, bool, bool]  # arguments of `_adapted`
 # Replacements for roles that a template does not support.
 _OTHER_ROLE = {"developer": "system", "function": "tool"}
@@ -128,27 +126,16 @@ class ChatTemplate:
         their text."""
         if not (isinstance(messages, Sequence) and any(map(is_instruction, messages))):
             return self._in_some_form(messages, values)[0]
-        given, tried = list(messages), list[Any]()
         errors: list[ChatTemplateError] = []
-        for arrange in ARRANGEMENTS:
-            arranged = arrange(given)
-            if arranged in tried:
-                continue
-            tried.append(arranged)
+        for arranged, tests in arrangements(list(messages)):
             try:
                 text, form = self._in_some_form(arranged, values)
             except ChatTemplateError as error:
                 errors.append(error)
                 continue
-            if _plainly_keeps(given, text):
+            if plainly_keeps(messages, text) or all(self._keeps(t, form, values) for t in tests):
                 return text
-            marked = with_marks(given)
-            with suppress(Exception):
-                adapted = [self._adapted(m, *form) for m in arrange(marked)]
-                if keeps_instructions(marked, self._template.render(values, messages=adapted)):
-                    return text
-            errors.append(ChatTemplateError("it drops system messages", refused=True))
-        raise errors[0]
+        raise (errors or [ChatTemplateError("it drops system messages", refused=True)])[0]
 
     def _in_some_form(
         self, messages: Sequence[Message], values: Mapping[str, Any]
@@ -184,6 +171,12 @@ class ChatTemplate:
         problem = str(first) or type(first).__name__
         raise ChatTemplateError(problem, refused=bool(refusals)) from first
 
+    def _keeps(self, marked: Sequence[Message], form: Form, values: Mapping[str, Any]) -> bool:
+        with suppress(Exception):
+            adapted = [self._adapted(message, *form) for message in marked]
+            return keeps_instructions(marked, self._template.render(values, messages=adapted))
+        return False
+
     def _renders_as(
         self, messages: Sequence[Message], values: Mapping[str, Any], text: str
     ) -> bool:
@@ -218,13 +211,6 @@ class ChatTemplate:
                 arguments = str(call["function"]["arguments"])
                 call["function"] = {**call["function"], "arguments": arguments}
         return adapted
-
-
-def _plainly_keeps(messages: Sequence[Message], text: str) -> bool:
-    """Return True if the only system message is the first, is long, and is in the text."""
-    first = str(messages[0].get("content")).strip()
-    single = is_instruction(messages[0]) and sum(map(is_instruction, messages)) == 1
-    return single and len(first) >= _LONG_CHARS and first in text
 
 
 def _short_id(call_id: Any) -> str:

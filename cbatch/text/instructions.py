@@ -3,32 +3,55 @@ drop others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 Message = Mapping[str, Any]
 Messages = list[Message]
+# A place must allow the next turn as well, so that a prompt begins with the one of the turn before.
+_NEXT_TURN: Messages = [{"role": role, "content": "x"} for role in ("assistant", "user")]
+_MARK = re.compile(r"(?:instruction|othertext)\d+end")
+_LONG_CHARS = 32  # a message of this length is not in a rendered text by chance
 
 
 def is_instruction(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") in ("system", "developer")
 
 
-def with_marks(messages: Sequence[Message]) -> Messages:
-    """Return the messages with marks as their texts, to see which ones a template keeps."""
-    return [
-        {**message, "content": f"cbatchtext{at}end"} if message.get("content") else message
-        for at, message in enumerate(messages)
+def arrangements(messages: Messages) -> Iterator[tuple[Messages, list[Messages]]]:
+    """Yield the messages with their instructions in places to try, and test conversations for
+    `keeps_instructions`: with marks instead of texts, and first also with a further turn."""
+    following = _NEXT_TURN[messages[-1]["role"] == "assistant" :]
+    marked: Messages = [
+        {**each, "content": f"{'instruction' if is_instruction(each) else 'othertext'}{at}end"}
+        if each.get("content")
+        else each
+        for at, each in enumerate([*messages, *following])
     ]
+    for tests in ([marked[: len(messages)], marked], [marked[: len(messages)]]):
+        tried: list[Messages] = []
+        for arrange in (list, _merged, _folded, _in_user_turns, _all_first, _in_first_user_turn):
+            arranged = arrange(messages)
+            if arranged not in tried:
+                tried.append(arranged)
+                yield arranged, list(map(arrange, tests))
 
 
-def keeps_instructions(marked: Messages, text: str) -> bool:
-    """Return True if `text`, rendered from messages with marks, has those of all instructions. A
-    template that shows no message at all keeps what it is given."""
-    texts = [(message, message["content"]) for message in marked if message.get("content")]
-    lost = any(is_instruction(message) and mark not in text for message, mark in texts)
-    return not lost or not any(mark in text for _, mark in texts)
+def plainly_keeps(messages: Sequence[Message], text: str) -> bool:
+    """Return True if the only instruction is the first message, is long, and is in the text."""
+    first = str(messages[0].get("content")).strip()
+    single = is_instruction(messages[0]) and sum(map(is_instruction, messages)) == 1
+    return single and len(first) >= _LONG_CHARS and first in text
+
+
+def keeps_instructions(marked: Sequence[Message], text: str) -> bool:
+    """Return True if `text`, rendered from a test conversation, has all its instructions, or shows
+    no message at all."""
+    sent = set(_MARK.findall(str([message.get("content") for message in marked])))
+    shown = sent.intersection(_MARK.findall(text))
+    return not shown or all(mark in shown for mark in sent if mark.startswith("instruction"))
 
 
 def _merged(messages: Messages) -> Messages:
@@ -40,44 +63,37 @@ def _merged(messages: Messages) -> Messages:
 def _folded(messages: Messages) -> Messages:
     """Put later instructions in the user's turn where they stand, so that what is before them stays
     in the prefix cache."""
-    num_leading = len(list(takewhile(is_instruction, messages)))
-    return [*_joined(messages[:num_leading]), *_in_user_turns(messages[num_leading:])]
+    leading = list(takewhile(is_instruction, messages))
+    return [*_joined(leading), *_in_user_turns(messages[len(leading) :])]
 
 
 def _in_user_turns(messages: Messages) -> Messages:
     """Make instructions text of the user, in one turn with the user's messages next to them."""
-    turns: Messages = []
+    turns: list[Messages] = []
     follows_instruction = False
     for message in messages:
         instruction = is_instruction(message)
         if instruction:
             message = {"role": "user", "content": message.get("content")}
-        joins = turns and message["role"] == turns[-1]["role"] == "user"
+        joins = turns and message["role"] == turns[-1][0]["role"] == "user"
         if joins and (instruction or follows_instruction):
-            turns[-1:] = _joined([turns[-1], message])
+            turns[-1].append(message)
         else:
-            turns.append(message)
+            turns.append([message])
         follows_instruction = instruction
-    return turns
+    return [message for turn in turns for message in (_joined(turn) if turn[1:] else turn)]
 
 
 def _all_first(messages: Messages) -> Messages:
     """Merge all instructions at the start."""
-    instructions = [message for message in messages if is_instruction(message)]
     others = [message for message in messages if not is_instruction(message)]
-    return [*_joined(instructions), *others]
+    return [*_joined(list(filter(is_instruction, messages))), *others]
+
+
+def _in_first_user_turn(messages: Messages) -> Messages:
+    return _in_user_turns(_all_first(messages))
 
 
 def _joined(messages: Messages) -> Messages:
     texts = [str(message["content"]) for message in messages if message.get("content")]
     return [{**messages[0], "content": "\n\n".join(texts)}] if messages else []
-
-
-# In the order in which they are tried. The fourth is for templates without any instructions.
-ARRANGEMENTS: tuple[Callable[[Messages], Messages], ...] = (
-    list,
-    _merged,
-    _folded,
-    _in_user_turns,
-    _all_first,
-)

@@ -124,6 +124,70 @@ def test_without_ids_the_order_is_kept() -> None:
     assert prompt("chat", body).endswith("[tool]of c[tool]of a[tool]of b[user]first")
 
 
+# ---- system messages at other places ------------------------------------------------------------
+
+# By API: what Codex, Claude Code and others send.
+A, B, REPLY = "RULE-A", "RULE-B", {"role": "assistant", "content": "ok"}
+LATER: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat, two": (
+        "chat",
+        {"messages": [{"role": "system", "content": A}, {"role": "developer", "content": B}]},
+    ),
+    "chat, later": (
+        "chat",
+        {
+            "messages": [
+                *({"role": "system", "content": A}, {"role": "user", "content": "q"}, REPLY),
+                {"role": "developer", "content": B},
+            ]
+        },
+    ),
+    "responses": (
+        "responses",
+        {
+            "instructions": A,
+            "input": [
+                {"role": "developer", "content": [{"type": "input_text", "text": B}]},
+                {"type": "message", "role": "user", "content": "q"},
+            ],
+        },
+    ),
+    "responses, later": (
+        "responses",
+        {
+            "instructions": A,
+            "input": [{"role": "user", "content": "q"}, REPLY, {"role": "system", "content": B}],
+        },
+    ),
+    "messages": (
+        "messages",
+        {
+            "max_tokens": 9,
+            "system": A,
+            "messages": [
+                *({"role": "user", "content": "q"}, REPLY),
+                {"role": "system", "content": B},
+                {"role": "user", "content": "go"},
+            ],
+        },
+    ),
+}
+DROPS = """{% set first = messages[0].role in ('system', 'developer') %}{% if first %}\
+{{ messages[0].content }}|{% endif %}{% for m in messages[1 if first else 0:] %}\
+{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"""
+REFUSES = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}\
+{{ raise_exception('must be first') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [DROPS, REFUSES], ids=["drops", "refuses"])
+@pytest.mark.parametrize(("api", "body"), LATER.values(), ids=LATER)
+def test_system_messages_of_agents_are_kept(api: str, body: dict[str, Any], template: str) -> None:
+    text = TOKENIZER.decode(ids_of(parsed(api, body, template)))
+    assert text.count(A) == text.count(B) == 1 and text.index(A) < text.index(B)
+    if "[assistant]" in text:
+        assert text.index("[assistant]") < text.index(f"[user]{B}"), "it stays in its place"
+
+
 # ---- the length of a prompt ----------------------------------------------------------------------
 
 LISTED = (
