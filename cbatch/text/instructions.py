@@ -4,7 +4,7 @@ drop others."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -32,7 +32,7 @@ def arrangements(messages: Messages) -> Iterator[tuple[Messages, list[Messages]]
     ]
     for tests in ([marked[: len(messages)], marked], [marked[: len(messages)]]):
         tried: list[Messages] = []
-        for arrange in (list, _merged, _folded, _in_user_turns, _all_first, _in_first_user_turn):
+        for arrange in _ARRANGEMENTS:
             arranged = arrange(messages)
             if arranged not in tried:
                 tried.append(arranged)
@@ -61,10 +61,11 @@ def _merged(messages: Messages) -> Messages:
 
 
 def _folded(messages: Messages) -> Messages:
-    """Put later instructions in the user's turn where they stand, so that what is before them stays
+    """Put later instructions in the user's turns at their places, so that what is before them stays
     in the prefix cache."""
-    leading = list(takewhile(is_instruction, messages))
-    return [*_joined(leading), *_in_user_turns(messages[len(leading) :])]
+    merged = _merged(messages)
+    first = merged[: is_instruction(merged[0])]
+    return [*first, *_in_user_turns(merged[len(first) :])]
 
 
 def _in_user_turns(messages: Messages) -> Messages:
@@ -84,16 +85,20 @@ def _in_user_turns(messages: Messages) -> Messages:
     return [message for turn in turns for message in (_joined(turn) if turn[1:] else turn)]
 
 
-def _all_first(messages: Messages) -> Messages:
-    """Merge all instructions at the start."""
-    others = [message for message in messages if not is_instruction(message)]
-    return [*_joined(list(filter(is_instruction, messages))), *others]
-
-
-def _in_first_user_turn(messages: Messages) -> Messages:
-    return _in_user_turns(_all_first(messages))
-
-
 def _joined(messages: Messages) -> Messages:
     texts = [str(message["content"]) for message in messages if message.get("content")]
     return [{**messages[0], "content": "\n\n".join(texts)}] if messages else []
+
+
+def _instructions_first(messages: Messages) -> Messages:
+    return sorted(messages, key=lambda message: not is_instruction(message))
+
+
+_ARRANGEMENTS: tuple[Callable[[Messages], Messages], ...] = (
+    list,
+    _merged,
+    _folded,
+    _in_user_turns,
+    lambda messages: _merged(_instructions_first(messages)),
+    lambda messages: _in_user_turns(_instructions_first(messages)),
+)

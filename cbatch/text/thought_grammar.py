@@ -80,8 +80,8 @@ def _free_call_rules(calls: FreeCalls, added: dict[str, int]) -> list[str]:
     for n, shape in enumerate(form.shapes):
         if "{name}" in shape:
             heads = (_mark(shape.replace("{name}", name), added) for name in schemas)
-            each = " | ".join(f"{head} arguments{at}" for at, head in enumerate(heads))
-            rules.append(f"named{n}: {each}")
+            named = " | ".join(f"{head} arguments{at}" for at, head in enumerate(heads))
+            rules.append(f"named{n}: {named}")
             shapes.append(_several(f"named{n}", None if separator is None else "blank"))
         else:
             before, _, after = (_marks(part, added) for part in shape.partition("{call}"))

@@ -255,8 +255,8 @@ def test_in_every_api(parse: Any, body: dict[str, Any]) -> None:
         assert takes(QWEN, params, before + ANSWER) and not takes(QWEN, params, before + OTHER)
 
 
-@pytest.mark.parametrize("wanted", ["<tool_call>", "{"])
-def test_an_engine_calls_or_answers(tmp_path: Path, wanted: str) -> None:
+@pytest.mark.parametrize("begin", ["<tool_call>", "{"])
+def test_an_engine_calls_or_answers(tmp_path: Path, begin: str) -> None:
     """The model is random. A bias of the first token makes it call or answer."""
     llm = LLM(
         write_model(tmp_path / "target", tokenizer=QWEN.raw),
@@ -264,7 +264,7 @@ def test_an_engine_calls_or_answers(tmp_path: Path, wanted: str) -> None:
         lookahead="fixed:3",
         drafter=("ngram",),
     )
-    (first,) = QWEN.encode(wanted)
+    (first,) = QWEN.encode(begin)
     choice = {"enum": ["x", "y"]}
     parameters = {"properties": {"p": choice}, "required": ["p"], "additionalProperties": False}
     strict = {"name": "f", "parameters": parameters, "strict": True}
@@ -284,10 +284,10 @@ def test_an_engine_calls_or_answers(tmp_path: Path, wanted: str) -> None:
     ended = 0
     for reply in answer["choices"]:
         message = reply["message"]
-        if wanted == "{" and reply["finish_reason"] == "stop":
+        if begin == "{" and reply["finish_reason"] == "stop":
             assert json.loads(message["content"]).keys() == {"a"}
             ended += 1
-        if wanted != "{" and reply["finish_reason"] == "tool_calls":
+        if begin != "{" and reply["finish_reason"] == "tool_calls":
             (call,) = message["tool_calls"]
             assert call["function"]["name"] == "f" and message["content"] is None
             assert json.loads(call["function"]["arguments"])["p"] in ("x", "y")

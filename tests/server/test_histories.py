@@ -71,8 +71,11 @@ def messages(results: list[str], text: str, *, apart: bool = False) -> dict[str,
     ]
     turns = [[block] for block in turn] if apart else [turn]
     users = [{"role": "user", "content": content} for content in turns]
-    asked = {"role": "user", "content": "q"}
-    return {"max_tokens": 9, "messages": [asked, {"role": "assistant", "content": calls}, *users]}
+    question = {"role": "user", "content": "q"}
+    return {
+        "max_tokens": 9,
+        "messages": [question, {"role": "assistant", "content": calls}, *users],
+    }
 
 
 def responses(results: list[str], text: str) -> dict[str, Any]:
@@ -96,16 +99,16 @@ MAKERS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("api", "make"), MAKERS.values(), ids=MAKERS)
-def test_results_stand_in_the_order_of_their_calls(api: str, make: Any) -> None:
+def test_results_are_in_the_order_of_their_calls(api: str, make: Any) -> None:
     """Also with a text of the user among them, which comes after them."""
-    wanted = {prompt(api, make([*"abc"], "go")), prompt(api, make([*"abc", "go"], "go"))}
-    assert len(wanted) == 2
+    expected = {prompt(api, make([*"abc"], "go")), prompt(api, make([*"abc", "go"], "go"))}
+    assert len(expected) == 2
     for order in permutations("abc"):
         got = prompt(api, make([*order], "go"))
-        assert got in wanted and got.endswith("[tool]of a[tool]of b[tool]of c")
+        assert got in expected and got.endswith("[tool]of a[tool]of b[tool]of c")
         for at in range(4):
             got = prompt(api, make([*order[:at], "go", *order[at:]], "go"))
-            assert got in wanted and got.endswith("[tool]of a[tool]of b[tool]of c[user]go")
+            assert got in expected and got.endswith("[tool]of a[tool]of b[tool]of c[user]go")
 
 
 @pytest.mark.parametrize(("api", "make"), MAKERS.values(), ids=MAKERS)

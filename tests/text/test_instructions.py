@@ -152,7 +152,7 @@ def test_each_prompt_begins_with_the_one_before(family: str) -> None:
         assert after.startswith(before), (before, after)
 
 
-def test_messages_stand_where_the_template_takes_them() -> None:
+def test_messages_are_where_the_template_takes_them() -> None:
     def render(family: str, *turns: str) -> str:
         return ChatTemplate(FAMILIES[family], TOKENS, "here").render(made(*turns))
 
