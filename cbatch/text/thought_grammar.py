@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -66,22 +67,27 @@ def _free_call_rules(calls: FreeCalls, added: dict[str, int]) -> list[str]:
     """Return the rules of calls. Their JSON is made of the lexemes of `%json`, as the lexer takes
     the longest one: the answer may be JSON as well."""
     form, schemas = calls.form, parameters_of(calls.tools)
-    for tool in calls.tools:
-        if not tool.function.strict:
-            schemas[tool.function.name] = {"type": "object"}
-    rules = [r"blank: /[ \n]?/", "call: " + " | ".join(f"call{at}" for at in range(len(schemas)))]
-    for at, (name, schema) in enumerate(schemas.items()):
-        words = ("{", '"name"', ":", json.dumps(name), ",", f'"{form.arguments}"', ":")
-        head = " blank ".join(map(json.dumps, words))
-        rules.append(f'call{at}: {head} blank arguments{at} blank "}}"')
-        rules.append(f"arguments{at}: %json {json.dumps(schema, ensure_ascii=False)}")
+    names_by_schema: dict[str, list[str]] = {}
+    for function in (tool.function for tool in calls.tools):
+        schema = schemas[function.name] if function.strict else {"type": "object"}
+        text = json.dumps(schema, ensure_ascii=False)
+        names_by_schema.setdefault(text, []).append(function.name)
+
+    def any_call(before: str, after: str, quote: Callable[[str], str]) -> str:
+        choices = (" | ".join(json.dumps(quote(n)) for n in ns) for ns in names_by_schema.values())
+        return " | ".join(f"{before} ({c}) {after} arguments{at}" for at, c in enumerate(choices))
+
+    rules = [f"arguments{at}: %json {schema}" for at, schema in enumerate(names_by_schema)]
+    words = (json.dumps(word) for word in ("{", '"name"', ":", ",", f'"{form.arguments}"', ":"))
+    start, name, colon, *rest = (f"{word} blank" for word in words)
+    members = any_call(f"{start} {name} {colon}", f"blank {' '.join(rest)}", json.dumps)
+    rules += [r"blank: /[ \n]?/", f"members: {members}", 'call: members blank "}"']
     separator = form.separator if calls.parallel else None
     shapes = []
     for n, shape in enumerate(form.shapes):
         if "{name}" in shape:
-            heads = (_mark(shape.replace("{name}", name), added) for name in schemas)
-            named = " | ".join(f"{head} arguments{at}" for at, head in enumerate(heads))
-            rules.append(f"named{n}: {named}")
+            before, _, after = (_mark(part, added) for part in shape.partition("{name}"))
+            rules.append(f"named{n}: {any_call(before, after, str)}")
             shapes.append(_several(f"named{n}", None if separator is None else "blank"))
         else:
             before, _, after = (_marks(part, added) for part in shape.partition("{call}"))
