@@ -58,26 +58,15 @@ class ChatFormat:
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
-        """Return the token ids of `prompt_text`. Raises `FieldError`, also if the conversation is
-        too long."""
-        text = self.prompt_text(messages, tools, add_generation_prompt, variables)
-        return self.encode("messages", text, add_special_tokens=add_special_tokens)
-
-    def prompt_text(
-        self,
-        messages: Any,
-        tools: Sequence[Tool] = (),
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the text of a conversation in the API's form, for `encode`. `variables` are other
-        variables of the template. Raises `FieldError`."""
-        return self.render(
+        """Return the token ids of a conversation in the API's form. `variables` are other variables
+        of the template. Raises `FieldError`, also if the conversation is too long."""
+        text = self.render(
             conversation(messages),
             tools=msgspec.to_builtins(tools) or None,
             add_generation_prompt=add_generation_prompt,
             variables=template_variables(variables),
         )
+        return self.encode("messages", text, add_special_tokens=add_special_tokens)
 
     def prompt_end(self, ids: Sequence[int]) -> str:
         """Return the end of a prompt's text, with its special tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -90,15 +91,12 @@ def _joined(messages: Messages) -> Messages:
     return [{**messages[0], "content": "\n\n".join(texts)}] if messages else []
 
 
-def _instructions_first(messages: Messages) -> Messages:
-    return sorted(messages, key=lambda message: not is_instruction(message))
-
-
+_first = partial(sorted, key=lambda message: not is_instruction(message))
 _ARRANGEMENTS: tuple[Callable[[Messages], Messages], ...] = (
     list,
     _merged,
     _folded,
     _in_user_turns,
-    lambda messages: _merged(_instructions_first(messages)),
-    lambda messages: _in_user_turns(_instructions_first(messages)),
+    lambda messages: _merged(_first(messages)),
+    lambda messages: _in_user_turns(_first(messages)),
 )

@@ -156,7 +156,7 @@ def scene() -> Iterator[tuple[Any, Client, openai.OpenAI]]:
         yield service, client, sdk
 
 
-@pytest.mark.parametrize("text, content, calls", TAGGED[3:12])
+@pytest.mark.parametrize("text, content, calls", TAGGED[3:12] + TAGGED[-5:])
 def test_the_package_reads_them_whole_and_streamed(
     scene: Any, text: str, content: str, calls: Calls
 ) -> None:

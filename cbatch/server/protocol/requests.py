@@ -28,7 +28,7 @@ from cbatch.text.forced_tools import (
     Tools,
     forced_call,
 )
-from cbatch.text.messages import list_problem
+from cbatch.text.messages import conversation, list_problem, template_variables
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
 from cbatch.text.thought_grammar import FreeCalls
@@ -43,7 +43,6 @@ ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_i
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="RequestFields")
-AnyIds = TypeVar("AnyIds", list[int], tuple[int, ...])
 
 
 class PendingPrompt(NamedTuple):
@@ -350,7 +349,7 @@ def _read_prompt(
     """Return the prompt for the engine. A text stays a text if no option changes its token ids."""
     num_last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
-        return truncated(prompt, num_last)
+        return _truncated(prompt, num_last)
     model.require_length("prompt", prompt)
     if num_last is None and special:
         return prompt
@@ -363,7 +362,7 @@ def text_ids(
 ) -> tuple[int, ...]:
     """Return the ids of the prompt's last `num_last` tokens; None: all."""
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return truncated(tuple(ids), num_last)
+    return _truncated(tuple(ids), num_last)
 
 
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
@@ -371,7 +370,7 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     fields = take_fields(decode_object(body), ChatFields)
     text = chat_text(fields, model)
     ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
-    return truncated(ids, fields.truncate_prompt_tokens)
+    return _truncated(ids, fields.truncate_prompt_tokens)
 
 
 def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
@@ -379,10 +378,13 @@ def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
     tools = fields.tools if fields.tool_choice != "none" else []
     level = fields.reasoning_effort
     effort = {} if level is None else {"reasoning_effort": level}
-    variables = effort | (fields.chat_template_kwargs or {})
-    return model.prompt_text(fields.messages, tools, fields.add_generation_prompt, variables)
+    return model.render(
+        conversation(fields.messages),
+        tools=msgspec.to_builtins(tools) or None,
+        add_generation_prompt=fields.add_generation_prompt,
+        variables=template_variables(effort | (fields.chat_template_kwargs or {})),
+    )
 
 
-def truncated(ids: AnyIds, num_last: int | None) -> AnyIds:
-    """Return the last `num_last` ids; None: all."""
+def _truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:
     return ids if num_last is None else ids[-num_last:]

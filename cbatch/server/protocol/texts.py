@@ -7,12 +7,7 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.body import decode_object, take_fields
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import (
-    DetokenizeFields,
-    TokenizeFields,
-    chat_text,
-    truncated,
-)
+from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields, chat_text
 from cbatch.server.protocol.responses import Detokenized, Tokenized
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
@@ -34,7 +29,7 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
         special = fields.add_special_tokens
     if len(text) > MIN_TEXT_LIMIT:
         model.require_length("prompt", text)
-    ids = truncated(to_ids(text, add_special_tokens=special), fields.truncate_prompt_tokens)
+    ids = to_ids(text, add_special_tokens=special)[-(fields.truncate_prompt_tokens or 0) :]
     shown = None
     if fields.return_token_strs:
         shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]
