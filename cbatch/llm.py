@@ -68,8 +68,8 @@ class LLM:
         thoughts are parsed. `sampling_params`, errors and `progress` are as in `generate`.
 
         `tools` are for the chat template, and `chat_template_kwargs` its other variables. The
-        answer follows the JSON `schema`, which may be text. With `add_generation_prompt` off, the
-        prompt ends after the last message.
+        answer follows the JSON `schema`, which may be text, and then the model cannot call tools.
+        With `add_generation_prompt` off, the prompt ends after the last message.
         """
         conversations = _as_conversations(messages)
         params = self._for_each(sampling_params, len(conversations), "sampling_params")

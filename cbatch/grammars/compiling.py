@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
+from cbatch.grammars.gbnf import prepared
 from cbatch.grammars.schemas import FIELD, UNIQUE, rewritten
 from cbatch.grammars.unique_items import ForbidRepeats, UniqueItems
 from cbatch.text import TextTokenizer
@@ -225,14 +226,12 @@ def read(spec: StructuredOutputs) -> StructuredOutputs:
     """Return `spec` with GBNF converted to Lark and JSON schemas rewritten for llguidance. A long
     text may hold the GIL for a second; reading a result of this function again is fast. Raises
     `FieldError`."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
     converted = spec
     with _reading():
         if spec.json is not None:  # a text of JSON
             converted = replace(converted, json=_sized(_schema(json.loads(str(spec.json)))))
         if spec.grammar is not None:
-            converted = replace(converted, grammar=_sized(_with_schemas(any_to_lark(spec.grammar))))
+            converted = replace(converted, grammar=_sized(_with_schemas(_lark(spec.grammar))))
         if spec.around is not None:
             converted = replace(converted, around=_sized(_with_schemas(spec.around)))
     return spec if converted == spec else converted
@@ -260,6 +259,12 @@ def _answer_text(spec: StructuredOutputs) -> str:
     if spec.grammar is not None:
         return LLMatcher.grammar_from_lark(spec.grammar)
     return LLMatcher.grammar_from_json_schema(spec.json or _schema({"type": "object"}))
+
+
+def _lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+    return grammar if is_lark_syntax(grammar) else any_to_lark(prepared(grammar))
 
 
 # Comments, strings, regular expressions and special tokens of Lark; `%json`, before a schema.

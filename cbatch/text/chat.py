@@ -23,6 +23,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cbatch.core.request.errors import InputError
+from cbatch.text.instructions import (
+    Message,
+    arrangements,
+    is_instruction,
+    keeps_instructions,
+    plainly_keeps,
+)
 
 TEMPLATE_FILE = "chat_template.jinja"  # the default template
 TEMPLATE_FOLDER = "additional_chat_templates"  # the others, by name
@@ -34,8 +41,7 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", *SPECIAL_TOK
 
 _MAX_CHARS = 1 << 18  # length limit of a template: compiling time grows with length
 
-Message = Mapping[str, Any]
-
+Form = tuple[bool, bool, bool]  # arguments of `_adapted`
 # Replacements for roles that a template does not support.
 _OTHER_ROLE = {"developer": "system", "function": "tool"}
 _NULL_CONTENT = re.compile(r"""content['"]?\]?\)?\s*(?:is\s+(?:not\s+)?|[!=]=\s*)[nN]one""")
@@ -116,15 +122,32 @@ class ChatTemplate:
         return chosen._render(messages, values)
 
     def _render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+        """Render the conversation with its system and developer messages where the template keeps
+        their text."""
+        if not (isinstance(messages, Sequence) and any(map(is_instruction, messages))):
+            return self._in_some_form(messages, values)[0]
+        errors: list[ChatTemplateError] = []
+        for arranged, tests in arrangements(list(messages)):
+            try:
+                text, form = self._in_some_form(arranged, values)
+            except ChatTemplateError as error:
+                errors.append(error)
+                continue
+            if plainly_keeps(messages, text) or all(self._keeps(t, form, values) for t in tests):
+                return text
+        raise (errors or [ChatTemplateError("it drops system messages", refused=True)])[0]
+
+    def _in_some_form(
+        self, messages: Sequence[Message], values: Mapping[str, Any]
+    ) -> tuple[str, Form]:
         """Render the conversation, with its tool calls in the first form that the template accepts.
         DeepSeek's templates accept only text arguments, Mistral's only ids of nine letters and
         digits. Some templates recognise a tool call by null content."""
         no_content = (True, False) if _NULL_CONTENT.search(self.text) else (False,)
-        forms = itertools.product((False, True), (False, True), no_content)
         errors: list[Exception] = []
-        for short_ids, as_text, null_content in forms:
+        for form in itertools.product((False, True), (False, True), no_content):
             try:
-                adapted = [self._adapted(m, short_ids, as_text, null_content) for m in messages]
+                adapted = [self._adapted(m, *form) for m in messages]
                 text = self._template.render(values, messages=adapted)
             except MemoryError:
                 raise
@@ -140,13 +163,19 @@ class ChatTemplate:
                 if drops and not self._renders_as([], values, text):  # the text has messages
                     problem = f"it drops messages of the role {role!r}"
                     raise ChatTemplateError(problem, refused=True)
-            return text
+            return text, form
         refusals = [
             error for error in errors if type(error) is TemplateError
         ]  # by `raise_exception`
         first = (refusals or errors)[0]
         problem = str(first) or type(first).__name__
         raise ChatTemplateError(problem, refused=bool(refusals)) from first
+
+    def _keeps(self, marked: Sequence[Message], form: Form, values: Mapping[str, Any]) -> bool:
+        with suppress(Exception):
+            adapted = [self._adapted(message, *form) for message in marked]
+            return keeps_instructions(marked, self._template.render(values, messages=adapted))
+        return False
 
     def _renders_as(
         self, messages: Sequence[Message], values: Mapping[str, Any], text: str

@@ -14,7 +14,7 @@ from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.forced_tools import Tool
 from cbatch.text.messages import conversation, template_variables
 from cbatch.text.output_processor import require_length
-from cbatch.text.thought_grammar import surrounding_grammar
+from cbatch.text.thought_grammar import FreeCalls, surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS, ReasoningParser, find_reasoning_parser
 
 _PROMPT_END_TOKENS = 32  # last tokens of a prompt that are searched for marks
@@ -72,13 +72,16 @@ class ChatFormat:
         """Return the end of a prompt's text, with its special tokens."""
         return self.tokenizer.decode(ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
 
-    def constrain(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
+    def constrain(
+        self, params: SamplingParams, ids: Sequence[int], calls: FreeCalls | None = None
+    ) -> SamplingParams:
         """Return `params` with the grammar of the text around a structured output. After some
-        prompts the model begins with a thought, and only the answer after it has the structure."""
-        output = params.structured_outputs
-        if output is None or output.around is not None or self.thoughts is None:
+        prompts the model begins with a thought, and only the answer after it has the structure.
+        In place of the answer the model may make `calls`. Raises `FieldError`."""
+        output, thoughts = params.structured_outputs, self.thoughts
+        if output is None or calls is None and (output.around is not None or thoughts is None):
             return params
-        around = surrounding_grammar(self.thoughts, self.tokenizer, self.prompt_end(ids))
+        around = surrounding_grammar(thoughts, self.tokenizer, self.prompt_end(ids), calls)
         return structs.replace(params, structured_outputs=structs.replace(output, around=around))
 
     def require_length(self, field: str, text: str) -> None:

@@ -73,7 +73,7 @@ def forced_call(
         return None
     if not tools:
         raise FieldError("tool_choice", "forces a call without `tools`", "give them")
-    parameters = _parameters(tools)
+    parameters = parameters_of(tools)
     if isinstance(choice, NamedChoice):
         name = choice.function.name
         if name not in parameters:
@@ -82,7 +82,7 @@ def forced_call(
     return ForcedCall(None, StructuredOutputs(grammar=_calls_grammar(parameters, parallel)))
 
 
-def _parameters(tools: list[Tool]) -> dict[str, dict[str, Any]]:
+def parameters_of(tools: list[Tool]) -> dict[str, dict[str, Any]]:
     """Return the schemas of the functions' arguments, by name. Raises `FieldError`."""
     schemas = {}
     for at, tool in enumerate(tools):
@@ -129,15 +129,15 @@ def call_id() -> str:
 
 
 class JsonEnd:
-    """Find the closing bracket that ends a JSON value in incremental text. `depth` brackets are
-    open at the start. `broken` is set once the text cannot be JSON."""
+    """Find the closing bracket or quote that ends a JSON value in incremental text. `depth`
+    brackets are open at the start. `broken` is set once the text cannot be JSON."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.quoted = self.broken = self._escaped = False
 
     def push(self, text: str) -> int | None:
-        """Return the index after the final bracket if it is in `text`."""
+        """Return the index after the value if its end is in `text`."""
         at = 0
         while at < len(text) and not self.broken:
             if self._escaped:
@@ -149,6 +149,8 @@ class JsonEnd:
             character, at = match[0], match.end()
             if character == '"':
                 self.quoted = not self.quoted
+                if not (self.quoted or self.depth):
+                    return at
             elif self.quoted:
                 self._escaped = character == "\\"
                 self.broken = not self._escaped

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -50,7 +52,29 @@ def conversation(value: Any) -> list[dict[str, Any]]:
             calls = _parsed_calls(message["tool_calls"], f"{field}.tool_calls")
             messages[-1]["tool_calls"] = calls
         _copy_thought(messages[-1], field)
-    return messages
+    return _with_ordered_results(messages)
+
+
+def _with_ordered_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the results after a reply in the order of its calls: many templates
+    write no ids. Results of unknown calls and other messages come after them, in their order."""
+    ordered: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    for is_reply, group in groupby(messages, lambda message: message["role"] == "assistant"):
+        turn = list(group)
+        if is_reply:
+            ids = [str(call.get("id")) for each in turn for call in each.get("tool_calls", ())]
+            places = {call_id: at for at, call_id in reversed(list(enumerate(ids)))}
+        elif places:
+            turn.sort(key=partial(_place, places))
+        ordered += turn
+    return ordered
+
+
+def _place(places: Mapping[str, int], message: Mapping[str, Any]) -> int:
+    if message["role"] not in ("tool", "function"):
+        return len(places) + 1
+    return places.get(str(message.get("tool_call_id")), len(places))
 
 
 def _without_absent(record: dict[str, Any]) -> dict[str, Any]:

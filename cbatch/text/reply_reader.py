@@ -55,8 +55,11 @@ class ThoughtFormat(NamedTuple):
 
 class ToolCallFormat(NamedTuple):
     """The format of a tool call: a tag, a head and a JSON object. The object is the call (`name`,
-    and `arguments` or `parameters`), or only its arguments if the head has a group `name`. If there
-    are no tags, only a reply that begins with a call has calls."""
+    and `arguments` or `parameters`), or only its arguments if the head has a group `name`. A call
+    may lack arguments, have null, or have the object as a text. If there are no tags, only a reply
+    that begins with a call has calls.
+
+    For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`."""
 
     tags: tuple[str, ...]
     thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
@@ -65,19 +68,24 @@ class ToolCallFormat(NamedTuple):
     next_head: str | None = None  # head of a further call that has no tag of its own
     end: str = ""  # a tag that may follow a call
     head_tokens: tuple[str, ...] = ()  # control tokens that occur in heads
+    shapes: tuple[str, ...] = ()
+    separator: str | None = None  # between calls; None: a reply has one call
+    arguments: str = "arguments"  # the member's name, as the model writes it
 
 
 class ReplyFormat(NamedTuple):
     """The format of the replies to one request. With `separate` a thought is returned as `Thought`,
     stripped of white space; otherwise it is part of the text. Calls inside a thought are ignored.
     Calls that the request forces (`forced`) are in cbatch's own format. Without `parallel`, the
-    model's calls after the first are dropped."""
+    model's calls after the first are dropped. `names` are the functions, None if unknown: a call
+    without arguments must name one of them."""
 
     calls: ToolCallFormat | None = None
     thoughts: ThoughtFormat | None = None
     forced: ForcedCall | None = None
     separate: bool = False
     parallel: bool = True
+    names: frozenset[str] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -101,6 +109,7 @@ class ReplyReader:
         self._calls, self._thoughts, self._separate = form.calls, form.thoughts, form.separate
         self._forced = None if form.forced is None else ForcedCallReader(form.forced.name)
         self._max_calls, self._num_calls = None if form.parallel else 1, 0
+        self._names, self._cut = form.names, False
         thoughts = form.thoughts
         self.in_thought = thoughts is not None and thoughts.reply_starts_inside(prompt_end)
         self._pending = ""  # text that is not classified yet
@@ -129,8 +138,9 @@ class ReplyReader:
             pass
         return self._parts
 
-    def finish(self) -> list[Part]:
-        """Return what was held back, when the reply ends."""
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """Return what was held back, when the reply ends. `cut`: the model did not end it."""
+        self._cut = cut
         return self.push("", final=True)
 
     # Each state returns whether the next state can continue with the pending text.
@@ -214,15 +224,12 @@ class ReplyReader:
         self._state = self._read_call
 
     def _read_call(self, final: bool) -> bool:
-        pending = self._pending
-        at = pending.find("{")
-        if at < 0:
-            if final or len(pending) > _MAX_HEAD_CHARS:
-                return self._reject_call()
-            return False if re.fullmatch(self._partial_head, pending) else self._reject_call()
-        head = re.fullmatch(self._head, pending[:at])
-        if head is None:
-            return self._reject_call()
+        pending, head = self._pending, re.match(self._head, self._pending)
+        name = None if head is None else head.groupdict().get("name")
+        at = 0 if head is None else head.end()
+        begins = None if head is None else _OBJECT.match(pending, at)
+        if begins is None or not (name or begins[0] == "{"):
+            return self._read_no_object(name, at, final)
         if self._object is None:
             self._object, self._read_to = JsonEnd(), at
         end = self._object.push(pending[self._read_to :])
@@ -230,14 +237,37 @@ class ReplyReader:
             self._read_to = len(pending)
             return self._reject_call() if final or self._object.broken else False
         end += self._read_to
-        call = _call(pending[at:end], head.groupdict().get("name"))
+        tagged = self._calls is not None and bool(self._calls.tags)
+        return self._add_call(_call(pending[at:end], name, tagged=tagged), end)
+
+    def _read_no_object(self, name: str | None, at: int, final: bool) -> bool:
+        """Read a call whose head ends at index `at` of the pending text, and no object follows."""
+        pending, rest = self._pending, self._pending[at:]
+        marks = (*self._marks, self._calls.end) if name and self._calls is not None else ()
+        null = re.match(r"null(?!\w)", rest)
+        if marks and (final or len(rest) > len("null")) and null is not None:
+            return self._add_call((str(name), ""), at + len("null"))
+        if marks and (rest.startswith(marks) or final and not (rest or self._cut)):
+            return self._add_call((str(name), ""), at)
+        begun = any(mark.startswith(rest) for mark in marks and (*marks, "null"))
+        waits = begun or re.fullmatch(self._partial_head, pending) is not None
+        if final or len(pending) > _MAX_HEAD_CHARS or not waits:
+            return self._reject_call()
+        return False
+
+    def _add_call(self, call: tuple[str, str] | None, end: int) -> bool:
+        """Add a call that ends at index `end` of the pending text. None: the text is no call."""
         if call is None:
             return self._reject_call()
+        name, arguments = call
+        # Without arguments or a tag, an object with an unknown name may be an answer.
+        may_be_answer = not (arguments and self._calls is not None and self._calls.tags)
+        if may_be_answer and self._names is not None and name not in self._names:
+            return self._reject_call()
         if self._num_calls != self._max_calls:  # further calls are dropped
-            name, arguments = call
-            self._parts.append(ToolCallPart(self._num_calls, arguments, call_id(), name))
+            self._parts.append(ToolCallPart(self._num_calls, arguments or "{}", call_id(), name))
             self._num_calls += 1
-        self._pending, self._state = pending[end:], self._read_after_call
+        self._pending, self._state = self._pending[end:], self._read_after_call
         return True
 
     def _reject_call(self) -> bool:
@@ -293,20 +323,34 @@ def _find(text: str, marks: tuple[str, ...], final: bool) -> tuple[int, int | No
     return match.start(), None if open_end or match[0] not in marks else match.end()
 
 
+_OBJECT = re.compile(r'\{|"\s*(?:[{"]|\Z)')  # the beginning of an object, or of one as a text
+_ABSENT = ("", "null")  # no arguments
+_HEAD_MEMBERS = {"name", "type", "id"}
+
+
 class _Call(msgspec.Struct):
     name: Annotated[str, Meta(min_length=1)]
     arguments: Raw = Raw()
     parameters: Raw = Raw()  # Llama's name of the arguments
 
 
-def _call(text: str, name: str | None) -> tuple[str, str] | None:
-    """Return a call's name and its arguments as written, or None if `text` is not a call."""
+def _call(text: str, name: str | None, *, tagged: bool) -> tuple[str, str] | None:
+    """Return a call's name and its arguments as written, empty if it has none, or None if `text` is
+    not a call. Without a tag, an object with other members is an answer."""
     try:
-        if name is not None:
-            msgspec.json.decode(text.encode(), type=dict[str, Any])
-            return name, text
-        call = msgspec.json.decode(text.encode(), type=_Call)
+        if name is None:
+            call = msgspec.json.decode(text.encode(), type=_Call)
+            given = (bytes(call.arguments).decode(), bytes(call.parameters).decode())
+            name, arguments = call.name, next((each for each in given if each not in _ABSENT), "")
+            if not (tagged or any(given) or msgspec.json.decode(text).keys() <= _HEAD_MEMBERS):
+                return None
+        else:
+            arguments = text
+        if arguments.startswith('"'):
+            arguments = msgspec.json.decode(arguments.encode(), type=str).strip()
+        if arguments in _ABSENT:
+            return name, ""
+        msgspec.json.decode(arguments.encode(), type=dict[str, Any])
+        return name, arguments
     except (msgspec.DecodeError, RecursionError):
         return None
-    arguments = bytes(call.arguments) or bytes(call.parameters)
-    return (call.name, arguments.decode()) if arguments.startswith(b"{") else None

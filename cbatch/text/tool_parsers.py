@@ -39,18 +39,33 @@ THOUGHTS: dict[str, ThoughtFormat] = {
 }
 CALLS: dict[ToolParser, ToolCallFormat] = {
     # Hermes, Qwen: <tool_call>{"name": "f", "arguments": {}}</tool_call>, any number of them
-    "hermes": ToolCallFormat(("<tool_call>",), THOUGHTS["qwen3"], end="</tool_call>"),
+    "hermes": ToolCallFormat(
+        ("<tool_call>",),
+        THOUGHTS["qwen3"],
+        end="</tool_call>",
+        shapes=("<tool_call>{call}</tool_call>",),
+        separator="</tool_call> <tool_call>",
+    ),
     # Llama 3: {"name": "f", "parameters": {}}; {...}
-    "llama3_json": ToolCallFormat((), THOUGHTS["qwen3"], next_head=r"[\s;]*"),
+    "llama3_json": ToolCallFormat(
+        (),
+        THOUGHTS["qwen3"],
+        next_head=r"[\s;]*",
+        shapes=("{call}",),
+        separator=";",
+        arguments="parameters",
+    ),
     # [TOOL_CALLS][{"name": "f", "arguments": {}}, {...}], in newer models [TOOL_CALLS]f[ARGS]{}
     "mistral": ToolCallFormat(
         ("[TOOL_CALLS]",),
         THOUGHTS["mistral"],
-        r"\s*\[?\s*|\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*",
+        r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*|\s*\[?\s*",
         r"\s*\[?\s*|\s*[\w.-]+[][\w]*\s*",
         next_head=r"\s*,\s*",
         end="]",
         head_tokens=("[CALL_ID]", "[ARGS]"),
+        shapes=("[TOOL_CALLS] [{call}]", "[TOOL_CALLS]{name}[ARGS]"),
+        separator=",",
     ),
     # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     "harmony": ToolCallFormat(
@@ -63,6 +78,10 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
         r"(?:[\w.-]+[\w\s<|>]*)?",
         end="<|call|>",
         head_tokens=("<|constrain|>", _MESSAGE),
+        shapes=(
+            f"{_CHANNEL}commentary to=functions.{{name}} <|constrain|>json{_MESSAGE}",
+            f" to=functions.{{name}}{_CHANNEL}commentary <|constrain|>json{_MESSAGE}",
+        ),
     ),
 }
 

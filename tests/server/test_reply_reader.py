@@ -27,6 +27,8 @@ FINAL, END = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
 TO_F = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ROME}"
 
+TO_G = "<|channel|>commentary to=functions.g<|message|>"
+
 
 class Script(NamedTuple):
     """A reply and its expected parts; `calls` and `thoughts` name the formats."""
@@ -118,6 +120,20 @@ SCRIPTS = [
         "mistral", "mistral", f"[THINK][TOOL_CALLS]f{ROME}[/THINK]b", "b", f"[TOOL_CALLS]f{ROME}"
     ),
     Script("mistral", "mistral", f"[TOOL_CALLS] [{OBJECT}, and so", ", and so", "", [F]),
+    # A call may lack arguments, have null, or have the object as a text.
+    Script(
+        "mistral",
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "g"}}, {{"name": "f", "arguments": {json.dumps(ROME)}}}]',
+        "",
+        "",
+        [G, F],
+    ),
+    Script("mistral", "mistral", "[TOOL_CALLS]g[ARGS] [TOOL_CALLS]g", "", "", [G, G]),
+    Script("mistral", "mistral", "[TOOL_CALLS]g[CALL_ID]x1[ARGS]null", "", "", [G]),
+    Script("mistral", "mistral", f"[TOOL_CALLS]f[ARGS]{json.dumps(ROME)} b", " b", "", [F]),
+    Script("mistral", "mistral", "[TOOL_CALLS]g nullable", "[TOOL_CALLS]g nullable"),
+    Script("mistral", "mistral", '[TOOL_CALLS]g "x" {', '[TOOL_CALLS]g "x" {'),
     Script("mistral", "mistral", "[TOOL_CALLS] is a token", "[TOOL_CALLS] is a token"),
     # gpt-oss
     Script(None, "harmony", f"{ANALYSIS}Hm.{END}{FINAL}Yes.<|return|>", "Yes.", "Hm."),
@@ -157,9 +173,29 @@ SCRIPTS = [
         "a",
         [G],
     ),
+    Script("harmony", "harmony", f"{TO_G}<|call|>", "", "", [G]),
+    Script("harmony", "harmony", f"{TO_G}null{END}{TO_G}", "", "", [G, G]),
+    Script("harmony", "harmony", f"{TO_G}{json.dumps(ROME)}", "", "", [("g", ROME)]),
     Script("harmony", "harmony", TO_F[:-1], TO_F[:-1]),
     Script("harmony", "harmony", f"{FINAL}go to=functions.f", "go to=functions.f"),
 ]
+
+
+@pytest.mark.parametrize("start", ["[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]", '{"name": "x"}'])
+def test_a_call_without_arguments_has_a_known_name_and_is_not_cut(start: str) -> None:
+    """A name alone may also be the beginning of a longer name, or an answer."""
+    calls = CALLS["llama3_json" if start.startswith("{") else "mistral"]
+
+    def read_calls(text: str, *, cut: bool) -> int:
+        reader = ReplyReader(ReplyFormat(calls, names=frozenset({"now", "x.now"})))
+        parts = [*reader.push(text), *reader.finish(cut=cut)]
+        return sum(isinstance(part, ToolCallPart) for part in parts)
+
+    known = {'{"name": "x"}': '{"name": "x.now"}', "[TOOL_CALLS]": "[TOOL_CALLS]now"}
+    whole = known.get(start, start)
+    assert read_calls(whole, cut=False) == 1
+    assert read_calls(whole, cut=True) == (1 if whole.startswith("{") else 0)
+    assert read_calls(whole.replace("now", "later"), cut=False) == 0
 
 
 def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:
@@ -262,7 +298,13 @@ SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.though
 def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> None:
     calls = CALLS[script.calls] if script.calls else None
     marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
-    ends = {mark[n:] for mark in marks for n in range(len(mark))} | {"", " ", '"}', "}", "{"}
+    ends = {mark[n:] for mark in (*marks, "null") for n in range(len(mark))} | {
+        "",
+        " ",
+        '"}',
+        "}",
+        "{",
+    }
     nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
     nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
     for at in range(len(script.text) + 1):

@@ -182,7 +182,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         (_named({"type": "array"}), "tools[0].function.parameters", "object"),
         (_named({"properties": {"x": {"type": "frog"}}}), "tools", "frog"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "retrieval"),
-        (_named({}) | {"response_format": {"type": "json_object"}}, "response_format", "tools"),
+        (_named({}) | {"response_format": {"type": "json_schema"}}, "response_format", "schemas"),
         ({"guided_json": {"type": "frog"}}, "guided_json", "frog"),
         ({"guided_regex": 7}, "guided_regex", "7"),
         ({"guided_choice": []}, "guided_choice", "at least one"),

@@ -32,6 +32,10 @@ def tag(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def quoted(arguments: str) -> str:
+    return json.dumps(arguments)
+
+
 W, N, T = tag("weather", ROME), tag("now", "{}"), tag("write", TRICKY)
 WEATHER, NOW, WRITE = ("weather", ROME), ("now", "{}"), ("write", TRICKY)
 BAD = '<tool_call>{"name": "f", "arguments": {oops}}</tool_call>'
@@ -53,7 +57,15 @@ TAGGED: list[tuple[str, str, Calls]] = [
     (f"x {W[:-20]}", f"x {W[:-20]}", []),
     (f"{N}\n {BAD}", f"\n {BAD}", [NOW]),
     ('<tool_call>{"arguments": {}, "name": "now"}</tool_call>', "", [NOW]),
-    ('<tool_call>{"name": "now"}</tool_call>', '<tool_call>{"name": "now"}</tool_call>', []),
+    (f"{tag('now', 'null')}\n{tag('now', quoted(''))}", "", [NOW, NOW]),
+    (
+        f'<tool_call>{{"name": "now"}}</tool_call>\n{tag("weather", quoted(ROME))}',
+        "",
+        [NOW, WEATHER],
+    ),
+    (tag("now", "[1]"), tag("now", "[1]"), []),
+    (tag("now", quoted("Rome")), tag("now", quoted("Rome")), []),
+    (tag("write", quoted(TRICKY)), "", [WRITE]),
 ]
 LLAMA = f'{{"name": "weather", "parameters": {ROME}}}'
 WHOLE: list[tuple[str, str, Calls]] = [
@@ -65,6 +77,9 @@ WHOLE: list[tuple[str, str, Calls]] = [
     (f"{LLAMA} and so on", " and so on", [WEATHER]),
     (LLAMA[:-1], LLAMA[:-1], []),
     ('{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
+    ('{"name": "now"}; {"type": "function", "name": "now", "parameters": null}', "", [NOW, NOW]),
+    (f'{{"name": "weather", "arguments": {quoted(ROME)}}}', "", [WEATHER]),
+    (f'{{"name": "weather", "arguments": null, "parameters": {ROME}}}', "", [WEATHER]),
     ("[" * 9000, "[" * 9000, []),
     ('{"a":' * 9000, '{"a":' * 9000, []),
 ]
@@ -141,7 +156,7 @@ def scene() -> Iterator[tuple[Any, Client, openai.OpenAI]]:
         yield service, client, sdk
 
 
-@pytest.mark.parametrize("text, content, calls", TAGGED[3:12])
+@pytest.mark.parametrize("text, content, calls", TAGGED[3:12] + TAGGED[-5:])
 def test_the_package_reads_them_whole_and_streamed(
     scene: Any, text: str, content: str, calls: Calls
 ) -> None:

@@ -77,11 +77,10 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "text": {"format": {"type": "json_object"}},
-            "tools": OPEN_TOOLS,
-            "tool_choice": "required",
+            "guided_regex": "a",
         },
-        "text.format",
-        "`tools` exclude each other",
+        "guided_regex",
+        "`text.format` exclude each other",
     ),
     ({"temperature": -1}, "temperature", "-1"),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "is unknown or has expired"),
@@ -141,12 +140,11 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config", "schema"),
     (
         {
-            "tools": OTHER_TOOLS,
-            "tool_choice": {"type": "any"},
+            "guided_regex": "a",
             "output_format": {"type": "json_schema", "schema": SCHEMA},
         },
-        "output_config.format",
-        "`tools` exclude each other",
+        "guided_regex",
+        "`output_config.format` exclude each other",
     ),
     ({"thinking": {"type": "between_tools"}}, "thinking", "between_tools"),
     ({"container": "x"}, "container", "not supported"),

@@ -30,9 +30,10 @@ from cbatch.text.forced_tools import (
     Tools,
     forced_call,
 )
-from cbatch.text.messages import list_problem
+from cbatch.text.messages import conversation, list_problem, template_variables
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
+from cbatch.text.thought_grammar import FreeCalls
 from cbatch.text.tool_parsers import call_format, mark_ids
 
 MAX_CHOICES = 128  # sequences that one request may start
@@ -148,7 +149,7 @@ class ChatFields(RequestFields, frozen=True, kw_only=True):
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A text or a conversation to tokenize."""
+    """A text to tokenize, or a conversation with the fields of a chat that change its prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -156,6 +157,10 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None  # None: true for a text, else false
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: Tools = []
+    tool_choice: ToolChoice | None = None
+    truncate_prompt_tokens: Count | None = None
     return_token_strs: bool = False
 
 
@@ -239,15 +244,20 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     calls = call_format(model.tool_parser, tools, choice)
     separate = fields.separate_reasoning and model.thoughts is not None
     thoughts = model.thoughts or (calls and calls.thoughts)
-    reply = ReplyFormat(calls, thoughts, forced, separate, parallel)
-    if calls is not None:  # unforced calls follow no grammar
+    names = frozenset(tool.function.name for tool in tools)
+    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names)
+    params, grammar_field = _structured(sampling, fields, forced)
+    constrain, output = model.constrain, params.structured_outputs
+    if calls is not None and output is not None and output.around is None:
+        constrain = partial(model.constrain, calls=FreeCalls(calls, tools, parallel))
+        params = constrain(params, ())  # checks the tools; the prompt's end is not known yet
+    elif calls is not None:  # unforced calls follow no grammar
         strict = (at for at, tool in enumerate(tools) if tool.function.strict)
         ignored = (*ignored, *(f"tools[{at}].function.strict" for at in strict))
-    params, grammar_field = _structured(sampling, fields, forced)
     _check_size(params, 1)
     ids = partial(chat_ids, body)
     return ApiRequest(
-        prompts=(PendingPrompt(len(body), model, ids, "messages", model.constrain),),
+        prompts=(PendingPrompt(len(body), model, ids, "messages", constrain),),
         params=params,
         fields=fields,
         ignored=ignored,
@@ -261,13 +271,14 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
 def _structured(
     sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
-    """Return the parameters with the request's constraint on the output, and its field."""
+    """Return the parameters with the request's constraint on the output, and its field. A format
+    of the answer does not constrain a forced call."""
     params = sampling_from_json(sampling)
     constraints: dict[str, StructuredOutputs] = {}
     if forced is not None:
         constraints["tools"] = forced.output
     output = fields.response_format.output()
-    if output is not None:
+    if output is not None and forced is None:
         constraints["response_format"] = output
     if params.structured_outputs is not None:
         names = (name for name in STRUCTURED_FIELDS if sampling.get(name) is not None)
@@ -368,17 +379,22 @@ def text_ids(
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a chat's messages. Raises `FieldError`."""
     fields = take_fields(decode_object(body), ChatFields)
-    tools = list(fields.tools) if fields.tool_choice != "none" else []
+    text = chat_text(fields, model)
+    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
+    return _truncated(ids, fields.truncate_prompt_tokens)
+
+
+def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
+    """Return the prompt of a chat's messages as text. Raises `FieldError`."""
+    tools = fields.tools if fields.tool_choice != "none" else []
     level = fields.reasoning_effort
     effort = {} if level is None else {"reasoning_effort": level}
-    ids = model.prompt_ids(
-        fields.messages,
-        tools=tools,
+    return model.render(
+        conversation(fields.messages),
+        tools=msgspec.to_builtins(tools) or None,
         add_generation_prompt=fields.add_generation_prompt,
-        variables=effort | (fields.chat_template_kwargs or {}),
-        add_special_tokens=fields.add_special_tokens,
+        variables=template_variables(effort | (fields.chat_template_kwargs or {})),
     )
-    return _truncated(ids, fields.truncate_prompt_tokens)
 
 
 def _truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:

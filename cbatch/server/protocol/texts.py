@@ -7,9 +7,8 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.body import decode_object, take_fields
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields
+from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields, chat_text
 from cbatch.server.protocol.responses import Detokenized, Tokenized
-from cbatch.text.messages import conversation, template_variables
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
 MIN_TEXT_LIMIT = 2**18
@@ -25,16 +24,12 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
     to_ids = model.tokenizer.encode
     if text is None:
         to_ids = model.tokenizer.control_tokens.encode
-        text = model.render(
-            conversation(fields.messages),
-            add_generation_prompt=fields.add_generation_prompt,
-            variables=template_variables(fields.chat_template_kwargs),
-        )
+        text = chat_text(fields, model)
     if fields.add_special_tokens is not None:
         special = fields.add_special_tokens
     if len(text) > MIN_TEXT_LIMIT:
         model.require_length("prompt", text)
-    ids = to_ids(text, add_special_tokens=special)
+    ids = to_ids(text, add_special_tokens=special)[-(fields.truncate_prompt_tokens or 0) :]
     shown = None
     if fields.return_token_strs:
         shown = [model.tokenizer.raw.id_to_token(i) or "" for i in ids]

@@ -115,7 +115,9 @@ class ChatBuilder(ResponseBuilder[ChatChunkChoice]):
             parts += reader.push(piece)
             self._reasoning_tokens += thinking or reader.in_thought
         parts += reader.push(output.text[sum(map(len, output.pieces)) :])
-        return parts if output.finished is None else parts + reader.finish()
+        if output.finished is None:
+            return parts
+        return parts + reader.finish(cut=output.finished.finish_reason is not FinishReason.STOP)
 
     def _by_field(self, parts: list[Part]) -> tuple[dict[str, str], list[ToolCallPart]]:
         """Return the texts by field, and the pieces of tool calls."""
