@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from cbatch import __version__
@@ -133,13 +134,24 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
     try:
         if words[:1] and words[0] in REMOVED:
             raise FieldError(words[0], "is no longer a command of cbatch", REMOVED[words[0]])
-        args = parser_of(words[0] if words else "").parse_args(words)
-        require_place("--json", getattr(args, "json", None))
-        status: int = args.run(args)
+        with _early_engine(words):
+            args = parser_of(words[0] if words else "").parse_args(words)
+            require_place("--json", getattr(args, "json", None))
+            status: int = args.run(args)
     except InputError as error:
         print(f"cbatch: {error}", file=sys.stderr)
         return FAILED
     return status
+
+
+def _early_engine(words: list[str]) -> AbstractContextManager[None]:
+    """Return a context in which the engine's process of `cbatch serve` already imports torch, while
+    this process imports the server."""
+    if words[:1] != ["serve"] or {"-h", "--help", "--ray"}.intersection(words):
+        return nullcontext()
+    from cbatch.process.spawn import early_process
+
+    return early_process()
 
 
 def _abandon_output() -> None:

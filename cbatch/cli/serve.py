@@ -17,6 +17,7 @@ from cbatch.cli.options import add_engine_flags
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
+from cbatch.process.spawn import end_early_process
 from cbatch.server.http.limits import ConnectionLimits, connections_for
 from cbatch.server.protocol.errors import EngineLostError
 from cbatch.system.heap import share_malloc_arena
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve_on_ray(settings: Settings[ServeSettings]) -> None:
     from cbatch.cli.ray_serve import require_fit, run_replicas
 
+    end_early_process()  # replicas start their own
     require_fit(settings)
     run_replicas(settings.values)
 
@@ -112,10 +114,10 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
             def announce(port: int) -> None:
+                # A step log records only clients' requests: with a log, no warm-up requests run.
+                service.start_warming(steps=settings.record is None)
                 _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
-            # A step log records only clients' requests: with a log, no warm-up requests run.
-            await service.warm(steps=settings.record is None)
             server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
             await server.serve([listener])
         finally:
