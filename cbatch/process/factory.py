@@ -46,6 +46,8 @@ class EngineFactory(msgspec.Struct, frozen=True):
         )
         if recorder is not None:
             core.resources.callback(recorder.close)
+        if core.grammars is not None:
+            core.on_ready = core.grammars.prepare
         if isinstance(core.executor, RankedExecutor):
             core.executor.ranks.on_lost(end_engine)
         return core

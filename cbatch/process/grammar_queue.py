@@ -42,11 +42,6 @@ class GrammarQueue:
         self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
         self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _lower_priority)
 
-    def prepare(self) -> None:
-        """Load the vocabulary in the background; requests with a grammar wait for it."""
-        if self._grammars is not None:
-            self._quick.submit(self._grammars.prepare)
-
     @property
     def waiting(self) -> bool:
         """True if any request waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,7 @@ class EngineServer:
         """Run until a stop command."""
         core, supports_grammars = self._core, self._core.grammars is not None
         self._send(Ready(core.scheduler.config, core.drafters, core.info, supports_grammars))
-        self._grammars.prepare()
+        threading.Thread(target=core.on_ready, name="cbatch-on-ready", daemon=True).start()
         while self.iterate():
             pass
 
