@@ -6,6 +6,7 @@ Pass extra fields of a record as `extra=fields(name=value)`. No log line holds p
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -14,6 +15,8 @@ import msgspec
 
 LogFormat = Literal["text", "json"]
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+# User and password of a URL, or a query, which libraries write with their errors.
+_SECRETS = re.compile(r"(?<=://)[^/\s'\"]*@|(?<=[\w/])\?[^\s'\")>]+")
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -32,18 +35,26 @@ def configure(log_format: LogFormat, level: int = logging.INFO) -> None:
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        line |= {"message": record.getMessage(), **getattr(record, "fields", {})}
+        line |= {"message": _shown(record, record.getMessage()), **getattr(record, "fields", {})}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _shown(record, self.formatException(record.exc_info))
         return _encode(line).decode()
 
 
 class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname.lower()}: {record.getMessage()}"
+        line = f"{_time(record)} {record.levelname.lower()}: "
+        line += _shown(record, record.getMessage())
         for name, value in getattr(record, "fields", {}).items():
             line += f" {name}={_plain(value)}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if record.exc_info:
+            line += "\n" + _shown(record, self.formatException(record.exc_info))
+        return line
+
+
+def _shown(record: logging.LogRecord, text: str) -> str:
+    """Return the text of a record; without the secrets of URLs if a library logged it."""
+    return text if record.name.startswith("cbatch") else _SECRETS.sub("", text)
 
 
 def _plain(value: Any) -> str:
