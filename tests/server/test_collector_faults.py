@@ -19,7 +19,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.serving import collector
 from cbatch.server.serving.tracing import span_exporter
 from cbatch.system.logs import JsonLines, PlainLines
-from tests.server.http_client import serving
+from tests.server.http_client import serving, wait_until
 from tests.server.traced_calls import BODY, EXTRA
 from tests.toy_engine import make_engine
 
@@ -196,7 +196,10 @@ def test_no_more_than_the_start_of_an_answer_is_read(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collector, "MAX_ANSWER_S", 0.5)
-    with answering(answer) as (url, whole):
-        with serving(make_engine(), span_exporter=span_exporter(url)) as client:
-            assert client.post(BODY)[0] == 200
+    with (
+        answering(answer) as (url, whole),
+        serving(make_engine(), span_exporter=span_exporter(url)) as client,
+    ):
+        assert client.post(BODY)[0] == 200
+        wait_until(lambda: bool(whole))
     assert whole and not any(whole), "the exporter closed the connection"
