@@ -14,6 +14,7 @@ from cbatch import __version__
 from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
+from cbatch.system.machine import MEMORY_REMEDY, memory_problem
 
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
@@ -38,7 +39,15 @@ REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 TWO_WORDS = ("sim capacity",)
 
 # Errors of the operating system, such as a full disk, that are printed without a traceback.
-EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
+EXPECTED_ERRNOS = {
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EMFILE,
+}
 # Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
 # signal itself, as a server must: a client that closes its socket must not end the process.
 BROKEN_PIPE = 141
@@ -114,6 +123,12 @@ def main(
     except BrokenPipeError:
         _abandon_output()
         return BROKEN_PIPE
+    except (MemoryError, ImportError, RuntimeError) as error:
+        problem = memory_problem(error)
+        if problem is None:
+            raise
+        print(f"cbatch: memory: {problem}; {MEMORY_REMEDY}", file=sys.stderr)
+        return FAILED
     except OSError as error:
         if error.errno not in EXPECTED_ERRNOS:
             raise

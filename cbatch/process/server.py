@@ -34,8 +34,9 @@ from cbatch.process.messages import (
     encode,
 )
 from cbatch.process.monitor import Monitor
-from cbatch.process.spawn import take_process
+from cbatch.process.spawn import NO_MEMORY, take_process
 from cbatch.system.heap import freeze_heap, trim_heap
+from cbatch.system.machine import MEMORY_REMEDY, memory_problem
 
 HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine
 MAX_COMMANDS = 64  # between two steps, since reading commands delays the next step
@@ -199,6 +200,9 @@ def _build(factory: Factory, socket: zmq.Socket[bytes]) -> EngineCore | None:
     except FieldError as error:
         socket.send(encode(StartFailed(error.problem, error.field, error.remedy)))
     except Exception as error:
+        if problem := memory_problem(error):
+            socket.send(encode(StartFailed(problem, "memory", MEMORY_REMEDY)))
+            return None
         # The message of a ValueError is complete; other errors may need their traceback.
         level = logging.INFO if isinstance(error, ValueError) else logging.ERROR
         _logger.log(level, "the engine did not start", exc_info=True)
@@ -230,6 +234,8 @@ class EngineProcess:
         self._process.join()
         status = self._process.exitcode
         self._spawned.close()
+        if status == NO_MEMORY:
+            return Death(f"has not enough memory; {MEMORY_REMEDY}")
         if status is None or status >= 0:
             return Death(f"ended with status {status}")
         number = signal.Signals(-status)

@@ -15,8 +15,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from cbatch.system.heap import share_malloc_arena
+from cbatch.system.machine import memory_problem
 
 IMPORTS = ("torch", "cbatch.engine.build", "cbatch.process.factory", "cbatch.process.server")
+NO_MEMORY = 112  # exit status of a process that has too little memory to report it
 _early: list[SpawnedProcess] = []  # at most one, that no engine has taken yet
 
 
@@ -79,13 +81,16 @@ def _run(receiver: Connection, imports: tuple[str, ...]) -> None:
     for name in imports:
         with suppress(Exception):  # raised again when the engine is built
             importlib.import_module(name)
-    with receiver:
-        try:
+    try:
+        with receiver:
             arguments = receiver.recv()
-        except EOFError:  # there is no engine to run
-            return
-    from cbatch.process.server import run_engine
-
+        from cbatch.process.server import run_engine
+    except EOFError:  # there is no engine to run
+        return
+    except Exception as error:
+        if memory_problem(error):
+            os._exit(NO_MEMORY)
+        raise
     run_engine(*arguments)
 
 
