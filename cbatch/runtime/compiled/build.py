@@ -80,7 +80,7 @@ def _trusted_folder() -> Path | None:
         )
         return None
     try:
-        for each in (folder.parent, folder):
+        for each in (folder.parents[1], folder.parent, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_private(folder)
     except PermissionError as error:
