@@ -235,7 +235,7 @@ class EngineProcess:
         status = self._process.exitcode
         self._spawned.close()
         if status == NO_MEMORY:
-            return Death(f"has not enough memory; {MEMORY_REMEDY}")
+            return Death("has not enough memory")
         if status is None or status >= 0:
             return Death(f"ended with status {status}")
         number = signal.Signals(-status)

@@ -54,7 +54,7 @@ def memory_bytes() -> int:
         return 4 * 2**30
 
 
-_NO_MEMORY = ("failed to map segment", "can't allocate memory", "can't start new thread")
+_NO_MEMORY = ("failed to map segment", "allocate memory", "can't start new thread")
 MEMORY_REMEDY = "ask for less (--kv-cache-memory-bytes), or raise the limit (ulimit -v)"
 
 
@@ -64,6 +64,17 @@ def memory_problem(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return text
     return text if any(words in text for words in _NO_MEMORY) else None
+
+
+def address_space_note() -> str:
+    """Return a remark about a limit on address space; empty without a limit. Libraries that reach
+    it end the process in ways that do not name it."""
+    import resource  # not on Windows
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; a process may have {mib(limit)} of address space here (ulimit -v)"
 
 
 def mib(size_bytes: int) -> str:
