@@ -7,12 +7,14 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from cbatch import __version__
 from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
+from cbatch.system.machine import MEMORY_REMEDY, memory_problem
 
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
@@ -37,7 +39,15 @@ REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 TWO_WORDS = ("sim capacity",)
 
 # Errors of the operating system, such as a full disk, that are printed without a traceback.
-EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
+EXPECTED_ERRNOS = {
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EMFILE,
+}
 # Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
 # signal itself, as a server must: a client that closes its socket must not end the process.
 BROKEN_PIPE = 141
@@ -113,6 +123,12 @@ def main(
     except BrokenPipeError:
         _abandon_output()
         return BROKEN_PIPE
+    except (MemoryError, ImportError, RuntimeError) as error:
+        problem = memory_problem(error)
+        if problem is None:
+            raise
+        print(f"cbatch: memory: {problem}; {MEMORY_REMEDY}", file=sys.stderr)
+        return FAILED
     except OSError as error:
         if error.errno not in EXPECTED_ERRNOS:
             raise
@@ -133,13 +149,24 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
     try:
         if words[:1] and words[0] in REMOVED:
             raise FieldError(words[0], "is no longer a command of cbatch", REMOVED[words[0]])
-        args = parser_of(words[0] if words else "").parse_args(words)
-        require_place("--json", getattr(args, "json", None))
-        status: int = args.run(args)
+        with _early_engine(words):
+            args = parser_of(words[0] if words else "").parse_args(words)
+            require_place("--json", getattr(args, "json", None))
+            status: int = args.run(args)
     except InputError as error:
         print(f"cbatch: {error}", file=sys.stderr)
         return FAILED
     return status
+
+
+def _early_engine(words: list[str]) -> AbstractContextManager[None]:
+    """Return a context in which the engine's process of `cbatch serve` already imports torch, while
+    this process imports the server."""
+    if words[:1] != ["serve"] or {"-h", "--help", "--ray"}.intersection(words):
+        return nullcontext()
+    from cbatch.process.spawn import early_process
+
+    return early_process()
 
 
 def _abandon_output() -> None:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import socket
 import threading
 from contextlib import closing
@@ -17,6 +18,7 @@ from cbatch.cli.options import add_engine_flags
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import PREFIX, Settings, read_settings, unknown_variables
 from cbatch.core.request.errors import FieldError
+from cbatch.process.spawn import end_early_process
 from cbatch.server.http.limits import ConnectionLimits, connections_for
 from cbatch.server.protocol.errors import EngineLostError
 from cbatch.system.heap import share_malloc_arena
@@ -47,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     import uvloop
 
+    signal.signal(signal.SIGQUIT, lambda *_: signal.raise_signal(signal.SIGTERM))
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve_on_ray(settings: Settings[ServeSettings]) -> None:
     from cbatch.cli.ray_serve import require_fit, run_replicas
 
+    end_early_process()  # replicas start their own
     require_fit(settings)
     run_replicas(settings.values)
 
@@ -112,10 +116,11 @@ async def serve_engine(settings: ServeSettings, limits: ConnectionLimits) -> Non
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
 
             def announce(port: int) -> None:
+                # A step log records only clients' requests: with a log, no warm-up requests run.
+                service.start_warming(steps=settings.record is None)
                 _logger.info(f"serving {served.name} on http://{host}:{port}/v1")
 
-            # A step log records only clients' requests: with a log, no warm-up requests run.
-            await service.warm(steps=settings.record is None)
+            listen(listener, settings.host, settings.port, config.backlog)
             server = DrainingServer(config, service, grace_s=settings.grace, on_listening=announce)
             await server.serve([listener])
         finally:
@@ -128,7 +133,8 @@ def _import_http() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket that does not listen yet. Raises `FieldError`."""
+    """Return a bound TCP socket that does not listen yet (see `listen`). No other server can bind
+    the port meanwhile. Raises `FieldError`."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -139,13 +145,31 @@ def bind(host: str, port: int) -> socket.socket:
             "host", f"{host!r} is not an address of this machine ({error})", remedy
         ) from error
     listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:  # perhaps only because connections of an earlier server are closing
+            _share_address(listener, True)
+            listener.bind(address)
     except OSError as error:
         listener.close()
         raise _bind_error(host, port, error) from error
+    # Sockets that share an address can be bound to one port as long as none listens.
+    _share_address(listener, False)
     return listener
+
+
+def listen(listener: socket.socket, host: str, port: int, backlog: int) -> None:
+    """Open the port. Raises `FieldError`."""
+    _share_address(listener, True)  # connections inherit it, for the next server on this port
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        raise _bind_error(host, port, error) from error
+
+
+def _share_address(listener: socket.socket, shared: bool) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
 
 
 def _bind_error(host: str, port: int, error: OSError) -> FieldError:

@@ -102,6 +102,7 @@ class EngineCore:
         self.grammars = grammars
         self.info = info or {}
         self.resources = resources or ExitStack()
+        self.on_ready: Callable[[], None] = lambda: None  # runs in a thread once requests come
         kernels = getattr(executor, "background_kernels", BackgroundKernels())
         self.background_kernels: BackgroundKernels = kernels
         kernels.start()

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from cbatch.process.messages import (
     Watch,
 )
 from cbatch.process.open_sequence import OpenSequence
+from cbatch.system.private import temporary_place
 
 # Consecutive deaths of the engine without a committed token, after which the client runs a test
 # request of its own. If the engine dies again, or no request was in flight at any death, it is
@@ -308,17 +308,20 @@ class EngineClient:
     # ---- starts and deaths --------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="cbatch-"))
         try:
-            while not self._stopping.is_set() and self.down is None:
-                await self._run_engine_once(folder)
+            with tempfile.TemporaryDirectory(
+                prefix="cbatch-", dir=temporary_place(), ignore_cleanup_errors=True
+            ) as folder:
+                while not self._stopping.is_set() and self.down is None:
+                    await self._run_engine_once(Path(folder))
+        except OSError as error:  # a folder that cannot be written, a full disk, no more processes
+            self._give_up(f"the engine cannot be started ({error}); see TMPDIR and ulimit")
         except Exception as error:
             _logger.exception("the supervisor of the engine failed")
             self._give_up(f"the supervisor of the engine failed: {error!r}")
         finally:
             if not self._started.done():
                 self._started.set_exception(EngineStartError(self.down or "the engine was stopped"))
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _run_engine_once(self, folder: Path) -> None:
         """Run one engine from start to death, then allow a restart or give up."""

@@ -13,6 +13,7 @@ import zmq.asyncio
 from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
+from cbatch.system.machine import address_space_note
 
 TICK_S = 0.25  # interval of the checks for a hanging engine
 _DRAIN_MS = 20  # maximum wait for each remaining message of a dead engine
@@ -133,4 +134,6 @@ def start_error(failure: StartFailed | None, cause: str) -> ValueError:
     """Return the exception for a failed start."""
     if failure is not None and failure.field is not None and failure.remedy is not None:
         return FieldError(failure.field, failure.message, failure.remedy)
-    return EngineStartError(f"the engine {cause}" if failure is None else failure.message)
+    if failure is None:
+        return EngineStartError(f"the engine {cause}{address_space_note()}")
+    return EngineStartError(failure.message)

@@ -47,7 +47,7 @@ class EngineFactory(msgspec.Struct, frozen=True):
         if recorder is not None:
             core.resources.callback(recorder.close)
         if core.grammars is not None:
-            core.grammars.prepare()
+            core.on_ready = core.grammars.prepare
         if isinstance(core.executor, RankedExecutor):
             core.executor.ranks.on_lost(end_engine)
         return core

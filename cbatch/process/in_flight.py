@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_SIZE_BYTES = 2**20  # size of the file, for about ten thousand ids; unused pages cost nothing
+_SIZE_BYTES = 2**20  # size of the file, for about ten thousand ids
 _READING_BYTES = 2**16  # size of the list of requests that are being read
 _COMPILING_BYTES = 2**12  # size of the list of requests whose grammars are being compiled
 _HEADER = struct.Struct("<I")  # length of a list in bytes; 0: empty
@@ -77,8 +77,9 @@ class InFlightJournal:
 
     @classmethod
     def create(cls, path: Path) -> InFlightJournal:
-        with path.open("wb") as file:
-            file.truncate(_SIZE_BYTES)
+        """Create the file. Raises OSError, also if the disk is full: a page that has no place there
+        would kill the process that writes it."""
+        path.write_bytes(bytes(_SIZE_BYTES))
         return cls(path)
 
     def write(self, request_ids: Collection[str]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
-import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -37,7 +34,9 @@ from cbatch.process.messages import (
     encode,
 )
 from cbatch.process.monitor import Monitor
-from cbatch.system.heap import freeze_heap, share_malloc_arena, trim_heap
+from cbatch.process.spawn import NO_MEMORY, take_process
+from cbatch.system.heap import freeze_heap, trim_heap
+from cbatch.system.machine import MEMORY_REMEDY, memory_problem
 
 HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine
 MAX_COMMANDS = 64  # between two steps, since reading commands delays the next step
@@ -69,6 +68,7 @@ class EngineServer:
         """Run until a stop command."""
         core, supports_grammars = self._core, self._core.grammars is not None
         self._send(Ready(core.scheduler.config, core.drafters, core.info, supports_grammars))
+        threading.Thread(target=core.on_ready, name="cbatch-on-ready", daemon=True).start()
         while self.iterate():
             pass
 
@@ -180,12 +180,7 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
 
 
 def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
-    """Run an engine until it is stopped. This is the main function of its process."""
-    # A terminal or service manager signals all processes; the server decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    share_malloc_arena()
-    threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()
+    """Run an engine until it is stopped."""
     socket = connect(endpoint)
     try:
         core = _build(factory, socket)
@@ -205,6 +200,9 @@ def _build(factory: Factory, socket: zmq.Socket[bytes]) -> EngineCore | None:
     except FieldError as error:
         socket.send(encode(StartFailed(error.problem, error.field, error.remedy)))
     except Exception as error:
+        if problem := memory_problem(error):
+            socket.send(encode(StartFailed(problem, "memory", MEMORY_REMEDY)))
+            return None
         # The message of a ValueError is complete; other errors may need their traceback.
         level = logging.INFO if isinstance(error, ValueError) else logging.ERROR
         _logger.log(level, "the engine did not start", exc_info=True)
@@ -212,23 +210,13 @@ def _build(factory: Factory, socket: zmq.Socket[bytes]) -> EngineCore | None:
     return None
 
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)  # at once, even within a step
-
-
 class EngineProcess:
     """A process that runs `run_engine`, controlled from an event loop."""
 
     def __init__(self, factory: Factory, endpoint: str, journal_path: Path) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locked locks
-        self._process = context.Process(
-            target=run_engine, args=(factory, endpoint, journal_path), name="cbatch-engine"
-        )
-        self._process.start()
-        atexit.register(self._process.kill)
+        self._spawned = take_process()
+        self._process = self._spawned.process
+        self._spawned.run_engine(factory, endpoint, journal_path)
         loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._process.sentinel, self._on_death)
@@ -244,9 +232,10 @@ class EngineProcess:
     def reap(self) -> Death:
         """Release the dead process's resources, and return how it ended."""
         self._process.join()
-        atexit.unregister(self._process.kill)
         status = self._process.exitcode
-        self._process.close()
+        self._spawned.close()
+        if status == NO_MEMORY:
+            return Death("has not enough memory")
         if status is None or status >= 0:
             return Death(f"ended with status {status}")
         number = signal.Signals(-status)

@@ -13,9 +13,11 @@ _LARGE_BYTES = 2**18  # malloc returns freed blocks of this size to the system
 def freeze_heap() -> None:
     """Exclude all present objects from garbage collection for the life of the process. A full
     collection visits every object and blocks all threads: 80 ms in a server that has just started,
-    120 ms in an engine that has imported torch. Later collections visit newer objects only."""
+    120 ms in an engine that has imported torch. Later collections visit newer objects only. A
+    process that disabled collection for its start collects from now on."""
     gc.collect()  # frozen garbage would never be freed
     gc.freeze()
+    gc.enable()
 
 
 def lower_mmap_threshold() -> None:

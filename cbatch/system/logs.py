@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from functools import partial
@@ -16,6 +17,8 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 _dumps = partial(json.dumps, default=str, ensure_ascii=False, separators=(",", ":"))
+# User and password of a URL, or a query, which libraries write with their errors.
+_SECRETS = re.compile(r"(?<=://)[^/\s'\"]*@|(?<=[\w/])\?[^\s'\")>]+")
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -34,9 +37,9 @@ def configure(log_format: LogFormat, level: int = logging.INFO) -> None:
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        line |= {"message": record.getMessage(), **getattr(record, "fields", {})}
+        line |= {"message": _shown(record, record.getMessage()), **getattr(record, "fields", {})}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _shown(record, self.formatException(record.exc_info))
         return _escaped(_dumps(line))
 
 
@@ -44,13 +47,19 @@ class PlainLines(logging.Formatter):
     """A record is one line. Lines of a traceback follow it, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname.lower()}: {_escaped(record.getMessage())}"
+        message = _escaped(_shown(record, record.getMessage()))
+        line = f"{_time(record)} {record.levelname.lower()}: {message}"
         for name, value in getattr(record, "fields", {}).items():
             line += f" {name}={_plain(value)}"
         if record.exc_info:
-            trace = self.formatException(record.exc_info).split("\n")
+            trace = _shown(record, self.formatException(record.exc_info)).split("\n")
             line = "\n  ".join([line, *map(_escaped, trace)])
         return line
+
+
+def _shown(record: logging.LogRecord, text: str) -> str:
+    """Return the text of a record; without the secrets of URLs if a library logged it."""
+    return text if record.name.startswith("cbatch") else _SECRETS.sub("", text)
 
 
 def _plain(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte tokens
 # Token ids. A longer list is decoded as a batch of one list, since the library releases the
 # interpreter lock only for batches.
 _MAX_SINGLE_TOKENS = 4096
+_MAX_ADDED_TOKENS = 4096  # that a post-processor may put around a text
 
 
 def _byte_characters() -> dict[str, int]:
@@ -145,12 +147,29 @@ def load_tokenizer(model: str | Path) -> TextTokenizer:
         path = _download(str(model))
     try:
         raw = Tokenizer.from_file(str(path))
+        raw.no_truncation()
+        raw.no_padding()  # which may be of any length
+        _require_small_additions(raw)
         raw.encode("a")  # detects damage that loading does not
     except BaseException as error:  # the library raises bare Exception, or panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"tokenizer: {path} cannot be read ({error!s:.300})") from error
     return TextTokenizer(raw, str(path.parent))
+
+
+def _require_small_additions(raw: Tokenizer) -> None:
+    """Raise ValueError if the post-processor adds very many tokens to a text, or repeats it."""
+    num_added = raw.num_special_tokens_to_add(False)
+    if num_added > _MAX_ADDED_TOKENS:
+        raise ValueError(f"its post_processor adds {num_added} tokens to every text")
+    state = None if raw.post_processor is None else json.loads(raw.post_processor.__getstate__())
+    pending = [state or {}]
+    while pending:
+        processor = pending.pop()
+        pending += processor.get("processors", ())
+        if sum("Sequence" in piece for piece in processor.get("single", ())) > 1:
+            raise ValueError("its post_processor repeats every text")
 
 
 def _download(name: str) -> Path:

@@ -49,7 +49,8 @@ def main() -> None:
     """Serve the control socket, whose descriptor is the argument, until it is closed. A message
     with a socket forks a worker for it; a message with a process id kills that worker. At the end
     all workers are killed."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager
+    # From a terminal or a service manager.
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(signal_number, signal.SIG_IGN)  # the server closes the socket after its tasks
     control = socket.socket(fileno=int(sys.argv[1]))
     state = pickle.load(sys.stdin.buffer)()

@@ -67,6 +67,40 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_compiler
+@pytest.mark.parametrize("spoiled", ["file", "folder", "folder above", "link"])
+def test_a_library_that_others_could_write_is_not_loaded(
+    cache: Path, spoiled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded()
+    file = kept(cache)
+    if spoiled == "link":
+        outside = cache.parent.parent.parent / "outside"
+        outside.mkdir()
+        cache.rename(outside / "compiled").chmod(0o777)
+        cache.symlink_to(outside / "compiled")
+    else:
+        {"file": file, "folder": cache, "folder above": cache.parent}[spoiled].chmod(0o777)
+    before = file.stat().st_ino
+    ours = loaded()._name
+    assert "others can write" in caplog.text and "compil" in caplog.text
+    if spoiled == "file":
+        assert file.stat().st_ino != before, "it is replaced"
+    else:
+        assert not Path(ours).is_relative_to(cache) and file.stat().st_ino == before
+
+
+@needs_compiler
+def test_the_cache_is_private_whatever_the_umask(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        loaded()
+    finally:
+        os.umask(before)
+    modes = [place.stat().st_mode & 0o777 for place in (cache.parent, cache, kept(cache))]
+    assert modes == 3 * [0o700]
+
+
+@needs_compiler
 def test_another_processor_has_a_file_of_its_own(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -106,6 +107,54 @@ def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(ste
             assert not made.queue.rejections
 
     asyncio.run(scene())
+
+
+def test_requests_wait_for_the_first_steps_and_the_service_says_that_it_is_not_ready() -> None:
+    async def scene() -> None:
+        async with service(Limits(max_queued_requests=1), step_s=0.02) as made:
+            assert made.ready
+            made.start_warming(steps=True)
+            assert made.running and not made.ready
+            opened = await submit(made, PROMPT, SamplingParams(max_tokens=2))
+            assert made.ready, "the first steps are over"
+            assert (await read(opened))[-1].finished is not None
+            await idle(made)
+            assert not made.queue.rejections
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("grace_s", [None, 30])
+def test_a_stop_does_not_wait_for_the_first_steps(grace_s: float | None) -> None:
+    async def scene() -> None:
+        async with service(step_s=5) as made:
+            made.start_warming(steps=True)
+            while not made.num_requests:
+                await asyncio.sleep(0.01)
+            if grace_s is not None:
+                begin_s = time.monotonic()
+                await made.drain(grace_s)
+                assert time.monotonic() - begin_s < grace_s
+                assert made.has_ended
+
+    asyncio.run(scene())
+
+
+def test_requests_are_served_after_first_steps_that_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with service() as made:
+            made.start_warming(steps=True)
+            opened = await submit(made, [1, 2, 3], SamplingParams(max_tokens=2))
+            assert (await read(opened))[-1].finished is not None and made.ready
+
+    async def killed(*_: Any) -> None:
+        raise OSError("the fork server was killed")
+
+    monkeypatch.setattr(service_module.WorkerPool, "warm", killed)
+    asyncio.run(scene())
+    assert "requests are served without them" in caplog.text
 
 
 def test_a_rejected_request_frees_its_place() -> None:

@@ -88,6 +88,55 @@ def test_damage_that_is_detected_late_is_named(tmp_path: Path, damage: str) -> N
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("padding", [{"Fixed": 10**9}, {"Fixed": 10**12}, "BatchLongest"], ids=str)
+@pytest.mark.parametrize("multiple", [None, 10**9])
+def test_stored_padding_of_any_length_is_left_out(
+    tmp_path: Path, padding: Any, multiple: int | None
+) -> None:
+    values = json.loads(byte_level().to_str())
+    values["padding"] = {"strategy": padding, "direction": "Right", "pad_to_multiple_of": multiple}
+    values["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    stride = {"direction": "Right", "max_length": 10**9 + 1, "strategy": "LongestFirst"}
+    values["truncation"] = stride | {"stride": 10**9}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a b c")) == "a b c"
+
+
+def template(pieces: list[Any], num_ids: int) -> dict[str, Any]:
+    token = {"id": "x", "ids": [0] * num_ids, "tokens": ["x"] * num_ids}
+    made = {"type": "TemplateProcessing", "single": pieces, "pair": []}
+    return made | {"special_tokens": {"x": token}}
+
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+ADDED = {"SpecialToken": {"id": "x", "type_id": 0}}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("pieces", "num_ids", "problem"),
+    [
+        ([TEXT] + [ADDED] * 20_000, 20_000, "adds 400000000 tokens"),
+        ([ADDED, TEXT], 10_000, "adds 10000 tokens"),
+        ([TEXT] * 1000, 1, "repeats every text"),
+    ],
+)
+def test_a_post_processor_that_makes_texts_longer_is_refused(
+    tmp_path: Path, pieces: list[Any], num_ids: int, problem: str, depth: int
+) -> None:
+    """Without the check, some of them take gigabytes at the first text."""
+    values = json.loads(byte_level().to_str())
+    processor = template(pieces, num_ids)
+    for _ in range(depth):
+        plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+        processor = {"type": "Sequence", "processors": [plain | {"use_regex": True}, processor]}
+    values["post_processor"] = processor
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(TokenizerError, match=f"cannot be read .*{problem}"):
+        load_tokenizer(tmp_path)
+
+
 def test_an_unreachable_hub_name_is_named() -> None:
     with pytest.raises(TokenizerError, match="not a directory here"):
         load_tokenizer("nobody/no-such-model-of-ours")

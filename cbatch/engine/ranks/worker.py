@@ -23,7 +23,8 @@ from cbatch.grammars import Grammars
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets Ctrl-C of a terminal, too
+    for number in (signal.SIGINT, signal.SIGQUIT):  # rank 0 gets the keys of a terminal, too
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_rank_0, name="cbatch-rank-0", daemon=True).start()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, ConnectionError):

@@ -16,6 +16,7 @@ from cbatch.runtime.compiled import builds
 from cbatch.runtime.compiled.builds import Build
 from cbatch.runtime.compiled.compiler import Compiler, find_compiler
 from cbatch.system.cache import cache_folder
+from cbatch.system.private import require_private, temporary_place
 
 SOURCE = Path(__file__).with_name("library.c")
 FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
@@ -59,11 +60,7 @@ def _cached_or_built() -> ctypes.CDLL:
     candidates, compiler = builds.candidate_builds(), find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or set CC")
-    folder = cache_folder("compiled")
-    if folder is None:
-        _logger.warning(
-            "no cache folder (set HOME or XDG_CACHE_HOME): kernels are compiled at every start"
-        )
+    folder = _trusted_folder()
     build = _choice(candidates, compiler, folder)
     kernels = library_of(build, compiler, folder)
     if build is not candidates[0]:
@@ -72,6 +69,26 @@ def _cached_or_built() -> ctypes.CDLL:
             "%s: kernels are %s; a newer compiler would support faster ones", reason, build.name
         )
     return kernels
+
+
+def _trusted_folder() -> Path | None:
+    """Return the cache folder, or None (logs a warning) if other users could plant a library."""
+    folder = cache_folder("compiled")
+    if folder is None:
+        _logger.warning(
+            "no cache folder (set HOME or XDG_CACHE_HOME): kernels are compiled at every start"
+        )
+        return None
+    try:
+        for each in (folder.parents[1], folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_private(folder)
+    except PermissionError as error:
+        _logger.warning("%s: kernels are compiled at every start", error)
+        return None
+    except OSError:  # reported when the library is written
+        pass
+    return folder
 
 
 def _choice(candidates: list[Build], compiler: Compiler, folder: Path | None) -> Build:
@@ -98,7 +115,6 @@ def library_of(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.
     except OSError as error:
         _logger.warning("%s cannot be used (%s): compiling it again", folder / name, error)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         return _built(build, compiler, folder)
     except (OSError, subprocess.CalledProcessError) as error:  # e.g. because the disk is full
         kernels = _built(build, compiler, None)
@@ -121,8 +137,9 @@ def _file_name(build: Build, compiler: Compiler) -> str:
 
 
 def _cached(file: Path) -> ctypes.CDLL:
-    """Load a cached library. Raises OSError if the digest at the end of the file is wrong: loading
-    a damaged library may kill the process."""
+    """Load a cached library. Raises OSError if another user could have written it, or if the digest
+    at the end of the file is wrong: loading a damaged library may kill the process."""
+    require_private(file)
     content = file.read_bytes()
     if _digest(content[:-_DIGEST_BYTES]) != content[-_DIGEST_BYTES:]:
         raise OSError("the file is incomplete")
@@ -132,7 +149,8 @@ def _cached(file: Path) -> ctypes.CDLL:
 def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     """Compile a library, load it, and move its file to `folder` (atomically; None: delete it)."""
     name = _file_name(build, compiler)
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
+    place = temporary_place() if folder is None else folder
+    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / name
         flags = (*FLAGS, *compiler.flags(build))
         compiler.run(*flags, "-c", str(SOURCE), "-o", f"{made}.o", scratch=temporary)
@@ -142,6 +160,7 @@ def _built(build: Build, compiler: Compiler, folder: Path | None) -> ctypes.CDLL
             file.write(digest)
         kernels = load_library(made)
         if folder is not None:
+            made.chmod(0o700)  # whatever the umask
             os.replace(made, folder / name)
     return kernels
 

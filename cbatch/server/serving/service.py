@@ -4,10 +4,11 @@ outputs."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ _WARM_TOKENS = (8, 64, 256, 256)
 _LONG_WARM_S = 1.0  # warm-up ends after a request that took longer, unless it is the first
 _WARM_TIMEOUT_S = 60.0
 _STOPPING = "the server is stopping"
+_logger = logging.getLogger("cbatch")
 
 
 class EngineService:
@@ -78,6 +80,7 @@ class EngineService:
         self._stops_at_s: float | None = None  # when grace time ends; None: not stopping
         self._idle = asyncio.Event()
         self._idle.set()
+        self._warming: asyncio.Task[None] | None = None
 
     @property
     def running(self) -> bool:
@@ -91,8 +94,9 @@ class EngineService:
 
     @property
     def ready(self) -> bool:
-        """True if the engine runs and requests are accepted."""
-        return self._client.up and self._stops_at_s is None
+        """True if the engine runs and requests need not wait for its first steps."""
+        warm = self._warming is None or self._warming.done()
+        return self._client.up and warm and self._stops_at_s is None
 
     @property
     def num_requests(self) -> int:
@@ -161,6 +165,22 @@ class EngineService:
         self._prompts = PromptReader(model, self._workers, self.limits, self.queue)
         return self._prompts
 
+    def start_warming(self, *, steps: bool) -> None:
+        """Run `warm` in the background. Requests that arrive meanwhile wait for it: they would
+        disturb its measurement of the engine's speed."""
+        self._warming = asyncio.create_task(self._warm_or_log(steps))
+
+    async def _warm_or_log(self, steps: bool) -> None:
+        try:
+            await self.warm(steps=steps)
+        except Exception:
+            _logger.exception("the first steps failed; requests are served without them")
+
+    async def _end_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait({self._warming})
+
     async def warm(self, *, steps: bool = True) -> None:
         """Start the workers and, with `steps`, run requests, so that the first client need not
         wait."""
@@ -175,8 +195,9 @@ class EngineService:
                 start_s, prompt = time.monotonic(), (token,) * length
                 request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_TIMEOUT_S)
                 async for opened in self.submit(request):
-                    async for _ in opened:
-                        pass
+                    with closing(opened):
+                        async for _ in opened:
+                            pass
                 if token and time.monotonic() - start_s > _LONG_WARM_S:
                     return
 
@@ -184,6 +205,7 @@ class EngineService:
         """Reject new requests, and wait up to `grace_s` for accepted requests. Unfinished requests
         then end with an error. Prompts not tokenized within `TOKENIZING_GRACE_S` fail."""
         self._stops_at_s = time.monotonic() + grace_s
+        await self._end_warming()
         tokenizing_s = min(TOKENIZING_GRACE_S, grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), tokenizing_s)
@@ -201,6 +223,7 @@ class EngineService:
     async def stop(self) -> None:
         """Stop the engine. Streams that still run end with `ServiceDownError`."""
         self._stops_at_s = time.monotonic()
+        await self._end_warming()
         self._abort_all(_STOPPING)
         await self._client.stop()
         if self.kv_events is not None:
@@ -225,6 +248,8 @@ class EngineService:
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "call open first"
         self._count_open(opened.resources)
+        if self._warming is not None and asyncio.current_task() is not self._warming:
+            await asyncio.wait({self._warming})
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
         ids = await prompts.ids(prompt)
         params = api_request.params

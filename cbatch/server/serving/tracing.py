@@ -18,6 +18,11 @@ from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.sequence import SchedulerStats
+from cbatch.server.serving.collector import (
+    bounded_session,
+    require_valid_variables,
+    without_secrets,
+)
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestRecord, SequenceTimes
 from cbatch.server.serving.service import EngineService
@@ -53,21 +58,47 @@ def span_exporter(endpoint: str) -> SpanExporter:
     default = "http/protobuf" if port == ":4318" or path != "/" else "grpc"
     protocol = next(filter(None, map(os.environ.get, _PROTOCOL)), default)
     if scheme not in _SCHEMES.get(protocol, ()):
-        problem = f"cannot export to {endpoint!r} with protocol {protocol!r}"
+        problem = f"cannot export to {without_secrets(endpoint)!r} with protocol {protocol!r}"
         remedy = f"give a URL as http://localhost:4317; {_PROTOCOL[1]}: {' or '.join(_SCHEMES)}"
         raise FieldError("otlp_endpoint", problem, remedy)
-    try:
-        if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as otlp
-        else:
-            from opentelemetry.exporter.otlp.proto.http import trace_exporter as otlp
-    except ImportError as error:
-        problem = f"needs OpenTelemetry, which cannot be imported ({error})"
-        raise FieldError("otlp_endpoint", problem, "run pip install 'cbatch[otel]'") from error
     if protocol != "grpc" and path == "/":
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    _logger.info(f"traces: {endpoint} ({protocol})")
-    return otlp.OTLPSpanExporter(endpoint=endpoint)
+
+    def exporter() -> SpanExporter:
+        try:
+            if protocol == "grpc":
+                from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+                return grpc.OTLPSpanExporter(endpoint=endpoint)
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+            return http.OTLPSpanExporter(endpoint=endpoint, session=bounded_session())
+        except ImportError as error:
+            problem = f"needs OpenTelemetry, which cannot be imported ({error})"
+            raise FieldError("otlp_endpoint", problem, "run pip install 'cbatch[otel]'") from error
+
+    def trial() -> None:
+        provider = _provider(exporter())
+        provider.get_tracer("cbatch").start_span("trial")  # never ends, so it is not sent
+        provider.shutdown()
+
+    require_valid_variables(trial)
+    _logger.info(f"traces: {without_secrets(endpoint)} ({protocol})")
+    return exporter()
+
+
+def _provider(exporter: SpanExporter) -> Any:
+    """Return a `TracerProvider` that sends spans in batches."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "cbatch"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
 class SpanData(NamedTuple):
@@ -164,16 +195,9 @@ class RequestTracer:
 
     def __init__(self, exporter: SpanExporter, model: str, service: EngineService) -> None:
         from opentelemetry import trace
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create()
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: "cbatch"}))
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider = _provider(exporter)
         self._start_span = self._provider.get_tracer("cbatch", version("cbatch")).start_span
         self._extract, self._trace = TraceContextTextMapPropagator().extract, trace
         self._model, self.service = model, service
