@@ -1,5 +1,5 @@
-"""Argument parser of all commands. Its errors show the usage of the subcommand that was typed, and
-suggest a known option or choice."""
+"""Argument parser of all commands. It takes no abbreviations. Its errors show the usage of the
+subcommand that was typed, and suggest a known option or choice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from cbatch.core.request.errors import did_you_mean
+from cbatch.core.request.numbers import number_problem
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -22,10 +23,16 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that match an abbreviation: the visible options, or, if no visible
-        option matches, the hidden options."""
+        """Return the option of a letter that its value follows, as in `-pTEXT`, and none for an
+        abbreviation: what it stands for would change with each new option."""
         matches = super()._get_option_tuples(option_string)
-        return [each for each in matches if each[0].help != argparse.SUPPRESS] or matches
+        return [each for each in matches if each[1] == option_string[:2]]
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        value = super()._get_value(action, text)
+        if type(value) in (int, float) and (problem := number_problem(value)):
+            raise argparse.ArgumentError(action, f"{text!r} is not allowed: {problem}")
+        return value
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
