@@ -67,7 +67,8 @@ from bench.plot import save_lines
 from bench.report import print_document, print_table
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import PACKAGED, find_model
+from cbatch.engine.model_files import find_model
+from cbatch.engine.packaged import PACKAGED
 
 MEASURED = ("llama-100m", "demo")
 COMPARED_SEQUENCES = 4  # sequences of each system whose tokens are compared

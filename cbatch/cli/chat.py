@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cbatch.cli.chat_session import SAMPLING_FIELDS, ChatSession
 from cbatch.cli.console import TextConsole
+from cbatch.cli.get import offer_model
 from cbatch.cli.options import (
     ChatTemplateFile,
     ModelSettings,
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     read_settings(SamplingParams, args)  # reports invalid flags before the model is loaded
     values = settings.values
     model, draft = model_paths(values.model, values.draft)
+    for each in (model, draft):
+        offer_model(each)
     notes = TextConsole(stderr=True, soft_wrap=True)
     with settings.naming():
         template = chat_template_of(model, values.chat_template)

@@ -19,6 +19,7 @@ from cbatch.system.terminal import shown
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
 COMMANDS = {
+    "get": "download a small model",
     "generate": "complete prompts to JSON lines",
     "chat": "talk with a model in the terminal",
     "serve": "serve completions over HTTP",
@@ -40,7 +41,10 @@ TWO_WORDS = ("sim capacity",)
 
 # Errors of the operating system, such as a full disk, that are printed without a traceback.
 EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
-EXPECTED_ERRNOS |= {errno.EIO, errno.EBADF}  # a terminal that hung up, a stream opened the wrong way
+EXPECTED_ERRNOS |= {
+    errno.EIO,
+    errno.EBADF,
+}  # a terminal that hung up, a stream opened the wrong way
 # Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
 # signal itself, as a server must: a client that closes its socket must not end the process.
 BROKEN_PIPE = 141
@@ -77,6 +81,8 @@ def _adder_of(command: str) -> AddParser:
         from cbatch.cli.serve import add_parser
     elif command == "demo":
         from cbatch.cli.demo import add_parser
+    elif command == "get":
+        from cbatch.cli.get import add_parser
     elif command == "calibrate":
         from cbatch.cli.calibrate import add_parser
     else:
