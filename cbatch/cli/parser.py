@@ -4,6 +4,7 @@ subcommand that was typed, and suggest a known option or choice."""
 from __future__ import annotations
 
 import argparse
+from argparse import SUPPRESS
 from typing import Any
 
 from cbatch.core.request.errors import did_you_mean
@@ -16,11 +17,17 @@ class CommandParser(argparse.ArgumentParser):
         main parser, whose usage message does not show the subcommand's options."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            options = [each for each in unknown if each.startswith("-")]
-            known = self._option_string_actions
-            hint = did_you_mean(options[0].partition("=")[0], known) if options else ""
+            options = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            hint = self._meant(options[0]) if options else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
+
+    def _meant(self, option: str) -> str:
+        known = self._option_string_actions
+        longer = [
+            name for name in known if name.startswith(option) and known[name].help != SUPPRESS
+        ]
+        return f"; did you mean {longer[0]}?" if longer else did_you_mean(option, known)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the option of a letter that its value follows, as in `-pTEXT`, and none for an

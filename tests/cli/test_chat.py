@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -287,13 +287,13 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*options: str) -> Iterator[Terminal]:
+def running(code: str, *arguments: str) -> Iterator[Terminal]:
+    """Run Python code in a terminal."""
     process, end = pty.fork()
     if process == 0:
         os.chdir(ROOT)
         environment = os.environ | {"TERM": "dumb", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", SLOW_CHAT, "chat", "--seed", "3", *options]
-        os.execve(sys.executable, command, environment)
+        os.execve(sys.executable, [sys.executable, "-c", code, *arguments], environment)
     try:
         yield Terminal(process, end)
     finally:
@@ -303,6 +303,10 @@ def terminal(*options: str) -> Iterator[Terminal]:
         except (ProcessLookupError, ChildProcessError):
             pass
         os.close(end)
+
+
+def terminal(*options: str) -> AbstractContextManager[Terminal]:
+    return running(SLOW_CHAT, "chat", "--seed", "3", *options)
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path: Path) -> None:
