@@ -41,6 +41,7 @@ from rich.progress import Progress
 from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
+from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
@@ -317,7 +318,7 @@ def _ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, flo
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
     parser.add_argument("--model", help="a model with a chat template (default: the demo pair)")
     parser.add_argument("--draft", help="draft model for --model, or a head of it")

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import print_report, rounded
+from cbatch.cli.parser import CommandParser
 from cbatch.system.machine import describe_machine, describe_versions
 
 BASELINE = Path(__file__).parent / "baseline.json"
@@ -83,7 +84,7 @@ def rows_of(measured: dict[str, Any], baseline: dict[str, Any] | None) -> list[d
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -7,7 +7,6 @@ is left out without that browser.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from bench.browser import MISSING, browsing, until
 from bench.plot import pyplot
 from bench.report import print_report, rounded
 from bench.server.started import started
+from cbatch.cli.parser import CommandParser
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
 from sim.workload.arrivals import poisson
@@ -212,7 +212,7 @@ def _shrink(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.pictures", description=__doc__)
+    parser = CommandParser(prog="python -m bench.pictures", description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=FOLDER, help=f"folder of the pictures ({FOLDER})"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import print_line
 from cbatch.system.machine import describe_machine, describe_versions
 
@@ -53,11 +53,10 @@ def print_table(
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    width = None if sys.stdout.isatty() else 160
-    console = Console(width=width, highlight=False)
+    console = TextConsole()
     console.print(table)
     for note in notes:
-        console.print(note, markup=False)
+        console.print(note)
     return console
 
 

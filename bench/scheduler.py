@@ -7,7 +7,6 @@ outside the timer.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import print_report
+from cbatch.cli.parser import CommandParser
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
@@ -150,7 +150,7 @@ def cells(running: list[int]) -> Iterator[tuple[int, int, bool]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[8, 32, 256, 1024])
     parser.add_argument("--steps", type=int, default=400, help="timed steps of a repeat")
     parser.add_argument("--repeats", type=int, default=5)

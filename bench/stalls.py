@@ -41,6 +41,7 @@ from urllib.parse import urlsplit
 from rich.progress import track
 
 from bench.report import print_report
+from cbatch.cli.parser import CommandParser
 
 _FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts arrive
 _START_S, _CALL_S = 300.0, 600.0  # time limits: of a server or streams to start, and of a call
@@ -215,7 +216,7 @@ def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m bench.stalls",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,17 +30,18 @@ if os.environ.pop("PYTEST_XDIST_WORKER", None) is not None:
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Step costs measured while other tests run are not for the user's engines. Compiled kernels are
-# keyed by their source, so test runs share those of the user. A process that a test starts shares
-# the cache of its parent.
+# keyed by their source, and models have one content, so test runs share those of the user. A
+# process that a test starts shares the cache of its parent.
 if not Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(CACHE):
-    compiled = cache_folder("compiled")
+    users = {name: cache_folder(name) for name in ("compiled", "models")}
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=CACHE)
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-    shared = cache_folder("compiled")
-    if compiled is not None and shared is not None:
-        compiled.mkdir(parents=True, exist_ok=True)
-        shared.parent.mkdir(parents=True, exist_ok=True)
-        shared.symlink_to(compiled)
+    for name, folder in users.items():
+        shared = cache_folder(name)
+        if folder is not None and shared is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            shared.parent.mkdir(parents=True, exist_ok=True)
+            shared.symlink_to(folder)
 # Threads that wait by spinning make the suite several times slower where the cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -95,6 +97,14 @@ def _runs_on_a_device(item: pytest.Item) -> bool:
     patches."""
     fixtures = getattr(item, "fixturenames", ())
     return "device" in fixtures and "monkeypatch" not in fixtures
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print each reason of skipped tests once, with their number."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    counts = Counter(str(each.longrepr[2]).removeprefix("Skipped: ") for each in skipped)
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 def pytest_collection_finish() -> None:

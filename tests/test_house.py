@@ -139,6 +139,7 @@ SEEN = {
     # The step log is what a simulation replays. Options are declared, read and printed by `cli`.
     ("sim/", "cbatch/"): (
         "cbatch/core/",
+        "cbatch/cli/console.py",
         "cbatch/cli/output.py",
         "cbatch/cli/settings.py",
         "cbatch/steplog/",
@@ -146,6 +147,7 @@ SEEN = {
     # Advice reruns the drafters themselves, and prices steps as an engine does.
     ("sim/advise/", "cbatch/"): (
         "cbatch/core/",
+        "cbatch/cli/console.py",
         "cbatch/cli/output.py",
         "cbatch/engine/",
         "cbatch/runtime/",
@@ -303,7 +305,7 @@ LATE = {
     "bench/gpu/__main__.py": 2,
     "bench/gpu/child.py": 1,
     "bench/gpu/environment.py": 1,
-    "cbatch/cli/main.py": 6,
+    "cbatch/cli/main.py": 7,
     "cbatch/cli/serve.py": 5,
     "cbatch/engine/backends.py": 2,
     "cbatch/engine/info.py": 1,

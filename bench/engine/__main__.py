@@ -28,6 +28,7 @@ from bench.engine.systems import (
     ratio,
 )
 from bench.report import print_report, rounded
+from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths
 
 
@@ -56,7 +57,7 @@ def rows_of(
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser = CommandParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="a model directory; default: the demo")
     parser.add_argument("--draft", type=Path, help="the draft's directory")
     parser.add_argument(

@@ -15,6 +15,7 @@ from typing import NoReturn
 from bench.gpu import clocks, report
 from bench.gpu.cells import Row
 from bench.gpu.run import GpuRun, Rows, RunPart
+from cbatch.cli.parser import CommandParser
 
 _TILES = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
 _MINUTES = 5.0
@@ -52,7 +53,7 @@ SECTIONS = (
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m bench.gpu",
         description="Measure engine, kernels and correctness on a GPU; without one, a dry run.",
     )

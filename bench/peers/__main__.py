@@ -65,8 +65,10 @@ from bench.peers.systems import (
 )
 from bench.plot import save_lines
 from bench.report import print_document, print_table
+from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import PACKAGED, find_model
+from cbatch.engine.model_files import find_model
+from cbatch.engine.packaged import PACKAGED
 
 MEASURED = ("llama-100m", "demo")
 COMPARED_SEQUENCES = 4  # sequences of each system whose tokens are compared
@@ -101,7 +103,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", default=MEASURED, metavar="MODEL", help=_MODELS)

@@ -17,7 +17,8 @@ from bench.peers import gguf_writer
 from bench.peers.processes import Worker
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
-from cbatch.engine.model_files import PACKAGED, find_model, tokenizer_of
+from cbatch.engine.model_files import find_model, tokenizer_of
+from cbatch.engine.packaged import PACKAGED
 from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig, RopeConfig
 from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf

@@ -23,6 +23,7 @@ from bench.report import print_report
 from bench.server.raw_client import in_subprocess, read_tokens
 from bench.server.started import started
 from cbatch import LLM, SamplingParams
+from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths
 
 LIMIT = 0.9  # lowest ratio to `LLM.generate`
@@ -37,7 +38,7 @@ def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManage
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.server", description=__doc__)
+    parser = CommandParser(prog="python -m bench.server", description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights (default: demo)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--lookahead", default="off")

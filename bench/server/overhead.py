@@ -8,7 +8,6 @@ difference between the delays of successive chunks.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
@@ -24,6 +23,7 @@ import uvicorn
 
 from bench.report import print_report
 from bench.server.raw_client import in_subprocess, read_streams
+from cbatch.cli.parser import CommandParser
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.demo import demo_paths
 from cbatch.server.http.app import create_app
@@ -183,7 +183,7 @@ def measure(path: str, num_streams: int, num_chunks: int, tokens: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--chunks", type=int, default=300, help="chunks of each stream")
     parser.add_argument("--one-core", action="store_true", help="run server and client on one core")

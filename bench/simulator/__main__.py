@@ -8,7 +8,6 @@ process of its own.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import print_report
+from cbatch.cli.parser import CommandParser
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
 from sim.workload.arrivals import poisson
@@ -67,7 +67,7 @@ def start_up_s() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.simulator", description=__doc__)
+    parser = CommandParser(prog="python -m bench.simulator", description=__doc__)
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--requests", type=int, default=2_000, help="number of requests")
     arguments = parser.parse_args()

@@ -16,7 +16,6 @@ tokens. Their offset is taken as constant, such that no request was queued befor
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.report import print_report
+from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
@@ -132,7 +132,7 @@ def compare(real: Measures, simulated: Measures) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder `measured`")
     parser.add_argument("--run", default=RUN, help=f"folder in DIR/vllm_runs (default: {RUN})")
     parser.add_argument("--num-blocks", type=int, help="blocks of the KV pool")

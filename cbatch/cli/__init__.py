@@ -1,1 +1,1 @@
-"""The `cbatch` command, and its subcommands generate, serve, demo and calibrate."""
+"""The `cbatch` command, and its subcommands get, generate, chat, serve, demo and calibrate."""

@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.options import ModelSettings, add_engine_flags, model_paths
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.cli.settings import read_settings
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
     require_place("--out", args.out)
-    console = Console(stderr=True, highlight=False)
+    console = TextConsole(stderr=True)
     without_text = {"generation_config": "none", "tokenizer": "none", "overlap": 0}
     options = msgspec.structs.replace(values.engine, **without_text)
     with settings.naming():

@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
-from rich.console import Console
-
 from cbatch.cli.chat_session import SAMPLING_FIELDS, ChatSession
+from cbatch.cli.console import TextConsole
+from cbatch.cli.get import offer_model
 from cbatch.cli.options import (
     ChatTemplateFile,
     ModelSettings,
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     read_settings(SamplingParams, args)  # reports invalid flags before the model is loaded
     values = settings.values
     model, draft = model_paths(values.model, values.draft)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    for each in (model, draft):
+        offer_model(each)
+    notes = TextConsole(stderr=True, soft_wrap=True)
     with settings.naming():
         template = chat_template_of(model, values.chat_template)
         if template is None:
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if values.show_drafts and not info.drafter:
             problem = "has nothing to show, since nothing drafts"
             raise FieldError("show_drafts", problem, "give --draft MODEL or --drafter ngram")
-    notes.print("\n".join(info.lines()), style="dim", markup=False)
+    notes.print("\n".join(info.lines()), style="dim")
     defaults = {"max_tokens": info.max_model_len, **info.sampling_defaults}
     session = ChatSession(
         engine,
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return _talk(session, notes)
 
 
-def _talk(session: ChatSession, notes: Console) -> int:
+def _talk(session: ChatSession, notes: TextConsole) -> int:
     """Run lines of standard input until it ends. Returns the exit status."""
     terminal, num_errors = sys.stdin.isatty(), 0
     prompt = "> " if terminal and sys.stdout.isatty() else ""
@@ -120,8 +122,12 @@ def _talk(session: ChatSession, notes: Console) -> int:
             elif not session.command(line):
                 break
         except InputError as error:
-            notes.print(str(error), style="red", markup=False)
+            notes.print(str(error), style="red")
             num_errors += 1
+        except KeyboardInterrupt:
+            if not (terminal and line.startswith("/")):
+                raise
+            notes.print("stopped", style="dim")  # such as /save to a pipe without a reader
     if prompt:
         print()
     return FAILED if num_errors and not terminal else 0

@@ -14,10 +14,13 @@ from typing import Any
 from msgspec.structs import replace
 from rich.console import Console
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.settings import fields_of
 from cbatch.core.request.errors import FieldError, InputError, did_you_mean
 from cbatch.core.request.request import FinishReason, SamplingParams
+from cbatch.core.request.typed import require_text
 from cbatch.engine.engine import Engine
+from cbatch.system.terminal import shown
 from cbatch.text.chat_format import ChatFormat
 from cbatch.text.outputs import Choice, Output
 from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
@@ -62,7 +65,7 @@ class ChatSession:
         self._reply = ReplyFormat(thoughts=thoughts, separate=thoughts is not None)
         self._mark_ids = mark_ids(self._reply, self.chat_format.tokenizer)
         self._turns: list[dict[str, str]] = []
-        self._console = Console(highlight=False)
+        self._console = TextConsole()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -75,7 +78,9 @@ class ChatSession:
         if not text:
             return
         message = {"role": "user", "content": text}
-        ids = self.chat_format.prompt_ids([*self.messages, message])
+        messages = [*self.messages, message]
+        require_text("messages", messages)
+        ids = self.chat_format.prompt_ids(messages)
         params = self.chat_format.constrain(self.params, ids)
         request = self.engine.add(ids, params, mark_ids=self._mark_ids)
         parts, choice = self._stream(request.request_id, self.chat_format.prompt_end(ids))
@@ -107,12 +112,12 @@ class ChatSession:
             case "system":
                 self.system = argument or None
             case "save":
-                self._save(Path(argument).expanduser())
+                self._save(argument)
             case "clear":
                 self._turns.clear()
             case "help":
                 for command, (usage, text) in COMMANDS.items():
-                    self.notes.print(f"{f'/{command} {usage}':<20} {text}", markup=False)
+                    self.notes.print(f"{f'/{command} {usage}':<20} {text}")
         return name != "exit"
 
     def _set(self, argument: str) -> None:
@@ -120,7 +125,7 @@ class ChatSession:
         if not name:
             for setting in SAMPLING_FIELDS.values():
                 value = getattr(self.params, setting.field)
-                self.notes.print(f"{setting.name} {value}", markup=False)
+                self.notes.print(f"{setting.name} {value}")
             return
         given = name.lstrip("-").replace("-", "_")
         if given not in _BY_ALIAS:
@@ -133,15 +138,15 @@ class ChatSession:
         converted = setting.convert(raw, name, given, strict=False)
         self.params = replace(self.params, **{setting.field: converted})
 
-    def _save(self, file: Path) -> None:
-        if file.suffix == ".jsonl":
+    def _save(self, file: str) -> None:
+        if file.endswith(".jsonl"):
             text = "\n".join(json.dumps(each, ensure_ascii=False) for each in self.messages)
         else:
             text = json.dumps(self.messages, ensure_ascii=False, indent=2)
         try:
-            file.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            problem = f"{file} cannot be written ({error.strerror})"
+            Path(file).expanduser().write_text(text + "\n", encoding="utf-8")
+        except (OSError, RuntimeError, ValueError) as error:  # such as a NUL, or no such user
+            problem = f"{file} cannot be written ({getattr(error, 'strerror', error)})"
             raise FieldError("/save", problem, "name a file in a folder that exists") from error
 
     def _stream(self, request_id: str, prompt_end: str) -> tuple[list[Part], Choice]:
@@ -166,10 +171,11 @@ class ChatSession:
         styles = [_THOUGHT] * thought + [_ACCEPTED] * (is_draft and self.show_drafts)
         if isinstance(previous, Thought) and not thought:
             self._console.file.write("\n\n")
+        text = shown(str(part), self._console.file)
         if styles:
-            self._console.out(part, style=" ".join(styles), end="")
+            self._console.out(text, style=" ".join(styles), end="")
         else:
-            self._console.file.write(str(part))
+            self._console.file.write(text)
 
 
 def _read(output: Output, reader: ReplyReader) -> Iterator[tuple[Part, bool]]:

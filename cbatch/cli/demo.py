@@ -14,6 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.demo_chat import chat
 from cbatch.cli.lanes import watch
 from cbatch.cli.output import add_json_option
@@ -26,6 +27,7 @@ from cbatch.engine.engine import Engine, EngineStats
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch, complete_all
+from cbatch.system.terminal import shown
 from cbatch.text.outputs import Completion
 
 STEPS_PER_S = 12.0  # slow enough to watch; throughput figures exclude the pauses
@@ -62,12 +64,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = TextConsole()
     target, draft = demo_paths()
     options = read_settings(EngineOptions, args, defaults=_ENGINE).values
     engine, info = load_engine(target, draft, options)
     for line in info.lines():
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     prompts = demo_prompts()[: args.prompts]
     sampling = read_settings(SamplingParams, args, defaults=_SAMPLING).values
     params = replace(sampling, frequency_penalty=FREQUENCY_PENALTY, stop=STOPS)
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     for prompt in prompts:
         batch.add(prompt, prompt, params)
     at_once = min(options.max_num_seqs, len(prompts))
-    console.print(f"completing {len(prompts)} functions, {at_once} at a time", highlight=False)
+    console.print(f"completing {len(prompts)} functions, {at_once} at a time")
     pace_s = 1 / args.steps_per_s if console.is_terminal and args.steps_per_s > 0 else 0.0
     titles = {prompt: _title(prompt) for prompt in prompts}
     done, elapsed_s = watch(engine, batch, titles, console, options.max_num_seqs, pace_s)
@@ -105,7 +107,8 @@ def _print_function(console: Console, prompt: str, completion: Completion) -> No
     """Print the prompt, then the model's text marked by a bar in the margin."""
     console.rule(_title(prompt), align="left", style="dim")
     console.print(Text(prompt.rstrip("\n"), style="dim"), soft_wrap=True)
-    code = Syntax("", "python", background_color="default").highlight(completion.text.strip("\n"))
+    text = shown(completion.text.strip("\n"), console.file)
+    code = Syntax("", "python", background_color="default").highlight(text)
     for line in code.split("\n"):
         console.print(Text("│ ", style="green") + line, soft_wrap=True)
 

@@ -15,6 +15,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model
 from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch
+from cbatch.system.terminal import shown
 from cbatch.text import ChatTemplate
 
 NAME = "smollm2"  # name of the packaged model, for `find_model`
@@ -44,13 +45,13 @@ def chat(
     try:
         model = find_model(NAME)
     except FieldError as error:
-        console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"left out: {error}", soft_wrap=True)
         return []
     drafter = tuple(name for name in options.drafter or () if name != MODEL) or DEFAULT_DRAFTER
     options = replace(options, drafter=drafter, dtype="auto", max_model_len=1024)
     engine, info = load_engine(model, None, options)
     for line in info.lines():
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     template = chat_template_of(model)
     assert template is not None
     params = replace(params, frequency_penalty=FREQUENCY_PENALTY)
@@ -66,7 +67,7 @@ def chat(
             for line in message["content"].strip().split("\n"):
                 bar = Text("" if is_question else "│ ", style="green")
                 style = "dim" if is_question else ""
-                console.print(bar + Text(line, style=style), soft_wrap=True)
+                console.print(bar + Text(shown(line, console.file), style=style), soft_wrap=True)
     run = BatchRun(
         info=info,
         stats=engine.stats,
@@ -78,10 +79,7 @@ def chat(
     print_summary(run, console)
     stats = engine.scheduler.stats
     share = stats.prefix_hit_tokens / stats.prompt_tokens
-    console.print(
-        f"{share:.0%} of the prompt tokens were found in the prefix cache",
-        highlight=False,
-    )
+    console.print(f"{share:.0%} of the prompt tokens were found in the prefix cache")
     return [run]
 
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
 from cbatch.cli.options import MODEL_HELP, add_engine_flags, model_paths
 from cbatch.cli.output import INTERRUPTED, add_json_option
@@ -45,6 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        *("-p", "--prompt"),
+        dest="more_prompts",
+        action="append",
+        default=[],
+        metavar="PROMPT",
+        help="one more prompt; repeatable",
+    )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--input", type=Path, metavar="FILE", help="file of prompts: .jsonl, or one prompt per line"
@@ -67,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     options = msgspec.structs.replace(settings.values.engine, generation_config="none")
     jobs = _jobs(args, read_settings(SamplingParams, args, defaults=SAMPLING).values)
     # Messages go to standard error if results go to standard output.
-    console = Console(stderr=args.output is None, highlight=False)
+    console = TextConsole(stderr=args.output is None)
     with open_results(args.output, jobs, resume=args.resume) as results:
         remaining = [job for job in jobs if job.index not in results.done]
         if args.resume:
@@ -84,11 +92,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(args: argparse.Namespace, defaults: SamplingParams) -> list[Job]:
-    if bool(args.prompts) == (args.input is not None):
+    prompts = args.prompts + args.more_prompts
+    if bool(prompts) == (args.input is not None):
         raise FieldError("PROMPT", "needs prompts or --input", "give one of the two")
-    return (
-        read_jobs(args.input, defaults) if args.input else jobs_of_prompts(args.prompts, defaults)
-    )
+    return read_jobs(args.input, defaults) if args.input else jobs_of_prompts(prompts, defaults)
 
 
 def _complete(
@@ -98,7 +105,7 @@ def _complete(
     info: EngineInfo,
     jobs: list[Job],
     results: ResultFile | ResultStream,
-    console: Console,
+    console: TextConsole,
 ) -> int:
     batch: Batch[Job] = Batch(engine)
     started_s = time.perf_counter()

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cbatch.engine.engine import Engine
 from cbatch.llm import Batch
+from cbatch.system.terminal import escaped
 from cbatch.text.outputs import Completion, Output, Speculation
 
 # Colours of the column k, indexed by k; the last colour is for larger k too.
@@ -121,7 +122,7 @@ def _cells(lane: _Lane, text_width: int) -> tuple[Text, Text, Text, Text]:
     # One dot per draft token of the last step, filled if it was accepted.
     dots = "●" * lane.accepted + "○" * (lane.k - lane.accepted)
     k = Text(f"{lane.k} {dots}", style=K_COLOURS[min(lane.k, len(K_COLOURS) - 1)])
-    tail = lane.text.replace("\n", "⏎").replace("    ", "⇥")[-text_width:]
+    tail = escaped(lane.text.replace("\n", "⏎").replace("    ", "⇥"))[-text_width:]
     style = "dim" if lane.done else ""
     return (
         Text(lane.title, style=style or "yellow"),

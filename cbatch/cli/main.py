@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,10 +16,12 @@ from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
 from cbatch.system.machine import MEMORY_REMEDY, memory_problem
+from cbatch.system.terminal import shown
 
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
 # Summaries by command, in the order of help.
 COMMANDS = {
+    "get": "download a small model",
     "generate": "complete prompts to JSON lines",
     "chat": "talk with a model in the terminal",
     "serve": "serve completions over HTTP",
@@ -39,15 +42,9 @@ REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 TWO_WORDS = ("sim capacity",)
 
 # Errors of the operating system, such as a full disk, that are printed without a traceback.
-EXPECTED_ERRNOS = {
-    errno.ENOMEM,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EMFILE,
-}
+EXPECTED_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE}
+# Too little memory, a terminal that hung up, a stream opened the wrong way.
+EXPECTED_ERRNOS |= {errno.ENOMEM, errno.EIO, errno.EBADF}
 # Exit status after a broken pipe, the status with which shells report SIGPIPE. Python ignores the
 # signal itself, as a server must: a client that closes its socket must not end the process.
 BROKEN_PIPE = 141
@@ -84,6 +81,8 @@ def _adder_of(command: str) -> AddParser:
         from cbatch.cli.serve import add_parser
     elif command == "demo":
         from cbatch.cli.demo import add_parser
+    elif command == "get":
+        from cbatch.cli.get import add_parser
     elif command == "calibrate":
         from cbatch.cli.calibrate import add_parser
     else:
@@ -113,6 +112,7 @@ def main(
 ) -> int:
     """Run one command and return its exit status. `parser_of` makes a parser from the name of the
     command. The parser sets the default `run`, a function of the parsed arguments."""
+    _prepare_streams()
     try:
         try:
             return _run(argv, parser_of)
@@ -132,7 +132,7 @@ def main(
     except OSError as error:
         if error.errno not in EXPECTED_ERRNOS:
             raise
-        print(f"cbatch: {error}", file=sys.stderr)
+        print(shown(f"cbatch: {error}", sys.stderr), file=sys.stderr)
         _abandon_output()
         return FAILED
     except SystemExit as error:
@@ -154,7 +154,7 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
             require_place("--json", getattr(args, "json", None))
             status: int = args.run(args)
     except InputError as error:
-        print(f"cbatch: {error}", file=sys.stderr)
+        print(shown(f"cbatch: {error}", sys.stderr), file=sys.stderr)
         return FAILED
     return status
 
@@ -167,6 +167,16 @@ def _early_engine(words: list[str]) -> AbstractContextManager[None]:
     from cbatch.process.spawn import early_process
 
     return early_process()
+
+
+def _prepare_streams() -> None:
+    """Replace closed standard streams by the null device, before a file gets their number, and
+    escape characters that the encoding of standard output lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _abandon_output() -> None:

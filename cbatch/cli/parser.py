@@ -1,12 +1,14 @@
-"""Argument parser of all commands. Its errors show the usage of the subcommand that was typed, and
-suggest a known option or choice."""
+"""Argument parser of all commands. It takes no abbreviations. Its errors show the usage of the
+subcommand that was typed, and suggest a known option or choice."""
 
 from __future__ import annotations
 
 import argparse
+from argparse import SUPPRESS
 from typing import Any
 
 from cbatch.core.request.errors import did_you_mean
+from cbatch.core.request.numbers import number_problem
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -15,17 +17,29 @@ class CommandParser(argparse.ArgumentParser):
         main parser, whose usage message does not show the subcommand's options."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            options = [each for each in unknown if each.startswith("-")]
-            known = self._option_string_actions
-            hint = did_you_mean(options[0].partition("=")[0], known) if options else ""
+            options = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            hint = self._meant(options[0]) if options else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
+    def _meant(self, option: str) -> str:
+        known = self._option_string_actions
+        longer = [
+            name for name in known if name.startswith(option) and known[name].help != SUPPRESS
+        ]
+        return f"; did you mean {longer[0]}?" if longer else did_you_mean(option, known)
+
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return the options that match an abbreviation: the visible options, or, if no visible
-        option matches, the hidden options."""
+        """Return the option of a letter that its value follows, as in `-pTEXT`, and none for an
+        abbreviation: what it stands for would change with each new option."""
         matches = super()._get_option_tuples(option_string)
-        return [each for each in matches if each[0].help != argparse.SUPPRESS] or matches
+        return [each for each in matches if each[1] == option_string[:2]]
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        value = super()._get_value(action, text)
+        if type(value) in (int, float) and (problem := number_problem(value)):
+            raise argparse.ArgumentError(action, f"{text!r} is not allowed: {problem}")
+        return value
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

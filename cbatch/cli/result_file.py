@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from cbatch.cli.jobs import Job
 from cbatch.core.request.errors import FieldError
+from cbatch.system.terminal import shown
 from cbatch.text.outputs import Choice, Completion, Speculation, TokenLogprob
 
 
@@ -26,7 +27,8 @@ class ResultStream:
         self._out = out
 
     def write(self, line: dict[str, Any]) -> None:
-        self._out.write(_encoded(line))
+        text = _encoded(line)
+        self._out.write(shown(text.decode(), self._out).encode())
         self._out.flush()
 
 

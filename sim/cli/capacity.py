@@ -10,6 +10,7 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, is_file_path, print_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
@@ -25,7 +26,6 @@ from sim.cli.sweep import (
     variants,
 )
 from sim.report.capacity import Capacity, ServiceLevel, Trial, find_capacity, judge, try_rate
-from sim.report.display import wide_console
 from sim.report.report import Objectives, Record, parse_objectives, to_json
 from sim.workload.options import SHARE_KNOB
 
@@ -149,7 +149,7 @@ def _document(variant: Variant, capacity: Capacity, level: ServiceLevel) -> dict
 
 
 def _print(variant: Variant, capacity: Capacity) -> None:
-    console = wide_console()
+    console = TextConsole()
     swept = ", ".join(f"{name} {value}" for name, value in variant.values.items())
     table = Table(title=swept or None, title_justify="left", box=SIMPLE)
     for name in ("× the rate", "arrivals/s", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms", "goodput"):

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, is_file_path, print_line, require_place
 from sim.replay.replica import Progress as ReplayProgress
 from sim.report.display import spread_table, summary_of
@@ -121,7 +122,7 @@ class ReportFiles:
 
 
 def print_report(report: Report, json_file: Path | None) -> None:
-    console = Console(highlight=False)
+    console = TextConsole()
     console.print(describe_costs(report.settings), soft_wrap=True)
     console.print(spread_table(str(report.settings["trace"]), report, _SPREADS))
     for line in _lines(report):

@@ -13,6 +13,7 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import is_file_path, print_line
 from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
@@ -21,7 +22,6 @@ from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario, refuse_ignored
 from sim.cli.simulation import build
 from sim.cli.source import source_of
-from sim.report.display import wide_console
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report, to_json
 from sim.report.timeline import Timeline
@@ -159,7 +159,7 @@ def _print(
     variants: list[Variant], reports: list[Report], rows: list[dict[str, float | None]]
 ) -> None:
     """Print a row per scenario, with the ratio to the first row under each figure."""
-    console = wide_console()
+    console = TextConsole()
     console.print(describe_costs(*(report.settings for report in reports)), soft_wrap=True)
     title = f"{reports[0].settings['trace']}, simulated; times in ms"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
@@ -92,7 +92,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.plot is not None:
         save_plot(args.plot, trace.path.name, summary)
     statistics = msgspec.to_builtins(summary.statistics)
-    console = Console(highlight=False)
+    console = TextConsole()
     console.print(_table(trace, statistics))
     header = {"trace": trace.path.name, "format": trace.format, "skipped": trace.skipped}
     print_figures(header | statistics, args.json)

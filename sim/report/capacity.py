@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.numbers import MAX_FLOAT
 from sim.report.report import Objectives, Record, Report
 
 TOLERANCE = 0.02  # maximum relative gap between the best rate and the lowest failed rate
@@ -154,7 +155,7 @@ def find_capacity(
 ) -> Capacity:
     """Search from the trace's own rate (1.0), or from the end of the range nearest to it. Raises
     `FieldError` for an empty range."""
-    if not 0 < lowest < highest < math.inf:
+    if not 0 < lowest < highest <= MAX_FLOAT:
         raise FieldError(
             "--rate-scales", f"{lowest}:{highest} is not a range", "give LOWEST:HIGHEST"
         )

@@ -1,4 +1,4 @@
-"""Output of a report: a wide console, a table, and the data of a JSON line."""
+"""Output of a report: a table, and the data of a JSON line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from cbatch.core.request.errors import FieldError
 from sim.report.report import Report, Spread
 
-PIPE_WIDTH = 120  # columns of text if standard output is not a terminal
 LABELS = {  # by field of a report
     "ttft_s": "time to first token, ms",
     "ttft_from_send_s": "  from the actual send, ms",
@@ -23,12 +21,6 @@ LABELS = {  # by field of a report
     "normalised_s": "end to end per token, ms",
     "queue_s": "in the queue, ms",
 }
-
-
-def wide_console() -> Console:
-    """Return a console for wide tables; on a pipe it has `PIPE_WIDTH` columns, not rich's 80."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def spread_table(name: str, report: Report, fields: Iterable[str]) -> Table:

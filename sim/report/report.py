@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.numbers import MAX_FLOAT
 
 SCHEMA = "cbatch-report"
 VERSION = 1
@@ -81,7 +82,7 @@ def parse_objectives(texts: tuple[str, ...]) -> Objectives | None:
             limits_s[f"{name}_s"] = seconds = float(value)
         except ValueError:
             seconds = math.nan
-        if name not in ("ttft", "tpot", "e2e") or not 0 < seconds < math.inf:
+        if name not in ("ttft", "tpot", "e2e") or not 0 < seconds <= MAX_FLOAT:
             raise FieldError(
                 "--slo", f"{text!r} is not known", "write ttft=0.5, tpot=... or e2e=..."
             )

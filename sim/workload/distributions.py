@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.numbers import number_problem
 from sim.workload import arrivals, lengths
 from sim.workload.generate import Arrivals
 from sim.workload.lengths import Lengths
@@ -111,6 +112,8 @@ def _parse(
         remedy = f"write one of {forms(known, len(fixed_values))}"
         raise FieldError(option, f"{text!r} is not known", remedy)
     for parameter, value in zip(names, values, strict=False):
+        if remedy := number_problem(value):
+            raise FieldError(option, f"{text!r} is not allowed", remedy)
         if parameter in _INTEGERS and not value.is_integer():
             problem = f"{text!r}: {parameter} is not a whole number"
             raise FieldError(option, problem, "give a number of tokens")

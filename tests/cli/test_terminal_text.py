@@ -1,0 +1,209 @@
+"""Text of models, files and servers cannot control the terminal, and no text ends a chat."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from cbatch import SamplingParams
+from cbatch.cli import chat_session
+from cbatch.cli.chat_session import ChatSession
+from cbatch.cli.console import TextConsole
+from cbatch.cli.lanes import Lanes
+from cbatch.cli.main import main
+from cbatch.cli.result_file import ResultStream
+from cbatch.core.request.errors import FieldError
+from cbatch.engine.engine import Engine
+from cbatch.system.terminal import escaped, shown
+from cbatch.text.reply_reader import Thought
+from tests.cli.conftest import INFO, Run
+from tests.cli.test_chat import FORMAT
+from tests.toy_engine import make_engine
+
+ROOT = Path(__file__).parents[2]
+Command = Callable[..., Run]
+# Texts that clear the screen, write the clipboard, set a title, and that hide or reorder others.
+HOSTILE = {
+    "clear": "\x1b[2J",
+    "clipboard": "\x1b]52;c;ZXZpbA==\x07",
+    "title in C1": "\x9d0;evil\x9c",
+    "C1 sequence": "\x9b2J",
+    "overwritten": "rm -rf /\rls",
+    "erased": "rm\x08\x08ls\x7f",
+    "reordered": "\u202etxt.exe\u2066\u2069\u200f",
+    "lines": "a\u2028b\u2029c\x0bd\x0ce\x85f",
+}
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]")
+every_text = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def unstyled(screen: Screen) -> str:
+    """Return what was written, without the colours of our own."""
+    return re.sub("\x1b\\[[0-9;]*m", "", screen.getvalue())
+
+
+@every_text
+def test_control_characters_are_shown_on_a_terminal_alone(text: str) -> None:
+    assert not FORBIDDEN.search(shown(text, Screen()))
+    assert shown(text, io.StringIO()) == text
+    assert "".join(escaped(each) for each in text) == escaped(text), "split over chunks"
+    assert escaped("naïve\ttext\n漢字 👩‍👩‍👧") == "naïve\ttext\n漢字 👩‍👩‍👧"
+
+
+@every_text
+@pytest.mark.parametrize("drafts", [False, True])
+def test_answers_and_thoughts_of_a_chat_are_shown(
+    monkeypatch: pytest.MonkeyPatch, text: str, drafts: bool
+) -> None:
+    """Each character comes as a piece of its own."""
+    pieces = [*((Thought(each), drafts) for each in text), *((each, drafts) for each in text)]
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(chat_session, "_read", lambda output, reader: pieces)
+    params = SamplingParams(max_tokens=1)
+    session = ChatSession(make_engine(), FORMAT, params, TextConsole(stderr=True), None, drafts)
+    session.say("hello")
+    answer = session.messages[-1]
+    assert answer["content"] == answer["reasoning"] == text, "the conversation has the text itself"
+    seen = unstyled(screen)
+    assert not FORBIDDEN.search(seen)
+    assert seen.split() == f"{escaped(text)}\n{escaped(text)}".split()
+
+
+@every_text
+def test_errors_and_the_models_name_are_shown(
+    cbatch: Command, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], text: str
+) -> None:
+    screen = Screen()
+    info = replace(INFO, model=f"models/{text}")
+    monkeypatch.setattr("cbatch.cli.chat.load_engine", lambda *_: (make_engine(), info))
+    lines = f"/{text}\n/set {text} 1\n/save /nowhere/{text}\n/system {text}\n/set\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert cbatch("chat", "--stop", f"a{text}").status == 2
+    said = unstyled(screen)
+    assert not FORBIDDEN.search(said)
+    assert f"models/{escaped(text)}" in said and "/nowhere/" in said
+
+
+@every_text
+def test_the_error_of_a_command_is_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def fail(name: str) -> Any:
+        raise FieldError("model", f"the file says {text}", "use another")
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(["chat"], fail) == 2
+    assert escaped(text) in screen.getvalue() and not FORBIDDEN.search(screen.getvalue())
+
+
+@every_text
+def test_results_on_a_terminal_are_the_same_json(text: str) -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    piped, screen = io.BytesIO(), Terminal()
+    for out in (piped, screen):
+        ResultStream(out).write({"text": text, "more": "é"})
+    assert (
+        json.loads(piped.getvalue())
+        == json.loads(screen.getvalue())
+        == {
+            "text": text,
+            "more": "é",
+        }
+    )
+    assert not FORBIDDEN.search(screen.getvalue().decode())
+
+
+@every_text
+def test_the_lanes_of_the_demo_are_shown(text: str) -> None:
+    engine = make_engine(max_num_seqs=1)
+    request = engine.add("def f(", SamplingParams(max_tokens=1))
+    lanes = Lanes(1, {request.request_id: "f"})
+    outputs = engine.step() or engine.step()
+    lanes.update([replace(each, text=text) for each in outputs])
+    console = Console(width=200, file=io.StringIO())
+    console.print(lanes.render(engine, 1.0, console.width))
+    drawn = console.file.getvalue()
+    assert not FORBIDDEN.search(drawn) and escaped(text)[-5:] in drawn
+
+
+# --- nothing ends a chat --------------------------------------------------------------------------
+
+LINES = {
+    "a NUL in a path": "/save a\0b",
+    "no such user": "/save ~nosuchuser/x",
+    "a folder": "/save /",
+    "a full disk": "/save /dev/full",
+    "a path too long": f"/save {'x' * 5000}",
+    "a file as a folder": "/save /dev/null/x.jsonl",
+    "infinity": "/set temperature 1e999",
+    "nested deeply": "/set structured_outputs " + "[" * 5000,
+    "half a pair": '/set structured_outputs {"regex": "\\ud800"}',
+    "no command": "/\0",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_a_chat_goes_on_after_a_line(
+    cbatch: Command, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    text = f"def f(\n{line}\nclass A\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    run = cbatch("chat", "--max-tokens", 3, "--seed", 1)
+    assert run.status == 2 and len(run.out.splitlines()) >= 2
+    assert len([each for each in run.err.splitlines() if "; " in each]) >= 1, run.err
+
+
+STREAMS = {
+    "ASCII": ({"PYTHONIOENCODING": "ascii"}, "", "\\xe9\\xe9\\xe9\n"),
+    "Latin-1": ({"PYTHONIOENCODING": "latin-1"}, "", "ééé\n"),
+    "no input": ({}, "exec 0<&-;", ""),
+    "no errors": ({}, "exec 2>&-;", "ééé\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_chat_takes_any_streams(name: str) -> None:
+    variables, before, expected = STREAMS[name]
+    encoding = "latin-1" if name == "Latin-1" else "utf-8"
+    options = ["--temperature", "0", "--kv-cache-memory-bytes", "50M"]
+    grammar = json.dumps({"regex": "\u00e9{3}"})  # in ASCII
+    words = [sys.executable, "-m", "cbatch.cli.main", "chat", *options]
+    run = subprocess.run(
+        ["bash", "-c", f'{before} exec "$@"', "bash", *words],
+        input=f"/set structured_outputs {grammar}\nhello\n".encode(),
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        timeout=600,
+    )
+    assert run.returncode == 0 and b"Traceback" not in run.stderr, run.stderr
+    assert run.stdout.decode(encoding) == expected
+
+
+def test_bytes_that_are_no_text_are_refused(
+    cbatch: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    run = cbatch("chat", "--system", os.fsdecode(b"\xff"))
+    assert run.status == 2 and "half of a surrogate pair" in run.err
