@@ -154,7 +154,8 @@ def _lines(report: Measured) -> list[str]:
         f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s"
         f"{_interval(report, 'output_tokens_per_s')}), counted by "
         f"{report.token_source}",
-        f"{report.prompt_tokens:,} prompt tokens, {report.prompt_tokens_per_s or 0:,.0f}/s computed",
+        f"{report.prompt_tokens:,} prompt tokens ("
+        f"{report.prompt_tokens_per_s or 0:,.0f}/s computed)",
     ]
     if report.tokens_per_chunk is not None:
         lines.append(f"{report.chunks:,} chunks of {report.tokens_per_chunk:.2f} tokens")
