@@ -38,6 +38,7 @@ import msgspec
 import numpy as np
 from rich.progress import Progress
 
+from bench.failures import Failures
 from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
@@ -326,13 +327,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="measured times through all prompts")
-    parser.add_argument(
-        "--turn-tokens", type=int, default=24, help="minimum tokens per turn of a policy"
-    )
+    parser.add_argument("--turn-tokens", type=int, default=24, help="minimum of a policy's turn")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--verification", choices=_VERIFICATIONS, default="auto")
+    parser.add_argument("--verification", default="auto", choices=_VERIFICATIONS)
     parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
 
@@ -366,26 +365,26 @@ def main() -> None:
     model, _ = _models(args)
     workloads = args.workload or (CHATS if args.model else WORKLOADS)
     engines = {policy: build(policy, args) for policy in args.policy}
-    rows: list[dict[str, Any]] = []
+    failures, rows = Failures(), list[dict[str, Any]]()
     cells = [(w, b, make_prompts(w, model)) for w in workloads for b in args.batch]
     with Progress() as progress:
         total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)
         for workload, batch, prompts in cells:
-            with randomised_drafts() if workload == "useless" else contextlib.nullcontext():
+            drafts = randomised_drafts() if workload == "useless" else contextlib.nullcontext()
+            with failures.caught(f"{workload}, batch {batch}"), drafts:
                 runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
-            rows += rows_of(workload, batch, runs)
+                rows += rows_of(workload, batch, runs)
+            if failures.words:  # the engines still hold requests
+                break
+    if not rows:
+        failures.end()
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         lines = series.setdefault(row["workload"], {})
         lines.setdefault(row["policy"], []).append((row["batch"], row["ratio_to_off"]))
-    save_lines(
-        args.plot,
-        series,
-        x_label="requests in flight",
-        y_label="tokens/s over lookahead off",
-        highlight="adaptive",
-    )
+    labels = {"x_label": "requests in flight", "y_label": "tokens/s over lookahead off"}
+    save_lines(args.plot, series, **labels, highlight="adaptive")
     print_report(
         f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, "
         f"temperature {args.temperature:g}, verification {args.verification}",
@@ -395,6 +394,7 @@ def main() -> None:
             f"plot: {args.plot}",
         ),
     )
+    failures.end()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ repeats:
 - tokens of prompts and streams per second in that time;
 - `longest_to_first`, the ratio of the longest gap to the first system's.
 
+A system that fails is left out from there on; what was measured before counts.
+
 `--plot FILE` draws the 99th percentile of the gaps over prompt tokens per second, a point for
 each system. With commands that differ in `--itl-target` it shows the cost of a target.
 """
@@ -22,7 +24,7 @@ each system. With commands that differ in `--itl-target` it shows the cost of a 
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
 import random
 import shlex
@@ -30,21 +32,28 @@ import socket
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+import numpy as np
 from rich.progress import track
 
+from bench.failures import Failures
+from bench.load.client.answer import AnswerReader
+from bench.load.client.bodies import COMPLETIONS
+from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
+from bench.load.client.http import Endpoint, HttpClient
 from bench.report import print_report
 from cbatch.cli.parser import CommandParser
 
 _FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts arrive
+_STREAM_TOKENS = 6000
 _START_S, _CALL_S = 300.0, 600.0  # time limits: of a server or streams to start, and of a call
+_END_S = 30.0  # for a server to end after SIGTERM
+_LOADING = 503  # status of a server that still loads its model
 _IDS = range(1000, 40_000)  # token ids of the prompts
 
 
@@ -56,93 +65,57 @@ class Load(NamedTuple):
 
 
 class Server(NamedTuple):
-    host: str
-    port: int
+    endpoint: Endpoint
     model: str
 
-    def post(self, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, Iterator[bytes]]:
-        """Return the connection and the events of a streamed completion. Raises RuntimeError if the
-        server answers with an error."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_CALL_S)
-        common = {"model": self.model, "temperature": 0, "ignore_eos": True, "stream": True}
-        headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(common | body), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"the server answered {answer.status}: {answer.read(300)!r}")
-        return connection, (line for line in answer if line.startswith(b"data: {"))
 
+async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
+    """Return the figures of one repeat. Raises RuntimeError if a call fails, or a stream ends."""
+    client, rng = HttpClient(server.endpoint, timeout_s=_CALL_S), random.Random(seed)
+    common = {"model": server.model, "temperature": 0, "ignore_eos": True, "stream": True}
 
-class Gaps:
-    """Gaps between tokens of all streams, each with the time at which it ended."""
+    async def send(call: TimedCall, prompt: str | list[int]) -> None:
+        body = json.dumps(common | {"prompt": prompt, "max_tokens": call.max_tokens}).encode()
+        reader = AnswerReader(call, LiveTally(), streamed=True)
+        await client.call("POST", COMPLETIONS, body, reader)
+        if call in streams:
+            raise CallError(Failure.TRUNCATED, f"a stream ended after {call.chunks} tokens")
 
-    def __init__(self, streams: int) -> None:
-        self.counts = [0] * streams  # tokens so far, by stream
-        self.gaps: list[tuple[float, float]] = []  # (end of the gap, gap), in seconds
-        self.over = threading.Event()
+    async def wait_for(tokens: int) -> float:
+        async with asyncio.timeout(_START_S):
+            while min(stream.chunks for stream in streams) < tokens:
+                await asyncio.sleep(0.02)
+        return time.monotonic()
 
-    def read(self, server: Server, index: int) -> None:
-        body = {"prompt": f"Story {index}: once upon a time", "max_tokens": 6000}
-        connection, events = server.post(body)
-        last_s = None
-        for _ in events:
-            now_s = time.perf_counter()
-            self.counts[index] += 1
-            if last_s is not None:
-                self.gaps.append((now_s, now_s - last_s))
-            last_s = now_s
-            if self.over.is_set():
-                break
-        connection.close()
-
-    def wait_for(self, tokens: int) -> None:
-        """Wait until every stream has `tokens` tokens. Raises RuntimeError after `_START_S`."""
-        end_s = time.perf_counter() + _START_S
-        while min(self.counts) < tokens:
-            if time.perf_counter() > end_s:
-                raise RuntimeError(f"the streams have {self.counts} tokens only")
-            time.sleep(0.02)
-
-
-def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
-    """Return the figures of one repeat."""
-    gaps, rng = Gaps(load.streams), random.Random(seed)
-    streams = [
-        threading.Thread(target=gaps.read, args=(server, index), daemon=True)
-        for index in range(load.streams)
-    ]
-    for stream in streams:
-        stream.start()
-    gaps.wait_for(_FIRST_TOKENS)
-    gaps.gaps.clear()
-    gaps.wait_for(_CALM_TOKENS)
-    begin_s, tokens_before = time.perf_counter(), sum(gaps.counts)
-    first_token_s: list[float] = []
-
-    def read_prompt() -> None:
-        ids = [rng.choice(_IDS) for _ in range(load.prompt_tokens)]
-        connection, events = server.post({"prompt": ids, "max_tokens": 2})
-        next(events)
-        first_token_s.append(time.perf_counter())
-        for _ in events:
-            pass
-        connection.close()
-
-    prompts = [threading.Thread(target=read_prompt) for _ in range(load.prompts)]
-    for prompt in prompts:
-        prompt.start()
-        time.sleep(load.every_s)
-    for prompt in prompts:
-        prompt.join()
-    if len(first_token_s) < load.prompts:
-        raise RuntimeError(f"{len(first_token_s)} of {load.prompts} prompts were answered")
-    seconds, tokens = max(first_token_s) - begin_s, sum(gaps.counts) - tokens_before
-    gaps.over.set()
-    for stream in streams:
-        stream.join()
-    calm = sorted(gap for end_s, gap in gaps.gaps if end_s < begin_s)
-    loaded = sorted(gap for end_s, gap in gaps.gaps if begin_s <= end_s <= max(first_token_s))
-    read_tokens = load.prompts * load.prompt_tokens
+    streams = [TimedCall(i, 0.0, 0, _STREAM_TOKENS) for i in range(load.streams)]
+    prompts = [TimedCall(i, 0.0, load.prompt_tokens, 2) for i in range(load.prompts)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(send(call, f"Story {call.index}: once upon a time"))
+                for call in streams
+            ]
+            first_s = await wait_for(_FIRST_TOKENS)
+            begin_s = await wait_for(_CALM_TOKENS)
+            tokens_before, sent = sum(call.chunks for call in streams), []
+            for call in prompts:
+                ids = [rng.choice(_IDS) for _ in range(load.prompt_tokens)]
+                sent.append(group.create_task(send(call, ids)))
+                await asyncio.sleep(load.every_s)
+            await asyncio.gather(*sent)
+            tokens = sum(call.chunks for call in streams) - tokens_before
+            for task in running:
+                task.cancel()
+    except* CallError as errors:
+        raise RuntimeError(errors.exceptions[0].detail) from None
+    finally:
+        client.close()
+    end_s, times_s = max(call.first_s for call in prompts), [np.array(c.chunk_s) for c in streams]
+    ends_s = np.concatenate([each[1:] for each in times_s])
+    gaps_s = np.concatenate([np.diff(each) for each in times_s])
+    calm = np.sort(gaps_s[(first_s < ends_s) & (ends_s < begin_s)]).tolist()
+    loaded = np.sort(gaps_s[(begin_s <= ends_s) & (ends_s <= end_s)]).tolist()
+    seconds, read_tokens = end_s - begin_s, load.prompts * load.prompt_tokens
     return {
         "calm_p50_ms": 1e3 * _quantile(calm, 0.5),
         **{f"p{q}_ms": 1e3 * _quantile(loaded, q / 100) for q in (50, 99)},
@@ -161,9 +134,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 def served(system: str) -> Iterator[Server]:
     """Yield a system's server. A process started here ends with the context."""
     if system.startswith(("http://", "https://")):
-        address = urlsplit(system)
-        assert address.hostname is not None
-        yield _answering(address.hostname, address.port or 80)
+        yield asyncio.run(_answering(Endpoint.of(system), None))
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -172,30 +143,41 @@ def served(system: str) -> Iterator[Server]:
         words = shlex.split(system.format(port=port))
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield _answering("127.0.0.1", port, process)
+            yield asyncio.run(_answering(Endpoint("127.0.0.1", port, False, ""), process))
         except ChildProcessError as error:
             output.seek(0)
             raise RuntimeError(output.read()[-2000:].decode(errors="replace")) from error
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _answering(host: str, port: int, process: subprocess.Popen[bytes] | None = None) -> Server:
-    """Wait until the server lists its model. Raises ChildProcessError if its process ends, and
-    RuntimeError after `_START_S`."""
-    end_s = time.perf_counter() + _START_S
-    while time.perf_counter() < end_s:
+async def _answering(endpoint: Endpoint, process: subprocess.Popen[bytes] | None) -> Server:
+    """Return the server. Wait until `process`, if given, lists its model. Raises ChildProcessError
+    if it ends, and RuntimeError if the server refuses, or after `_START_S`."""
+    end_s, client = time.perf_counter() + _START_S, HttpClient(endpoint, timeout_s=5.0)
+    while True:
         if process is not None and process.poll() is not None:
             raise ChildProcessError("the server ended")
+        status, problem = _LOADING, ""
         try:
-            connection = http.client.HTTPConnection(host, port, timeout=5)
-            connection.request("GET", "/v1/models")
-            models = json.loads(connection.getresponse().read())["data"]
-            return Server(host, port, models[0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError):
-            time.sleep(0.2)
-    raise RuntimeError(f"{host}:{port} lists no model after {_START_S:.0f} s")
+            status, raw = await client.get("/v1/models")
+            problem = f"GET /v1/models: {status}: {raw[:2000].decode(errors='replace')}"
+            if status == 200:
+                return Server(endpoint, json.loads(raw)["data"][0]["id"])
+        except CallError as error:
+            problem = str(error)
+        except (ValueError, LookupError, TypeError):
+            pass
+        finally:
+            client.close()
+        if process is None or status != _LOADING or time.perf_counter() > end_s:
+            raise RuntimeError(problem)
+        await asyncio.sleep(0.2)
 
 
 def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -240,18 +222,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = Load(args.streams, args.prompts, args.prompt_tokens, args.every)
     figures: dict[str, list[dict[str, float]]] = {name: [] for name, _ in args.named}
     turns = [(repeat, *named) for repeat in range(args.repeats) for named in args.named]
+    failures = Failures()
     for seed, name, system in track(turns, "measuring", transient=True):
-        with served(system) as server:
-            figures[name].append(measure(server, load, seed=seed))
+        if name not in failures:
+            with failures.caught(name), served(system) as server:
+                figures[name].append(asyncio.run(measure(server, load, seed)))
     rows: list[dict[str, Any]] = []
     for name, repeats in figures.items():
+        if not repeats:
+            continue
         row = {key: statistics.median(repeat[key] for repeat in repeats) for key in repeats[0]}
         first = rows[0] if rows else row
         rows.append({"system": name, **row, "longest_to_first": row["longest_ms"]})
         rows[-1]["longest_to_first"] /= first["longest_ms"]
-    if args.plot is not None:
-        save_plot(args.plot, rows)
-    print_report("Gaps while prompts are read", rows, extra={"load": load._asdict()})
+    if rows:
+        if args.plot is not None:
+            save_plot(args.plot, rows)
+        print_report("Gaps while prompts are read", rows, extra={"load": load._asdict()})
+    failures.end()
 
 
 if __name__ == "__main__":

@@ -27,18 +27,15 @@ from bench.engine.systems import (
     median_speed,
     ratio,
 )
+from bench.failures import Failures
 from bench.report import print_report, rounded
 from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths
 
 
-def rows_of(
-    systems: Sequence[System], runs: list[list[EngineRun]], batch: int, dtype: str
-) -> list[Any]:
+def rows_of(runs: Sequence[tuple[System, list[EngineRun]]], batch: int, dtype: str) -> list[Any]:
     """Return a row for each system: medians, and medians of the ratios within a repeat."""
-    by_name = {
-        (s.name, s.lookahead): system_runs for s, system_runs in zip(systems, runs, strict=True)
-    }
+    by_name = {(system.name, system.lookahead): system_runs for system, system_runs in runs}
     return [
         {
             "system": name,
@@ -99,11 +96,14 @@ def main() -> None:
         systems = [system for system, _ in built]
         if not args.no_peer:
             systems.append(build_transformers(model, args.dtype))
+        failures = Failures()
         rows: list[dict[str, Any]] = []
         for batch in args.batch:
-            runs = measure(systems, model, batch, args, real=not args.shape)
-            rows += rows_of(systems, runs, batch, args.dtype)
+            runs = measure(systems, model, batch, args, failures, real=not args.shape)
+            rows += rows_of(runs, batch, args.dtype)
             print(f"batch {batch} measured", flush=True)
+    if not rows:
+        failures.end()
     info = built[0][1].info
     print_report(
         f"engine: {args.shape or model.name}, {args.prompt_tokens} tokens in, "
@@ -115,6 +115,7 @@ def main() -> None:
         ),
         extra={"numerics": info.numerics, "batch_invariant": info.batch_invariant},
     )
+    failures.end()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from bench.engine.shapes import SHAPES
+from bench.failures import Failures
 from bench.report import rounded
 from cbatch import LLM, SamplingParams
 from cbatch.demo import demo_prompts
@@ -47,6 +49,10 @@ class System(msgspec.Struct):
     name: str
     lookahead: str
     run: Callable[[Prompts, int], EngineRun]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.lookahead == "off" else f"{self.name} {self.lookahead}"
 
 
 def build_cbatch(
@@ -109,17 +115,23 @@ def build_transformers(model: Path, dtype: str) -> System:
 
 
 def make_prompts(model: Path, tokens: int, count: int, real: bool) -> Prompts:
-    """Return `count` prompts of one length: the last `tokens` of each demo prompt, or random
-    ids."""
+    """Return `count` prompts of `tokens` tokens: random ids, or the end of a demo prompt after
+    others that make up the length."""
     if not real:
         rng = np.random.default_rng(0)
         vocab_size = min(shape["vocab_size"] for shape in SHAPES.values())
         return [rng.integers(1, vocab_size - 1, tokens).tolist() for _ in range(count)]
     tokenizer = tokenizer_of(model)
-    pool = [list(tokenizer.encode(prompt)) for prompt in demo_prompts()]
-    long_enough = [ids[-tokens:] for ids in pool if len(ids) >= tokens] or pool
-    shortest = min(len(ids) for ids in long_enough)
-    return [long_enough[i % len(long_enough)][-shortest:] for i in range(count)]
+    texts = demo_prompts()
+
+    @functools.cache
+    def ending_with(index: int) -> list[int]:
+        text = "\n\n".join((*texts[index + 1 :], *texts[: index + 1]))
+        while len(ids := list(tokenizer.encode(text))) < tokens:
+            text = f"{text}\n\n{text}"
+        return ids[-tokens:]
+
+    return [ending_with(i % len(texts)) for i in range(count)]
 
 
 def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int) -> EngineRun:
@@ -139,21 +151,31 @@ def run_batches(system: System, prompts: Prompts, batch: int, output_tokens: int
 
 
 def measure(
-    systems: Sequence[System], model: Path, batch: int, args: Any, *, real: bool
-) -> list[list[EngineRun]]:
-    """Return the runs of each system, one per repeat. Every other repeat runs them in reverse."""
+    systems: Sequence[System],
+    model: Path,
+    batch: int,
+    args: Any,
+    failures: Failures,
+    *,
+    real: bool,
+) -> list[tuple[System, list[EngineRun]]]:
+    """Return the runs of each system, one per repeat. Every other repeat runs them in reverse. A
+    system that fails, now or before, is left out and is in `failures`."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count, real)
-    for system in systems:
-        system.run(prompts[:batch], min(8, args.output_tokens))
-    runs: list[list[EngineRun]] = [[] for _ in systems]
-    gc.collect()
-    for repeat in range(args.repeats):
-        order = list(range(len(systems)))
-        for index in order if repeat % 2 == 0 else reversed(order):
-            run = run_batches(systems[index], prompts, batch, args.output_tokens)
-            runs[index].append(run)
-    return runs
+    runs: dict[str, list[EngineRun]] = {system.label: [] for system in systems}
+    for repeat in range(-1, args.repeats):  # the first warms up
+        gc.collect()
+        for system in systems if repeat % 2 == 0 else reversed(systems):
+            if system.label in failures:
+                continue
+            with failures.caught(system.label):
+                if repeat < 0:
+                    system.run(prompts[:batch], min(8, args.output_tokens))
+                else:
+                    run = run_batches(system, prompts, batch, args.output_tokens)
+                    runs[system.label].append(run)
+    return [(system, runs[system.label]) for system in systems if system.label not in failures]
 
 
 def ratio(runs: Sequence[EngineRun], base_runs: Sequence[EngineRun] | None) -> float | None:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine.systems import make_prompts
+from bench.failures import Failures
 from bench.peers.agree import NEARLY_TIED, NEARLY_TIED_QUANTISED, agreement, reference_logits
 from bench.peers.figures import (
     FIGURES,
@@ -143,7 +144,9 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     return Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
 
 
-def compare_tokens(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
+def compare_tokens(
+    model: ModelFormats, args: argparse.Namespace, failures: Failures
+) -> list[dict[str, Any]]:
     """Compare the tokens of the systems. Systems with a choice of dtype use float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens, COMPARED_SEQUENCES * tokens)
@@ -154,31 +157,35 @@ def compare_tokens(model: ModelFormats, args: argparse.Namespace) -> list[dict[s
     prompts = make_prompts(model.source, args.prompt_tokens, COMPARED_SEQUENCES, real)
     tie = NEARLY_TIED_QUANTISED if model.quantised else NEARLY_TIED
     logits = reference_logits(model.directory)
-    systems = start_one_by_one(entrants)
-    return agreement(model.name, systems, prompts, args.output_tokens, logits, tie)
+    systems = start_one_by_one(entrants, failures)
+    return agreement(model.name, systems, prompts, args.output_tokens, logits, failures, tie)
 
 
-def time_systems(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
+def time_systems(
+    model: ModelFormats, args: argparse.Namespace, failures: Failures
+) -> list[dict[str, Any]]:
     entrants, rows = make_entrants(model, args, sizes_of(args)), []
     if args.startup:
         with on_cpus(args.cpus), busy(args.busy):
-            rows += startups(model, entrants, args.repeats)
+            rows += startups(model, entrants, args.repeats, failures)
     if not args.batch and not args.prefill:
         return rows
     if args.limits:
         entrants.append(limits(model, args.threads))
-    with on_cpus(args.cpus), started(entrants) as systems, busy(args.busy):
+    with on_cpus(args.cpus), started(entrants, failures) as systems, busy(args.busy):
         for batch in args.batch:
-            rows += outputs(model, systems, batch, args)
+            rows += outputs(model, systems, batch, args, failures)
             print(f"{model.name}, batch {batch} measured", flush=True)
         if args.prefill:
-            rows += prefill(model, systems, args)
+            rows += prefill(model, systems, args, failures)
     return rows
 
 
-def measure_perplexity(model: ModelFormats, args: argparse.Namespace) -> list[dict[str, Any]]:
-    sizes = Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS)
-    return perplexities(model, make_entrants(model, args, sizes), windows(model, args.perplexity))
+def measure_perplexity(
+    model: ModelFormats, args: argparse.Namespace, failures: Failures
+) -> list[dict[str, Any]]:
+    entrants = make_entrants(model, args, Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS))
+    return perplexities(model, entrants, windows(model, args.perplexity), failures)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,15 +193,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []
     accuracy: list[dict[str, Any]] = []
+    failures = Failures()
     for name in args.model:
-        with tempfile.TemporaryDirectory() as folder:
+        failed = Failures()  # systems with this model
+        with failures.caught(name), tempfile.TemporaryDirectory() as folder:
             llama = python_of("llama.cpp", args)
             model = ModelFormats(name, args.type, Path(folder), llama=llama, threads=args.threads)
             if not args.skip_agreement:
-                compared += compare_tokens(model, args)
-            rows += time_systems(model, args)
+                compared += compare_tokens(model, args, failed)
+            rows += time_systems(model, args, failed)
             if args.perplexity is not None:
-                accuracy += measure_perplexity(model, args)
+                accuracy += measure_perplexity(model, args, failed)
+        failures.words |= {f"{name}, {system}": words for system, words in failed.words.items()}
     if args.plot is not None:
         _plot(args.plot, rows)
     title_start = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
@@ -203,13 +213,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("perplexity", accuracy),
     ]
     tables += [(title_start + figure, rows_of_figure(figure, rows)) for figure in FIGURES]
-    for title, table in tables:
-        if table:
-            console = print_table(title, table)
+    consoles = [print_table(title, table) for title, table in tables if table]
+    if not consoles:
+        return failures.end()
+    console = consoles[-1]
     for note in _notes(args, compared, rows):
         console.print(note, markup=False)
     settings = {key: getattr(args, key) for key in ("repeats", "threads", "cpus", "busy")}
     print_document(console, rows, {"agreement": compared, "perplexity": accuracy} | settings)
+    failures.end()
 
 
 def rows_of_figure(figure: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bench.engine.systems import Prompts, System
+from bench.failures import Failures
 from bench.report import rounded
 
 NEARLY_TIED = 1e-2  # difference of logits; rounding of float32 changes them by about 1e-5
@@ -49,16 +50,19 @@ def agreement(
     prompts: Prompts,
     output_tokens: int,
     logits: Logits,
+    failures: Failures,
     tie: float = NEARLY_TIED,
 ) -> list[dict[str, Any]]:
     """Return a row for each system after the first, comparing it with the first. `logit_gap` is the
     largest gap of all sequences at their first difference, None if all are equal. Two tokens with a
     gap up to `tie` count as nearly tied."""
-    (_, first_outputs), *others = [
-        (system, system.run(prompts, output_tokens).outputs) for system in systems
-    ]
+    answers: list[tuple[System, Prompts]] = []
+    for system in systems:
+        with failures.caught(system.label):
+            answers.append((system, system.run(prompts, output_tokens).outputs))
     rows = []
-    for system, outputs in others:
+    for system, outputs in answers[1:]:
+        first_outputs = answers[0][1]
         gaps = [
             gap
             for each in zip(prompts, first_outputs, outputs, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import EngineRun, System, measure
+from bench.failures import Failures
 from bench.peers.files import ModelFormats
 from bench.peers.systems import CBATCH, LIMITS, Entrant
 from bench.report import rounded
@@ -21,10 +22,15 @@ PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 
 
 def outputs(
-    model: ModelFormats, systems: Sequence[System], batch: int, args: argparse.Namespace
+    model: ModelFormats,
+    systems: Sequence[System],
+    batch: int,
+    args: argparse.Namespace,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
     real = model.tokenizer is not None
-    runs = measure(systems, model.source, batch, args, real=real)
+    measured = measure(systems, model.source, batch, args, failures, real=real)
+    systems, runs = [system for system, _ in measured], [each for _, each in measured]
     values = [[run.tokens_per_s for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, OUTPUT, batch, systems, values)
     for row, system_runs in zip(rows, runs, strict=True):
@@ -49,7 +55,10 @@ def _decoding(
 
 
 def prefill(
-    model: ModelFormats, systems: Sequence[System], args: argparse.Namespace
+    model: ModelFormats,
+    systems: Sequence[System],
+    args: argparse.Namespace,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
     """Return rows for random prompts: prompt tokens a second until each has an output token."""
     changed = {
@@ -58,7 +67,8 @@ def prefill(
         "output_tokens": 1,
     }
     changed_args = argparse.Namespace(**vars(args) | changed)
-    runs = measure(systems, model.source, PREFILL_PROMPTS, changed_args, real=False)
+    measured = measure(systems, model.source, PREFILL_PROMPTS, changed_args, failures, real=False)
+    systems, runs = [system for system, _ in measured], [each for _, each in measured]
     tokens = PREFILL_PROMPTS * PREFILL_TOKENS
     values = [[tokens / run.seconds for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, values)
@@ -69,19 +79,21 @@ def prefill(
 
 
 def startups(
-    model: ModelFormats, entrants: Sequence[Entrant], repeats: int
+    model: ModelFormats, entrants: Sequence[Entrant], repeats: int, failures: Failures
 ) -> list[dict[str, Any]]:
     """Return rows for the seconds of a constructor, in a new process with all imports done. An
     untimed first turn creates the files and caches that later starts of a system reuse."""
-    values: list[list[float]] = [[] for _ in entrants]
+    values: dict[str, list[float]] = {entrant.label: [] for entrant in entrants}
     for repeat in range(-1, repeats):
-        order = range(len(entrants))
-        for index in order if repeat % 2 == 0 else reversed(order):
-            with entrants[index].new_worker() as worker:
-                seconds = worker.start(**entrants[index].settings)
-            if repeat >= 0:
-                values[index].append(seconds)
-    return rows_of(model.name, STARTUP, 0, entrants, values)
+        for entrant in entrants if repeat % 2 == 0 else reversed(entrants):
+            if entrant.label in failures:
+                continue
+            with failures.caught(entrant.label), entrant.new_worker() as worker:
+                seconds = worker.start(**entrant.settings)
+                if repeat >= 0:
+                    values[entrant.label].append(seconds)
+    started = [entrant for entrant in entrants if entrant.label not in failures]
+    return rows_of(model.name, STARTUP, 0, started, [values[each.label] for each in started])
 
 
 def rows_of(
@@ -113,7 +125,9 @@ def rows_of(
                 "to_most",
                 None if peer is None else _ratios(system_values, peer),
             ),
-            "ours_to_it": rounded(statistics.median(_ratios(values[0], system_values))),
+            "ours_to_it": None
+            if systems[0].name != CBATCH
+            else rounded(statistics.median(_ratios(values[0], system_values))),
             "of_limit": None
             if limits is None
             else rounded(statistics.median(_ratios(system_values, limits))),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.systems import Prompts
+from bench.failures import Failures
 from bench.peers.files import ModelFormats
 from bench.peers.systems import Entrant
 from bench.report import rounded, student95
@@ -31,17 +32,17 @@ def windows(model: ModelFormats, text: Path) -> Prompts:
 
 
 def perplexities(
-    model: ModelFormats, entrants: Sequence[Entrant], prompts: Prompts
+    model: ModelFormats, entrants: Sequence[Entrant], prompts: Prompts, failures: Failures
 ) -> list[dict[str, Any]]:
     """Return a row for each system that reports log probabilities of prompts."""
     logprobs = []
     for entrant in entrants:
         if entrant.worker in ("openvino", "transformers") or entrant.lookahead != "off":
             continue
-        with entrant.new_worker() as worker:
+        with failures.caught(entrant.label), entrant.new_worker() as worker:
             worker.start(**entrant.settings)
             logprobs.append((entrant.name, np.array(worker.call("logprobs", prompts))))
-    return rows_of(model.name, logprobs)
+    return rows_of(model.name, logprobs) if logprobs else []
 
 
 def rows_of(model: str, systems: Sequence[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:

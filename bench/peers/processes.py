@@ -58,7 +58,8 @@ class Worker:
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
         self._output.close()
@@ -83,6 +84,7 @@ class Worker:
             self._process.wait()
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
+            self.close()
             raise RuntimeError(f"the worker of {self._module} died:\n{text[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from bench.engine.systems import System
+from bench.failures import Failures
 from bench.peers.files import ModelFormats
 from bench.peers.processes import Worker
 from cbatch.runtime.model.config import ModelConfig
@@ -33,6 +34,10 @@ class Entrant(NamedTuple):
     python: str
     threads: int
     settings: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.lookahead == "off" else f"{self.name} {self.lookahead}"
 
     def new_worker(self) -> Worker:
         return Worker(self.worker, self.python, self.threads)
@@ -114,23 +119,25 @@ def limits(model: ModelFormats, threads: int) -> Entrant:
 
 
 @contextmanager
-def started(entrants: list[Entrant]) -> Iterator[list[System]]:
-    """Start all systems, each in a process that ends with the context."""
+def started(entrants: list[Entrant], failures: Failures) -> Iterator[list[System]]:
+    """Start the systems that have not failed, each in a process that ends with the context."""
     with ExitStack() as stack:
         systems = []
         for entrant in entrants:
-            worker = stack.enter_context(entrant.new_worker())
-            worker.start(**entrant.settings)
-            systems.append(System(entrant.name, entrant.lookahead, worker.run))
+            if entrant.label not in failures:
+                with failures.caught(entrant.label):
+                    worker = stack.enter_context(entrant.new_worker())
+                    worker.start(**entrant.settings)
+                    systems.append(System(entrant.name, entrant.lookahead, worker.run))
         yield systems
 
 
-def start_one_by_one(entrants: list[Entrant]) -> Iterator[System]:
+def start_one_by_one(entrants: list[Entrant], failures: Failures) -> Iterator[System]:
     """Yield the systems one by one. Each has ended before the next starts: two may not fit into
     memory."""
     for entrant in entrants:
-        with started([entrant]) as (system,):
-            yield system
+        with started([entrant], failures) as systems:
+            yield from systems
 
 
 def _kv_bytes(config: ModelConfig, sizes: Sizes) -> int:

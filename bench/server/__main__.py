@@ -31,7 +31,8 @@ LIMIT = 0.9  # lowest ratio to `LLM.generate`
 
 def serving(model: Path, draft: Path | None, args: Any) -> AbstractContextManager[int]:
     options = [str(model), "--dtype", args.dtype, "--lookahead", args.lookahead, "--max-num-seqs"]
-    options += [str(args.streams), "--max-model-len", "256", "--no-enable-prefix-caching"]
+    options += [str(args.streams), "--max-model-len", str(args.prompt_tokens + args.output_tokens)]
+    options += ["--no-enable-prefix-caching"]
     options += ["--draft", str(draft)] if draft else []
     options += ["--tokenizer", "none"] if args.shape else []
     return started(options)
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=args.dtype,
             lookahead=args.lookahead,
             max_num_seqs=args.streams,
-            max_model_len=256,
+            max_model_len=args.prompt_tokens + args.output_tokens,
             enable_prefix_caching=False,
             tokenizer="none",
         )

@@ -65,11 +65,13 @@ def read_tokens(port: int, prompts: list[list[int]], output_tokens: int) -> Time
     bodies = [body | {"prompt": prompt} for prompt in prompts]
     chunks = read_streams(port, "/v1/completions", bodies, note)
     seconds = time.perf_counter() - began_s
-    matches = (re.search(rb'"completion_tokens":(\d+)', text) for text in ends)
+    matches = [re.search(rb'"completion_tokens":(\d+)', text) for text in ends]
     tokens = sum(int(match[1]) for match in matches if match)
     expected = len(prompts) * output_tokens
     if tokens != expected:
-        raise RuntimeError(f"received {tokens} tokens instead of {expected}")
+        last = next(text for text, match in zip(ends, matches, strict=True) if not match or tokens)
+        words = last.partition(b"\r\n\r\n")[2][-500:].decode(errors="replace").strip()
+        raise RuntimeError(f"received {tokens} tokens instead of {expected}: {words}")
     return TimedRead(seconds, tokens, chunks, time.process_time() - began_cpu_s)
 
 

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 import torch
 
+from bench.failures import Failures
 from bench.lookahead import make_prompts
 from bench.report import print_report
 from bench.simulator.host import measure_host
@@ -149,8 +150,9 @@ def make_cases(
     return cases
 
 
-def measured(args: argparse.Namespace) -> Comparison:
-    """Serve every case once per repeat, in alternating order."""
+def measured(args: argparse.Namespace, failures: Failures) -> Comparison:
+    """Serve every case once per repeat, in alternating order. A failure ends the runs; those before
+    it count."""
     kind, is_engine, is_fleet = KINDS[args.kind], args.kind == "engine", args.kind == "fleet"
     if not is_engine:
         torch.set_num_threads(1)  # as in the servers
@@ -186,18 +188,21 @@ def measured(args: argparse.Namespace) -> Comparison:
         comparison = Comparison(args.kind, args.replicas, first, acceptances, host, [])
         comparison.cases = make_cases(replicas, make, args)
         before = None if is_engine else probe(ports["off"], is_fleet)
-        for repeat in range(args.repeats):
-            for case in comparison.cases if repeat % 2 == 0 else reversed(comparison.cases):
-                prices.turn()
-                if before is None:
-                    case.runs.append(serve_in_process(engines[case.policy], case.requests, texts))
-                    continue
-                run, _ = serve_replicas(ports[case.policy], case.requests, case.router, texts)
-                case.runs.append(run)
-                after = probe(ports["off"], is_fleet)
-                case.probes += [before, after]
-                before = after
+        with failures.caught(args.kind):
+            for repeat in range(args.repeats):
+                for case in comparison.cases if repeat % 2 == 0 else reversed(comparison.cases):
+                    prices.turn()
+                    if before is None:
+                        run = serve_in_process(engines[case.policy], case.requests, texts)
+                        case.runs.append(run)
+                        continue
+                    run, _ = serve_replicas(ports[case.policy], case.requests, case.router, texts)
+                    after = probe(ports["off"], is_fleet)
+                    case.runs.append(run)
+                    case.probes += [before, after]
+                    before = after
     comparison.calibration = prices.finish()
+    comparison.cases = [case for case in comparison.cases if case.runs]
     return comparison
 
 
@@ -258,9 +263,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
+    args, failures = parse(argv), Failures()
     if args.runs is None:
-        comparison = measured(args)
+        comparison = measured(args, failures)
     else:
         comparison = msgspec.json.decode(args.runs.read_bytes(), type=Comparison)
         if comparison.kind != args.kind:
@@ -270,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.out is not None:
         args.out.write_bytes(msgspec.json.encode(comparison))
     rows = rows_of(comparison)
+    if not rows:
+        failures.end()
     bounded = [row for row in rows if row["bound"] is not None]
     held_out = comparison.calibration.held_out
     notes = [
@@ -296,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     extra = {"held_out": held_out, "outside": overhead, "host": host}
     title = f"simulator against {comparison.kind}: demo pair, {comparison.replicas} replica(s)"
     print_report(title, rows, notes=notes, extra=msgspec.to_builtins(extra))
+    failures.end()
 
 
 if __name__ == "__main__":

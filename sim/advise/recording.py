@@ -105,11 +105,11 @@ def read_run(path: Path, on_step: Callable[[int], None] = lambda steps: None) ->
     try:
         log = read_step_log(path)
         engines = list(engines_of(log.events)) or [[]]
-        engine = max(engines, key=len)
-        reader = _Reader(on_step)
-        texts = reader.read(engine) if engine else []
     except StepLogError as error:
         raise FieldError("LOG", str(error), REMEDY) from error
+    at = max(range(len(engines)), key=lambda i: len(engines[i]))
+    engine, reader = engines[at], _Reader(on_step)
+    texts = reader.read(engine) if engine else []
     if not texts:
         raise FieldError("LOG", f"{path} has no request with output", REMEDY)
     assert isinstance(engine[0], events.Configured)
@@ -118,6 +118,9 @@ def read_run(path: Path, on_step: Callable[[int], None] = lambda steps: None) ->
     for number, text in enumerate(texts):
         text.finish(str(number))
     warnings = [] if log.warning is None else [log.warning]
+    if reader.damage is not None:
+        line = log.lines[sum(map(len, engines[:at])) + reader.damage.event]
+        warnings = [f"{path}, line {line}: {reader.damage}; the rest is not used"]
     if len(engines) > 1:
         warnings.append(f"of {len(engines)} runs in the log, only the longest is used")
     named = {text.request.request_id: text for text in texts}
@@ -137,13 +140,17 @@ class _Reader:
         self._plans: deque[tuple[float, bool, StepPlan]] = deque()  # with time, and if after idling
         self._counts, self._occupants = SlotCounts(0), dict[int, str]()
         self._now_s = self._last_s = 0.0  # times of the event, and of the last commit
+        self.damage: StepLogError | None = None
         self._idle = True  # since the last plan there was a time without open requests and steps
 
     def read(self, engine: list[AnyEvent]) -> list[RecordedText]:
         """Return the texts in order of arrival, the first at 0."""
         slots = engine[0].config.max_num_seqs
         self._counts = SlotCounts(slots)
-        replay(self._noted(engine), on_plan=self._planned, on_commit=self._committed)
+        try:
+            replay(self._noted(engine), on_plan=self._planned, on_commit=self._committed)
+        except StepLogError as error:
+            self.damage = error
         texts = [text for text in self._texts.values() if text.output]
         first_s = min((text.arrival_s for text in texts), default=0.0)
         for text in texts:
@@ -166,7 +173,7 @@ class _Reader:
                     if isinstance(event, events.TextFinished) and event.request_id in self._texts:
                         text = self._texts[event.request_id]
                         text.cut = True
-                        del text.output[event.keep_tokens :]
+                        del text.output[max(event.keep_tokens, 0) :]
                 case events.ExecutorReset():
                     self._plans.clear()
                 case events.Committed(result):

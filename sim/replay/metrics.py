@@ -25,6 +25,7 @@ _COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
     "num_good",
     "num_cut",
     "prompt_tokens",
+    "hit_tokens",
     "output_tokens",
     "row_steps",
     "running_s",
@@ -67,7 +68,7 @@ class MetricsRecorder:
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
         self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
         self.num_finished = self.num_good = self.num_cut = 0  # good: all objectives met
-        self.prompt_tokens = self.output_tokens = 0
+        self.prompt_tokens = self.hit_tokens = self.output_tokens = 0  # of finished requests
         self.row_steps = 0  # rows that emitted, over all steps
         self.running_s = 0.0  # sum over all steps of rows times duration
         self.end_s = 0.0
@@ -146,6 +147,7 @@ class MetricsRecorder:
         self.num_cut += num_tokens < request.output_tokens
         self.num_good += self._meets(request, ttft_s, tpot_s, e2e_s)
         self.prompt_tokens += request.prompt_tokens
+        self.hit_tokens += opened.hit_tokens
         self.output_tokens += num_tokens
         self.end_s = now_s
         if self._on_record is not None:

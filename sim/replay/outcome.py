@@ -46,7 +46,7 @@ def report_of(
         prompt_tokens=recorder.prompt_tokens,
         output_tokens=recorder.output_tokens,
         requests_per_s=rate(recorder.num_finished),
-        prompt_tokens_per_s=rate(recorder.prompt_tokens),
+        prompt_tokens_per_s=rate(recorder.prompt_tokens - recorder.hit_tokens),
         output_tokens_per_s=rate(recorder.output_tokens),
         ttft_s=Spread.of(np.asarray(recorder.ttft_s)),
         tpot_s=Spread.of(np.asarray(recorder.tpot_s)),

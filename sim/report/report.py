@@ -8,6 +8,8 @@ Definitions for both kinds of run. Times are in seconds.
 - `itl_s`: between tokens, pooled over all requests. A gap after which c tokens arrive together
   counts as c gaps of 1/c of its length. `chunk_gap_s` counts it as one gap.
 - percentiles are linear between ranks (numpy's default), over requests or over tokens.
+- `prompt_tokens_per_s`: prompt tokens that were computed, without those of the prefix cache, of
+  finished requests.
 - `goodput`: requests that met all their objectives, relative to all that were sent.
 """
 

@@ -71,7 +71,9 @@ class OpenedTrace:
             if args.format not in (None, STEP_LOG) or args.skip_empty:
                 option = "--skip-empty" if args.skip_empty else "--format"
                 raise FieldError(option, f"{self.path} is a step log", "leave it out")
-            self._from_log, self.recorded = read_recording(self.path)
+            self._from_log, self.recorded, damage = read_recording(self.path)
+            if damage is not None:
+                warn(damage)
             self.format = STEP_LOG
         else:
             self._trace = Trace(

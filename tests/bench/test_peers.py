@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.engine.shapes import write_random_model
 from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
+from bench.failures import Failures
 from bench.peers import __main__ as peers
 from bench.peers.agree import agreement, first_gap, reference_logits
 from bench.peers.figures import DECODE
@@ -72,7 +73,7 @@ def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
     prompts = make_prompts(model, 48, 4, real=False)
     systems = [build_transformers(path, "float32") for path in (model, model, wrong)]
-    right, other = agreement("x", systems, prompts, 12, reference_logits(model))
+    right, other = agreement("x", systems, prompts, 12, reference_logits(model), Failures())
     assert right["agrees"] and right["equal"] == 4
     assert not other["agrees"] and other["equal"] < 4
 
@@ -90,7 +91,7 @@ def test_a_gap_is_that_of_the_first_difference() -> None:
     with pytest.raises(ValueError, match="shorter"):
         first_gap([7], [1, 2], [1], logits)
     tied, apart = (
-        agreement("x", [_says([3, 1]), _says([3, other])], [[7, 8]], 2, logits)[0]
+        agreement("x", [_says([3, 1]), _says([3, other])], [[7, 8]], 2, logits, Failures())[0]
         for other in (2, 0)
     )
     assert tied["agrees"] and not apart["agrees"] and apart["logit_gap"] == 1.0

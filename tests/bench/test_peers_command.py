@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from bench.engine.systems import System, build_transformers, make_prompts
+from bench.failures import Failures
 from bench.peers import __main__ as peers
 from bench.peers import files, perplexity
 from bench.peers.figures import OUTPUT, STARTUP, rows_of
@@ -287,7 +288,7 @@ def test_all_that_is_timed_runs_on_these_processors_together_with_the_loops(
         process = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True)
         seen.append((what, set(map(int, process.stdout.split())), loops() - before))
 
-    def starting(entrants: list[Entrant]) -> AbstractContextManager[list[System]]:
+    def starting(entrants: list[Entrant], failures: Failures) -> AbstractContextManager[list[System]]:
         see("start")
         return nullcontext([])
 
@@ -299,7 +300,7 @@ def test_all_that_is_timed_runs_on_these_processors_together_with_the_loops(
     flags = ["--startup", "--prefill", "--batch", "1", "--cpus", str(first), "--busy", "2"]
     args = peers.parse([*flags, "--peer"])
     assert args.threads == 1
-    assert peers.time_systems(model, args) == []
+    assert peers.time_systems(model, args, Failures()) == []
     beside = {"startups": 2, "start": 0, "outputs": 2, "prefill": 2}
     assert seen == [(what, {first}, count) for what, count in beside.items()]
     assert os.sched_getaffinity(0) == mine

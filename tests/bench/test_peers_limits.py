@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.engine.systems import EngineRun, System
+from bench.failures import Failures
 from bench.peers import figures
 from bench.peers.figures import DECODE, OUTPUT, PREFILL, rows_of
 from bench.peers.files import ModelFormats
@@ -114,7 +115,7 @@ def test_decoding_is_reported_for_systems_that_report_their_steps(model: ModelFo
         _system("limits", EngineRun(1.0, outputs, steps_s=[0.25, 0.25])),
     ]
     args = argparse.Namespace(prompts=4, prompt_tokens=8, output_tokens=3, repeats=2)
-    rows = figures.outputs(model, systems, 4, args)
+    rows = figures.outputs(model, systems, 4, args, Failures())
     decode = [row for row in rows if row["figure"] == DECODE]
     assert [row["system"] for row in decode] == ["cbatch", "limits"]
     assert [row["value"] for row in decode] == [4.0, 16.0] and decode[0]["of_limit"] == 0.25
@@ -129,7 +130,7 @@ def test_prefill_reports_its_multiplications(model: ModelFormats) -> None:
     args = argparse.Namespace(repeats=1)
     outputs = [[1]] * figures.PREFILL_PROMPTS
     systems = [_system(name, EngineRun(s, outputs)) for name, s in (("cbatch", 4.0), ("limits", 1))]
-    rows = figures.prefill(model, systems, args)
+    rows = figures.prefill(model, systems, args, Failures())
     assert {row["figure"] for row in rows} == {PREFILL} and rows[0]["of_limit"] == 0.25
     tokens = figures.PREFILL_PROMPTS * figures.PREFILL_TOKENS
     flop = tokens * model.token_flop + figures.PREFILL_PROMPTS * model.prompt_flop

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Cancelled, Configured
 from cbatch.steplog import recorder
 from cbatch.steplog.recorder import StepRecorder
@@ -110,11 +111,13 @@ def test_an_event_that_cannot_be_encoded_ends_the_recording(
 def test_a_process_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "log"
     imports = (
-        "from cbatch.core.scheduler.events import Cancelled; from cbatch.steplog import recorder"
+        "from cbatch.core.scheduler.events import Configured; from cbatch.steplog import recorder; "
+        "from cbatch.core.scheduler.config import SchedulerConfig"
     )
-    code = f"{imports}; recorder.StepRecorder({str(path)!r})(Cancelled('a', 1.0))"
+    event = "Configured(SchedulerConfig(num_blocks=7))"
+    code = f"{imports}; recorder.StepRecorder({str(path)!r})({event})"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert read_step_log(path).events == (Cancelled("a", 1.0),)
+    assert read_step_log(path).events == (Configured(SchedulerConfig(num_blocks=7)),)
 
 
 def test_time_goes_on_after_the_machine_was_started_again() -> None:

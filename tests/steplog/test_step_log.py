@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from cbatch.core.request.typed import OLD_NAMES
-from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed
+from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed, Planned
 from cbatch.steplog.recorder import StepRecorder
-from cbatch.steplog.step_log import StepLogError, encode_array, read_step_log, replay
+from cbatch.steplog.step_log import StepLogError, encode_array, engines_of, read_step_log, replay
 from tests.checking.executor import Faults
 from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_config, make_request
@@ -103,8 +105,59 @@ def test_damage_before_the_end_names_the_line(tmp_path):
     lines = short_log(path).split(b"\n")
     lines[2] = lines[2][:-4]
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(StepLogError, match="line 3"):
+    read = read_step_log(path)
+    assert len(read.events) == 1 and "line 3" in read.warning
+    path.write_bytes(b"\n".join([*lines[:1], *lines[2:]]))
+    with pytest.raises(StepLogError, match="line 2: .*configuration of an engine is missing"):
         read_step_log(path)
+
+
+def test_engines_after_a_damaged_one_are_whole(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    short_log(path)
+    first = read_step_log(path)
+    short_log(path)
+    lines = path.read_bytes().split(b"\n")
+    for number in range(2, 2 + len(first.events)):
+        path.write_bytes(b"\n".join([*lines[: number - 1], b"{}", *lines[number:]]))
+        read = read_step_log(path)
+        engine = list(engines_of(read.events))[-1]
+        assert encode(engine) == encode(first.events), "the second engine"
+        assert read.lines[-len(engine)] == 2 + len(first.events)
+        assert f"line {number}: damaged record" in read.warning
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_blocks", 10**11), ("block_size", 2**31), ("max_num_seqs", 10**9)],
+)
+def test_sizes_that_no_engine_has_are_damage(tmp_path, field, value):
+    path = tmp_path / "steps.jsonl"
+    old = re.sub(
+        rb'"max_num_batched_tokens":\d+', b'"max_num_batched_tokens":%d' % 2**40, short_log(path)
+    )
+    path.write_bytes(
+        re.sub(rb'"%b":\d+' % field.encode(), b'"%b":%d' % (field.encode(), value), old, count=1)
+    )
+    with pytest.raises(StepLogError, match=f"line 2: .*{field}"):
+        read_step_log(path)
+
+
+def test_a_replay_names_the_event_that_does_not_follow(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    short_log(path)
+    events = list(read_step_log(path).events)
+    planned = next(i for i, event in enumerate(events) if isinstance(event, Planned))
+    for at, damaged in (
+        (planned, [*events[:planned], *events[planned + 1 :]]),  # lost
+        (2, [*events[:2], *events[1:]]),  # an Added is doubled
+        (planned + 2, [*events[: planned + 2], *events[planned + 1 :]]),  # a Committed is doubled
+    ):
+        with pytest.raises(
+            StepLogError, match="does not follow from the events before it"
+        ) as caught:
+            replay(damaged)
+        assert caught.value.event == at
 
 
 @pytest.mark.parametrize(

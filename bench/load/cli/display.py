@@ -153,8 +153,10 @@ def _lines(report: Measured) -> list[str]:
         f"{interrupted}, {report.requests_per_s or 0:.3g}/s, {report.mean_in_flight or 0:.1f} in "
         f"flight, {report.peak_in_flight} at most",
         f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s"
-        f"{_interval(report, 'output_tokens_per_s')}), {report.prompt_tokens:,} of prompts; "
-        f"counted by {report.token_source}",
+        f"{_interval(report, 'output_tokens_per_s')}), counted by "
+        f"{report.token_source}",
+        f"{report.prompt_tokens:,} prompt tokens ("
+        f"{report.prompt_tokens_per_s or 0:,.0f}/s computed)",
     ]
     if report.tokens_per_chunk is not None:
         lines.append(f"{report.chunks:,} chunks of {report.tokens_per_chunk:.2f} tokens")

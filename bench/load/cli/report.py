@@ -23,7 +23,7 @@ RATES = (
     ("duration, s", "duration_s"),
     ("requests/s", "requests_per_s"),
     ("output tokens/s", "output_tokens_per_s"),
-    ("prompt tokens/s", "prompt_tokens_per_s"),
+    ("computed prompt tokens/s", "prompt_tokens_per_s"),
 )
 SPREADS = ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "queue_s")
 STATISTICS = ("mean", "p50", "p90", "p99")

@@ -6,7 +6,7 @@ counts more tokens than the chunk before. A first chunk with only a role has no 
 
 Servers differ in how they write a stream. The parser accepts all that the specification of
 server-sent events allows, and deviations of known servers: no [DONE], no finish reason, no blank
-line at the end, null or missing members, usage in any chunk or none.
+line at the end, null or missing members, null instead of an event, usage in any chunk or none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ MAX_BYTES = 2**26  # largest event, or whole response
 MAX_TOKENS = 2**31  # larger token counts are ignored as invalid
 _MAX_SHOWN_BYTES = 2000  # bytes kept of an error message
 _BOM = b"\xef\xbb\xbf"
+_NOTHING = (b"null", b"[]", b"{}", b'""')  # data of events that some servers send as a heartbeat
 _ERROR_REASONS = ("abort", "error")  # finish reasons that are errors
 
 # JSON members of messages, parts and tool calls that hold output. Only the first member of
@@ -75,6 +76,8 @@ class AnswerReader:
         self._done = self._finished = self._any_output = False
         self._all_have_usage = True  # so far every chunk with output had usage
         self._usage_tokens = 0  # output tokens that usage has counted so far
+        # times and tokens so far of chunks before the first output
+        self._early: list[tuple[float, int]] = []
 
     @property
     def text(self) -> str:
@@ -124,6 +127,7 @@ class AnswerReader:
             self._read_data(self._buffer, now_s)
             self._done = True
         self._read_line(b"", now_s)
+        self._count_early(2)
         if not (self._any_output or call.output_tokens):
             if self._non_sse_line:
                 raise _malformed("not a stream of events", self._non_sse_line)
@@ -134,6 +138,7 @@ class AnswerReader:
         call.end_s = call.end_s if call.chunk_s else now_s
         if call.output_tokens:
             exact = self._all_have_usage and sum(call.chunk_tokens) == call.output_tokens
+            exact = exact and all(call.chunk_tokens)
             call.counted_by = "per chunk usage" if call.chunk_s and exact else "usage"
         elif call.chunks:
             call.output_tokens, call.counted_by = call.chunks, "chunks"
@@ -151,6 +156,8 @@ class AnswerReader:
                 self._read_chunk(answer, now_s)
             elif data and self._event_type in ("", "message"):
                 raise _malformed("an event is not JSON of the API", data)
+            elif self._event_type == "error":  # one with a message was raised at its line
+                raise CallError(Failure.REPORTED, "an error without a message")
             self._event_type = ""
             return
         field, _, value = line.removeprefix(_BOM).partition(b":")
@@ -171,6 +178,8 @@ class AnswerReader:
         data = data.strip()
         if not data or data == b"[DONE]":
             self._done = self._done or bool(data)
+            return
+        if data in _NOTHING and not self._data:
             return
         answer = None if self._data else _parse(data)
         if answer is not None:
@@ -197,21 +206,39 @@ class AnswerReader:
         if isinstance(usage, dict):
             tokens = _count(usage.get("completion_tokens"))
             call.prompt_tokens = _count(usage.get("prompt_tokens")) or call.prompt_tokens
+            call.cached_tokens = max(call.cached_tokens, _cached_tokens(usage))
             call.output_tokens = max(call.output_tokens, tokens or 0)
-        new = max((tokens or 0) - self._usage_tokens, 0)
-        if outputs:
-            self._any_output = True
-            if self._texts is not None:
-                self._texts += outputs
         # A chunk without output has tokens only if usage grows from chunk to chunk: some servers
-        # send the usage of the whole answer in a last chunk with an empty choice.
-        if not self._streamed or not (outputs or (choices and new and expects_more)):
+        # send the usage of the whole answer in a chunk with an empty choice, the first or the last.
+        if not outputs:
+            if self._streamed and choices and tokens and expects_more:
+                if self._any_output and tokens > self._usage_tokens:
+                    self._count_chunk(tokens, now_s)
+                elif not self._early or tokens > self._early[-1][1]:
+                    self._early.append((now_s, tokens))
             return
-        self._usage_tokens += new
-        self._all_have_usage = self._all_have_usage and tokens is not None
+        self._any_output = True
+        if self._texts is not None:
+            self._texts += outputs
+        if self._streamed:
+            self._count_early(tokens or 0)
+            self._count_chunk(tokens, now_s)
+
+    def _count_early(self, tokens: int) -> None:
+        """Count the chunks before the first output, whose usage is now `tokens`, if usage grows."""
+        if self._early and (len(self._early) > 1 or tokens > self._early[0][1]):
+            for at_s, total in self._early:
+                self._count_chunk(total, at_s)
+        self._early.clear()
+
+    def _count_chunk(self, tokens: int | None, now_s: float) -> None:
+        """Count a chunk with tokens; `tokens` is its usage."""
+        call, new = self._call, 1
         if tokens is None:
-            new = 1
+            self._all_have_usage = False
         else:
+            new = max(tokens - self._usage_tokens, 0)
+            self._usage_tokens += new
             self._tally.tokens += new
         call.chunks += 1
         call.end_s = now_s
@@ -266,6 +293,14 @@ def _count(value: Any) -> int | None:
     """Return a number of tokens as an int, or None if it is invalid."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < MAX_TOKENS else None
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int:
+    """Return the prompt tokens that came from the server's prefix cache: the field of OpenAI, or of
+    DeepSeek."""
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return _count(usage.get("prompt_cache_hit_tokens") if cached is None else cached) or 0
 
 
 def _malformed(problem: str, data: bytes) -> CallError:

@@ -54,6 +54,7 @@ class TimedCall:
     scheduled_s: float
     prompt_tokens: int  # as planned, then as in the server's usage
     max_tokens: int
+    cached_tokens: int = 0  # part of the prompt from the server's prefix cache, by its usage
     output_tokens: int = 0
     ignore_eos: bool = False  # the output should have exactly `max_tokens`
     session: str | None = None

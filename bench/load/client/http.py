@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import ssl
 import time
 from collections import deque
@@ -23,6 +24,12 @@ from bench.load.client.call import CallError, Failure
 from cbatch.core.request.errors import FieldError
 
 IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
+MAX_HEAD_BYTES = 2**16  # of an interim response
+# Interim responses, such as 103 Early Hints, come before the response (RFC 9110, section 15.2).
+# After 101 the connection has another protocol.
+_INTERIM = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d[ \r\n]")
+_STATUS_BYTES = len("HTTP/1.1 103 ")  # bytes that show if a response is interim
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
 CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
@@ -96,6 +103,7 @@ class Connection(asyncio.Protocol):
         self.now_s = 0.0
         self.idle_since_s = 0.0
         self.no_data_yet = True  # no byte of the current response has arrived
+        self._head: bytes | None = None  # bytes before it is known if a response is interim
         self._has_length = False
         self._until_close = False  # the body ends with the connection
 
@@ -109,6 +117,7 @@ class Connection(asyncio.Protocol):
         self._reader, self._ended = reader, self._loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self.no_data_yet, self._has_length, self._until_close = True, False, False
+        self._head = b""
         self._transport.write(message)
         try:
             await self._ended
@@ -133,6 +142,8 @@ class Connection(asyncio.Protocol):
             self.close()  # data without a request
             return
         self.no_data_yet = False
+        if self._head is not None:
+            data = self._without_interim(self._head + data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -148,6 +159,17 @@ class Connection(asyncio.Protocol):
         else:
             when = "without an answer" if self.no_data_yet else "in the middle of the answer"
             self._fail(CallError(Failure.CUT, f"the connection ended {when}"))
+
+    def _without_interim(self, data: bytes) -> bytes:
+        """Drop interim responses. Return b"" until the final response begins."""
+        data = data.lstrip(b"\r\n")
+        while _INTERIM.match(data) and (end := _HEAD_END.search(data)):
+            data = data[end.end() :].lstrip(b"\r\n")
+        if len(data) < _STATUS_BYTES or (_INTERIM.match(data) and len(data) < MAX_HEAD_BYTES):
+            self._head = data
+            return b""
+        self._head = None
+        return data
 
     # -- called by the parser
 

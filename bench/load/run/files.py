@@ -81,6 +81,9 @@ def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) 
         pairs = zip(drafted.tolist(), accepted.tolist(), strict=True)
         acceptance = [float(f"{a / d:.5g}") if d > 0 else None for d, a in pairs]
     prompts = _growth(samples, "prompt_tokens", edges_s)
+    hits = _growth(samples, "prefix_hit_tokens", edges_s)
+    if prompts is not None and hits is not None:
+        prompts = np.maximum(prompts - hits, 0.0)
     return Series(
         first_s=first_s,
         length_s=length_s,

@@ -113,8 +113,11 @@ def _measure(
     duration_s = sum(_duration_s(run) for run in runs)
     prompt_tokens = sum(call.prompt_tokens for call in good)
     output_tokens = sum(call.output_tokens for call in good)
+    cached_tokens = sum(call.cached_tokens for call in good)
     goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
     client, server = _client(runs), sum_counters([run.server for run in runs])
+    if not cached_tokens and server is not None:
+        cached_tokens = min(server.prefix_hit_tokens or 0, prompt_tokens)
     load = _load(runs, duration_s)
 
     def rate(count: float) -> float | None:
@@ -130,7 +133,7 @@ def _measure(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         requests_per_s=rate(len(good)),
-        prompt_tokens_per_s=rate(prompt_tokens),
+        prompt_tokens_per_s=rate(prompt_tokens - cached_tokens),
         output_tokens_per_s=rate(output_tokens),
         goodput=goodput,
         speculation=None,
@@ -353,7 +356,7 @@ def _record(run: int, call: TimedCall) -> MeasuredRecord | FailedRecord:
         ttft_s=call.ttft_s,
         tpot_s=call.tpot_s,
         e2e_s=call.e2e_s,
-        prefix_hit_tokens=0,
+        prefix_hit_tokens=call.cached_tokens,
         preemptions=0,
         ttft_from_send_s=call.first_s - call.sent_s,
         chunks=call.chunks,

@@ -5,6 +5,8 @@ that a program reads both, and fields that only a client measures. Further defin
 - Token counts are the server's (usage). Tokens of one socket read have the same time. Without usage
   in every chunk, the tokens of a call are spread evenly over its reads. Without any usage, every
   chunk with output is a token (`token_source`).
+- The server says in its usage how many tokens of prompts were cached, or else in its metrics. If it
+  says neither, all count as computed in `prompt_tokens_per_s`. Failed calls do not count.
 - `normalised_s` is the end-to-end latency divided by the output tokens.
 - Without streaming, TTFT is the end-to-end latency, and there is no time per token.
 - `cut_requests` ended before `max_tokens` although they had `ignore_eos`.
@@ -99,6 +101,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int | None
     drafted_tokens: int | None
     accepted_tokens: int | None
+    prefix_hit_tokens: int | None
     steps: int | None
 
 
@@ -133,8 +136,8 @@ class Measured(Report, frozen=True, kw_only=True):
 
 
 class MeasuredRecord(Record, frozen=True, kw_only=True):
-    """A successful call, in the simulator's format. `queue_s`, `prefix_hit_tokens` and
-    `preemptions` are unknown to a client and are 0."""
+    """A successful call, in the simulator's format. `queue_s` and `preemptions` are unknown to a
+    client and are 0; `prefix_hit_tokens` is that of the server's usage."""
 
     run: int  # number of the repeat, from 0
     sent_s: float

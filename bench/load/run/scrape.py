@@ -28,7 +28,10 @@ COUNTER_NAMES = {
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "steps": "steps_total",
 }
-SAMPLED = ("prompt_tokens", "output_tokens", "drafted_tokens", "accepted_tokens", "steps")
+SAMPLED = (
+    *("prompt_tokens", "output_tokens", "drafted_tokens", "accepted_tokens"),
+    *("prefix_hit_tokens", "steps"),
+)
 _GAUGES = {
     "running": "num_requests_running",
     "waiting": "num_requests_waiting",

@@ -199,7 +199,7 @@ function figures() {
     ["requests", (r) => r.requests, compact], ["duration", (r) => r.duration_s, seconds],
     ["requests a second", (r) => r.requests_per_s, compact],
     ["output tokens a second", (r) => r.output_tokens_per_s, compact],
-    ["prompt tokens a second", (r) => r.prompt_tokens_per_s, compact],
+    ["computed prompt tokens a second", (r) => r.prompt_tokens_per_s, compact],
   ];
   for (const [field, name] of [["ttft_s", "time to first token"], ["tpot_s", "time per output token"], ["itl_s", "between tokens"], ["e2e_s", "end to end"], ["queue_s", "in the queue"]])
     for (const cut of ["mean", "p50", "p90", "p99"]) rows.push([`${name}, ${cut}`, (r) => r[field] && r[field][cut], seconds]);
@@ -269,7 +269,7 @@ cdf("End to end", "share of requests", "e2e_s");
 scatter("Time to first token over time", "a dot is a request", "ttft_s", seconds);
 scatter("Time per output token over time", "a dot is a request", "tpot_s", seconds);
 overTime("Output", "tokens a second", compact, [["output_tokens_per_s", "", null]]);
-overTime("Prompts", "tokens a second", compact, [["prompt_tokens_per_s", "", null]]);
+overTime("Prompts", "computed tokens a second", compact, [["prompt_tokens_per_s", "", null]]);
 overTime("Batch", "requests running, and waiting (dashed)", compact, [["running", "running", null], ["waiting", "waiting", "5 4"]]);
 overTime("KV pool", "share of blocks in use", percent, [["kv_share", "", null]], [0, 1]);
 overTime("Step", "mean duration of a step", seconds, [["step_s", "", null]]);

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,13 +35,15 @@ def is_step_log(path: Path) -> bool:
         return STEP_LOG.encode() in file.readline(200)
 
 
-def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
-    """Return the recorded requests, each with its output length, and the last engine's
-    configuration. Requests that ended without a token are left out. Prompts with equal leading
-    blocks have equal leading `hash_ids`. Reads the log whole."""
+def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig, str | None]:
+    """Return the recorded requests, each with its output length, the last engine's configuration,
+    and a warning if the log is damaged. Requests that ended without a token are left out. Prompts
+    with equal leading blocks have equal leading `hash_ids`. Reads the log whole."""
     try:
-        log = read_step_log(path)
-        recorded = recorded_requests(log.events)
+        log, damage = read_step_log(path), list[str]()
+        recorded = recorded_requests(
+            log.events, lambda begin, e: damage.append(f"line {log.lines[begin + e.event]}: {e}")
+        )
     except StepLogError as error:
         raise FieldError("step log", str(error), "record it again") from error
     configs = [event.config for event in log.events if isinstance(event, Configured)]
@@ -60,7 +63,9 @@ def read_recording(path: Path) -> tuple[list[TraceRequest], SchedulerConfig]:
     ]
     if not requests:
         raise FieldError("step log", f"{path} has no request with output", "record it again")
-    return sort_requests(requests), replace(configs[-1], kv_events=False)  # no events in a replay
+    warning = f"{path}, {damage[0]}; of its engine the rest is not used" if damage else log.warning
+    # A replay has no KV events.
+    return sort_requests(requests), replace(configs[-1], kv_events=False), warning
 
 
 @dataclass
@@ -73,25 +78,38 @@ class Recorded:
     ended: bool = False
 
 
-def recorded_requests(events: Sequence[AnyEvent]) -> list[Recorded]:
+def _refuse(begin: int, error: StepLogError) -> None:
+    raise error
+
+
+def recorded_requests(
+    events: Sequence[AnyEvent], on_damage: Callable[[int, StepLogError], None] = _refuse
+) -> list[Recorded]:
     """Return the requests in order of arrival. A request that was open when its engine died
     continues under another name in the next engine's log, and counts once. If a clock restarts from
-    0 (a reboot), time continues from its last value. Raises `StepLogError`."""
+    0 (a reboot), time continues from its last value. If an event does not follow from those before
+    it, the rest of its engine is not used; `on_damage` gets the index of the engine's first event,
+    and the error."""
     recorded: list[Recorded] = []
     shift_s = last_s = 0.0
+    begin = 0
     for engine in engines_of(events):
+        begin += len(engine)
         times_s = [event.now_s for event in engine if not isinstance(event, Configured)]
         if not times_s:
             continue
         shift_s = max(shift_s, last_s - times_s[0])
         last_s = times_s[-1] + shift_s
         orphans = [request for request in recorded if not request.ended]
-        recorded += _recorded_by(engine, orphans, shift_s)
+        recorded += _recorded_by(engine, orphans, shift_s, partial(on_damage, begin - len(engine)))
     return recorded
 
 
 def _recorded_by(
-    engine: Sequence[AnyEvent], orphans: list[Recorded], shift_s: float
+    engine: Sequence[AnyEvent],
+    orphans: list[Recorded],
+    shift_s: float,
+    on_damage: Callable[[StepLogError], None],
 ) -> list[Recorded]:
     """Return the requests that this engine adds; update `orphans` that it continues, and remove
     them from the list."""
@@ -117,12 +135,17 @@ def _recorded_by(
         for end in commit.finished:
             running[end.request_id].ended = True
 
-    replay(engine, on_commit=count)
+    try:
+        replay(engine, on_commit=count)
+    except StepLogError as error:
+        on_damage(error)
+        engine = engine[: error.event]
     for event in engine:
         if isinstance(event, TextFinished | Cancelled | Failed) and event.request_id in running:
-            running[event.request_id].ended = True
-        if isinstance(event, TextFinished):
-            running[event.request_id].output_tokens = event.keep_tokens
+            ended = running[event.request_id]
+            ended.ended = True
+            if isinstance(event, TextFinished):
+                ended.output_tokens = min(ended.output_tokens, max(event.keep_tokens, 0))
     return new
 
 

@@ -170,6 +170,8 @@ def test_streams_of_other_servers(name: str) -> None:
             assert summary(same, cuts) == expected
     assert summary(raw.rstrip()) == expected
     beats = b":\n\ndata:\n\nevent: ping\ndata: {}\n\nevent: beat\ndata: now\n\nx-load: 3\nid: 4\n"
+    beats += b"data: null\n\ndata:[]\n\nevent: ping\ndata: null\n\nretry: 3\n"
+    beats += b'event: ping\ndata: {"type": "ping"}\n\ndata: ""\n\ndata\n\n'
     assert summary(raw.replace(b"data:", beats + b"data:")) == expected
     single = raw.replace(b"\n\n", b"\n")  # events that do not end
     assert summary(single) == expected
@@ -181,6 +183,35 @@ def data(*answers: Any) -> list[bytes]:
 
 def choice(**members: Any) -> dict[str, Any]:
     return {"choices": [members]}
+
+
+def empty(tokens: int | None) -> bytes:
+    """Return an event with a role and no text."""
+    delta = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    return data(delta | ({} if tokens is None else {"usage": {"completion_tokens": tokens}}))[0]
+
+
+FIRST_CHUNKS = {
+    # pieces; times at which tokens came, and their numbers
+    "final usage": ([empty(3), chunk("a", None), chunk("b", None), usage(3)], [1, 2], [1, 2]),
+    "final usage in all": ([empty(3), chunk("a", 3), chunk("b", 3)], [1, 2], [1, 2]),
+    "final usage twice": ([empty(3), empty(3), chunk("a", 3), chunk("b", 3)], [2, 3], [1, 2]),
+    "a role that counts as a token": ([empty(1), chunk("a", 1), chunk("b", 2)], [1, 2], [1, 1]),
+    "only usage": ([usage(2), chunk("a", 1), chunk("b", 2)], [1, 2], [1, 1]),
+    "a role": ([empty(None), chunk("a", 1), chunk("b", 2)], [1, 2], [1, 1]),
+    "half a character": ([empty(1), chunk("a", 2), chunk("b", 3)], [0, 1, 2], [1, 1, 1]),
+    "hidden thoughts": ([empty(1), empty(2), chunk("a", 3)], [0, 1, 2], [1, 1, 1]),
+    "no text at all": ([empty(1), empty(2), empty(3)], [0, 1, 2], [1, 1, 1]),
+    "no text but usage": ([empty(3), empty(None)], [], []),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CHUNKS)
+def test_when_the_first_token_came(name: str) -> None:
+    pieces, times_s, tokens = FIRST_CHUNKS[name]
+    call, _ = read([*pieces, DONE])
+    assert call.chunk_s.tolist() == times_s and call.tokens_by_read() == tokens
+    assert call.first_s == (times_s[0] if times_s else len(pieces) + 1)
 
 
 COUNTED = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
@@ -276,6 +307,8 @@ ERRORS = {
     "OpenRouter": b'data: {"id": "x", "error": {"code": "server_error", "message": "it broke"}, '
     b'"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "error"}]}',
     "in a choice": b'data: {"choices": [{"delta": {}, "error": {"message": "it broke"}}]}',
+    "of the Responses API": b'data: {"type": "error", "code": "x", "message": "it broke"}',
+    "without choices": b'data: {"choices": [], "error": {"message": "it broke"}}',
     "FastAPI": b'data: {"detail": "it broke"}',
 }
 
@@ -285,6 +318,33 @@ def test_errors_within_a_stream(name: str) -> None:
     with pytest.raises(CallError, match="it broke") as caught:
         summary(chunk("a", 1) + ERRORS[name] + b"\n\n" + DONE)
     assert caught.value.failure is Failure.REPORTED
+
+
+@pytest.mark.parametrize("event", [b"event: error\n\n", b"event: error\ndata: null\n\n"])
+def test_an_error_without_a_message(event: bytes) -> None:
+    with pytest.raises(CallError, match="without a message") as caught:
+        summary(chunk("a", 1) + event + DONE)
+    assert caught.value.failure is Failure.REPORTED
+
+
+@pytest.mark.parametrize(
+    "cached",
+    [
+        {"prompt_tokens_details": {"cached_tokens": 4}},
+        {"prompt_tokens_details": None, "prompt_cache_hit_tokens": 4},
+        {"prompt_tokens_details": {"audio_tokens": 1, "cached_tokens": 4.0}},
+    ],
+)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_cached_tokens_of_the_prompt(cached: dict[str, Any], streamed: bool) -> None:
+    counted = {"usage": {"prompt_tokens": 9, "completion_tokens": 1} | cached}
+    answer = choice(text="a", finish_reason="stop") | counted
+    call = TimedCall(0, 0.0, 5, 6)
+    reader = AnswerReader(call, LiveTally(), streamed=streamed)
+    reader.begin(200)
+    reader.read(b"".join(data(answer)) if streamed else json.dumps(answer).encode(), 1.0)
+    reader.end(1.0)
+    assert (call.prompt_tokens, call.cached_tokens) == (9, 4)
 
 
 @pytest.mark.parametrize(

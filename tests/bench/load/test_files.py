@@ -48,6 +48,7 @@ def test_nothing_that_came_is_nothing_drawn() -> None:
 def look(at_s: float, waiting: float, drafted: int, accepted: int | None) -> ServerSample:
     values = {"running": 1.0, "kv_share": 0.5, "output_tokens": None, "steps": None}
     values |= {"waiting": waiting, "prompt_tokens": round(10 * at_s)}
+    values |= {"prefix_hit_tokens": round(4 * at_s)}
     return ServerSample(at_s=at_s, drafted_tokens=drafted, accepted_tokens=accepted, **values)
 
 
@@ -60,7 +61,7 @@ def test_values_of_the_server_are_drawn_too() -> None:
     assert waiting.max() == pytest.approx(8, rel=0.02) == waiting[60]
     assert waiting.sum() * series.length_s == pytest.approx(8 + 16, rel=1e-3)  # two triangles
     prompts = np.array(series.prompt_tokens_per_s, dtype=float)
-    assert prompts == pytest.approx(np.full(240, 10.0), rel=1e-3)
+    assert prompts == pytest.approx(np.full(240, 6.0), rel=1e-3)
     assert set(series.acceptance[:59]) == {None}, "nothing was drafted"
     assert series.acceptance[61:179] == pytest.approx([0.25] * 118, rel=1e-3)
     assert series.acceptance[181:] == pytest.approx([1.0] * 59, rel=1e-3)

@@ -144,6 +144,45 @@ def test_a_call_on_a_kept_connection_that_has_begun_is_not_sent_again() -> None:
         assert labels == [None, "cut", None] and len(server.bodies) == 3
 
 
+INTERIM = {
+    "103": b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n",
+    "100 and 102": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n",
+    "of HTTP/1.0": b"HTTP/1.0 102 Processing\r\n\r\n",
+    "with close": b"HTTP/1.1 103 Early Hints\r\nConnection: close\r\n\r\n",
+    "with a length": b"HTTP/1.1 102 \r\nContent-Length: 0\r\n\r\n",
+    "without a carriage return": b"HTTP/1.1 103\nLink: </x>\n\n",
+}
+
+
+@pytest.mark.parametrize("name", INTERIM)
+@pytest.mark.parametrize("piece_bytes", [1, 7, 10_000])
+def test_interim_responses_are_passed_over(name: str, piece_bytes: int) -> None:
+    async def script(exchange: Exchange) -> None:
+        raw = INTERIM[name]
+        for start in range(0, len(raw), piece_bytes):
+            await exchange.send(raw[start : start + piece_bytes])
+            await asyncio.sleep(0.001)
+        await answer_well(exchange)
+
+    with scripted(script) as server:
+        calls = calls_of(plan(server.endpoint, count=3))
+        assert [call.error for call in calls] == [None] * 3
+        assert server.connections == 1, "the connection is kept"
+
+
+@pytest.mark.parametrize(
+    ("raw_bytes", "label"),
+    [
+        (INTERIM["103"], "cut"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n", "status 101"),
+        (b"HTTP/1.1 103 \r\n" + b"X: y\r\n" * 12_000, "cut"),
+    ],
+)
+def test_an_interim_response_alone_is_no_answer(raw_bytes: bytes, label: str) -> None:
+    call = one(raw(raw_bytes))
+    assert call.error is not None and call.error.label == label
+
+
 def test_urls() -> None:
     for url, expected in {
         "http://a:8000": Endpoint("a", 8000, False, ""),

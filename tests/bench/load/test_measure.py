@@ -12,7 +12,8 @@ import pytest
 from bench.load.client.call import CallError, Failure, TimedCall
 from bench.load.run.drive import Part
 from bench.load.run.measure import LoadRun, measure, records
-from bench.load.run.report import FailedRecord, Measured, Sweep, read_reports
+from bench.load.run.report import FailedRecord, Measured, ServerCounters, Sweep, read_reports
+from bench.load.run.scrape import COUNTER_NAMES
 from sim.report.report import Objectives, Record, Report, to_json
 
 
@@ -72,6 +73,26 @@ def recount(calls: list[TimedCall], report: Measured) -> None:
         assert actual == pytest.approx(expected), name
     assert report.goodput is not None
     assert (report.goodput.requests, report.goodput.share) == (met, met / len(calls))
+
+
+def test_the_prompt_rate_counts_tokens_that_were_computed() -> None:
+    calls = make_calls(1)
+    good = [call for call in calls if call.error is None]
+    prompts = sum(call.prompt_tokens for call in good)
+
+    def computed(**more: Any) -> float:
+        report = measure([run_of(calls, **more)], settings={})
+        assert report.prompt_tokens_per_s is not None and report.prompt_tokens == prompts
+        return report.prompt_tokens_per_s * report.duration_s
+
+    assert computed() == pytest.approx(prompts)
+    counts = dict.fromkeys(COUNTER_NAMES, None) | {"prefix_hit_tokens": 7}
+    server = ServerCounters.of(counts, ())
+    assert computed(server=server) == pytest.approx(prompts - 7), "by the server's metrics"
+    for call in calls:
+        call.cached_tokens = call.prompt_tokens // 2
+    by_usage = sum(-(-call.prompt_tokens // 2) for call in good)
+    assert computed(server=server) == pytest.approx(by_usage), "by the usage of calls"
 
 
 @pytest.mark.parametrize("seed", range(4))
