@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
+from cbatch.runtime.compiled.threads import sampling_threads
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepStates
@@ -217,7 +218,8 @@ class TorchExecutor:
         at = rows.wants.nonzero()[0]
         drafts, slots = None if drafts is None else drafts[at], rows.slots[at]
         rows_to_verify = RowsToVerify(slots, rows.known[at], num_drafted[at], drafts, probs)
-        return verify(logits, rows_to_verify, self.table), prompts
+        with sampling_threads.limited():
+            return verify(logits, rows_to_verify, self.table), prompts
 
     def _prompt_rows(self, rows: _Rows) -> I64:
         """Return, for each row, how many positions predict a prompt token with a requested
