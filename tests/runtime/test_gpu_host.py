@@ -36,6 +36,7 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.kv_types import kv_dtype_of
 from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
+from cbatch.runtime.gpu.memory import check_pool
 from cbatch.runtime.model.config import ModelConfig
 from tests.helpers import make_request
 from tests.runtime import engines
@@ -186,6 +187,19 @@ def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
     backend_of("cpu").check_supported(needs._replace(**{field: value}))
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
         backend_of("cuda:1").check_supported(needs._replace(**{field: value}))
+
+
+@pytest.mark.parametrize("block_size, head_dim", [(16, 8), (64, 8), (16, 16)])
+def test_a_pool_beyond_the_offsets_of_attention_is_refused(block_size: int, head_dim: int) -> None:
+    """One block more than the largest pool; the draft's blocks are as many."""
+    limit = (2**31 - 1) // (2 * block_size * head_dim) - 1
+    config = SchedulerConfig(num_blocks=limit + 1, block_size=block_size, vocab_size=64)
+    wide = structs.replace(tiny_config(), head_dim=head_dim)
+    check_pool(wide, limit, block_size)
+    target, draft = decoder(wide), decoder(structs.replace(wide, head_dim=4))
+    for models in (GpuModels(target, None, "auto"), GpuModels(draft, target, "auto")):
+        with pytest.raises(FieldError, match=f"^num_blocks: .*; give at most {limit}$"):
+            models.executor(config, max_drafts=2)
 
 
 def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
