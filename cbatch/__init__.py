@@ -7,7 +7,14 @@ scheduler, does not import torch.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+# torch's OpenMP threads spin for some 20 ms before they sleep, and so keep processors from the
+# threads that they wait for. With this count they spin for some 50 us: OpenMP's own count if there
+# are more threads than processors. The library reads the variable when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from cbatch.core.request.errors import FieldError, RefusedError

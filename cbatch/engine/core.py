@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
+from cbatch.core.request.errors import FieldError
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
@@ -119,9 +120,11 @@ class EngineCore:
 
     def add(self, request: Request, output: tuple[int, ...] = ()) -> None:
         """Add a request to the scheduler once the kernels that it needs are compiled. `output`: the
-        tokens that a resumed request has already emitted."""
+        tokens that a resumed request has already emitted. Raises `FieldError`; then nothing was
+        added."""
+        self.scheduler.check(request, output)
+        self.executor.check(request)
         if self.background_kernels.needs_pending_kernels(request.params):
-            self.scheduler.config.check_request(request, output)
             self.waiting_for_kernels[request.request_id] = request, output
         else:
             self.scheduler.add(request, self._clock(), output)
@@ -129,7 +132,7 @@ class EngineCore:
     def reject(self, request_id: str, error: BaseException) -> None:
         """Report a request that could not be added as an error in the next step's output."""
         row = OutputRow(request_id, finish_reason=FinishReason.ERROR, message=str(error))
-        self._rejected.append(row)
+        self._rejected.append(structs.replace(row, is_refused=isinstance(error, FieldError)))
 
     def cancel(self, request_id: str) -> None:
         """End a request as CANCELLED. An unknown id is ignored."""

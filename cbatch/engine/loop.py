@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
-from cbatch.core.scheduler.executor import Executor, OverlappedExecutor
+from cbatch.core.scheduler.executor import Executor, OverlappedExecutor, RowError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit
@@ -19,8 +19,9 @@ class StepLoop:
     """Runs a scheduler's plans: on an `Executor` at depth 0, on an `OverlappedExecutor` at depth 1.
 
     After a fault the executor is reset, and the scheduler recomputes its requests from their
-    tokens. After `MAX_CONSECUTIVE_FAULTS` without a committed token, the requests that were in all
-    failed steps end with an error: a request that always fails must not block others.
+    tokens. If a single row is at fault (`RowError`), its request ends with an error. After
+    `MAX_CONSECUTIVE_FAULTS` without a committed token, the requests that were in all failed steps
+    end with an error: a request that always fails must not block others.
     """
 
     def __init__(
@@ -122,10 +123,15 @@ class StepLoop:
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None
         self._report_in_flight()
-        self._num_faults += 1
-        _logger.warning("executor fault %d: %r", self._num_faults, fault.error)
+        guilty = self._request_at_fault(fault.error)
+        self._num_faults += not guilty
+        what = f"request {guilty}" if guilty else f"executor fault {self._num_faults}"
+        _logger.warning("%s: %r", what, fault.error)
         self._executor.reset()
         self._scheduler.executor_reset(self._clock())
+        if guilty:
+            self._scheduler.fail(guilty, str(fault.error), self._clock())
+            return
         rows = self._requests_of(fault.plan)
         if self._num_faults == 1:
             self._suspects = rows
@@ -137,6 +143,13 @@ class StepLoop:
         for request_id in sorted(self._suspects):
             self._scheduler.fail(request_id, message, self._clock())
         self._num_faults = 0
+
+    def _request_at_fault(self, error: Exception) -> str | None:
+        """Return the request whose row alone is at fault, or None."""
+        if not isinstance(error, RowError):
+            return None
+        generation, request_id = self._sequence_of_slot[error.slot]
+        return request_id if generation == error.generation else None
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
         """Return the requests of a plan, except requests whose slot another sequence has now."""

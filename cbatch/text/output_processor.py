@@ -169,7 +169,7 @@ class LiveChoice:
         only `num_tokens` tokens."""
         if not row.tokens and row.finish_reason is not None:
             rest = self._rest()
-            choice = self._choice(rest, row.finish_reason, row.message)
+            choice = self._choice(rest, row.finish_reason, row.message, row.is_refused)
             return Output(self.group_id, self.request.choice, rest, (), finished=choice)
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
@@ -229,7 +229,9 @@ class LiveChoice:
         """Return the text that was held back."""
         return self._stream.finish() if self._stream else ""
 
-    def _choice(self, rest: str, reason: FinishReason, error: str | None = None) -> Choice:
+    def _choice(
+        self, rest: str, reason: FinishReason, error: str | None = None, is_refused: bool = False
+    ) -> Choice:
         has_logprobs = self._accumulate and self._wants_logprobs
         prompt_logprobs = self._prompt_logprobs
         return Choice(
@@ -242,4 +244,5 @@ class LiveChoice:
             logprobs=tuple(self._logprobs) if has_logprobs else None,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             stop_string=self._stream.stop_string if self._stream else None,
+            is_refused=is_refused,
         )

@@ -101,7 +101,8 @@ class Choice(msgspec.Struct, frozen=True):
 
     `logprobs` has an element per token of `token_ids`. `prompt_logprobs`, in the first choice only,
     has an element per prompt token, None for the first. Both are None if not requested.
-    `stop_string` is the stop string that ended the text, if one did.
+    `stop_string` is the stop string that ended the text, if one did. `is_refused`: the `error` is
+    about a field of the request.
     """
 
     index: int
@@ -113,6 +114,7 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     stop_string: str | None = None
+    is_refused: bool = False
 
 
 class Output(msgspec.Struct, frozen=True):

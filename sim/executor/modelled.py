@@ -11,6 +11,7 @@ from operator import add
 
 import numpy as np
 
+from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import Deltas, StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
 from sim.cost.base import CostModel
@@ -34,6 +35,9 @@ class ModelledExecutor:
         self._ones = np.ones(max_num_seqs, np.int32)
         self._ok = np.zeros(max_num_seqs, np.uint8)
         self.host_s = 0.0  # host time of the last step, if the cost model separates it
+
+    def check(self, request: Request) -> None:
+        """Refuse nothing."""
 
     def idle(self, seconds: float) -> None:
         """Record that no step ran for `seconds` before the next step."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.request.request import MODEL
+from cbatch.core.request.request import MODEL, Request
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
 from sim.cost.base import CostModel
 from tests.checking.clock import VirtualClock
@@ -101,6 +101,9 @@ class SimExecutor:
         self._busy_until_s = self._clock()
         self._needs_reset = False
         self._expects_snapshot = True
+
+    def check(self, request: Request) -> None:
+        """Refuse nothing."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.submit(plan)

@@ -91,7 +91,7 @@ class Watched:
 
     def __init__(self, inner: TorchExecutor, *, priced: bool) -> None:
         self._inner, self._priced = inner, priced
-        self.reset = inner.reset
+        self.reset, self.check = inner.reset, inner.check
         self.widest = 0  # largest number of rows in a step
         self.mixed = 0  # steps with both decoding rows and a prompt chunk that is not the last
 

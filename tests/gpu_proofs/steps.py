@@ -107,7 +107,7 @@ class FakedResults:
     accepted."""
 
     def __init__(self, executor: GpuExecutor) -> None:
-        self._executor = executor
+        self._executor, self.check = executor, executor.check
         self.masked = 0  # steps
 
     def run(self, plan: StepPlan) -> StepResult:

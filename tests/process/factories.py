@@ -51,6 +51,9 @@ class MortalExecutor:
         self._poison, self._at, self._death = poison, at, death
         self._doomed: dict[int, int] = {}  # by slot: tokens that it may still emit
 
+    def check(self, request: Request) -> None:
+        self._inner.check(request)
+
     def run(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
         while self._pause_file and self._num_steps > 60 and Path(self._pause_file).exists():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cbatch.core.request.request import FinishReason
+from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
 from cbatch.engine.threaded import ThreadedExecutor, VoidedStepError
 from cbatch.runtime.cpu.decoder import Model
@@ -119,7 +120,7 @@ def test_a_plan_that_does_not_fit_is_refused():
         executor.run(stale)
     with pytest.raises(ValueError, match="query_lens"):
         executor.run(make_plan(3, [(0, 1, 0, 0, True)], released=ints(0)))
-    with pytest.raises(ValueError, match="max_total"):
+    with pytest.raises(RowError, match="max_total"):
         executor.run(make_plan(4, [], admitted=(admit(1, [1, 2, 3], max_total=2),)))
 
 
@@ -285,6 +286,9 @@ class _Scripted:
 
     def __init__(self, *failing: int) -> None:
         self.failing, self.ran, self.resets = failing, [], 0
+
+    def check(self, request: Any) -> None:
+        pass
 
     def run(self, plan: StepPlan) -> Any:
         self.ran.append(plan.step_id)

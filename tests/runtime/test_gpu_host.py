@@ -16,8 +16,9 @@ import torch
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import StructuredOutputs
+from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import backend_of
@@ -35,6 +36,9 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.kv_types import kv_dtype_of
 from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
+from cbatch.runtime.gpu.memory import check_pool
+from cbatch.runtime.model.config import ModelConfig
+from tests.helpers import make_request
 from tests.runtime import engines
 from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
 from triton_kernels.attention import Heads
@@ -66,7 +70,7 @@ def test_lists_hold_what_a_request_asks_for() -> None:
         banned_token_ids=(8, 9),
     )
     assert shapes_logits(a.params, has_stops=True)
-    sparse = sparse_of(a, vocab_size=70, most_listed=70)
+    sparse = sparse_of(a, vocab_size=70)
     assert sparse.listed.tolist() == [1, 2, 5, 6, 7]  # id 8 is banned, 99 is no id of the model
     assert sparse.bias.tolist() == [0, 0, 0, 0, 2.0]
     assert sparse.counts.tolist() == [0, 0, 0, 2, 0]
@@ -77,20 +81,67 @@ def test_lists_hold_what_a_request_asks_for() -> None:
     assert not shapes_logits(admission().params, has_stops=True)
     assert not shapes_logits(admission(min_tokens=1).params, has_stops=False)
     assert (neutral(70).plain == -1).all()
-    # The seven tokens that it may still emit are listed, too.
-    assert len(sparse_of(a, vocab_size=70, most_listed=12).listed) == 5
-    with pytest.raises(FieldError, match="logit_bias: .*up to 12 tokens; .* or use --device cpu"):
-        sparse_of(a, vocab_size=70, most_listed=11)
 
 
-def decoder() -> Decoder:
-    return Decoder(tiny_config(), NoisyWeights(1), torch.float32, torch.device("cpu"))
+def ones(*ids: int) -> dict[int, float]:
+    """Return a bias of 1 for the ids of a range."""
+    return dict.fromkeys(range(*ids), 1.0)
 
 
-def executor(**settings: Any) -> GpuExecutor:
+def request(**params: Any) -> Request:
+    return make_request("a", [1, 2, 2], **{"max_tokens": 9} | params)
+
+
+@pytest.mark.parametrize(
+    "params, field",
+    [
+        ({"logit_bias": ones(1300), "presence_penalty": 0.1}, "logit_bias"),
+        ({"logit_bias": ones(1900)}, "logit_bias"),
+        ({"stop_token_ids": tuple(range(1900)), "min_tokens": 2}, "stop_token_ids"),
+        (
+            {
+                "stop_token_ids": tuple(range(1300)),
+                "min_tokens": 2,
+                "logit_bias": ones(1300, 1700),
+            },
+            "stop_token_ids",
+        ),
+        ({"drafter": ("model",)}, "drafter"),
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "structured_outputs"),
+    ],
+)
+def test_a_request_that_a_slot_cannot_hold_is_refused_before_it_enters(
+    params: dict[str, Any], field: str
+) -> None:
+    """Lists have room for the context, here 400 tokens, and 1,024 entries more."""
+    lookups = LookupSettings({"ngram": NgramLookup()}, ("ngram",))
+    vocab = tiny_config(vocab_size=2000)
+    served = executor(vocab, max_sequence_tokens=400, lookups=lookups, max_drafts=2)
+    served.check(request())
+    served.check(request(logit_bias=ones(1024), min_tokens=1, max_tokens=390))
+    with pytest.raises(FieldError, match=f"^{field}: .*; ") as caught:
+        served.check(request(max_tokens=390, **params))
+    assert caught.value.field == field
+
+
+def test_tokens_that_are_banned_need_no_room() -> None:
+    served = executor(tiny_config(vocab_size=2000))
+    bias = ones(1900)
+    served.check(request(logit_bias=bias, banned_token_ids=tuple(range(1000))))
+    served.check(request(logit_bias=bias, allowed_token_ids=(1, 5)))
+    whole = executor()  # every token fits the lists of a small vocabulary
+    whole.check(request(logit_bias=ones(64), frequency_penalty=1.0))
+
+
+def decoder(config: ModelConfig | None = None) -> Decoder:
+    weights = NoisyWeights(1)
+    return Decoder(config or tiny_config(), weights, torch.float32, torch.device("cpu"))
+
+
+def executor(config: ModelConfig | None = None, **settings: Any) -> GpuExecutor:
     sizes = {"num_blocks": 8, "block_size": 16, "max_num_seqs": 2}
     budget = {"max_sequence_tokens": 40, "max_num_batched_tokens": 16}
-    return GpuExecutor(decoder(), **sizes | budget | settings)
+    return GpuExecutor(decoder(config), **sizes | budget | settings)
 
 
 def plan(*admitted: NewSequence, generation: int = 1, query_len: int = 5) -> StepPlan:
@@ -112,14 +163,14 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         executor().submit(plan(admission(), generation=2))
     with pytest.raises(ValueError, match="query_lens: 17 is more than the 16"):
         executor().submit(plan(admission(), query_len=17))
-    with pytest.raises(ValueError, match="admission of 'r0'"):
+    with pytest.raises(RowError, match="admission of 'r0'"):
         executor(max_sequence_tokens=16).submit(
             plan(structs.replace(admission(), max_total_tokens=17))
         )
     lookups = LookupSettings({"ngram": NgramLookup()}, ("ngram",))
-    with pytest.raises(FieldError, match="drafter: 'model' is not loaded; use: ngram"):
+    with pytest.raises(RowError, match="drafter: 'model' is not loaded; use: ngram"):
         executor(lookups=lookups, max_drafts=2).submit(plan(admission(drafter=("model",))))
-    with pytest.raises(FieldError, match="structured_outputs: is not supported here"):
+    with pytest.raises(RowError, match="structured_outputs: is not supported here"):
         structured = admission(structured_outputs=StructuredOutputs(regex="a"))
         executor(lookups=lookups, max_drafts=2).submit(plan(structured))
     with pytest.raises(RuntimeError, match="no step was submitted"):
@@ -136,6 +187,19 @@ def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
     backend_of("cpu").check_supported(needs._replace(**{field: value}))
     with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
         backend_of("cuda:1").check_supported(needs._replace(**{field: value}))
+
+
+@pytest.mark.parametrize("block_size, head_dim", [(16, 8), (64, 8), (16, 16)])
+def test_a_pool_beyond_the_offsets_of_attention_is_refused(block_size: int, head_dim: int) -> None:
+    """One block more than the largest pool; the draft's blocks are as many."""
+    limit = (2**31 - 1) // (2 * block_size * head_dim) - 1
+    config = SchedulerConfig(num_blocks=limit + 1, block_size=block_size, vocab_size=64)
+    wide = structs.replace(tiny_config(), head_dim=head_dim)
+    check_pool(wide, limit, block_size)
+    target, draft = decoder(wide), decoder(structs.replace(wide, head_dim=4))
+    for models in (GpuModels(target, None, "auto"), GpuModels(draft, target, "auto")):
+        with pytest.raises(FieldError, match=f"^num_blocks: .*; give at most {limit}$"):
+            models.executor(config, max_drafts=2)
 
 
 def test_heads_without_a_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ __all__ = [
     "tile_for",
 ]
 
-_MOST_ELEMENTS = 1 << 31  # elements of a pool must be fewer: its offsets are 32 bits wide
+MAX_ELEMENTS = 1 << 31  # elements of a pool must be fewer: its offsets are 32 bits wide
 _LOG2_E = math.log2(math.e)
 
 
@@ -137,7 +137,7 @@ def _check(
             raise ValueError(f"{name}: strides {pages.stride()}; give multiples of 16, then 1")
         if pages.dtype != q.dtype and pages.itemsize != 1:
             raise ValueError(f"{name}: {pages.dtype}; give {q.dtype} or an fp8 type")
-        if len(pages) * pages.stride(0) >= _MOST_ELEMENTS:
+        if len(pages) * pages.stride(0) >= MAX_ELEMENTS:
             raise ValueError(f"{name}: 2**31 elements or more; make the pool of a layer smaller")
     page_tokens, tile = k_pages.shape[1], work.tile
     if tile.descriptors and page_tokens % tile.keys:

@@ -8,12 +8,14 @@ that kernel had waited for all earlier ones, while kernels with early launches m
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from triton import knobs
 from triton.runtime import driver
 
 _LEAST_ARCH = 90
+_HOPPER_BYTES = 200 << 10  # less than the shared memory of a program on sm_90 and sm_100
 
 
 def is_hopper() -> bool:
@@ -25,6 +27,17 @@ def is_hopper() -> bool:
     except RuntimeError:
         return False
     return bool(target.backend == "cuda" and target.arch >= _LEAST_ARCH)
+
+
+def has_large_tiles() -> bool:
+    """Return whether the device has Hopper's features and the shared memory for its tiles. Consumer
+    GPUs (sm_120) have these features, but less than half of the memory."""
+    return is_hopper() and _shared_bytes(driver.active.get_current_device()) >= _HOPPER_BYTES
+
+
+@cache
+def _shared_bytes(device: int) -> int:
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def launch_options(early: bool) -> dict[str, Any]:

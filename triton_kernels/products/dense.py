@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
-from triton_kernels.build.hopper import is_hopper
+from triton_kernels.build.hopper import has_large_tiles
 from triton_kernels.build.jit import jit
 
 
@@ -134,7 +134,7 @@ def dense(
         return
     if tile is None:
         aligned = not any(n * x.itemsize % 16 for n in (num_columns, x.stride(0)))
-        described = aligned and x.data_ptr() % 16 == 0 and is_hopper()
+        described = aligned and x.data_ptr() % 16 == 0 and has_large_tiles()
         tile = tile_of(weight.dtype, num_outs, described=described, num_rows=num_rows)
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs)
     if tile.programs:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
+
+
+class RowError(Exception):
+    """The sequence of `generation` in `slot` cannot be run. Other rows are not at fault."""
+
+    def __init__(self, slot: int, generation: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.slot, self.generation, self.error = slot, generation, error
+
+
+@contextmanager
+def errors_of_row(slot: int, generation: int) -> Iterator[None]:
+    """Raise a `RowError` in place of any `Exception`."""
+    try:
+        yield
+    except Exception as error:
+        raise RowError(slot, generation, error) from error
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs one step at a time. After any `Exception` the loop calls `reset`."""
+    """Runs one step at a time. After any `Exception` the loop calls `reset`. After a `RowError` it
+    also ends that row's request."""
+
+    def check(self, request: Request) -> None:
+        """Raise `FieldError` for a request that cannot be run here. It is called once, with valid
+        parameters, before the scheduler gets the request."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -31,7 +56,9 @@ class WatchedExecutor(Executor, Protocol):
 @runtime_checkable
 class OverlappedExecutor(Protocol):
     """Takes a second plan while one runs. `wait` returns results in the order of `submit`, or
-    raises that step's error. `reset` also drops the steps in flight."""
+    raises that step's error. `reset` also drops the steps in flight. Otherwise as `Executor`."""
+
+    def check(self, request: Request) -> None: ...
 
     def submit(self, plan: StepPlan) -> None: ...
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
@@ -50,17 +51,21 @@ class Scheduler:
         """Accept a request. A resumed request has `output`, the tokens from an engine that died; it
         continues after them, and goes to the head of the queue like a preempted one. Raises
         `FieldError` or `RefusedError`; then nothing was added."""
-        if request.request_id in self._state.sequences:
-            raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
-        if request.params is not self._checked:
-            self.config.check_params(request.params)
-            self._checked = request.params
-        tokens = self.config.check_tokens(request, output)
+        tokens = self.check(request, output)
         if self._log:
             self._log(events.Added(request, now_s, output))
         if not self._state.sequences:
             self._state.last_commit_s = None  # the engine was idle since
         self._state.enqueue(request, tokens, now_s)
+
+    def check(self, request: Request, output: tuple[int, ...] = ()) -> np.ndarray:
+        """Raise what `add` raises; return the tokens, int32."""
+        if request.request_id in self._state.sequences:
+            raise FieldError("request_id", f"{request.request_id!r} is running", "use a new one")
+        if request.params is not self._checked:
+            self.config.check_params(request.params)
+            self._checked = request.params
+        return self.config.check_tokens(request, output)
 
     def cancel(self, request_id: str, now_s: float) -> bool:
         """End a waiting or running request as CANCELLED. Return False if it is unknown or ended."""

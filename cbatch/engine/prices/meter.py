@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cbatch.core.prices.step_work import StepSample
+from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
@@ -23,6 +24,9 @@ class StepMeter:
         self._counts = SlotCounts(max_num_seqs)
         self.last: StepSample
         self.overhead_s = 0.0  # overhead of the meter in the last step, in seconds
+
+    def check(self, request: Request) -> None:
+        self._executor.check(request)
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._executor.run(plan)

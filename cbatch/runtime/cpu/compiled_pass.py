@@ -18,6 +18,7 @@ from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.experts import Gating, MixtureStruct
 from cbatch.runtime.compiled.product import TYPES, CompiledProduct, LinearStruct
 from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.rope import RotaryTable
@@ -205,7 +206,7 @@ class CompiledDecoder:
         logits = self.logits(num_logits)
         tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
-        threads = torch.get_num_threads()
+        threads = num_threads()
         step = StepStruct(
             tokens.data_ptr(),
             logit_rows.data_ptr(),
@@ -237,7 +238,7 @@ class CompiledDecoder:
         """Return a step for C code that runs several passes of up to `rows` rows and `positions`
         positions. It has only the fields that are equal in all these passes."""
         self._extend_rotary(positions)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         return StepStruct(
             kv=kv.data.data_ptr(),
             memory=self._work_address(rows, threads),

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
+from cbatch.runtime.compiled.threads import sampling_threads
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling.logits_processors import require_grammars
 from cbatch.runtime.sampling.logprobs import describe, split_prompt_rows
 from cbatch.runtime.sampling.structured import GrammarSource
 
@@ -61,7 +65,7 @@ class TorchExecutor:
         drafter: Drafter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._grammars = model, grammars
         self.table = InputBatch(max_num_seqs, block_size, model.config.vocab_size, grammars)
         self.kv = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
         self.drafter = drafter
@@ -76,6 +80,10 @@ class TorchExecutor:
         self.table.clear()
         if self.drafter is not None:
             self.drafter.reset()
+
+    def check(self, request: Request) -> None:
+        if request.params.structured_outputs is not None:
+            require_grammars(self._grammars)
 
     def report_progress(self, counter: NDArray[np.int64]) -> None:
         """Increment `counter` [1] in all later steps, at least once per layer of each model. So a
@@ -137,9 +145,10 @@ class TorchExecutor:
             if self.drafter is not None:
                 self.drafter.zero_blocks(deltas.zeroed_blocks)
         for admission in deltas.new_sequences:
-            table.admit(admission)
-            if self.drafter is not None:
-                self.drafter.admit(admission)
+            with errors_of_row(admission.slot, admission.generation):
+                table.admit(admission)
+                if self.drafter is not None:
+                    self.drafter.admit(admission)
         if len(deltas.append_slots):
             table.append_blocks(deltas)
 
@@ -217,7 +226,8 @@ class TorchExecutor:
         at = rows.wants.nonzero()[0]
         drafts, slots = None if drafts is None else drafts[at], rows.slots[at]
         rows_to_verify = RowsToVerify(slots, rows.known[at], num_drafted[at], drafts, probs)
-        return verify(logits, rows_to_verify, self.table), prompts
+        with sampling_threads.limited():
+            return verify(logits, rows_to_verify, self.table), prompts
 
     def _prompt_rows(self, rows: _Rows) -> I64:
         """Return, for each row, how many positions predict a prompt token with a requested

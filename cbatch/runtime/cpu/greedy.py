@@ -7,11 +7,11 @@ from collections.abc import Callable
 from ctypes import CDLL, c_long, c_void_p
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.arrays import I64, iota
 
 _SINGLE_THREAD_BELOW = 1 << 17  # number of logits below which one thread is faster than several
@@ -25,7 +25,7 @@ def greedy_tokens(logits: Tensor) -> tuple[I64, NDArray[np.bool_]]:
         return logits.numpy().argmax(axis=1), _all_finite(logits.numpy())
     logits, (rows, vocab) = logits.contiguous(), logits.shape
     tokens, finite = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
-    threads = 1 if rows * vocab < _SINGLE_THREAD_BELOW else torch.get_num_threads()
+    threads = 1 if rows * vocab < _SINGLE_THREAD_BELOW else num_threads()
     to = tokens.ctypes.data, finite.ctypes.data
     _chooser(kernel)(logits.data_ptr(), rows, vocab, *to, threads)
     return tokens, finite

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.gpu.device import current
 from cbatch.runtime.layers import Layer, LayerBuilder
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
@@ -206,7 +207,7 @@ class Decoder:
             return False
         shapes = {(type(p), tuple(weight_of(p).shape)): p for p in self._products()}
         generator = torch.Generator().manual_seed(1)
-        with torch.inference_mode():
+        with torch.inference_mode(), current(self.device):
             for (_, (_, columns)), product in shapes.items():
                 x = torch.randn(_INVARIANCE_TEST_ROWS, columns, generator=generator)
                 if not keeps_bits(product, x.to(self.dtype).to(self.device)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -129,6 +129,12 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which `device` is the current one: Triton launches kernels there. Within
+    `Device.working` it is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class CallbackDevice(Device):

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from cbatch.core.request.errors import FieldError
+from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.background_kernels import UncompiledKernels
@@ -37,6 +37,7 @@ class GpuExecutor:
     - `grammars`: the host computes their token masks. Sampling of a step then waits for the
       previous step's result; its forward pass does not.
     - `kv_dtype`: type of the KV cache, the model's by default, or an fp8 type.
+    - `eos_ids`: the ids of end tokens, for `check`.
     - `tuning`: tile and launch sizes of attention, by default from the table for this device.
 
     `submit` queues the work of a step and never waits for the device. The result is one copy to the
@@ -59,9 +60,8 @@ class GpuExecutor:
         grammars: GrammarSource | None = None,
         kv_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
+        eos_ids: tuple[int, ...] = (),
     ) -> None:
-        if draft is not None and draft.device != target.device:
-            raise FieldError("draft", f"it is on {draft.device}", f"load it on {target.device}")
         draft, lookups = (draft, lookups) if max_drafts else (None, None)
         if draft is None and lookups is None:
             max_drafts = 0
@@ -73,6 +73,7 @@ class GpuExecutor:
         self.target_pass, self.draft_passes = steps.target_pass, steps.draft_passes
         self.state = steps.state
         self._slots = HostSlots(steps.sizes, steps.places)
+        self._eos_ids = eos_ids
         model = None
         if self.draft_passes is not None:
             model = DeviceModel(
@@ -97,10 +98,14 @@ class GpuExecutor:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    def check(self, request: Request) -> None:
+        self.host_side.check(request.params)
+        self._slots.check(request, self._eos_ids)
+
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step. Raises ValueError for a plan that does not fit the slots, FieldError for a
-        request that cannot be served here, RuntimeError if two steps are pending already."""
+        """Queue a step. Raises ValueError for a plan that does not fit the slots, RowError for a
+        sequence that cannot be run here, RuntimeError if two steps are pending already."""
         if len(self._pending) >= _MOST_PENDING:
             raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
         with self.queue.working():

@@ -13,7 +13,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import MODEL
+from cbatch.core.request.request import MODEL, SamplingParams
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
@@ -148,14 +149,19 @@ class HostDrafts:
     def reset(self) -> None:
         self._chain.reset()
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError for a drafter that is not loaded."""
+        self._chain.check(params.drafter or ())
+
     def apply_deltas(self, deltas: Deltas) -> None:
-        """Apply deltas, after `table` has. Raises FieldError for a drafter that is not loaded."""
+        """Apply deltas, after `table` has. Raises RowError for a drafter that is not loaded."""
         for slot in deltas.released.tolist():
             self._chain.release(slot)
         for admission in deltas.new_sequences:
-            self._chain.check(admission.params.drafter or ())
-            self._chain.release(admission.slot)
-            self._chain.admit(admission)
+            with errors_of_row(admission.slot, admission.generation):
+                self.check(admission.params)
+                self._chain.release(admission.slot)
+                self._chain.admit(admission)
 
     def plan(self, plan: StepPlan, ahead: I64) -> DraftPlan:
         """Return the drafts of a step. `ahead` [slots]: tokens that the pending step may emit."""

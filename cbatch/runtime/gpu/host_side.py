@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
 from cbatch.runtime.gpu.host_drafts import (
     I32,
@@ -17,6 +19,7 @@ from cbatch.runtime.gpu.host_drafts import (
 from cbatch.runtime.gpu.known_tokens import KnownTokens
 from cbatch.runtime.gpu.memory import StepLimits
 from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.sampling.logits_processors import require_grammars
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 
@@ -26,9 +29,14 @@ class HostSide:
     lookups. `model` describes the draft on the device. Each may be None."""
 
     def __init__(
-        self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
+        self,
+        known: KnownTokens | None,
+        chains: HostDrafts | None,
+        model: DeviceModel | None,
+        grammars: GrammarSource | None = None,
     ) -> None:
         self.known, self.chains, self._model = known, chains, model
+        self._grammars = grammars
 
     @classmethod
     def of(
@@ -45,7 +53,14 @@ class HostSide:
             return cls(None, None, model)
         known = KnownTokens(limits.max_num_seqs, limits.block_size, vocab_size, grammars)
         chains = None if lookups is None else HostDrafts(lookups, known, num_blocks, model)
-        return cls(known, chains, model)
+        return cls(known, chains, model, grammars)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError for a drafter or a grammar that cannot be used here."""
+        if params.structured_outputs is not None:
+            require_grammars(self._grammars)
+        if self.chains is not None:
+            self.chains.check(params)
 
     def forget(self) -> None:
         if self.known is not None:
@@ -54,14 +69,15 @@ class HostSide:
             self.chains.reset()
 
     def apply_deltas(self, deltas: Deltas) -> None:
-        """Apply a plan's deltas. Raises FieldError for a request that cannot be served here."""
+        """Apply a plan's deltas. Raises RowError for a sequence that cannot be run here."""
         if deltas.reset:
             self.forget()
         if self.known is not None:
             for slot in deltas.released.tolist():
                 self.known.release(slot)
             for admission in deltas.new_sequences:
-                self.known.admit(admission)
+                with errors_of_row(admission.slot, admission.generation):
+                    self.known.admit(admission)
         if self.chains is not None:
             self.chains.apply_deltas(deltas)
 

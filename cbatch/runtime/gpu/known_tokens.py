@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import NewSequence, RowStatus, StepPlan
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
@@ -76,9 +77,10 @@ class KnownTokens(InputBatch):
         dead_ends, start = {}, 0
         for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
             logits = torch.zeros(count, self.vocab_size)
-            dead_ends_of_row = self.logits_processors.shape_runs(
-                logits, slots[i : i + 1], iota(1), num_drafted[i : i + 1], drafts[i : i + 1]
-            )
+            with errors_of_row(slot, int(self.generation[slot])):
+                dead_ends_of_row = self.logits_processors.shape_runs(
+                    logits, slots[i : i + 1], iota(1), num_drafted[i : i + 1], drafts[i : i + 1]
+                )
             if dead_ends_of_row:
                 dead_ends[slot] = dead_ends_of_row[0]
             bits = np.packbits(logits.numpy() == 0, axis=1, bitorder="little")

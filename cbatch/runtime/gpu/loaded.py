@@ -15,7 +15,7 @@ from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.kv_types import kv_dtype_of
-from cbatch.runtime.gpu.memory import Draft, StepLimits, step_memory_bytes
+from cbatch.runtime.gpu.memory import Draft, StepLimits, check_pool, step_memory_bytes
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from cbatch.system.machine import mib
@@ -81,7 +81,10 @@ class GpuModels:
         grammars: GrammarSource | None = None,
         default_params: SamplingParams | None = None,
     ) -> GpuExecutor:
-        """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`."""
+        """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`.
+        Raises `FieldError` for more blocks than attention can address."""
+        for model in filter(None, (self.target, self.draft)):
+            check_pool(model.config, config.num_blocks, config.block_size)
         lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
         executor = GpuExecutor(
             self.target,
@@ -94,6 +97,7 @@ class GpuModels:
             max_drafts=max_drafts,
             lookups=lookups if max_drafts else None,
             grammars=grammars,
+            eos_ids=config.eos_ids,
             kv_dtype=kv_dtype_of(self.target, self._kv_cache_dtype),
         )
         executor.capture(groups_of(default_params or SamplingParams()))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from cbatch.runtime.backend import Impl, LoadRequest
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import take_head
 from cbatch.runtime.gpu.decoder import Decoder, load_decoder
+from cbatch.runtime.gpu.device import current
 from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.modelling import load_modelling_decoder
@@ -17,6 +20,11 @@ from cbatch.runtime.gpu.one_call import OneCall
 
 def load_models(request: LoadRequest) -> GpuModels:
     """Load a target and its draft; see `Backend.load`."""
+    with current(torch.device(request.device)):  # tests of models and heads launch kernels
+        return _load_models(request)
+
+
+def _load_models(request: LoadRequest) -> GpuModels:
     target, kv_dtype = _load(request.model, request.impls[0], request), request.kv_cache_dtype
     if request.draft is None:
         return GpuModels(target, None, kv_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -46,9 +47,36 @@ def neutral(vocab_size: int) -> Sparse:
     return Sparse(plain, empty, empty.astype(np.float32), empty, empty, penalties, 0)
 
 
-def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
-    """Return a sequence's lists, with its token counts so far. Raises FieldError if the sequence
-    may need more than `most_listed` entries."""
+def check_lists(
+    p: SamplingParams,
+    prompt: Iterable[int],
+    stop_ids: Iterable[int],
+    max_new_tokens: int,
+    vocab_size: int,
+    most_listed: int,
+) -> None:
+    """Raise FieldError if a request may need more than `most_listed` entries at some time."""
+    stops = {i for i in stop_ids if i < vocab_size} if p.min_tokens else set()
+    listed = stops.union(p.logit_bias)
+    if p.repetition_penalty != 1:
+        listed.update(prompt)
+    listed.difference_update(p.banned_token_ids)
+    if p.allowed_token_ids is not None:
+        listed.intersection_update(p.allowed_token_ids)
+    # With penalties every token that the sequence emits gets an entry, too.
+    grows = max_new_tokens if _has_penalties(p) else 0
+    if min(len(listed) + grows, vocab_size) <= most_listed:
+        return
+    field = "logit_bias" if len(p.logit_bias) >= len(stops) else "stop_token_ids"
+    raise FieldError(
+        field,
+        f"with penalties and stop ids it lists up to {len(listed) + grows} tokens",
+        f"list at most {most_listed}, or use --device cpu",
+    )
+
+
+def sparse_of(a: NewSequence, vocab_size: int) -> Sparse:
+    """Return a sequence's lists, with its token counts so far."""
     params = a.params
     prompt, output = a.tokens[: a.num_prompt_tokens], a.tokens[a.num_prompt_tokens :]
     allowed = np.ones(vocab_size, dtype=np.bool_)
@@ -70,15 +98,6 @@ def sparse_of(a: NewSequence, vocab_size: int, most_listed: int) -> Sparse:
             marks[prompt] |= IN_PROMPT
         has_entry |= (counts > 0) | (marks != 0)
     listed = np.flatnonzero(has_entry & allowed)
-    # With penalties every token that the sequence emits gets an entry, too.
-    grows = a.max_total_tokens - len(a.tokens) if _has_penalties(params) else 0
-    num_entries = min(len(listed) + grows, vocab_size)
-    if num_entries > most_listed:
-        raise FieldError(
-            "logit_bias",
-            f"with penalties and stop ids it lists up to {num_entries} tokens",
-            f"list at most {most_listed}, or use --device cpu",
-        )
     return Sparse(
         plain=_bits(allowed & ~has_entry),
         listed=listed.astype(np.int32),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
@@ -79,8 +80,9 @@ class LogprobsReader:
         for slot in deltas.released.tolist():
             self._release(slot)
         for admission in deltas.new_sequences:
-            self._release(admission.slot)
-            self._admit(admission)
+            with errors_of_row(admission.slot, admission.generation):
+                self._release(admission.slot)
+                self._admit(admission)
 
     def keep(self, plan: StepPlan, slots: NDArray[np.int32]) -> None:
         """Copy the logits of these slots, before masks or penalties change them."""

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
+from triton_kernels.attention import MAX_ELEMENTS
 from triton_kernels.sampling.launch import bytes_a_row
 from triton_kernels.sampling.mask import words_of
 from triton_kernels.slots.guesses import HEAD_WORDS
@@ -80,6 +82,15 @@ class StepLimits(NamedTuple):
             # The tokens that the pending step may emit, and the drafts after them.
             guess=HEAD_WORDS + 2 * self.max_drafts + 1 if self.max_drafts else 0,
         )
+
+
+def check_pool(config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    """Raise `FieldError` for more blocks than the 32-bit offsets of attention reach."""
+    elements = 2 * block_size * config.head_dim  # of one head in a block; 0 without attention
+    limit = (MAX_ELEMENTS - 1) // elements - 1 if elements else num_blocks
+    if num_blocks > limit:
+        problem = f"{num_blocks} blocks of {block_size} tokens are more than attention can address"
+        raise FieldError("num_blocks", problem, f"give at most {limit}")
 
 
 def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) -> int:

@@ -9,9 +9,17 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from cbatch.core.request.noise import split_seed
+from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu.host_drafts import DraftPlan
-from cbatch.runtime.gpu.logits_processors import Sparse, neutral, shapes_logits, sparse_of
+from cbatch.runtime.gpu.logits_processors import (
+    Sparse,
+    check_lists,
+    neutral,
+    shapes_logits,
+    sparse_of,
+)
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
 from triton_kernels.slots.state import ArenaSizes, FieldPlace, SlotWork
@@ -57,16 +65,25 @@ class HostSlots:
         self._occupied: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
         self._has_lists[:] = True  # the last message may have been applied in part
 
+    def check(self, request: Request, eos_ids: tuple[int, ...]) -> None:
+        """Raise FieldError for a request whose lists of tokens do not fit a slot."""
+        p, prompt, sizes = _shaping(request.params), request.prompt, self._sizes
+        stop_ids = (*(() if p.ignore_eos else eos_ids), *p.stop_token_ids)
+        if shapes_logits(p, has_stops=bool(stop_ids)):
+            new_tokens = min(p.max_tokens, sizes.tokens - len(prompt))
+            check_lists(p, prompt, stop_ids, new_tokens, sizes.vocab, sizes.listed)
+
     def update(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
         """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
-        a plan that does not fit the slots, FieldError for a request that cannot be served here."""
+        a plan that does not fit the slots, RowError for a new sequence that cannot be run here."""
         message = SlotUpdate(self._places)
         deltas = plan.deltas
         if deltas.reset:
             self.clear()
         self._occupied[deltas.released] = False
         for admission in deltas.new_sequences:
-            self._admit(admission, message)
+            with errors_of_row(admission.slot, admission.generation):
+                self._admit(admission, message)
         self._append(deltas, message)
         slots = plan.slots
         if not (self._occupied[slots] & (self.generation[slots] == plan.generations)).all():
@@ -122,11 +139,13 @@ class HostSlots:
         self._occupied[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)
-        if a.params.structured_outputs is not None:  # its masks include these tokens
-            a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
+        a = structs.replace(a, params=_shaping(a.params))
         self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:
-            self._put_shaping(slot, sparse_of(a, sizes.vocab, sizes.listed), message)
+            prompt, limits = a.tokens[: a.num_prompt_tokens], (sizes.vocab, sizes.listed)
+            new_tokens = a.max_total_tokens - len(prompt)
+            check_lists(a.params, prompt.tolist(), a.stop_ids, new_tokens, *limits)
+            self._put_shaping(slot, sparse_of(a, sizes.vocab), message)
         elif self._has_lists[slot]:
             self._put_shaping(slot, neutral(sizes.vocab), message)
         self._has_lists[slot] = self.shaped[slot]
@@ -185,3 +204,8 @@ class HostSlots:
             message.scatter(
                 "blocks", deltas.append_slots, deltas.append_indices, deltas.append_blocks
             )
+
+
+def _shaping(params: SamplingParams) -> SamplingParams:
+    """Return the parameters that shape logits: masks of a grammar include `min_tokens`."""
+    return params if params.structured_outputs is None else structs.replace(params, min_tokens=0)

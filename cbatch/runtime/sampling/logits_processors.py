@@ -243,10 +243,15 @@ def token_lists(params: SamplingParams) -> LogitsProcessor:
 def _structured(
     spec: StructuredOutputs, vocab_size: int, grammars: GrammarSource | None
 ) -> Structured:
+    return Structured(require_grammars(grammars), spec, vocab_size)
+
+
+def require_grammars(grammars: GrammarSource | None) -> GrammarSource:
+    """Return the grammars. Raises FieldError if there are none."""
     if grammars is None:
         remedy = "start the engine with a tokenizer"
         raise FieldError("structured_outputs", "is not supported here", remedy)
-    return Structured(grammars, spec, vocab_size)
+    return grammars
 
 
 class LogitsProcessors:

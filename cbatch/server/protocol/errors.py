@@ -65,7 +65,10 @@ class GenerationError(RuntimeError):
 
 
 class UnanswerableError(GenerationError):
-    """The constraints of the request turned out to exclude every token."""
+    """The request turned out to be at fault: the engine cannot run it, or its constraints exclude
+    every token. The message begins with the field."""
+
+    kind = "invalid_request_error"
 
 
 class UnknownModelError(FieldError):

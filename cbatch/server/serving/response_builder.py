@@ -103,7 +103,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
         self.record.observe(state, output, opened.admitted_s)
         if done is not None:
             if done.finish_reason is FinishReason.ERROR:
-                if done.error == NO_TOKEN_MESSAGE:
+                if done.error and (done.is_refused or done.error == NO_TOKEN_MESSAGE):
                     raise UnanswerableError(done.error)
                 raise GenerationError(done.error or "the request failed")
             self._final_choices[index] = done

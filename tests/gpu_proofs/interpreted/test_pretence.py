@@ -86,6 +86,12 @@ def test_a_gpu_serves_by_default(
     assert cuda.only.seen["captured"] == captured > 10 < cuda.only.seen["replayed"]
 
 
+def test_tests_of_a_model_run_on_its_own_device(cuda: Cuda, pair: tuple[Path, Path]) -> None:
+    """They run outside of steps. Every launch on whatever device is current is an error here."""
+    assert load(pair, device="cuda", numerics="invariant").info.device == "cuda"
+    assert not cuda.guards
+
+
 def on_the_host(builder: ProductBuilder, name: str) -> torch.Tensor:
     """Broken: norms stay on the host, where they were read."""
     return builder._get(name, builder.config.hidden_size).cpu().float()
@@ -116,6 +122,7 @@ def test_a_tensor_knows_its_side(cuda: Cuda) -> None:
         torch.rand(3, device="cuda", generator=torch.Generator("cpu"))
     with pytest.raises(TypeError, match="numpy"):
         there.numpy()
-    copying[(1,)](there, there[1:])
-    with pytest.raises(ValueError, match="cannot be accessed"):
-        copying[(1,)](host, there)
+    with torch.cuda.device(CUDA):
+        copying[(1,)](there, there[1:])
+        with pytest.raises(ValueError, match="cannot be accessed"):
+            copying[(1,)](host, there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +57,17 @@ class Cuda(TorchSubstitute):
     def __init__(self) -> None:
         super().__init__()
         self.only = _LateStream()
+        self.guards = 0  # contexts that make a device current
         self.Event = type("Event", (_Event,), {"usual": self.only})
         self.Stream = type("Stream", (), {"__new__": lambda cls, device=None: self.only})
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.guards += 1
+        try:
+            yield
+        finally:
+            self.guards -= 1
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.only
@@ -94,10 +104,12 @@ _WORK = (
 )  # fmt: skip
 
 
-def _checked(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Check that a launch gets no memory of the host."""
+def _checked(cuda: Cuda, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Check that a launch gets no memory of the host, and that its device is the current one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not cuda.guards:
+            raise RuntimeError("a kernel is launched on whatever device is current")
         given = tree_leaves((args, kwargs))
         bases = (a.base if isinstance(a, TensorDescriptor) else a for a in given)
         if not all(is_marked(tensor) for tensor in bases if isinstance(tensor, Tensor)):
@@ -111,7 +123,7 @@ def use_references(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
     """Replace an engine's kernels by references: a whole model in the interpreter would take
     minutes."""
     without_overflow_checks(patch)
-    use_queued_references(cuda.only, patch, _checked)
+    use_queued_references(cuda.only, patch, partial(_checked, cuda))
 
 
 @contextmanager
@@ -124,7 +136,7 @@ def pretending() -> Iterator[Cuda]:
             with torch._C.DisableTorchFunction():
                 queued(executor, *args, **kwargs)
 
-        patch.setattr(GridExecutor, "__call__", _checked(launch))
+        patch.setattr(GridExecutor, "__call__", _checked(cuda, launch))
         for name, value in cuda.members().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.version, "cuda", "13.0")

@@ -126,6 +126,10 @@ class Twins:
             **settings,
         )
 
+    def check(self, request: Request) -> None:
+        self.cpu.check(request)
+        self.gpu.check(request)
+
     def run(self, plan: StepPlan) -> StepResult:
         self.submit(plan)
         return self.wait()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import LinearStruct
+from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.cpu.compiled_pass import PASS_ERRORS, CompiledDecoder, DecoderStruct, StepStruct
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.input_batch import InputBatch
@@ -129,7 +130,7 @@ class CompiledHead:
         """Return the head's input states [T, hidden] from states fp32 [T, layers, width]."""
         rows, hidden = len(hidden), hidden.contiguous()
         fused = torch.empty(rows, self._decoder.hidden_size)
-        step = StepStruct(threads=torch.get_num_threads())
+        step = StepStruct(threads=num_threads())
         work = self._work_address(rows, 1, 1)
         call = _HeadCall(self._pointer, None, ctypes.pointer(step), work)
         self._fuse(call, hidden.data_ptr(), rows, fused.data_ptr())

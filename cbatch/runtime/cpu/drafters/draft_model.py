@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled.threads import sampling_threads
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.greedy import greedy_drafts
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
@@ -162,6 +163,7 @@ class Drafting:
         self._q: list[Tensor] = []  # per depth, the rows of `_q_rows`
         self._q_rows: list[I64] = []
 
+    @sampling_threads.limited()
     def choose(self, logits: Tensor, active: I64, depth: int) -> tuple[I64, bool]:
         """Return the next token of each active row, and whether all their logits are finite."""
         if logits.shape[1] > self.table.vocab_size:  # the draft model's vocabulary may be padded
@@ -228,6 +230,7 @@ class Drafting:
         whole = torch.full((len(x), self.table.vocab_size), rest)
         return whole.index_copy_(1, self.vocabulary, x)
 
+    @sampling_threads.limited()
     def probs(self) -> Tensor | None:
         """Return q of every proposed draft, ordered by row and then by depth."""
         if not self._q:
