@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -209,3 +210,109 @@ def test_litellm(url: str) -> None:
 
     last = tool_rounds(create)
     assert last.tool_calls or answered(last.content)
+
+
+def post(url: str, body: dict[str, Any]) -> list[Any]:
+    """Return the events of a streamed call."""
+    head = {"content-type": "application/json", "x-api-key": "x", "anthropic-beta": "tools-1"}
+    request = urllib.request.Request(url, json.dumps(body | {"stream": True}).encode(), head)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = answer.read().decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+def test_a_history_like_codex(url: str) -> None:
+    """Instructions and a developer's item, reasoning of another provider, results in another
+    order, tools that only OpenAI has."""
+    call: Any = {"type": "function_call", "name": "shell", "arguments": '{"command":["ls"]}'}
+    body: Any = {
+        "model": MODEL,
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [_input("Sandbox: read-only.")]},
+            {"type": "message", "role": "user", "content": [_input("# AGENTS.md"), _input("Go.")]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAAABo4"},
+            call | {"call_id": "call_a"},
+            call | {"call_id": "call_b"},
+            {"type": "function_call_output", "call_id": "call_b", "output": "b.txt"},
+            {"type": "function_call_output", "call_id": "call_a", "output": [_input("a.txt")]},
+            {"type": "message", "role": "assistant", "content": [_output("Two files.")]},
+            {"type": "message", "role": "user", "content": [_input("Go on.")]},
+        ],
+        "tools": [
+            {"type": "function", "strict": False, "name": "shell", "parameters": SHELL},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a-session",
+        "max_output_tokens": 12,
+    }
+    events = post(f"{url}/v1/responses", body)
+    assert events[0]["type"] == "response.created"
+    assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    again = post(f"{url}/v1/responses", body)[-1]["response"]["usage"]
+    assert again["input_tokens_details"]["cached_tokens"] > 0.8 * again["input_tokens"]
+
+
+SHELL = {
+    "type": "object",
+    "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+    "required": ["command"],
+}
+
+
+def _input(text: str) -> dict[str, str]:
+    return {"type": "input_text", "text": text}
+
+
+def _output(text: str) -> dict[str, str]:
+    return {"type": "output_text", "text": text}
+
+
+def test_a_history_like_claude_code(url: str) -> None:
+    """A first block that changes with every call, cache marks, thoughts, and parallel results with
+    a reminder after them."""
+    name = "mcp__plugin_a-long-name-of-a-server_a-long-name-of-a-server__and_a_tool_of_it"
+    mark = {"cache_control": {"type": "ephemeral"}}
+    blocks: Any = [
+        {"type": "thinking", "thinking": "Two files.", "signature": "c2ln"},
+        {"type": "redacted_thinking", "data": "EsoBCkYI"},
+        {"type": "tool_use", "id": "toolu_a", "name": name, "input": {"path": "a"}},
+        {"type": "tool_use", "id": "toolu_b", "name": name, "input": {"path": "b"}},
+    ]
+    result: Any = {"type": "tool_result", "content": [{"type": "text", "text": "text"}]}
+    results: Any = [
+        result | {"tool_use_id": "toolu_b"},
+        result | {"tool_use_id": "toolu_a"} | mark,
+        {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
+    ]
+
+    def body(changing: str) -> dict[str, Any]:
+        billing = f"x-anthropic-billing-header: cc_version=2.1.0; cch={changing};"
+        long = {"type": "text", "text": "You are an agent. " * 40} | mark
+        return {
+            "model": MODEL,
+            "system": [{"type": "text", "text": billing}, long],
+            "messages": [
+                {"role": "user", "content": "Read both."},
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": results},
+            ],
+            "tools": [{"name": name, "description": "d", "input_schema": {"type": "object"}}],
+            "metadata": {"user_id": "a"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "max_tokens": 1100,
+            "stop_sequences": ["e"],
+        }
+
+    events = post(f"{url}/v1/messages?beta=true", body("a1b2c"))
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    events = post(f"{url}/v1/messages?beta=true", body("d3e4f"))
+    usage = next(event["usage"] for event in events if event["type"] == "message_delta")
+    usage = events[0]["message"]["usage"] | usage
+    assert usage["cache_read_input_tokens"] > 4 * usage["input_tokens"]
