@@ -15,7 +15,7 @@ WORKERS ?= 2
 XDIST = $(BIN)/python -m pytest -q -n $(WORKERS)
 INTERPRETED := tests/triton_kernels/interpreter tests/gpu_proofs/interpreted tests/bench/interpreted
 
-.PHONY: demo test test-statistics test-fuzz test-hostile test-models test-ray prove-gpu prove-gpu-steps \
+.PHONY: demo test test-statistics test-fuzz test-hostile test-models test-ray test-sdks prove-gpu prove-gpu-steps \
 	prove-gpu-orders prove-gpu-code bench pictures lint clean
 
 # Without smollm2 the demo leaves its chat out, and says so.
@@ -49,6 +49,10 @@ test-models: $(DEV)
 # Two replicas on Ray Serve under load, one killed and one scaled away: minutes.
 test-ray: $(VENV)/.ray-installed
 	$(BIN)/python -m pytest -s -m ray tests/server tests/cli
+
+# Agent frameworks as clients of a real model: a minute, after minutes of installs.
+test-sdks: $(VENV)/.sdks-installed
+	$(BIN)/python -m pytest -q -m sdks tests/server
 
 # Proofs about the code for GPUs without a GPU, in 15 minutes on two cores: see docs/gpu.md. Each part
 # prints its result at its end. With SIZES=all every size is compiled for every target, for hours.
@@ -99,6 +103,10 @@ $(RUNTIME): pyproject.toml
 
 $(VENV)/.ray-installed: $(DEV)
 	$(BIN)/python -m pip install --quiet --editable ".[ray]"
+	@touch $@
+
+$(VENV)/.sdks-installed: $(DEV)
+	@$(BIN)/python -m pip install --quiet --editable ".[sdks]"
 	@touch $@
 
 $(DEV): $(RUNTIME)
