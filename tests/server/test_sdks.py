@@ -129,9 +129,9 @@ def test_agents_sdk_with_tools_and_an_output_type(url: str) -> None:
         calls.append(city)
         return "21 degrees"
 
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
         calls.clear()
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
         agent = agents.Agent(
             name="weather",
             instructions="Answer with the tool.",
