@@ -155,7 +155,7 @@ def test_an_error_after_the_head_is_an_event_of_the_api(path: str) -> None:
 def test_constraints_without_any_text_are_an_error_of_the_request(
     path: str, demo_client: Client
 ) -> None:
-    """Whether there is a text shows only after the head of a stream."""
+    """A stream has begun by then, so that an event says it."""
     ids = demo_client.post({"prompt": "a"}, "/tokenize")[1]["tokens"]
     body = CALLS[path] | {"structured_outputs": {"regex": "[0-9]"}, "allowed_token_ids": ids}
     status, answer, _ = demo_client.post(body, path)
